@@ -1,0 +1,18 @@
+"""Lossless tree speculative decoding with CTC draft heads."""
+
+from drafter.engine import EngineConfig
+from drafter.errors import EngineError, LoadError, QueueFullError, RequestError
+from drafter.llm import SpeculativeLM
+from drafter.requests import Generation, Request, SamplingParams
+
+__all__ = [
+    "EngineConfig",
+    "EngineError",
+    "Generation",
+    "LoadError",
+    "QueueFullError",
+    "Request",
+    "RequestError",
+    "SamplingParams",
+    "SpeculativeLM",
+]

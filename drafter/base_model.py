@@ -1,0 +1,366 @@
+"""The base: any decoder-only softmax-attention causal LM of transformers, its own modeling code unforked.
+
+Three things make tree decoding out of an ordinary forward: our `KVCache`, a 4-D mask (a dictionary of masks for
+models that mix kinds of attention) and explicit position ids. `_check` proves at load that the model heeds all three.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from drafter.errors import LoadError
+from drafter.kv_cache import KVCache, LayerShape
+from drafter.masks import additive, tree_attention_mask
+
+logger = logging.getLogger(__name__)
+
+_ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+_PREFILL_CHUNK = 512
+
+
+def pick_device(device: str | torch.device = "auto") -> torch.device:
+    """`auto` is the first GPU where there is one, the CPU otherwise.
+
+    Raises:
+        LoadError: There is no such device here.
+    """
+    if str(device) == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise LoadError(f"device {device!r} is not available here: {_first_line(error)}") from error
+
+
+def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """`auto` is bf16 on a GPU and fp32 on a CPU, where bf16 is rarely faster.
+
+    Raises:
+        LoadError: Not the name of a floating-point dtype.
+    """
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise LoadError(f"dtype {dtype!r} is unknown: use auto, float32, bfloat16 or float16")
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def _refuse_unsupported(name: str, config: Any) -> None:
+    """Raise `LoadError` for architectures that a KV cache with a tree mask cannot decode, before weights are read."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise LoadError(f"{name}: {config.model_type} is an encoder-decoder model; only decoder-only models can be a base")
+    text = config.get_text_config(decoder=True)
+    foreign = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION_KINDS)
+    if foreign:
+        raise LoadError(
+            f"{name}: {config.model_type} has {', '.join(foreign)} layers, whose state cannot be rolled back to an "
+            "accepted path; only softmax-attention models can be a base"
+        )
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(config, "auto_map", None):
+        raise LoadError(f"{name}: {config.model_type} is not a causal language model that transformers knows")
+
+
+class BaseModel:
+    """A frozen base LM that verifies draft trees.
+
+    Args:
+        model: A transformers causal LM, in evaluation mode on its device(s).
+        name: Hub id or path; goes into draft heads' configuration.
+
+    Raises:
+        LoadError: The model cannot be decoded by trees; the message names it and the reason.
+    """
+
+    def __init__(self, model: Any, name: str = "") -> None:
+        self.name = name or model.config.name_or_path or type(model).__name__
+        _refuse_unsupported(self.name, model.config)
+        if getattr(model, "_is_stateful", False):
+            raise LoadError(f"{self.name}: {model.config.model_type} keeps a recurrent state that cannot be rolled back")
+        self.model = model.eval().requires_grad_(False)
+        self.config = model.config.get_text_config(decoder=True)
+        self._head: nn.Module = model.get_output_embeddings()
+        self._embedding: nn.Module = model.get_input_embeddings()
+        if self._head is None or self._embedding is None:
+            raise LoadError(f"{self.name}: {model.config.model_type} has no LM head")
+        self._head_input: Tensor | None = None
+        self._head.register_forward_pre_hook(self._keep_head_input)
+        self._check()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+        device_map: str | dict[str, Any] | None = None,
+        trust_remote_code: bool = False,
+    ) -> BaseModel:
+        """Load a base from the hub or a local folder; safetensors only.
+
+        Args:
+            name_or_path: Hub id or folder.
+            dtype: `auto`, or a floating-point dtype or its name.
+            device: `auto`, or a torch device. Not used with `device_map`.
+            device_map: As in transformers, for a base larger than one GPU.
+            trust_remote_code: Run modeling code that comes with the weights.
+
+        Raises:
+            LoadError: Not found, not readable, or not a model that can be decoded by trees.
+        """
+        name = str(name_or_path)
+        target = pick_device(device)
+        kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        try:
+            config = AutoConfig.from_pretrained(name, **kwargs)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise LoadError(
+                f"no base model at {name!r}: {_first_line(error)} (give a folder with config.json, or a hub id)"
+            ) from error
+        _refuse_unsupported(name, config)
+        kwargs |= {"dtype": pick_dtype(dtype, target), "use_safetensors": True}
+        if device_map is not None:
+            kwargs["device_map"] = device_map
+        # The fused kernels cannot cap attention scores.
+        if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
+            kwargs["attn_implementation"] = "eager"
+        try:
+            try:
+                model = AutoModelForCausalLM.from_pretrained(name, **kwargs)
+            except ValueError as error:
+                if "scaled_dot_product_attention" not in str(error):
+                    raise
+                model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="eager", **kwargs)
+        except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+            raise LoadError(f"base model {name!r} cannot be loaded: {_first_line(error)}") from error
+        except Exception as error:  # safetensors raises a class of its own for a damaged file
+            if type(error).__module__.startswith("safetensors") or "Safetensor" in type(error).__name__:
+                raise LoadError(f"base model {name!r} has damaged weights: {_first_line(error)}") from error
+            raise
+        return cls(model if device_map is not None else model.to(target), name)
+
+    # ---- what it is
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go and logits come from."""
+        return self._embedding.weight.device  # type: ignore[return-value, union-attr]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the hidden states."""
+        return self.model.dtype  # type: ignore[no-any-return]
+
+    @property
+    def hidden_size(self) -> int:
+        """d, the width of the hidden states."""
+        return int(self._head.weight.shape[1])  # type: ignore[union-attr, index]
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the number of logits."""
+        return int(self.config.vocab_size)
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence the model was made for; None if its configuration does not say."""
+        for field in ("max_position_embeddings", "n_positions", "seq_length"):
+            if getattr(self.config, field, None):
+                return int(getattr(self.config, field))
+        return None
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a sequence, as `generate` sees them."""
+        eos = self.model.generation_config.eos_token_id
+        eos = self.config.eos_token_id if eos is None else eos
+        return frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that tell bases apart: shape, a sample of the embedding, and every norm and bias.
+
+        Rounded to bf16 and taken from tensors that quantisation leaves alone, so that a base has one fingerprint in
+        whichever precision it is loaded.
+        """
+        digest = hashlib.sha256()
+        shape = [self.config.model_type, self.config.num_hidden_layers, self.hidden_size, self.vocab_size]
+        digest.update(repr(shape).encode())
+        flat = self._embedding.weight.flatten()  # type: ignore[operator, union-attr]
+        sample = flat[torch.linspace(0, flat.numel() - 1, 4096).long().to(flat.device)]
+        vectors = [p.detach().flatten() for _, p in sorted(self.model.named_parameters()) if p.dim() == 1]
+        for tensor in [sample, *vectors]:
+            digest.update(tensor.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    # ---- what draft heads borrow
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Frozen token embeddings `[..., d]` of `tokens` `[...]`."""
+        return self._embedding(tokens)  # type: ignore[no-any-return]
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Frozen LM head: logits `[..., V]` of `hidden` `[..., d]`."""
+        return nn.functional.linear(hidden, self._head.weight, getattr(self._head, "bias", None))  # type: ignore[arg-type]
+
+    # ---- forwards
+
+    def new_cache(self, slots: int, length: int) -> KVCache:
+        """A KV cache for `slots` rows of up to `length` positions."""
+        return KVCache(self._layer_shapes, slots, length)
+
+    def prefill(self, cache: KVCache, slot: int, prompt: Tensor) -> Tensor:
+        """Run a prompt `[P]` into `slot`, chunk by chunk; return its hidden states `[P, d]`."""
+        chunks = [
+            self._decoder_hidden(cache, slot, chunk[None], first * _PREFILL_CHUNK)[0]
+            for first, chunk in enumerate(prompt.split(_PREFILL_CHUNK))
+        ]
+        return torch.cat(chunks) if len(chunks) > 1 else chunks[0]
+
+    def verify(
+        self, cache: KVCache, tokens: Tensor, lengths: Tensor, depths: Tensor, ancestors: Tensor, kv_length: int
+    ) -> tuple[Tensor, Tensor]:
+        """One forward over tree nodes. Rows are slots `0..B-1`; the nodes' KV goes behind the committed positions.
+
+        Args:
+            cache: Holds `lengths` committed positions of each row.
+            tokens: `[B, N]` node tokens; any valid id in padding.
+            lengths: `[B]`.
+            depths: `[B, N]`.
+            ancestors: `[B, N, N]` bool.
+            kv_length: Cache positions to read; at least every row's length + N.
+
+        Returns:
+            Logits `[B, N, V]` and hidden states `[B, N, d]`, both by node id.
+        """
+        inputs = self._inputs(cache, 0, tokens, lengths, depths, ancestors, kv_length)
+        logits = self.model(**inputs).logits
+        hidden, self._head_input = self._head_input, None
+        assert hidden is not None
+        return logits, hidden
+
+    def _decoder_hidden(self, cache: KVCache, slot: int, tokens: Tensor, start: int) -> Tensor:
+        """Hidden states `[1, P, d]` of `tokens` `[1, P]` that follow `start` committed positions of `slot`."""
+        count = tokens.shape[1]
+        lengths = torch.full((1,), start, dtype=torch.long, device=tokens.device)
+        depths = torch.arange(count, device=tokens.device)[None]
+        ancestors = torch.ones(1, count, count, dtype=torch.bool, device=tokens.device).tril()
+        inputs = self._inputs(cache, slot, tokens, lengths, depths, ancestors, start + count)
+        # The decoder without its LM head: a prompt's logits are never needed.
+        return self.model.get_decoder()(**inputs).last_hidden_state  # type: ignore[no-any-return]
+
+    def _inputs(
+        self,
+        cache: KVCache,
+        slot: int,
+        tokens: Tensor,
+        lengths: Tensor,
+        depths: Tensor,
+        ancestors: Tensor,
+        kv_length: int,
+    ) -> dict[str, Any]:
+        nodes = torch.arange(tokens.shape[1], device=tokens.device)
+        cache.prepare(slot, lengths[:, None] + nodes, kv_length)
+        masks = {
+            kind: additive(
+                tree_attention_mask(lengths, depths, ancestors, kv_length, **self._span(kind)), self.model.dtype
+            )
+            for kind in self._kinds
+        }
+        positions = lengths[:, None] + depths
+        if self.max_positions is not None:
+            # Nodes past the end are never emitted, but a learned position table must not be read past it.
+            positions = positions.clamp_max(self.max_positions - 1)
+        return {
+            "input_ids": tokens,
+            "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
+            "position_ids": positions,
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+
+    @property
+    def _kinds(self) -> list[str]:
+        layer_types = getattr(self.config, "layer_types", None)
+        if layer_types:
+            return sorted(set(layer_types))
+        sliding = getattr(self.config, "sliding_window", None) and getattr(self.config, "use_sliding_window", True)
+        return ["sliding_attention" if sliding else "full_attention"]
+
+    def _span(self, kind: str) -> dict[str, int | None]:
+        if kind == "sliding_attention":
+            return {"window": self.config.sliding_window}
+        return {"chunk": self.config.attention_chunk_size} if kind == "chunked_attention" else {}
+
+    def _keep_head_input(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._head_input = args[0]
+
+    # ---- the proof at load
+
+    @torch.inference_mode()
+    def _check(self) -> None:
+        """Run a few tokens the model's own way and ours, and refuse the model if they differ.
+
+        Also learns what each layer caches. Our way puts a decoy node before the true continuation, so that a
+        model that ignores the mask or the positions is found out.
+        """
+        ids = torch.arange(1, 7, device=self.device) * 7919 % self.vocab_size
+        try:
+            plain = self.model(input_ids=ids[None], past_key_values=DynamicCache(config=self.config), use_cache=True)
+            self._layer_shapes = [_layer_shape(layer) for layer in plain.past_key_values.layers]
+            cache = self.new_cache(2, 16)
+            hidden = self.prefill(cache, 0, ids[:4])
+            # Root ids[4], a decoy child, and the true child ids[5].
+            tokens = torch.stack([ids[4], ids[0], ids[5]])[None]
+            parents = torch.tensor([[True, False, False], [True, True, False], [True, False, True]], device=self.device)
+            lengths = torch.tensor([4], device=self.device)
+            depths = torch.tensor([[0, 1, 1]], device=self.device)
+            logits, node_hidden = self.verify(cache, tokens, lengths, depths, parents[None], 8)
+        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError) as error:
+            raise LoadError(
+                f"{self.name}: {self.model.config.model_type} does not run with a tree mask and a slot cache "
+                f"({type(error).__name__}: {_first_line(error)}); it cannot be a base"
+            ) from error
+        ours, theirs = logits[0, [0, 2]].float(), plain.logits[0, 4:].float()
+        scale = theirs.abs().amax().clamp_min(1e-6)
+        tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
+        if not bool(((ours - theirs).abs().amax() / scale) < tolerance):
+            raise LoadError(
+                f"{self.name}: {self.model.config.model_type} gives other logits with a tree mask, explicit positions and "
+                "a slot cache than by itself; it cannot be a base (state-space and linear attention, ALiBi and "
+                "bidirectional models cannot)"
+            )
+        if hidden.shape[-1] != node_hidden.shape[-1]:
+            raise LoadError(f"{self.name}: the decoder's output is not the LM head's input; it cannot be a base")
+
+
+def _layer_shape(layer: Any) -> LayerShape | None:
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if keys is None or values is None:
+        return None
+    return LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
+
+
+def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """Load the tokeniser that belongs to a base.
+
+    Raises:
+        LoadError: There is none to load.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=trust_remote_code)
+    except Exception as error:  # tokenizers raises bare `Exception` for a damaged file
+        raise LoadError(f"no tokenizer at {str(name_or_path)!r}: {_first_line(error)}") from error

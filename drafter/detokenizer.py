@@ -1,0 +1,51 @@
+"""Text from tokens as they come, and where a stop string first completes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_INCOMPLETE = "\ufffd"
+
+
+class Detokenizer:
+    """Decodes one request's tokens incrementally, without ever giving out half a character.
+
+    Args:
+        tokenizer: A transformers tokeniser.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._start = 0  # tokens before it are decoded and no longer needed as context
+        self._read = 0  # tokens before it are in `text`
+        self.text = ""
+
+    def push(self, token: int) -> str:
+        """Add a token; return `text`, whatever is complete by now."""
+        self._ids.append(token)
+        # Decoding from a few tokens back keeps spaces right where a tokeniser joins words.
+        before = self._decode(self._ids[self._start : self._read])
+        after = self._decode(self._ids[self._start :])
+        if len(after) > len(before) and not after.endswith(_INCOMPLETE):
+            self.text += after[len(before) :]
+            self._start, self._read = self._read, len(self._ids)
+        return self.text
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)  # type: ignore[no-any-return]
+
+
+def cut_at_stop(text: str, stop: tuple[str, ...]) -> str | None:
+    """`text` before the first stop string in it, or None where there is none."""
+    found = [at for at in (text.find(one) for one in stop) if at >= 0]
+    return text[: min(found)] if found else None
+
+
+def safe_length(text: str, stop: tuple[str, ...]) -> int:
+    """How much of `text` can be shown: not an end that may turn out to begin a stop string."""
+    longest = max(map(len, stop), default=0)
+    for start in range(max(0, len(text) - longest + 1), len(text)):
+        if any(one.startswith(text[start:]) for one in stop):
+            return start
+    return len(text)

@@ -1,0 +1,36 @@
+"""`a+b`: two drafters' trees merged as tries, each node at the larger of its two prices."""
+
+from __future__ import annotations
+
+from drafter.drafters.contract import DraftContext, Drafter
+from drafter.token_tree import TokenTree, merge
+
+
+class EnsembleDrafter(Drafter):
+    """Both drafters propose; the best nodes of either make the tree."""
+
+    def __init__(self, first: Drafter, second: Drafter) -> None:
+        self.members = (first, second)
+        self.tree_size = max(first.tree_size, second.tree_size)
+        self.depth = max(first.depth, second.depth)
+        self.reads_hidden = first.reads_hidden or second.reads_hidden
+
+    def propose(self, context: DraftContext) -> TokenTree:
+        """Trees `[B, tree_size]`."""
+        first, second = (member.propose(context) for member in self.members)
+        return merge(first, second, self.depth, self.tree_size)
+
+    def allocate(self, slots: int, length: int) -> None:
+        """Make room in both."""
+        for member in self.members:
+            member.allocate(slots, length)
+
+    def admit(self, slot: int) -> None:
+        """Tell both."""
+        for member in self.members:
+            member.admit(slot)
+
+    def move(self, source: int, target: int) -> None:
+        """Move in both."""
+        for member in self.members:
+            member.move(source, target)

@@ -1,0 +1,347 @@
+"""Continuous batching with tree speculative decoding: one loop over slots.
+
+A step reads: admit → draft → slice → verify → walk → commit → retire. Requests enter and leave independently; rows
+of different lengths and settings share a batch. Active rows always fill slots `0..B-1`, so that a forward over them
+is a view of the buffers. Within a step nothing on the device waits for the host; the host reads the tree's prices
+before the verification, to choose its size, and the walk's outcome after it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafter.base_model import BaseModel
+from drafter.budget import NODE_COUNTS, AdaptiveBudget, Budget, FixedBudget, LatencyTable, batch_sizes
+from drafter.drafters.contract import DraftContext, Drafter
+from drafter.errors import EngineError, LoadError, QueueFullError, RequestError
+from drafter.requests import Request
+from drafter.sampling import SamplingMode, SamplingTable, choose, seen_tokens
+from drafter.slots import Handle, Slot
+from drafter.token_tree import TokenTree, root_only
+from drafter.verification import Walk, walk
+
+_KV_BUCKET = 64
+"""KV lengths are rounded up to this, so that shapes repeat."""
+_DEFAULT_MAX_LENGTH = 2048
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How much the engine does at once.
+
+    Args:
+        slots: Requests decoded together.
+        max_length: Prompt and output tokens a slot can hold; None is the base's own limit, at most 2,048.
+        max_queue: Requests that may wait for a slot.
+        nodes: Draft nodes verified a step; `auto` adapts to what pays on this machine.
+    """
+
+    slots: int = 16
+    max_length: int | None = None
+    max_queue: int = 1024
+    nodes: int | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name, value in (("slots", self.slots), ("max_queue", self.max_queue), ("max_length", self.max_length)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
+        if self.nodes != "auto" and (isinstance(self.nodes, bool) or not isinstance(self.nodes, int) or self.nodes < 0):
+            raise ValueError(f"nodes must be 'auto' or an integer of at least 0, not {self.nodes!r}")
+
+
+class Engine:
+    """The decoding loop. `submit` and `Handle.cancel` may be called from any thread, `step` from one.
+
+    Args:
+        base: The base model.
+        drafter: Proposes trees.
+        tokenizer: Of the base; decodes texts and stop strings.
+        config: Sizes.
+
+    Raises:
+        LoadError: `max_length` is more than the base has positions.
+    """
+
+    def __init__(self, base: BaseModel, drafter: Drafter, tokenizer: Any, config: EngineConfig | None = None) -> None:
+        config = config or EngineConfig()
+        self.base, self.drafter, self.tokenizer, self.config = base, drafter, tokenizer, config
+        limit = base.max_positions or _DEFAULT_MAX_LENGTH
+        if config.max_length is not None and config.max_length > limit:
+            raise LoadError(f"max_length {config.max_length} is more than the {limit} positions of {base.name}")
+        self.max_length = config.max_length or min(limit, _DEFAULT_MAX_LENGTH)
+        # Draft nodes and the stale ends of a path are written past a row's last token, never read.
+        self._capacity = self.max_length + drafter.tree_size + drafter.depth + 1
+        device, slots = base.device, config.slots
+        self._cache = base.new_cache(slots, self._capacity)
+        self._tokens = torch.zeros(slots, self._capacity, dtype=torch.long, device=device)
+        self._hidden = (
+            torch.zeros(slots, self._capacity, base.hidden_size, dtype=base.dtype, device=device)
+            if drafter.reads_hidden
+            else None
+        )
+        self._lengths = torch.zeros(slots, dtype=torch.long, device=device)
+        self._sampling = SamplingTable.empty(slots, self.max_length, device)
+        drafter.allocate(slots, self._capacity)
+        self._slots: list[Slot] = []
+        self._mode = SamplingMode.of([])
+        self._waiting: deque[Handle] = deque()
+        self._lock = threading.Lock()
+        self._failure: EngineError | None = None
+        self._budget: Budget = FixedBudget(0)
+        if drafter.tree_size > 1:
+            fixed = config.nodes
+            self._budget = FixedBudget(fixed) if fixed != "auto" else AdaptiveBudget(self._measure_latency())
+
+    # ---- from any thread
+
+    def submit(self, request: Request, *, stream: bool = False) -> Handle:
+        """Queue a request.
+
+        Raises:
+            RequestError: The prompt is empty, too long, or has ids outside the vocabulary.
+            QueueFullError: `max_queue` requests are waiting.
+            EngineError: The engine has failed before.
+        """
+        self._refuse_unusable(request)
+        handle = Handle(request, stream=stream)
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            if len(self._waiting) >= self.config.max_queue:
+                raise QueueFullError(f"{self.config.max_queue} requests are waiting already: submit again later")
+            self._waiting.append(handle)
+        return handle
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to decode and nothing waiting."""
+        return not self._slots and not self._waiting
+
+    @property
+    def active(self) -> int:
+        """Requests being decoded."""
+        return len(self._slots)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the KV cache."""
+        return self._cache.nbytes
+
+    def fail(self, error: BaseException) -> None:
+        """End every request with `error`; later ones are refused."""
+        failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        with self._lock:
+            self._failure = failure
+            handles = [slot.handle for slot in self._slots] + list(self._waiting)
+            self._slots.clear()
+            self._waiting.clear()
+        for handle in handles:
+            handle.future.set_exception(failure)
+
+    # ---- the loop
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Decode one step of every active request; requests that wait enter free slots first."""
+        self._drop_cancelled()
+        self._admit()
+        if not self._slots:
+            return
+        rows = len(self._slots)
+        context = self._context(rows)
+        if self._budget.should_draft(rows):
+            tree = self.drafter.propose(context)
+            prices = tree.log_prices[:, 1:].cpu().numpy().astype(np.float64)
+            drafted = self._budget.nodes(prices)
+            tree = tree.leading(drafted + 1)
+        else:
+            tree, prices, drafted = root_only(context.pending), None, 0
+        verdict = self._verify(tree, rows)
+        self._commit(verdict)
+        self._deliver(verdict, tree, prices, drafted)
+
+    def _context(self, rows: int) -> DraftContext:
+        hidden = None if self._hidden is None else self._hidden[:rows]
+        return DraftContext(
+            self._tokens[:rows], hidden, self._lengths[:rows], max(slot.length for slot in self._slots)
+        )
+
+    def _verify(self, tree: TokenTree, rows: int) -> tuple[Walk, Tensor]:
+        """The walk down `tree` `[B, N]`, and the nodes' hidden states `[B, N, d]`."""
+        depth = min(self.drafter.depth, tree.size - 1)
+        lengths = self._lengths[:rows]
+        ancestors = tree.ancestors(depth)
+        longest = max((slot.length for slot in self._slots), default=0) + tree.size
+        kv_length = min(-(-longest // _KV_BUCKET) * _KV_BUCKET, self._capacity)
+        logits, hidden = self.base.verify(
+            self._cache, tree.tokens.clamp_min(0), lengths, tree.depths, ancestors, kv_length
+        )
+        seen = None
+        if self._mode.penalties:
+            seen = seen_tokens(self._tokens[:rows], lengths, tree.tokens, ancestors, logits.shape[-1])
+        positions = lengths[:, None] + tree.depths + 1
+        choices = choose(logits, self._sampling, self._mode, positions, seen)
+        return walk(tree, choices, ancestors, depth), hidden
+
+    def _commit(self, verdict: tuple[Walk, Tensor]) -> None:
+        """Move the path's KV, hidden states and tokens to each row's tail; the bonus token becomes pending."""
+        step, hidden = verdict
+        rows, width = step.path.shape
+        lengths = self._lengths[:rows]
+        if width > 1:
+            self._cache.commit(lengths, step.path)
+        starts = torch.arange(rows, device=lengths.device) * self._capacity + lengths
+        places = (starts[:, None] + torch.arange(width, device=lengths.device)).flatten()
+        self._tokens.view(-1).index_copy_(0, places + 1, step.tokens.flatten())
+        if self._hidden is not None:
+            path_hidden = hidden.gather(1, step.path[:, :, None].expand(-1, -1, hidden.shape[-1]))
+            self._hidden.flatten(0, 1).index_copy_(0, places, path_hidden.flatten(0, 1).to(self._hidden.device))
+        lengths += step.accepted + 1
+
+    def _deliver(
+        self, verdict: tuple[Walk, Tensor], tree: TokenTree, prices: np.ndarray[Any, Any] | None, drafted: int
+    ) -> None:
+        """Read the outcome, hand out tokens, retire what has ended."""
+        step, _ = verdict
+        real = (tree.tokens[:, 1:] >= 0).sum(dim=1, keepdim=True)
+        # One transfer for everything the host wants to know.
+        outcome = torch.cat([step.accepted[:, None], real, step.tokens, step.path], dim=1).cpu().numpy()
+        accepted, tokens, path = outcome[:, 0], outcome[:, 2 : 2 + step.tokens.shape[1]], outcome[:, -step.path.shape[1] :]
+        for slot, row, emitted, nodes in zip(self._slots, tokens, accepted + 1, outcome[:, 1], strict=True):
+            slot.take(row[:emitted].tolist(), int(nodes))
+        if prices is not None and drafted:
+            on_path = np.zeros((len(path), drafted + 1), dtype=bool)
+            np.put_along_axis(on_path, path, True, axis=1)
+            self._budget.observe(prices[:, :drafted], on_path[:, 1:])
+        for index in range(len(self._slots) - 1, -1, -1):
+            if self._slots[index].finish_reason is not None:
+                self._retire(index)
+
+    # ---- entering and leaving
+
+    def _refuse_unusable(self, request: Request) -> None:
+        ids = request.prompt_ids
+        if len(ids) == 0:
+            raise RequestError("the prompt is empty: give at least one token")
+        if len(ids) >= self.max_length:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, but prompt and output together may have {self.max_length}: "
+                "shorten the prompt or raise max_length"
+            )
+        if min(ids) < 0 or max(ids) >= self.base.vocab_size:
+            raise RequestError(f"the prompt has token ids outside the vocabulary of {self.base.vocab_size}")
+
+    def _admit(self) -> None:
+        while len(self._slots) < self.config.slots:
+            with self._lock:
+                if not self._waiting:
+                    return
+                handle = self._waiting.popleft()
+            if handle.cancelled:
+                handle.future.set_result(self._new_slot(handle, cancelled=True).generation())
+                continue
+            self._prefill(handle)
+
+    def _new_slot(self, handle: Handle, *, cancelled: bool = False) -> Slot:
+        request = handle.request
+        prompt, sampling = len(request.prompt_ids), request.sampling
+        return Slot(
+            handle,
+            limit=min(sampling.max_new_tokens, self.max_length - prompt),
+            length=prompt - 1,
+            eos=frozenset() if sampling.ignore_eos else self.base.eos_token_ids,
+            tokenizer=self.tokenizer,
+            finish_reason="cancelled" if cancelled else None,
+        )
+
+    def _prefill(self, handle: Handle) -> None:
+        """Run all but the last prompt token; the last one is the first pending token.
+
+        So every output token comes from a decode step, and plain decoding has exactly one token a forward.
+        """
+        index, slot = len(self._slots), self._new_slot(handle)
+        prompt = torch.tensor(list(handle.request.prompt_ids), device=self.base.device)
+        self._tokens[index, : len(prompt)] = prompt
+        self._lengths[index] = slot.length
+        self._sampling.set(index, handle.request.sampling, len(prompt), slot.limit)
+        self.drafter.admit(index)
+        if slot.length > 0:
+            hidden = self.base.prefill(self._cache, index, prompt[:-1])
+            if self._hidden is not None:
+                self._hidden[index, : slot.length] = hidden
+        self._slots.append(slot)
+        self._update_mode()
+
+    def _retire(self, index: int) -> None:
+        """End the request at `index`; the last active row takes its place."""
+        slot, last = self._slots[index], len(self._slots) - 1
+        if index != last:
+            length = self._slots[last].length + 1
+            self._cache.move(last, index, length)
+            self._tokens[index, :length] = self._tokens[last, :length]
+            self._lengths[index] = self._lengths[last]
+            if self._hidden is not None:
+                self._hidden[index, :length] = self._hidden[last, :length]
+            self._sampling.move(last, index)
+            self.drafter.move(last, index)
+            self._slots[index] = self._slots[last]
+        self._slots.pop()
+        self._update_mode()
+        slot.handle.future.set_result(slot.generation())
+
+    def _drop_cancelled(self) -> None:
+        for index in range(len(self._slots) - 1, -1, -1):
+            if self._slots[index].handle.cancelled:
+                self._slots[index].finish_reason = "cancelled"
+                self._retire(index)
+
+    def _update_mode(self) -> None:
+        self._mode = SamplingMode.of([slot.handle.request.sampling for slot in self._slots])
+
+    # ---- measuring
+
+    @torch.inference_mode()
+    def _measure_latency(self, repeats: int = 3) -> LatencyTable:
+        """Time drafting and verification on this machine for the shapes in use (median of `repeats`)."""
+        counts = tuple(count for count in NODE_COUNTS if count < self.drafter.tree_size)
+        batches = batch_sizes(self.config.slots)
+        middle = min(256, self.max_length // 2)
+        self._lengths.fill_(middle)
+        verify, draft = np.zeros((len(batches), len(counts))), np.zeros(len(batches))
+        for i, rows in enumerate(batches):
+            self._slots = [_placeholder(middle)] * rows
+            context = self._context(rows)
+            for slot in range(rows):
+                self.drafter.admit(slot)
+            self.drafter.propose(context)  # reads the whole row, as after a prefill; not what a step costs
+            draft[i] = self._time(lambda c=context: self.drafter.propose(c), repeats)
+            tree = self.drafter.propose(context)
+            for j, count in enumerate(counts):
+                leading = tree.leading(count + 1)
+                verify[i, j] = self._time(lambda t=leading, r=rows: self._verify(t, r), repeats)
+        self._slots = []
+        return LatencyTable(np.array(batches, dtype=np.float64), counts, verify, draft)
+
+    def _time(self, work: Any, repeats: int) -> float:
+        times = []
+        for _ in range(repeats + 1):
+            start = time.perf_counter()
+            work()
+            if self.base.device.type == "cuda":
+                torch.cuda.synchronize(self.base.device)
+            times.append(time.perf_counter() - start)
+        return float(np.median(times[1:]))
+
+
+def _placeholder(length: int) -> Slot:
+    """A row that stands in for any while latency is measured."""
+    return Slot(Handle(Request([0]), stream=False), limit=1, length=length, eos=frozenset(), tokenizer=None)

@@ -1,0 +1,183 @@
+"""The whole thing behind one class: load a base and a drafter, generate."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from drafter.base_model import BaseModel, load_tokenizer
+from drafter.drafters.contract import Drafter
+from drafter.drafters.registry import load_drafter
+from drafter.embedded import EMBEDDED_BASE
+from drafter.engine import Engine, EngineConfig
+from drafter.errors import RequestError
+from drafter.requests import Generation, Request, SamplingParams
+from drafter.slots import Handle
+
+Message = dict[str, str]
+Prompt = str | Sequence[Message]
+
+
+class SpeculativeLM:
+    """A base LM with a drafter, decoding in a thread of its own.
+
+    Example::
+
+        from drafter import SpeculativeLM
+
+        lm = SpeculativeLM.from_pretrained()
+        print(lm.generate("Tom has 3 boxes of 12 pens. How many pens?", max_new_tokens=100)[0].text)
+
+    Args:
+        base: The base model.
+        drafter: Proposes trees.
+        tokenizer: Of the base.
+        config: Sizes of the engine.
+    """
+
+    def __init__(self, base: BaseModel, drafter: Drafter, tokenizer: Any, config: EngineConfig | None = None) -> None:
+        self.base, self.tokenizer = base, tokenizer
+        self.engine = Engine(base, drafter, tokenizer, config)
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="drafter-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path | None = None,
+        drafter: str | Path = "auto",
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+        device_map: str | dict[str, Any] | None = None,
+        trust_remote_code: bool = False,
+        config: EngineConfig | None = None,
+    ) -> SpeculativeLM:
+        """Load a base, its tokeniser and a drafter.
+
+        Args:
+            model: Hub id or folder of the base; None is the embedded demonstration model.
+            drafter: `none` (plain decoding), `ngram`, a draft head's folder or hub id, `ctc` (the embedded head),
+                two of them joined by `+`, or `auto`: the embedded head for the embedded base, otherwise `ngram`.
+            dtype: `auto` is bf16 on a GPU and fp32 on a CPU.
+            device: `auto` is the first GPU, or the CPU.
+            device_map: As in transformers, for a base larger than one GPU.
+            trust_remote_code: Run modeling code that comes with the weights.
+            config: Sizes of the engine.
+
+        Raises:
+            LoadError: Something cannot be found, read or used; the message says what.
+        """
+        name = model if model is not None else EMBEDDED_BASE
+        base = BaseModel.from_pretrained(
+            name, dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code
+        )
+        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
+        return cls(base, load_drafter(drafter, base), tokenizer, config)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of prompt and output together that a request may have."""
+        return self.engine.max_length
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a text, taken as it is, or of chat messages, put through the chat template.
+
+        Raises:
+            RequestError: Not a text or a list of messages, or there is no chat template.
+        """
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt)["input_ids"])
+        if self.tokenizer.chat_template is None:
+            raise RequestError("the tokenizer has no chat template: give the prompt as text")
+        try:
+            text = self.tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates raise jinja2 errors of many kinds
+            raise RequestError(f"the chat template does not take these messages: {error}") from error
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def submit(self, request: Request, *, stream: bool = False) -> Handle:
+        """Queue a request; safe from any thread.
+
+        Args:
+            request: What to generate.
+            stream: Whether the handle will be iterated over for tokens as they come.
+
+        Raises:
+            RequestError: The request cannot be generated.
+            QueueFullError: Too many requests are waiting.
+            EngineError: The engine has failed or is closed.
+        """
+        handle = self.engine.submit(request, stream=stream)
+        with self._wake:
+            self._wake.notify()
+        return handle
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None, **settings: Any
+    ) -> list[Generation]:
+        """Generate for one prompt or many, and wait for all.
+
+        Args:
+            prompts: A text, chat messages, or a list of either.
+            sampling: Settings; the defaults are greedy decoding of up to 256 tokens.
+            settings: Fields of `SamplingParams` to change, such as `max_new_tokens=100`.
+
+        Raises:
+            RequestError: A prompt or a setting cannot be used.
+        """
+        try:
+            sampling = replace(sampling or SamplingParams(), **settings)
+        except TypeError as error:
+            raise RequestError(str(error).replace("SamplingParams.__init__() got an", "")) from error
+        requests = [Request(self.encode(prompt), sampling, str(i)) for i, prompt in enumerate(_as_list(prompts))]
+        waiting: list[Handle] = []
+        for index, request in enumerate(requests):
+            if index >= self.engine.config.max_queue:
+                waiting[index - self.engine.config.max_queue].result()
+            waiting.append(self.submit(request))
+        return [handle.result() for handle in waiting]
+
+    def close(self) -> None:
+        """Stop the thread; requests that are not finished end with an error."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    def __enter__(self) -> SpeculativeLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._wake:
+                    self._wake.wait_for(lambda: self._closing or not self.engine.idle)
+                    if self._closing:
+                        break
+                self.engine.step()
+        except Exception as error:  # whatever went wrong, the requests must hear of it
+            self.engine.fail(error)
+        else:
+            self.engine.fail(RuntimeError("it was closed"))
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], dict):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,57 @@
+"""Attention masks over a row's committed positions and the nodes of its draft tree."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def tree_attention_mask(
+    lengths: Tensor,
+    depths: Tensor,
+    ancestors: Tensor,
+    kv_length: int,
+    *,
+    window: int | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """Which cached positions each node sees: `[B, N, kv_length]` bool.
+
+    A node sees the row's committed positions, its ancestors and itself. Node `j` of row `b` lies at cache index
+    `lengths[b] + j` but at position `lengths[b] + depths[b, j]`; windows and chunks are counted in positions.
+
+    With one committed position and the tree 0 → 1, 0 → 2 the mask is (columns: committed, nodes 0, 1, 2)::
+
+        1 1 . .
+        1 1 1 .
+        1 1 . 1
+
+    Args:
+        lengths: `[B]` committed positions.
+        depths: `[B, N]` depth of each node below the root.
+        ancestors: `[B, N, N]` bool from `TokenTree.ancestors`.
+        kv_length: Cache positions that attention reads.
+        window: A sliding window: a node sees positions less than this far behind it.
+        chunk: Chunked attention: a node sees only positions of its own chunk of this many.
+    """
+    nodes = depths.shape[1]
+    index = torch.arange(kv_length, device=lengths.device)
+    node = index - lengths[:, None]  # [B, kv_length]: node id at each cache index, negative where committed
+    in_tree = node.clamp(0, nodes - 1)
+    seen = ancestors.gather(2, in_tree[:, None, :].expand(-1, nodes, -1)) & (node < nodes)[:, None]
+    seen = seen | (node < 0)[:, None]
+    if window is None and chunk is None:
+        return seen
+    own = (lengths[:, None] + depths)[:, :, None]
+    other = torch.where(node < 0, index, lengths[:, None] + depths.gather(1, in_tree))[:, None]
+    if window is not None:
+        seen = seen & (own - other < window)
+    if chunk is not None:
+        seen = seen & (own // chunk == other // chunk)
+    return seen
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask as numbers to add to attention scores: `[B, 1, N, kv_length]`, 0 or the dtype's lowest number."""
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    return torch.where(mask, zero, torch.finfo(dtype).min)[:, None]

@@ -1,0 +1,121 @@
+"""What enters the engine and what leaves it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from drafter.errors import RequestError
+from drafter.statistics import DecodeCounts
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
+    """Raise `RequestError` unless `value` is a finite number in `[low, high]` (`(low, high]` if `low_open`)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RequestError(f"{name} must be a finite number, not {value!r}")
+    if value < low or value > high or (low_open and value == low):
+        span = f"{'more than' if low_open else 'at least'} {low:g}"
+        raise RequestError(f"{name} must be {span}{f' and at most {high:g}' if high < math.inf else ''}, not {value!r}")
+
+
+def _integer(name: str, value: object, low: int) -> None:
+    """Raise `RequestError` unless `value` is an integer of at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise RequestError(f"{name} must be an integer of at least {low}, not {value!r}")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the base chooses each token, and where it stops. Names and meanings follow transformers' `generate`.
+
+    Args:
+        max_new_tokens: Most tokens to generate; the end-of-sequence token counts.
+        temperature: 0 takes the most probable token; above, the base's distribution at this temperature is sampled.
+        top_k: Keep the k most probable tokens; 0 keeps all.
+        top_p: Keep the smallest set of most probable tokens whose probability reaches this; 1 keeps all.
+        min_p: Keep tokens at least this fraction as probable as the most probable one; 0 keeps all.
+        repetition_penalty: Divide positive (multiply negative) logits of tokens already seen; 1 leaves them.
+        seed: Tokens are a function of (model, prompt, seed) alone: see METHOD in `docs/method.md`.
+        stop: Strings that end the text; the text is cut before the first one.
+        ignore_eos: Generate on past the end-of-sequence token.
+
+    Raises:
+        RequestError: A value is of the wrong type, not finite or out of range.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _integer("max_new_tokens", self.max_new_tokens, 1)
+        _number("temperature", self.temperature, 0.0, math.inf)
+        _integer("top_k", self.top_k, 0)
+        _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_open=True)
+        _integer("seed", self.seed, 0)
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise RequestError(f"stop must be a list of non-empty strings, not {self.stop!r}")
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
+        object.__setattr__(self, "stop", tuple(self.stop))
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to continue.
+
+    Args:
+        prompt_ids: Token ids of the prompt, at least one.
+        sampling: How to choose tokens and when to stop.
+        request_id: The caller's name for it; comes back in `Generation`.
+    """
+
+    prompt_ids: Sequence[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    request_id: str = ""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What the engine made of a `Request`.
+
+    Args:
+        request_id: As in the request.
+        token_ids: New tokens, the end-of-sequence token included where it was chosen.
+        text: `token_ids` decoded without special tokens, cut before the stop string.
+        finish_reason: `stop` (end of sequence or stop string), `length` (limit reached) or `cancelled`.
+        prompt_tokens: Number of prompt tokens.
+        counts: Raw speculation counts; ratios are derived in `drafter.statistics` only.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    prompt_tokens: int
+    counts: DecodeCounts
+
+
+@dataclass(frozen=True)
+class TokenDelta:
+    """The tokens that one decode step added to a request, for streaming.
+
+    Args:
+        token_ids: Tokens of this step: the accepted draft tokens and the bonus token.
+        text: New text; characters whose bytes are still incomplete, or that may begin a stop string, wait.
+    """
+
+    token_ids: list[int]
+    text: str

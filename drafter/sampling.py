@@ -1,0 +1,192 @@
+"""The base's choice at a node: logits, then filters, then one keyed uniform, then a token.
+
+The uniform depends on (seed, position) alone, so a row's tokens are a function of model, prompt and seed: the same
+with speculation and without, at any tree, batch or order. Filters are applied in transformers' order: repetition
+penalty, temperature, top-k, top-p, min-p.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafter.requests import SamplingParams
+
+_MASK_64 = (1 << 64) - 1
+
+
+def keyed_uniforms(seed: int, count: int) -> Tensor:
+    """`[count]` float64 in [0, 1): the uniform of each output position, by the counter-based generator Philox-4x64.
+
+    Entry `p` is a function of `(seed, p)` alone (Salmon et al. 2011, *Parallel random numbers: as easy as 1, 2, 3*).
+    """
+    generator = np.random.Philox(key=np.array([seed & _MASK_64, (seed >> 64) & _MASK_64], dtype=np.uint64))
+    # The raw stream is stable between numpy releases; the top 53 bits fill a float64's mantissa.
+    return torch.from_numpy((generator.random_raw(count) >> np.uint64(11)) * 2.0**-53)
+
+
+@dataclass
+class SamplingTable:
+    """Sampling settings of all slots, as tensors.
+
+    Args:
+        temperature, top_p, min_p, repetition_penalty: `[S]` float64.
+        top_k: `[S]` int64.
+        uniforms: `[S, L]` float64, a row's keyed uniforms by output position.
+        prompt_lengths: `[S]` int64 prompt tokens.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition_penalty: Tensor
+    uniforms: Tensor
+    prompt_lengths: Tensor
+
+    @classmethod
+    def empty(cls, slots: int, length: int, device: torch.device) -> SamplingTable:
+        """A table of greedy rows."""
+
+        def full(value: float) -> Tensor:
+            return torch.full((slots,), value, dtype=torch.float64, device=device)
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.long, device=device)
+
+        return cls(full(0), zeros(slots), full(1), full(0), full(1), zeros(slots, length).double(), zeros(slots))
+
+    def set(self, slot: int, params: SamplingParams, prompt_length: int, new_tokens: int) -> None:
+        """Enter a request that may produce `new_tokens` tokens."""
+        self.temperature[slot] = params.temperature
+        self.top_k[slot] = params.top_k
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.repetition_penalty[slot] = params.repetition_penalty
+        self.prompt_lengths[slot] = prompt_length
+        if params.temperature > 0:
+            self.uniforms[slot, :new_tokens] = keyed_uniforms(params.seed, new_tokens).to(self.uniforms.device)
+
+    def move(self, source: int, target: int) -> None:
+        """The row of slot `source` goes on in slot `target`."""
+        for tensor in vars(self).values():
+            tensor[target] = tensor[source]
+
+
+@dataclass(frozen=True)
+class SamplingMode:
+    """Which work a batch needs, known on the host; a stage that no row asks for is left out."""
+
+    penalties: bool
+    random: bool
+    ranked: bool
+
+    @classmethod
+    def of(cls, params: list[SamplingParams]) -> SamplingMode:
+        """The union of what the rows need."""
+        drawn = [p for p in params if p.temperature > 0]
+        return cls(
+            penalties=any(p.repetition_penalty != 1 for p in params),
+            random=bool(drawn),
+            ranked=any(p.top_k > 0 or p.top_p < 1 for p in drawn),
+        )
+
+
+def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """Repetition penalty (Keskar et al. 2019, CTRL): logits `[..., V]` of `seen` `[..., V]` tokens, `penalty` `[..., 1]`."""
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def filter_logits(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, ranked: bool) -> Tensor:
+    """Scores of the tokens that the filters keep, -inf elsewhere. Ties at a threshold are kept.
+
+    Args:
+        scores: `[R, V]` after temperature.
+        top_k: `[R]`, 0 keeps all.
+        top_p: `[R]` in (0, 1].
+        min_p: `[R]` in [0, 1].
+        ranked: Whether any row uses `top_k` or `top_p`; the sort is left out otherwise.
+    """
+    if ranked:
+        ordered = scores.sort(dim=-1, descending=True).values
+        size = scores.shape[-1]
+        kept = torch.arange(size, device=scores.device) < torch.where(top_k > 0, top_k, size)[:, None]
+        # Ties with the k-th score are kept, so that the choice does not hang on the sort's order.
+        kept = kept | (ordered == ordered.gather(1, (kept.sum(1, keepdim=True) - 1)))
+        mass = ordered.masked_fill(~kept, -torch.inf).softmax(-1)
+        above = mass.cumsum(-1) - mass
+        kept = kept & ((above < top_p[:, None]) | (top_p >= 1)[:, None])
+        lowest = ordered.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
+        scores = scores.masked_fill(scores < lowest, -torch.inf)
+    return scores.masked_fill(scores < scores.amax(-1, keepdim=True) + min_p[:, None].log(), -torch.inf)
+
+
+def inverse_cdf(scores: Tensor, uniform: Tensor) -> Tensor:
+    """`[R]` tokens: the first whose cumulative probability, in order of token id, exceeds `uniform` `[R]`.
+
+    Token order, not rank order: near ties then cannot swap places. `scores` is `[R, V]`, -inf for dropped tokens.
+    """
+    cdf = scores.softmax(-1).cumsum(-1)
+    return torch.searchsorted(cdf, (uniform * cdf[:, -1])[:, None], right=True)[:, 0].clamp_max(scores.shape[-1] - 1)
+
+
+def seen_tokens(tokens: Tensor, lengths: Tensor, tree_tokens: Tensor, ancestors: Tensor, vocabulary: int) -> Tensor:
+    """`[B, N, V]` bool: the tokens before each node's choice, in the row so far or on the way to the node.
+
+    Args:
+        tokens: `[B, L]` the rows' tokens.
+        lengths: `[B]` how many of them to count.
+        tree_tokens: `[B, N]` the trees' tokens; `PAD_TOKEN` is no token.
+        ancestors: `[B, N, N]` of the trees.
+        vocabulary: V.
+    """
+    counted = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    # A column beyond the vocabulary takes what does not count.
+    seen = torch.zeros(tokens.shape[0], vocabulary + 1, dtype=torch.bool, device=tokens.device)
+    seen.scatter_(1, torch.where(counted, tokens, vocabulary), True)
+    nodes = tree_tokens.shape[1]
+    on_path = torch.where(ancestors & (tree_tokens >= 0)[:, None, :], tree_tokens[:, None, :], vocabulary)
+    per_node = seen[:, None, :].repeat(1, nodes, 1).scatter_(2, on_path, True)
+    return per_node[..., :vocabulary]
+
+
+def choose(
+    logits: Tensor,
+    table: SamplingTable,
+    mode: SamplingMode,
+    positions: Tensor,
+    seen: Tensor | None,
+) -> Tensor:
+    """The base's choice after each node: `[B, N]` token ids. Rows are slots `0..B-1`.
+
+    Args:
+        logits: `[B, N, V]` the base's logits.
+        table: Settings of all slots.
+        mode: What the batch needs.
+        positions: `[B, N]` sequence position of the token that each choice becomes.
+        seen: `[B, N, V]` from `seen_tokens`, or None where no row has a repetition penalty.
+    """
+    batch, nodes, vocabulary = logits.shape
+    if not (mode.penalties or mode.random):
+        return logits.argmax(-1)
+
+    def per_node(setting: Tensor) -> Tensor:
+        return setting[:batch, None].expand(batch, nodes).flatten()
+
+    scores = logits.flatten(0, 1).double()
+    if seen is not None:
+        scores = penalise(scores, seen.flatten(0, 1), per_node(table.repetition_penalty)[:, None])
+    greedy = scores.argmax(-1).view(batch, nodes)
+    if not mode.random:
+        return greedy
+    temperature = per_node(table.temperature)
+    scores = scores / torch.where(temperature > 0, temperature, 1)[:, None]
+    scores = filter_logits(
+        scores, per_node(table.top_k), per_node(table.top_p), per_node(table.min_p), ranked=mode.ranked
+    )
+    outputs = (positions - table.prompt_lengths[:batch, None]).clamp(0, table.uniforms.shape[1] - 1)
+    drawn = inverse_cdf(scores, table.uniforms[:batch].gather(1, outputs).flatten()).view(batch, nodes)
+    return torch.where(table.temperature[:batch, None] > 0, drawn, greedy)

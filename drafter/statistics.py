@@ -1,0 +1,91 @@
+"""Raw speculation counts, and the only place where ratios are made of them.
+
+Counts are stored per request because published acceptance figures differ by how the bonus token and the
+prefill are counted; from raw counts every convention can be derived. Names follow vLLM's per-request statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class DecodeCounts:
+    """What happened to one request (or, summed, to many).
+
+    Args:
+        num_output_tokens: New tokens, bonus tokens included.
+        num_decode_steps: Base decode forwards the request took part in; the prefill is none.
+        num_spec_steps: Those of them that verified at least one draft token.
+        num_draft_tokens: Draft tokens verified (tree nodes without the root).
+        num_accepted_draft_tokens: Draft tokens that became output.
+        acceptance_histogram: `acceptance_histogram[k]` decode steps emitted `k` accepted draft tokens.
+        per_step_accepted: Accepted draft tokens of each decode step, in order; empty in sums.
+    """
+
+    num_output_tokens: int = 0
+    num_decode_steps: int = 0
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)
+    per_step_accepted: list[int] = field(default_factory=list)
+
+    def record_step(self, *, emitted: int, accepted: int, drafted: int) -> None:
+        """Count one decode step that verified `drafted` nodes and emitted `emitted` tokens, `accepted` from the draft."""
+        self.num_output_tokens += emitted
+        self.num_decode_steps += 1
+        self.num_spec_steps += drafted > 0
+        self.num_draft_tokens += drafted
+        self.num_accepted_draft_tokens += accepted
+        self.acceptance_histogram.extend([0] * (accepted + 1 - len(self.acceptance_histogram)))
+        self.acceptance_histogram[accepted] += 1
+        self.per_step_accepted.append(accepted)
+
+
+def total(counts: Iterable[DecodeCounts]) -> DecodeCounts:
+    """Sum counts over requests; `per_step_accepted` is dropped."""
+    result = DecodeCounts()
+    for one in counts:
+        result.num_output_tokens += one.num_output_tokens
+        result.num_decode_steps += one.num_decode_steps
+        result.num_spec_steps += one.num_spec_steps
+        result.num_draft_tokens += one.num_draft_tokens
+        result.num_accepted_draft_tokens += one.num_accepted_draft_tokens
+        histogram = result.acceptance_histogram
+        histogram.extend([0] * (len(one.acceptance_histogram) - len(histogram)))
+        for accepted, steps in enumerate(one.acceptance_histogram):
+            histogram[accepted] += steps
+    return result
+
+
+def mean_acceptance_length(counts: DecodeCounts) -> float:
+    """β: new tokens per base decode forward (1.0 for plain decoding; bonus token in, prefill out; 0.0 if none)."""
+    return counts.num_output_tokens / counts.num_decode_steps if counts.num_decode_steps else 0.0
+
+
+def draft_acceptance_rate(counts: DecodeCounts) -> float:
+    """Accepted ÷ verified draft tokens (0.0 if none was drafted)."""
+    return counts.num_accepted_draft_tokens / counts.num_draft_tokens if counts.num_draft_tokens else 0.0
+
+
+def acceptance_by_depth(counts: DecodeCounts) -> list[float]:
+    """Share of decode steps that accepted at least `d` draft tokens, for `d` = 1, 2, …"""
+    histogram = counts.acceptance_histogram
+    steps = sum(histogram)
+    return [sum(histogram[depth:]) / steps for depth in range(1, len(histogram))] if steps else []
+
+
+def statistics_columns(counts: DecodeCounts) -> dict[str, Any]:
+    """The per-request statistics as flat columns, raw counts first and the derived ratios after."""
+    return {
+        "num_decode_steps": counts.num_decode_steps,
+        "num_spec_steps": counts.num_spec_steps,
+        "num_draft_tokens": counts.num_draft_tokens,
+        "num_accepted_draft_tokens": counts.num_accepted_draft_tokens,
+        "acceptance_histogram": list(counts.acceptance_histogram),
+        "mean_acceptance_length": mean_acceptance_length(counts),
+        "draft_acceptance_rate": draft_acceptance_rate(counts),
+    }

@@ -1,0 +1,43 @@
+"""GSM8K as the recipe splits it.
+
+The base must not have memorised the prompts it is distilled on: its answers to those are unlike its
+answers elsewhere, and a draft head trained on them disappoints on new prompts. So a part of the training
+split is kept back from the base.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+DATA = Path(__file__).resolve().parents[2] / "data" / "gsm8k"
+BASE_END = 5_400
+DISTILL_END = 7_200
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One GSM8K problem: a question and its worked solution, calculator annotations included."""
+
+    question: str
+    answer: str
+
+
+def read_split(name: str) -> list[Problem]:
+    """Read one part of GSM8K.
+
+    Args:
+        name: `base` (train rows 0–5,399), `distill` (train rows 5,400–7,199), `validation` (train rows
+            7,200–7,472; for choosing checkpoints) or `test` (held out of training and every choice).
+    """
+    file = "test.jsonl" if name == "test" else "train.jsonl"
+    with (DATA / file).open(encoding="utf-8") as lines:
+        problems = [Problem(row["question"], row["answer"]) for row in map(json.loads, lines)]
+    spans = {
+        "base": slice(0, BASE_END),
+        "distill": slice(BASE_END, DISTILL_END),
+        "validation": slice(DISTILL_END, None),
+        "test": slice(None),
+    }
+    return problems[spans[name]]
