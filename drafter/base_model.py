@@ -61,7 +61,9 @@ def _first_line(error: BaseException) -> str:
 def _refuse_unsupported(name: str, config: Any) -> None:
     """Raise `LoadError` for architectures that a KV cache with a tree mask cannot decode, before weights are read."""
     if getattr(config, "is_encoder_decoder", False):
-        raise LoadError(f"{name}: {config.model_type} is an encoder-decoder model; only decoder-only models can be a base")
+        raise LoadError(
+            f"{name}: {config.model_type} is an encoder-decoder model; only decoder-only models can be a base"
+        )
     text = config.get_text_config(decoder=True)
     foreign = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION_KINDS)
     if foreign:
@@ -77,8 +79,12 @@ class BaseModel:
     """A frozen base LM that verifies draft trees.
 
     Args:
-        model: A transformers causal LM, in evaluation mode on its device(s).
+        model: A transformers causal LM, on its device(s).
         name: Hub id or path; goes into draft heads' configuration.
+
+    Attributes:
+        dtype: Of the hidden states.
+        max_positions: Longest sequence the model was made for; None if its configuration does not say.
 
     Raises:
         LoadError: The model cannot be decoded by trees; the message names it and the reason.
@@ -88,13 +94,19 @@ class BaseModel:
         self.name = name or model.config.name_or_path or type(model).__name__
         _refuse_unsupported(self.name, model.config)
         if getattr(model, "_is_stateful", False):
-            raise LoadError(f"{self.name}: {model.config.model_type} keeps a recurrent state that cannot be rolled back")
+            raise LoadError(
+                f"{self.name}: {model.config.model_type} keeps a recurrent state that cannot be rolled back"
+            )
         self.model = model.eval().requires_grad_(False)
         self.config = model.config.get_text_config(decoder=True)
         self._head: nn.Module = model.get_output_embeddings()
         self._embedding: nn.Module = model.get_input_embeddings()
         if self._head is None or self._embedding is None:
             raise LoadError(f"{self.name}: {model.config.model_type} has no LM head")
+        # Read once: transformers' configurations are slow to ask.
+        self.dtype: torch.dtype = model.dtype
+        self.max_positions = _max_positions(self.config)
+        self._kinds = _attention_kinds(self.config)
         self._head_input: Tensor | None = None
         self._head.register_forward_pre_hook(self._keep_head_input)
         self._check()
@@ -157,30 +169,17 @@ class BaseModel:
     @property
     def device(self) -> torch.device:
         """Where token ids go and logits come from."""
-        return self._embedding.weight.device  # type: ignore[return-value, union-attr]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the hidden states."""
-        return self.model.dtype  # type: ignore[no-any-return]
+        return self._embedding.weight.device  # type: ignore[return-value]
 
     @property
     def hidden_size(self) -> int:
         """d, the width of the hidden states."""
-        return int(self._head.weight.shape[1])  # type: ignore[union-attr, index]
+        return int(self._head.weight.shape[1])  # type: ignore[index]
 
     @property
     def vocab_size(self) -> int:
         """V, the number of logits."""
         return int(self.config.vocab_size)
-
-    @property
-    def max_positions(self) -> int | None:
-        """Longest sequence the model was made for; None if its configuration does not say."""
-        for field in ("max_position_embeddings", "n_positions", "seq_length"):
-            if getattr(self.config, field, None):
-                return int(getattr(self.config, field))
-        return None
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -199,7 +198,7 @@ class BaseModel:
         digest = hashlib.sha256()
         shape = [self.config.model_type, self.config.num_hidden_layers, self.hidden_size, self.vocab_size]
         digest.update(repr(shape).encode())
-        flat = self._embedding.weight.flatten()  # type: ignore[operator, union-attr]
+        flat = self._embedding.weight.flatten()  # type: ignore[operator]
         sample = flat[torch.linspace(0, flat.numel() - 1, 4096).long().to(flat.device)]
         vectors = [p.detach().flatten() for _, p in sorted(self.model.named_parameters()) if p.dim() == 1]
         for tensor in [sample, *vectors]:
@@ -276,9 +275,9 @@ class BaseModel:
         cache.prepare(slot, lengths[:, None] + nodes, kv_length)
         masks = {
             kind: additive(
-                tree_attention_mask(lengths, depths, ancestors, kv_length, **self._span(kind)), self.model.dtype
+                tree_attention_mask(lengths, depths, ancestors, kv_length, window=window, chunk=chunk), self.dtype
             )
-            for kind in self._kinds
+            for kind, (window, chunk) in self._kinds.items()
         }
         positions = lengths[:, None] + depths
         if self.max_positions is not None:
@@ -291,19 +290,6 @@ class BaseModel:
             "past_key_values": cache,
             "use_cache": True,
         }
-
-    @property
-    def _kinds(self) -> list[str]:
-        layer_types = getattr(self.config, "layer_types", None)
-        if layer_types:
-            return sorted(set(layer_types))
-        sliding = getattr(self.config, "sliding_window", None) and getattr(self.config, "use_sliding_window", True)
-        return ["sliding_attention" if sliding else "full_attention"]
-
-    def _span(self, kind: str) -> dict[str, int | None]:
-        if kind == "sliding_attention":
-            return {"window": self.config.sliding_window}
-        return {"chunk": self.config.attention_chunk_size} if kind == "chunked_attention" else {}
 
     def _keep_head_input(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         self._head_input = args[0]
@@ -329,7 +315,15 @@ class BaseModel:
             lengths = torch.tensor([4], device=self.device)
             depths = torch.tensor([[0, 1, 1]], device=self.device)
             logits, node_hidden = self.verify(cache, tokens, lengths, depths, parents[None], 8)
-        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError) as error:
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+            AttributeError,
+            IndexError,
+            KeyError,
+            NotImplementedError,
+        ) as error:
             raise LoadError(
                 f"{self.name}: {self.model.config.model_type} does not run with a tree mask and a slot cache "
                 f"({type(error).__name__}: {_first_line(error)}); it cannot be a base"
@@ -339,12 +333,34 @@ class BaseModel:
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
         if not bool(((ours - theirs).abs().amax() / scale) < tolerance):
             raise LoadError(
-                f"{self.name}: {self.model.config.model_type} gives other logits with a tree mask, explicit positions and "
-                "a slot cache than by itself; it cannot be a base (state-space and linear attention, ALiBi and "
+                f"{self.name}: {self.model.config.model_type} gives other logits with a tree mask, explicit positions "
+                "and a slot cache than by itself; it cannot be a base (state-space and linear attention, ALiBi and "
                 "bidirectional models cannot)"
             )
         if hidden.shape[-1] != node_hidden.shape[-1]:
             raise LoadError(f"{self.name}: the decoder's output is not the LM head's input; it cannot be a base")
+
+
+def _max_positions(config: Any) -> int | None:
+    for field in ("max_position_embeddings", "n_positions", "seq_length"):
+        if getattr(config, field, None):
+            return int(getattr(config, field))
+    return None
+
+
+def _attention_kinds(config: Any) -> dict[str, tuple[int | None, int | None]]:
+    """Window and chunk of each kind of attention in the model, by transformers' name of the kind."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds:
+        sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        kinds = {"sliding_attention" if sliding else "full_attention"}
+    return {
+        kind: (
+            config.sliding_window if kind == "sliding_attention" else None,
+            config.attention_chunk_size if kind == "chunked_attention" else None,
+        )
+        for kind in sorted(kinds)
+    }
 
 
 def _layer_shape(layer: Any) -> LayerShape | None:

@@ -66,8 +66,10 @@ class Calibration:
     def probability(self, log_prices: Floats) -> Floats:
         """Calibrated acceptance probability of nodes at these log prices `[...]`; 0 for padding."""
         bucket = np.digitize(log_prices, self._EDGES)
-        return (self._accepted[bucket] + self._PRIOR * np.exp(log_prices)) / (self._offered[bucket] + self._PRIOR) * (
-            log_prices > -np.inf
+        return (
+            (self._accepted[bucket] + self._PRIOR * np.exp(log_prices))
+            / (self._offered[bucket] + self._PRIOR)
+            * (log_prices > -np.inf)
         )
 
 
@@ -126,7 +128,7 @@ class FixedBudget:
 
     def nodes(self, log_prices: Floats) -> int:
         """The fixed number, whatever the tree."""
-        return min(self._nodes, log_prices.shape[1])
+        return min(self._nodes, int(log_prices.shape[1]))
 
     def observe(self, log_prices: Floats, accepted: npt.NDArray[np.bool_]) -> None:
         """Nothing to learn."""

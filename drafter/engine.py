@@ -171,9 +171,7 @@ class Engine:
 
     def _context(self, rows: int) -> DraftContext:
         hidden = None if self._hidden is None else self._hidden[:rows]
-        return DraftContext(
-            self._tokens[:rows], hidden, self._lengths[:rows], max(slot.length for slot in self._slots)
-        )
+        return DraftContext(self._tokens[:rows], hidden, self._lengths[:rows], [slot.length for slot in self._slots])
 
     def _verify(self, tree: TokenTree, rows: int) -> tuple[Walk, Tensor]:
         """The walk down `tree` `[B, N]`, and the nodes' hidden states `[B, N, d]`."""
@@ -215,7 +213,11 @@ class Engine:
         real = (tree.tokens[:, 1:] >= 0).sum(dim=1, keepdim=True)
         # One transfer for everything the host wants to know.
         outcome = torch.cat([step.accepted[:, None], real, step.tokens, step.path], dim=1).cpu().numpy()
-        accepted, tokens, path = outcome[:, 0], outcome[:, 2 : 2 + step.tokens.shape[1]], outcome[:, -step.path.shape[1] :]
+        accepted, tokens, path = (
+            outcome[:, 0],
+            outcome[:, 2 : 2 + step.tokens.shape[1]],
+            outcome[:, -step.path.shape[1] :],
+        )
         for slot, row, emitted, nodes in zip(self._slots, tokens, accepted + 1, outcome[:, 1], strict=True):
             slot.take(row[:emitted].tolist(), int(nodes))
         if prices is not None and drafted:

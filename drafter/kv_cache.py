@@ -35,7 +35,9 @@ class _SlotLayer(CacheLayerMixin):
         super().__init__()
         self._cache, self._index = cache, index
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Write keys and values `[b, H, n, D]`; return those of the rows in use `[b, H, kv_length, D]`."""
         return self._cache._write(self._index, key_states, value_states)
 
@@ -76,14 +78,18 @@ class KVCache(Cache):
             if shape is not None:
                 for part, dim in enumerate((shape.key_dim, shape.value_dim)):
                     members.setdefault((shape.heads, dim, shape.dtype, shape.device), []).append((layer, part))
+        self._owners = list(members.values())
         self._buffers: list[Tensor] = []
-        self._views: dict[tuple[int, int], Tensor] = {}
+        # Where a layer writes: `[slots * length, H, D]`, keys and values.
+        self._writable: dict[tuple[int, int], Tensor] = {}
         for (heads, dim, dtype, device), owners in members.items():
             buffer = torch.zeros(len(owners), slots * length, heads, dim, dtype=dtype, device=device)
             self._buffers.append(buffer)
-            self._views.update(zip(owners, buffer.unbind(0), strict=True))
-        self._first = self._rows = self._kv_length = 0
-        self._index = torch.empty(0, dtype=torch.long)
+            self._writable.update(zip(owners, buffer.unbind(0), strict=True))
+        # Set by `prepare` for one forward: where each device writes, and what each layer reads, `[b, H, kv_length, D]`.
+        self._index: dict[torch.device, Tensor] = {}
+        self._readable: dict[tuple[int, int], Tensor] = {}
+        self._kv_length = 0
 
     @property
     def nbytes(self) -> int:
@@ -100,16 +106,19 @@ class KVCache(Cache):
         """
         rows = positions.shape[0]
         slots = torch.arange(first, first + rows, device=positions.device)[:, None]
-        self._index = (slots * self.length + positions).flatten()
-        self._first, self._rows, self._kv_length = first, rows, kv_length
+        index = (slots * self.length + positions).flatten()
+        self._index = {buffer.device: index.to(buffer.device) for buffer in self._buffers}
+        # All layers' views in a few calls: one by one they would cost more than the copies themselves.
+        for buffer, owners in zip(self._buffers, self._owners, strict=True):
+            by_slot = buffer.unflatten(1, (self.slots, self.length))[:, first : first + rows, :kv_length]
+            self._readable.update(zip(owners, by_slot.transpose(2, 3).unbind(0), strict=True))
+        self._kv_length = kv_length
 
     def _write(self, layer: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        return self._write_part(self._views[layer, 0], key_states), self._write_part(self._views[layer, 1], value_states)
-
-    def _write_part(self, view: Tensor, states: Tensor) -> Tensor:
-        view.index_copy_(0, self._index.to(view.device), states.transpose(1, 2).flatten(0, 1))
-        rows = view.unflatten(0, (self.slots, self.length))[self._first : self._first + self._rows]
-        return rows[:, : self._kv_length].transpose(1, 2)
+        for part, states in enumerate((key_states, value_states)):
+            target = self._writable[layer, part]
+            target.index_copy_(0, self._index[target.device], states.transpose(1, 2).flatten(0, 1))
+        return self._readable[layer, 0], self._readable[layer, 1]
 
     def commit(self, lengths: Tensor, path: Tensor) -> None:
         """Move the nodes of each row's accepted path to the row's tail. Rows are slots `0..B-1`.

@@ -13,7 +13,7 @@ import torch
 
 from drafter.base_model import BaseModel, load_tokenizer
 from drafter.drafters.contract import Drafter
-from drafter.drafters.registry import load_drafter
+from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_BASE
 from drafter.engine import Engine, EngineConfig
 from drafter.errors import RequestError
@@ -81,7 +81,9 @@ class SpeculativeLM:
             name, dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code
         )
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
-        return cls(base, load_drafter(drafter, base), tokenizer, config)
+        config = config or EngineConfig()
+        nodes = useful_nodes(base.device) if config.nodes == "auto" else config.nodes
+        return cls(base, load_drafter(drafter, base, nodes + 1), tokenizer, config)
 
     @property
     def max_length(self) -> int:

@@ -36,6 +36,8 @@ def tree_attention_mask(
     """
     nodes = depths.shape[1]
     index = torch.arange(kv_length, device=lengths.device)
+    if nodes == 1 and window is None and chunk is None:  # plain decoding, where every operation counts
+        return (index <= lengths[:, None])[:, None]
     node = index - lengths[:, None]  # [B, kv_length]: node id at each cache index, negative where committed
     in_tree = node.clamp(0, nodes - 1)
     seen = ancestors.gather(2, in_tree[:, None, :].expand(-1, nodes, -1)) & (node < nodes)[:, None]

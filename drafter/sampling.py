@@ -96,7 +96,13 @@ class SamplingMode:
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
-    """Repetition penalty (Keskar et al. 2019, CTRL): logits `[..., V]` of `seen` `[..., V]` tokens, `penalty` `[..., 1]`."""
+    """Repetition penalty (Keskar et al. 2019, CTRL).
+
+    Args:
+        logits: `[..., V]`.
+        seen: `[..., V]` bool, the tokens to penalise.
+        penalty: `[..., 1]`.
+    """
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
@@ -169,7 +175,7 @@ def choose(
         positions: `[B, N]` sequence position of the token that each choice becomes.
         seen: `[B, N, V]` from `seen_tokens`, or None where no row has a repetition penalty.
     """
-    batch, nodes, vocabulary = logits.shape
+    batch, nodes, _ = logits.shape
     if not (mode.penalties or mode.random):
         return logits.argmax(-1)
 

@@ -34,7 +34,7 @@ class DecodeCounts:
     per_step_accepted: list[int] = field(default_factory=list)
 
     def record_step(self, *, emitted: int, accepted: int, drafted: int) -> None:
-        """Count one decode step that verified `drafted` nodes and emitted `emitted` tokens, `accepted` from the draft."""
+        """Count a decode step: `drafted` nodes verified, `emitted` tokens of which `accepted` were drafted."""
         self.num_output_tokens += emitted
         self.num_decode_steps += 1
         self.num_spec_steps += drafted > 0

@@ -88,7 +88,9 @@ def root_only(pending: Tensor) -> TokenTree:
     return TokenTree(tokens, zeros, zeros, torch.zeros_like(tokens, dtype=torch.float32))
 
 
-def from_nodes(pending: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, log_prices: Tensor, size: int) -> TokenTree:
+def from_nodes(
+    pending: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, log_prices: Tensor, size: int
+) -> TokenTree:
     """Make a tree of the `size` best of many candidate nodes.
 
     Args:

@@ -43,6 +43,8 @@ def walk(tree: TokenTree, choices: Tensor, ancestors: Tensor, depth: int) -> Wal
         ancestors: `[B, N, N]` of the tree.
         depth: No node lies deeper.
     """
+    if tree.size == 1:
+        return Walk(tree.parents, choices, torch.zeros_like(choices[:, 0]))
     carries = tree.tokens == choices.gather(1, tree.parents)
     carries[:, 0] = True
     accepted = (carries[:, None, :] | ~ancestors).all(dim=2)

@@ -1,0 +1,1 @@
+"""Batch inference on Ray: rows in, the engine in the middle, Parquet out."""

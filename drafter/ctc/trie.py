@@ -22,15 +22,18 @@ prefix less probable than float32 can hold (1e-38) is taken as impossible.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from drafter.token_tree import TokenTree, from_nodes, root_only
 
+_PER_DEPTH = 2e-5
+"""Taken off a log price for each depth: rounding must not lift a sure token above the token before it."""
 
-def best_trie(
-    log_probs: Tensor, pending: Tensor, depth: int, size: int, candidates: int | None = None
-) -> TokenTree:
+
+def best_trie(log_probs: Tensor, pending: Tensor, depth: int, size: int, candidates: int | None = None) -> TokenTree:
     """The `size`-node trie of the most probable prefixes: exact, batched, without host synchronisation.
 
     Args:
@@ -46,64 +49,125 @@ def best_trie(
     Returns:
         Trees `[B, size]`; rows with fewer possible prefixes are padded.
     """
-    batch, frames, symbols = log_probs.shape
-    vocabulary = symbols - 1
-    probs = log_probs.float().exp()
-    blank = probs[..., vocabulary]
-    width = min(candidates or vocabulary, vocabulary)
-    if width < vocabulary:
-        names = probs[..., :vocabulary].sum(1).topk(width, sorted=False).indices
-        emit = probs.gather(2, names[:, None].expand(-1, frames, -1))
-    else:
-        names, emit = None, probs[..., :vocabulary]
-
-    # Transfers [B, C, T, 2T]: from mass before a frame to (n + b, b) before the frame after. Row i is a first
-    # arrival at frame i + 1; column j is the mass left before frame j + 1.
-    said = _runs(emit.transpose(1, 2))
-    waits = _runs(blank)
-    waits = torch.cat([waits + torch.eye(frames, device=waits.device), waits], 2)
-    transfer = (said.flatten(1, 2) @ waits).view(batch * width, frames, 2 * frames)
-
-    # A state is [n + b | b] before each frame; as 2K rows, row 2k extends prefix k by another token than its
-    # last, row 2k + 1 by its last token again.
-    start = torch.cat([torch.ones_like(blank[:, :1]), blank[:, :-1]], 1).cumprod(1)
-    state = start[:, None].expand(-1, 2, -1)
-    last = torch.full((batch, 1), -1, device=pending.device)
-    price = torch.zeros((batch, 1), device=pending.device)
-    alphabet = torch.arange(width, device=pending.device)
-    again = torch.arange(2, device=pending.device).bool()[:, None]
-    rows = torch.arange(batch, device=pending.device)[:, None]
-    beam, levels, first = 1, [], -1
-    for level in range(1, depth + 1):
-        keep = min(size - level, beam * width)
-        if keep < 1:
-            break
-        scores = (state @ emit).view(batch, beam, 2, width)
-        repeats = last[:, :, None, None] == alphabet
-        scores = scores.masked_fill(repeats != again, -1.0)
-        best, index = scores.flatten(1).topk(keep, sorted=False)
-        row, last = index // width, index % width
-        parent = row // 2
-        # Rounding must not lift a child above its parent.
-        price = torch.minimum(best.log(), price.gather(1, parent))
-        levels.append((last, parent + first, price, torch.full_like(last, level)))
-        first = 0 if level == 1 else first + beam
-        if level < depth:
-            mass = state.flatten(0, 1).index_select(0, (row + rows * 2 * beam).flatten())
-            moved = mass[:, None] @ transfer.index_select(0, (last + rows * width).flatten())
-            state = moved.view(batch, 2 * keep, frames)
-        beam = keep
-    if not levels:
+    beam = size - 1
+    if beam < 1 or depth < 1:
         return root_only(pending)
-    tokens, parents, prices, depths = (torch.cat(part, 1) for part in zip(*levels, strict=True))
-    if names is not None:
-        tokens = names.gather(1, tokens)
-    return from_nodes(pending, tokens, parents, depths, prices, size)
+    batch, frames, symbols = log_probs.shape
+    width = min(candidates or symbols, symbols - 1)
+    probs = log_probs.float().exp()
+    names = None
+    emit, blank = probs[..., :-1], probs[..., -1:]
+    if width < symbols - 1:
+        names = emit.sum(1).topk(width, sorted=False).indices
+        emit = emit.gather(2, names[:, None].expand(-1, frames, -1))
+
+    # Transfers [B, C, T, 2T]: from the mass before each frame to (n + b | b) before each frame, one token later.
+    runs = _runs(torch.cat([emit, blank], 2).transpose(1, 2))
+    silent = runs[:, -1]
+    waits = torch.cat([silent + torch.eye(frames, device=probs.device), silent], 2)
+    transfer = torch.bmm(runs[:, :-1].flatten(1, 2), waits).view(batch * width, frames, 2 * frames)
+
+    # A prefix is two rows of mass before each frame: n + b, to go on with another token than its last, and b, to say
+    # its last token again. The beam starts with the empty prefix and with prefixes of no mass, which come last.
+    mass = probs.new_zeros(batch, 2 * beam, frames)
+    mass[:, 0] = waits[:, 0, :frames]
+    last = torch.full((batch, beam), -1, device=probs.device)
+    alphabet = torch.arange(width, device=probs.device)
+    again = torch.arange(2, device=probs.device)[:, None].bool()
+    row_of = torch.arange(batch, device=probs.device)[:, None] * (2 * beam)
+    symbol_of = torch.arange(batch, device=probs.device)[:, None] * width
+    rows, tokens, prices = [], [], []
+    for level in range(depth):
+        scores = torch.bmm(mass, emit).view(batch, beam, 2, width)
+        scores.masked_fill_((last[:, :, None, None] == alphabet) != again, -1.0)
+        price, index = scores.view(batch, -1).topk(beam, sorted=False)
+        row, last = index // width, index % width
+        rows.append(row)
+        tokens.append(last)
+        prices.append(price)
+        if level + 1 < depth:
+            before = mass.view(-1, 1, frames).index_select(0, (row + row_of).view(-1))
+            mass = torch.bmm(before, transfer.index_select(0, (last + symbol_of).view(-1))).view(batch, -1, frames)
+
+    place = torch.arange(depth * beam, device=probs.device)
+    depths = place // beam + 1
+    parents = torch.cat(rows, 1) // 2 + (depths - 2) * beam
+    names_of = torch.cat(tokens, 1)
+    return from_nodes(
+        pending,
+        names_of if names is None else names.gather(1, names_of),
+        parents.clamp_min(-1),
+        depths,
+        torch.cat(prices, 1).log() - _PER_DEPTH * depths,
+        size,
+    )
 
 
 def _runs(probs: Tensor) -> Tensor:
-    """`[..., T]` probabilities of one symbol → `[..., T, T]`: entry `[i, j]` is `Π_{i≤m<j} p_m`, 0 unless `i < j`."""
+    """`[..., T]` probabilities of a symbol → `[..., T, T]`: entry `[i, j]` is `Π_{i≤m<j} p_m`, 0 unless `i < j`."""
     frames = probs.shape[-1]
-    later = torch.ones(frames, frames, device=probs.device).triu(1)
-    shifted = torch.cat([torch.ones_like(probs[..., :1]), probs[..., :-1]], -1)[..., None, :]
-    return torch.where(later.bool(), shifted, 1.0).cumprod(-1) * later
+    later = torch.ones(frames, frames, dtype=torch.bool, device=probs.device).triu(1)
+    return torch.where(later, probs.roll(1, -1)[..., None, :], 1.0).cumprod(-1).triu(1)
+
+
+def best_lattice_trie(
+    joint: Callable[[int, int, Tensor], Tensor],
+    labels: Tensor,
+    frames: int,
+    band: int,
+    depth: int,
+    size: int,
+    beam: int | None = None,
+) -> TokenTree:
+    """The best trie where frames know the last labels: each frame says one new token or nothing.
+
+    With `α_u(j)` the probability that the first `j` frames said exactly `y_1..y_u`, and `y_0` the pending token:
+
+        α_u(j) = α_u(j-1) · p_j(ε | y_u) + α_{u-1}(j-1) · p_j(y_u | y_{u-1})
+        π(y_1..y_u) = Σ_j α_{u-1}(j-1) · p_j(y_u | y_{u-1})
+
+    There is no repeat rule, so "00" is ordinary. Frame `j` holds label `u` only within the band `u ≤ j < u + band`;
+    what leaves it is lost to longer prefixes, so `π` still falls.
+
+    Args:
+        joint: `joint(first, stop, labels)` gives log-probabilities `[B, K, stop - first, V + 1]`, blank last, of
+            frames `first..stop-1` (from 0) after each of the last labels `[B, K, c]`, newest last.
+        labels: `[B, c]` last labels before the draft; the newest is the pending token, the root.
+        frames: T.
+        band: Frames that may hold a label.
+        depth: Longest prefix.
+        size: Nodes of each tree, root included.
+        beam: Prefixes kept a depth; None keeps as many as the tree could hold, which makes the search exact.
+    """
+    batch = labels.shape[0]
+    device = labels.device
+    context = labels[:, None]
+    arrival = torch.eye(1, band, device=device).expand(batch, 1, band)
+    price = torch.zeros((batch, 1), device=device)
+    width, levels, start = 1, [], -1
+    for level in range(min(depth, frames)):
+        log_probs = joint(level, min(level + band, frames), context).float()
+        probs = log_probs.exp()
+        emit, silent = probs[..., :-1], probs[..., -1]
+        mass = [arrival[..., 0]]
+        for i in range(1, emit.shape[2]):
+            mass.append(arrival[..., i] + mass[-1] * silent[..., i - 1])
+        arrivals = torch.stack(mass, 2)[..., None] * emit
+        vocabulary = emit.shape[3]
+        keep = min(size - 1 - level, beam or size, width * vocabulary)
+        if keep < 1:
+            break
+        best, index = arrivals.sum(2).flatten(1).topk(keep, sorted=False)
+        parent, token = index // vocabulary, index % vocabulary
+        price = torch.minimum(best.log(), price.gather(1, parent))
+        levels.append((token, parent + start, price, torch.full_like(token, level + 1)))
+        start = 0 if level == 0 else start + width
+        rows = torch.arange(batch, device=device)[:, None]
+        arrival = arrivals[rows, parent, :, token]
+        context = torch.cat([context[rows, parent, 1:], token[..., None]], 2)
+        width = keep
+    pending = labels[:, -1]
+    if not levels:
+        return root_only(pending)
+    tokens, parents, prices, depths = (torch.cat(part, 1) for part in zip(*levels, strict=True))
+    return from_nodes(pending, tokens, parents, depths, prices, size)

@@ -23,13 +23,18 @@ class DraftContext:
         hidden: `[B, L, d]` the base's last hidden states, after its final norm: the LM head's input. None for a
             drafter that does not read it.
         lengths: `[B]` int64 committed tokens a row, on the device.
-        longest: Upper bound of `lengths`, known on the host, so that shapes need no synchronisation.
+        host_lengths: `lengths` as the host knows them, so that shapes need no synchronisation.
     """
 
     tokens: Tensor
     hidden: Tensor | None
     lengths: Tensor
-    longest: int
+    host_lengths: list[int]
+
+    @property
+    def longest(self) -> int:
+        """The longest row's committed tokens."""
+        return max(self.host_lengths)
 
     @property
     def pending(self) -> Tensor:

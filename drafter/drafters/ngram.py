@@ -5,6 +5,8 @@ After Saxena 2023, *Prompt Lookup Decoding*, with several matches merged into a 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,7 @@ class NgramDrafter(Drafter):
         width = context.longest + 1
         tokens, lengths = context.tokens[:, :width], context.lengths
         paths, log_weight = lookup(tokens, lengths, self.depth, self.matches)
-        fading = torch.arange(1, self.depth + 1, device=tokens.device) * torch.tensor(_FADING).log().item()
+        fading = torch.arange(1, self.depth + 1, device=tokens.device) * math.log(_FADING)
         prices = (log_weight[:, :, None] + fading).masked_fill(paths == PAD_TOKEN, -torch.inf)
         return from_paths(context.pending, paths, prices, self.tree_size)
 
@@ -67,5 +69,5 @@ def lookup(tokens: Tensor, lengths: Tensor, depth: int, matches: int) -> tuple[T
     known = (follow <= lengths[:, None, None]) & (best >= 0)[:, :, None]
     paths = tokens.gather(1, follow.clamp_max(width - 1).flatten(1)).view(batch, -1, depth)
     length = torch.div(best, width, rounding_mode="floor")
-    log_weight = (length - _ORDER) * torch.tensor(_DISCOUNT).log().item()
+    log_weight = (_ORDER - length) * math.log(_DISCOUNT)
     return paths.masked_fill(~known, PAD_TOKEN), log_weight.masked_fill(best < 0, -torch.inf)

@@ -5,33 +5,58 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from drafter.base_model import BaseModel
 from drafter.drafters.contract import Drafter
+from drafter.drafters.ctc import CTCHead
 from drafter.drafters.ensemble import EnsembleDrafter
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.plain import PlainDecoding
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
+from drafter.errors import LoadError
+from drafter.pretrained import DraftHead, load_head
 
-TRAINING_FREE: dict[str, Callable[[], Drafter]] = {"none": PlainDecoding, "ngram": NgramDrafter}
-"""Drafters that need no weights."""
+TRAINING_FREE: dict[str, Callable[[int], Drafter]] = {
+    "none": lambda tree_size: PlainDecoding(),
+    "ngram": lambda tree_size: NgramDrafter(tree_size),
+}
+"""Drafters that need no weights, by name; made for a tree size."""
+
+HEADS: dict[str, type[DraftHead]] = {head.algorithm: head for head in (CTCHead,)}
+"""Trained draft heads by algorithm."""
 
 
-def load_drafter(name: str | Path, base: BaseModel) -> Drafter:
+def useful_nodes(device: torch.device) -> int:
+    """Draft nodes that can pay at most: on a CPU each costs time, on a GPU they are nearly free."""
+    return 16 if device.type == "cpu" else 64
+
+
+def load_drafter(name: str | Path, base: BaseModel, tree_size: int) -> Drafter:
     """A drafter for `base`.
 
     Args:
-        name: `none`, `ngram`, the name of an embedded head, a head's folder or hub id, two of these joined by `+`,
-            or `auto`: the embedded CTC head for the embedded base, `ngram` for any other.
+        name: `none`, `ngram`, the algorithm of an embedded head (`ctc`), a head's folder or hub id, two of these
+            joined by `+`, or `auto`: the embedded CTC head for the embedded base, `ngram` for any other.
+        base: The base it drafts for.
+        tree_size: Nodes of its trees, root included.
 
     Raises:
         LoadError: There is no such drafter, or it belongs to another base.
     """
     name = str(name)
+    if tree_size < 2:
+        name = "none"
     if name == "auto":
-        name = "ctc" if Path(base.name) == EMBEDDED_BASE else "ngram"
+        name = "ctc" if Path(base.name).resolve() == EMBEDDED_BASE.resolve() else "ngram"
     if name in TRAINING_FREE:
-        return TRAINING_FREE[name]()
+        return TRAINING_FREE[name](tree_size)
     if "+" in name and not Path(name).exists():
         first, second = name.split("+", 1)
-        return EnsembleDrafter(load_drafter(first, base), load_drafter(second, base))
-    raise NotImplementedError
+        return EnsembleDrafter(load_drafter(first, base, tree_size), load_drafter(second, base, tree_size))
+    if name in HEADS:
+        name = str(EMBEDDED_HEADS / name)
+    elif "/" not in name and not Path(name).exists():
+        known = ", ".join([*TRAINING_FREE, *HEADS, "auto"])
+        raise LoadError(f"no drafter {name!r}: use {known}, a draft head's folder or hub id, or two joined by '+'")
+    return load_head(name, base, HEADS).drafter(base, tree_size)

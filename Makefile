@@ -1,0 +1,41 @@
+# Every target sets up the environment by itself, once: `make demo` and `make test` work on a fresh clone.
+PYTHON ?= python3
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint format benchmark clean
+
+demo: $(INSTALLED) ## Decode GSM8K questions with the embedded model and write Parquet.
+	@rm -rf build/demo # or the job would find its work done
+	$(BIN)/python -m jobs.generate --config examples/demo.yaml
+
+test: $(INSTALLED) ## Run the tests.
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED) ## Style, formatting, types.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED) ## Sort imports and format.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+benchmark: $(INSTALLED) ## Measure decoding speed and tree shapes; results go to benchmarks/results.
+	$(BIN)/python -m benchmarks.decoding
+	$(BIN)/python -m benchmarks.tree_shapes
+
+clean: ## Remove the environment and what the tools cache.
+	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: give one as make PYTHON=python3.11")'
+	@echo "Setting up $(VENV): a few minutes, once"
+	$(PYTHON) -m venv $(VENV)
+	@# setuptools first and no build isolation, so that the build tool is locked like everything else.
+	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@

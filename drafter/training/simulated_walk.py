@@ -1,0 +1,86 @@
+"""β without decoding: walk the head's trees against text that the base is known to say.
+
+At temperature 0 the base's choices are the text itself, so the walk that decoding would take is known in advance, and
+trees for all positions of many texts come from a few large forwards. This is what checkpoints are chosen by: the loss
+is not what counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from drafter.base_model import BaseModel
+from drafter.pretrained import DraftHead
+from drafter.token_tree import TokenTree
+from drafter.training.objectives import base_hidden_states
+from drafter.training.targets import DraftBatch, RegeneratedText, draft_batch
+
+NODE_COUNTS = (8, 16, 32, 64)
+"""Draft nodes (root not counted) that β is reported for."""
+
+
+@torch.no_grad()
+def simulated_beta(
+    head: DraftHead,
+    base: BaseModel,
+    texts: Sequence[RegeneratedText],
+    node_counts: Sequence[int] = NODE_COUNTS,
+    texts_at_once: int = 4,
+) -> dict[int, float]:
+    """β at each number of draft nodes: new tokens per base forward over greedy walks through `texts`.
+
+    Args:
+        head: On the base's device.
+        base: The base that said the texts, greedily.
+        texts: Held out of training.
+        node_counts: Draft nodes a step.
+        texts_at_once: Texts a forward.
+    """
+    training = head.training
+    head.eval()
+    tokens, steps = 0, dict.fromkeys(node_counts, 0)
+    for batch in _batches(texts, head.config.depth, texts_at_once):
+        batch = batch.to(base.device)
+        hidden = base_hidden_states(base, batch.tokens)
+        tree = head.trees_at(base, batch.tokens, hidden, batch.anchors, max(node_counts) + 1)
+        accepted = accepted_depths(tree, batch.targets.flatten(0, 1), batch.lengths.flatten(), node_counts)
+        table = accepted.view(len(node_counts), *batch.anchors.shape).tolist()
+        for row, count in enumerate((batch.lengths > 0).sum(1).tolist()):
+            tokens += count
+            for nodes, depths in zip(node_counts, table, strict=True):
+                at = 0
+                while at < count:
+                    at += depths[row][at] + 1
+                    steps[nodes] += 1
+    head.train(training)
+    return {nodes: tokens / steps[nodes] for nodes in node_counts}
+
+
+def accepted_depths(tree: TokenTree, targets: Tensor, lengths: Tensor, node_counts: Sequence[int]) -> Tensor:
+    """How deep a walk gets in each leading slice of each tree.
+
+    Args:
+        tree: `[N, S]`.
+        targets: `[N, U]` what the base says after the root.
+        lengths: `[N]` valid targets.
+        node_counts: Draft nodes of the slices.
+
+    Returns:
+        `[len(node_counts), N]` accepted draft tokens.
+    """
+    slot = (tree.depths - 1).clamp_min(0)
+    right = (tree.tokens == targets.gather(1, slot)) & (tree.depths <= lengths[:, None])
+    right[:, 0] = True
+    on_path = (right[:, None] | ~tree.ancestors()).all(2)
+    depths = torch.where(on_path, tree.depths, 0)
+    return torch.stack([depths[:, : count + 1].amax(1) for count in node_counts])
+
+
+def _batches(texts: Sequence[RegeneratedText], depth: int, at_once: int) -> Iterator[DraftBatch]:
+    ordered = sorted((text for text in texts if len(text.anchors)), key=lambda text: len(text.tokens))
+    for start in range(0, len(ordered), at_once):
+        group = ordered[start : start + at_once]
+        yield draft_batch(group, depth, most_anchors=max(len(text.anchors) for text in group))

@@ -1,0 +1,52 @@
+"""What can go wrong with a job, by who can do something about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class InputError(ValueError):
+    """The configuration or the input cannot be used: exit code 2. One line: which input, what is wrong, what to do."""
+
+
+class JobError(RuntimeError):
+    """The job failed on the way: exit code 1. What it has committed stays."""
+
+
+class RowError(ValueError):
+    """One row cannot be generated; the others are unharmed.
+
+    Args:
+        kind: `BadRow` (not a record), `BadPrompt`, `BadSampling` (its own settings), or `Refused` (by the engine).
+        message: What is wrong with it.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+    @property
+    def problem(self) -> RowProblem:
+        """What goes with the row."""
+        return RowProblem(self.kind, str(self))
+
+
+@dataclass(frozen=True)
+class RowProblem:
+    """Why a row goes to `errors/`.
+
+    Args:
+        type: See `RowError`.
+        message: What is wrong with it.
+        input: The row as it stood in the file, where that is not a record; otherwise its columns tell.
+    """
+
+    type: str
+    message: str
+    input: str | None = None
+
+
+def one_line(error: BaseException | str, limit: int = 500) -> str:
+    """An error's message on one line of at most `limit` characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 1] + "…"

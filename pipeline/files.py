@@ -1,0 +1,97 @@
+"""Files wherever they are: local paths and URIs through `pyarrow.fs`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyarrow import fs
+
+from pipeline.errors import InputError, one_line
+
+_GLOB = re.compile(r"[*?\[]")
+
+
+@dataclass(frozen=True)
+class Location:
+    """A path on a file system.
+
+    Args:
+        filesystem: Any of pyarrow's; may travel to workers.
+        path: Absolute, `/` between parts.
+    """
+
+    filesystem: fs.FileSystem
+    path: str
+
+    def __truediv__(self, name: str) -> Location:
+        return Location(self.filesystem, f"{self.path.rstrip('/')}/{name}")
+
+    @property
+    def type(self) -> fs.FileType:
+        """Whether there is a file, a folder, or nothing."""
+        return self.filesystem.get_file_info(self.path).type
+
+    def children(self) -> list[fs.FileInfo]:
+        """What a folder holds, by name; nothing where there is no folder."""
+        found = self.filesystem.get_file_info(fs.FileSelector(self.path, allow_not_found=True))
+        return sorted(found, key=lambda info: str(info.path))
+
+    def read_text(self) -> str:
+        """Content of a small UTF-8 file."""
+        with self.filesystem.open_input_stream(self.path, compression=None) as stream:
+            return bytes(stream.readall()).decode("utf-8")
+
+    def write_text(self, text: str) -> None:
+        """Write a small UTF-8 file as a whole or not at all."""
+        partial = Location(self.filesystem, f"{self.path}.partial")
+        with self.filesystem.open_output_stream(partial.path, compression=None) as stream:
+            stream.write(text.encode("utf-8"))
+        self.filesystem.move(partial.path, self.path)
+
+
+def locate(uri: str) -> Location:
+    """A local path, or a URI such as `s3://bucket/folder`.
+
+    Raises:
+        InputError: A URI that pyarrow cannot open.
+    """
+    if "://" not in uri:
+        return Location(fs.LocalFileSystem(), str(Path(uri).expanduser().absolute()))
+    try:
+        filesystem, path = fs.FileSystem.from_uri(uri)
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise InputError(f"{uri} cannot be opened: {one_line(error)}") from error
+    return Location(filesystem, path)
+
+
+def has_glob(uri: str) -> bool:
+    """Whether a path has `*`, `?` or `[…]` in it."""
+    return _GLOB.search(uri) is not None
+
+
+def glob_base(pattern: str) -> str:
+    """The folder above a pattern's first wildcard."""
+    first = _GLOB.search(pattern)
+    assert first is not None
+    return pattern[: first.start()].rpartition("/")[0] or "/"
+
+
+def glob_regex(pattern: str) -> re.Pattern[str]:
+    """A path pattern as a regular expression: `**` spans folders, `*`, `?` and `[…]` stay within a name."""
+    translated = ""
+    for token in re.findall(r"\*\*/|\*\*|\*|\?|\[!?\]?[^\]]*\]|.", pattern, flags=re.DOTALL):
+        if token == "**/":
+            translated += "(?:.*/)?"
+        elif token == "**":
+            translated += ".*"
+        elif token == "*":
+            translated += "[^/]*"
+        elif token == "?":
+            translated += "[^/]"
+        elif len(token) > 1:
+            translated += "[" + token[1:-1].replace("\\", r"\\").replace("!", "^", token[1] == "!") + "]"
+        else:
+            translated += re.escape(token)
+    return re.compile(translated, flags=re.DOTALL)

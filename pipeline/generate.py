@@ -1,0 +1,98 @@
+"""The generation job's entry, and what is checked before a cluster or a model is touched."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.config import GenerateConfig, parse_config
+from pipeline.errors import InputError, JobError, one_line
+from pipeline.manifest import folder_fingerprint, meaning, open_output
+from pipeline.reading import PromptSource, find_prompts, list_input
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the job that a command line asks for.
+
+    Returns:
+        0 when every row is in the output, 2 for a mistake in the configuration or the input, 1 for a job that failed.
+    """
+    try:
+        generate(parse_config(arguments))
+    except InputError as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+    except JobError as error:
+        print(f"error: the job failed: {one_line(error)}; submit it again to go on", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; submit the job again to go on", file=sys.stderr)
+        return 130
+    return 0
+
+
+def generate(config: GenerateConfig) -> None:
+    """Run a job to its end.
+
+    Raises:
+        InputError: The configuration or the input cannot be used.
+        JobError: The job failed on the way.
+    """
+    # Everything that can be checked without a cluster or a model comes first.
+    listing = list_input(config.input, config.reading.format)
+    source = find_prompts(listing, config.reading)
+    model = check_model(config, source)
+    meant = meaning(config, listing, model, check_drafter(config.drafter))
+    output = open_output(config, meant)
+    print(config.as_yaml(), end="", file=sys.stderr, flush=True)
+    from pipeline.execution import run  # Ray takes seconds to import, too
+
+    run(config, listing, source, output, meant)
+
+
+def check_model(config: GenerateConfig, source: PromptSource) -> str:
+    """Read the base's configuration and tokeniser, and return what tells it from others.
+
+    Raises:
+        InputError: There is no such model, or it has no chat template where one is needed.
+    """
+    from drafter.base_model import load_tokenizer  # torch takes seconds to import: the checks before it do not wait
+    from drafter.errors import LoadError
+    from pipeline.prompts import model_name
+
+    name = model_name(config.model)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise InputError(f"model {name} is not a model's folder: it has no config.json")
+        fingerprint = folder_fingerprint(folder)
+    elif folder.exists() or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+        raise InputError(f"model {name} is not a folder with a model")
+    else:
+        fingerprint = name
+    try:
+        tokenizer = load_tokenizer(name, trust_remote_code=config.loading.trust_remote_code)
+    except LoadError as error:
+        raise InputError(str(error)) from error
+    if (source.chat or config.reading.chat) and tokenizer.chat_template is None:
+        raise InputError(f"model {name} has no chat template: give text prompts, with reading.chat false")
+    return fingerprint
+
+
+def check_drafter(drafter: str) -> dict[str, str]:
+    """Fingerprints of the draft heads in folders.
+
+    Raises:
+        InputError: A path with no head.
+    """
+    found = {}
+    for name in [drafter] if Path(drafter).exists() else drafter.split("+"):
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            if not (folder / "config.json").is_file():
+                raise InputError(f"drafter {name} is not a draft head's folder: it has no config.json")
+            found[name] = folder_fingerprint(folder)
+        elif folder.exists() or name.startswith(("/", "./", "../", "~")):
+            raise InputError(f"drafter {name} is not a folder with a draft head")
+    return found

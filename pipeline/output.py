@@ -1,0 +1,67 @@
+"""The folder of a job's results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.errors import InputError, one_line
+from pipeline.files import Location
+
+
+@dataclass(frozen=True)
+class OutputFolder:
+    """Where everything of a job is.
+
+    Args:
+        root: The output that was asked for.
+    """
+
+    root: Location
+
+    @property
+    def data(self) -> Location:
+        """Parquet files of finished rows."""
+        return self.root / "data"
+
+    @property
+    def errors(self) -> Location:
+        """Parquet files of rows that could not be generated."""
+        return self.root / "errors"
+
+    @property
+    def staged(self) -> Location:
+        """The staged input."""
+        return self.root / "_staged"
+
+    @property
+    def temporary(self) -> Location:
+        """Files that are being written."""
+        return self.root / "_temporary"
+
+    @property
+    def run_file(self) -> Location:
+        """What was run."""
+        return self.root / "run.json"
+
+    def create(self) -> None:
+        """Make the folders.
+
+        Raises:
+            InputError: They cannot be made or written to.
+        """
+        try:
+            for folder in (self.data, self.errors, self.temporary):
+                folder.filesystem.create_dir(folder.path, recursive=True)
+            (self.temporary / "probe").write_text("")
+            self.delete_temporary()
+        except OSError as error:
+            raise InputError(f"output {self.root.path} cannot be written to: {one_line(error)}") from error
+
+    def delete_temporary(self) -> None:
+        """Delete what an earlier submission was writing when it ended."""
+        self.temporary.filesystem.delete_dir_contents(self.temporary.path, missing_dir_ok=True)
+
+    def committed(self) -> set[str]:
+        """Names of the parts that are in the output."""
+        names = (info.path.rpartition("/")[2] for info in self.data.children())
+        return {name.removesuffix(".parquet") for name in names if name.endswith(".parquet")}

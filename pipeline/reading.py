@@ -1,0 +1,356 @@
+"""Input files of four formats, as chunks of rows.
+
+A file that cannot be read stops the job before anything is generated. A line that is not a record does not: it
+goes to `errors/` with the row's place, and the others are unharmed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+from pyarrow import fs
+
+from pipeline.columns import as_text, infer_column
+from pipeline.config import Format, ReadingConfig
+from pipeline.errors import InputError, RowProblem, one_line
+from pipeline.files import glob_base, glob_regex, has_glob, locate
+
+SUFFIXES: dict[Format, tuple[str, ...]] = {
+    "jsonl": (".jsonl", ".ndjson", ".json"),
+    "parquet": (".parquet", ".pq"),
+    "csv": (".csv",),
+    "text": (".txt", ".text"),
+}
+_COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
+TEXT_COLUMN = "prompt"
+"""The only column of a text file."""
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One file to read.
+
+    Args:
+        path: On its file system.
+        name: Path below the folder that was asked for; names the file's rows.
+        size: Bytes.
+        format: How to read it.
+    """
+
+    path: str
+    name: str
+    size: int
+    format: Format
+
+
+@dataclass(frozen=True)
+class InputListing:
+    """The files of an input, in the order of their names."""
+
+    filesystem: fs.FileSystem
+    files: tuple[InputFile, ...]
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """Where a row's prompt is.
+
+    Args:
+        column: Its column.
+        chat: Whether it holds messages instead of text.
+    """
+
+    column: str
+    chat: bool
+
+
+@dataclass
+class Chunk:
+    """Some consecutive rows of one file.
+
+    Args:
+        columns: The rows; all null where there is a problem.
+        numbers: Place of each row in the file, from 1 (the line, in files of lines).
+        problems: By index, what makes a row no record.
+    """
+
+    columns: pa.Table
+    numbers: list[int]
+    problems: dict[int, RowProblem] = field(default_factory=dict)
+
+
+def format_of(name: str) -> Format | None:
+    """A file's format by its name, None if that does not tell."""
+    lower = name.lower()
+    for compression in _COMPRESSIONS:
+        lower = lower.removesuffix(compression)
+    return next((found for found, suffixes in SUFFIXES.items() if lower.endswith(suffixes)), None)
+
+
+def list_input(uri: str, format: str = "auto") -> InputListing:
+    """The files behind a path, a folder, a pattern or a URI.
+
+    In folders and patterns, files whose path has a part that begins with `.` or `_` are left out.
+
+    Raises:
+        InputError: Nothing there, nothing readable there, or names that leave the format open.
+    """
+    root = locate(glob_base(uri) if has_glob(uri) and not _exists(uri) else uri)
+    try:
+        info = root.filesystem.get_file_info(root.path)
+        if info.type == fs.FileType.NotFound:
+            raise InputError(f"input {uri} does not exist")
+        if info.type == fs.FileType.File:
+            found = [info]
+            base = root.path.rpartition("/")[0]
+        else:
+            found = root.filesystem.get_file_info(fs.FileSelector(root.path, recursive=True))
+            base = root.path
+    except OSError as error:
+        raise InputError(f"input {uri} cannot be listed: {one_line(error)}") from error
+    single = info.type == fs.FileType.File
+    pattern = None if single or root.path == locate(uri).path else glob_regex(locate(uri).path)
+    files = []
+    for one in sorted(found, key=lambda one: str(one.path)):
+        name = one.path[len(base) :].lstrip("/")
+        if one.type != fs.FileType.File or (pattern is not None and not pattern.fullmatch(one.path)):
+            continue
+        if not single and any(part[0] in "._" for part in name.split("/")):
+            continue
+        guess = format_of(name)
+        if single or pattern is not None:
+            chosen = guess if format == "auto" else format
+            if chosen is None:
+                raise InputError(f"the name of input {one.path} does not tell its format: set reading.format")
+        elif guess is None or format not in ("auto", guess):
+            continue
+        else:
+            chosen = guess
+        files.append(InputFile(one.path, name, one.size, chosen))  # type: ignore[arg-type]
+    if not files:
+        suffixes = [suffix for kind, some in SUFFIXES.items() if format in ("auto", kind) for suffix in some]
+        what = "matches no file" if pattern else f"holds no readable file (looked for {', '.join(suffixes)})"
+        raise InputError(f"input {uri} {what}")
+    formats = sorted({file.format for file in files})
+    if pattern is None and format == "auto" and len(formats) > 1:
+        raise InputError(f"input {uri} holds files of several formats ({', '.join(formats)}): set reading.format")
+    return InputListing(root.filesystem, tuple(files))
+
+
+def _exists(uri: str) -> bool:
+    return "://" not in uri and locate(uri).type != fs.FileType.NotFound
+
+
+def find_prompts(listing: InputListing, config: ReadingConfig) -> PromptSource:
+    """Look at the first rows to see where the prompts are.
+
+    Raises:
+        InputError: There are no rows, they lack a column that was asked for, or it holds neither text nor messages.
+    """
+    for file in listing.files:
+        for chunk in read_file(listing.filesystem, file, rows=100):
+            if len(chunk.problems) == len(chunk.numbers):
+                problem = chunk.problems[0]
+                raise InputError(f"no row at the start of {file.path} can be read: {problem.message}")
+            return _choose_source(file, chunk.columns.schema, config)
+    raise InputError(f"input has no rows: {', '.join(file.path for file in listing.files[:3])}")
+
+
+def _choose_source(file: InputFile, schema: pa.Schema, config: ReadingConfig) -> PromptSource:
+    if config.messages_column is not None:
+        source = PromptSource(config.messages_column, chat=True)
+    elif config.prompt_column is None and "prompt" not in schema.names and "messages" in schema.names:
+        source = PromptSource("messages", chat=True)
+    else:
+        source = PromptSource(config.prompt_column or "prompt", chat=False)
+    setting = "messages_column" if source.chat else "prompt_column"
+    for column, name in ((source.column, setting), (config.id_column, "id_column")):
+        if column is not None and column not in schema.names:
+            raise InputError(
+                f"{file.path} has no column {column!r} (it has {', '.join(schema.names)}): set reading.{name}"
+            )
+    check_types(file, schema, source, config.id_column)
+    return source
+
+
+def check_types(file: InputFile, schema: pa.Schema, source: PromptSource, id_column: str | None) -> None:
+    """Refuse columns of a typed file that cannot hold prompts or ids.
+
+    Raises:
+        InputError: Such a column, or one that is missing.
+    """
+    if file.format in ("jsonl", "text"):  # every row has types of its own, and is judged alone
+        return
+    for column in filter(None, (source.column, id_column)):
+        if column not in schema.names:
+            raise InputError(f"{file.path} has no column {column!r} (it has {', '.join(schema.names)})")
+    kind = schema.field(source.column).type
+    messages = source.chat and (pa.types.is_list(kind) or pa.types.is_large_list(kind))
+    if not (_is_text(kind) or messages or pa.types.is_null(kind)):
+        wanted = "chat messages" if source.chat else "text"
+        raise InputError(f"column {source.column!r} of {file.path} holds {kind}, not {wanted}")
+    if id_column is not None:
+        kind = schema.field(id_column).type
+        if not (_is_text(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind)):
+            raise InputError(f"column {id_column!r} of {file.path} holds {kind}: ids are text or integers")
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def read_file(
+    filesystem: fs.FileSystem,
+    file: InputFile,
+    rows: int,
+    text_column: str | None = None,
+    json_column: str | None = None,
+) -> Iterator[Chunk]:
+    """A file in chunks of at most `rows` rows, none of them empty.
+
+    Args:
+        filesystem: Where the file is.
+        file: The file.
+        rows: Most rows of a chunk.
+        text_column: In JSON lines, a row whose value here is not text has a problem.
+        json_column: In JSON lines, objects of this column stay JSON text: as Arrow, 1 and 1.0 would become one type.
+
+    Raises:
+        InputError: The file is damaged or is not what its format says.
+    """
+    try:
+        if file.format == "jsonl":
+            parse = partial(_parse_json, text_column=text_column, json_column=json_column)
+            yield from _read_lines(filesystem, file, rows, parse)
+        elif file.format == "text":
+            yield from _read_lines(filesystem, file, rows, lambda line: {TEXT_COLUMN: _decode(line)})
+        else:
+            tables = _parquet_tables if file.format == "parquet" else _csv_tables
+            yield from _numbered(tables(filesystem, file, rows))
+    except (OSError, pa.ArrowException, EOFError) as error:
+        raise InputError(f"{file.path} cannot be read as {file.format}: {one_line(error, 300)}") from error
+
+
+# ---- lines
+
+
+def _lines(filesystem: fs.FileSystem, file: InputFile) -> Iterator[tuple[int, bytes]]:
+    """Numbered lines that are not blank, without their ends."""
+    with filesystem.open_input_stream(file.path, compression="detect", buffer_size=1 << 20) as stream:
+        number, rest = 0, b""
+        while data := stream.read(1 << 20):
+            lines = (rest + bytes(data)).split(b"\n")
+            rest = lines.pop()
+            for line in lines:
+                number += 1
+                if line := line.strip(b"\r"):
+                    yield number, line
+        if rest := rest.strip(b"\r"):
+            yield number + 1, rest
+
+
+def _read_lines(
+    filesystem: fs.FileSystem, file: InputFile, rows: int, parse: Callable[[bytes], dict[str, Any]]
+) -> Iterator[Chunk]:
+    lines = _lines(filesystem, file)
+    while some := list(islice(lines, rows)):
+        records: list[dict[str, Any]] = []
+        problems = {}
+        for index, (_, line) in enumerate(some):
+            try:
+                records.append(parse(line))
+            except (ValueError, RecursionError) as error:
+                records.append({})
+                problems[index] = RowProblem("BadRow", one_line(error), line.decode("utf-8", "replace"))
+        names = list(dict.fromkeys(name for record in records for name in record))
+        columns = {name: infer_column([record.get(name) for record in records]) for name in names}
+        # A table without columns has no rows either.
+        table = pa.table(columns) if columns else pa.table({TEXT_COLUMN: pa.nulls(len(some), pa.string())})
+        yield Chunk(table, [number for number, _ in some], problems)
+
+
+def _parse_json(line: bytes, *, text_column: str | None, json_column: str | None) -> dict[str, Any]:
+    text = _decode(line).strip()
+    if not text:
+        raise ValueError("the line is blank")
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"the line is not JSON (one object a line): {error}") from error
+    except RecursionError as error:
+        raise ValueError("the line is nested too deeply") from error
+    if not isinstance(record, dict):
+        raise ValueError("the line is not a JSON object")
+    if "\\ud" in text.lower():
+        try:
+            json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("the line has half a character: an unpaired surrogate") from error
+    if text_column is not None and not isinstance(record.get(text_column), str | None):
+        raise ValueError(f"{text_column!r} is {as_text(record[text_column])}, not text")
+    if json_column in record:
+        record[json_column] = as_text(record[json_column])
+    return record
+
+
+def _decode(line: bytes) -> str:
+    try:
+        return line.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the line is not UTF-8: byte {error.start + 1} is {line[error.start]:#04x}") from error
+
+
+# ---- tables
+
+
+def _parquet_tables(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator[pa.Table]:
+    with filesystem.open_input_file(file.path) as stream:
+        parquet = pa.parquet.ParquetFile(stream)
+        _refuse_twins(file, parquet.schema_arrow.names)
+        for batch in parquet.iter_batches(batch_size=rows):
+            yield _decoded(pa.Table.from_batches([batch]))
+
+
+def _csv_tables(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator[pa.Table]:
+    """Every value stays the text it is: a CSV has no types, and guessing them turns `007` into 7."""
+    parse = pa.csv.ParseOptions(newlines_in_values=True)
+    if file.size == 0:
+        return
+    with filesystem.open_input_stream(file.path, compression="detect") as stream:
+        names = pa.csv.open_csv(stream, parse_options=parse).schema.names
+    _refuse_twins(file, names)
+    convert = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
+    with filesystem.open_input_stream(file.path, compression="detect") as stream:
+        for batch in pa.csv.open_csv(stream, parse_options=parse, convert_options=convert):
+            for start in range(0, batch.num_rows, rows):
+                yield pa.Table.from_batches([batch.slice(start, rows)])
+
+
+def _refuse_twins(file: InputFile, names: list[str]) -> None:
+    twins = sorted({name for name in names if names.count(name) > 1})
+    if twins:
+        raise InputError(f"{file.path} has several columns named {', '.join(map(repr, twins))}")
+
+
+def _numbered(tables: Iterator[pa.Table]) -> Iterator[Chunk]:
+    first = 1
+    for table in tables:
+        if table.num_rows:
+            yield Chunk(table, list(range(first, first + table.num_rows)))
+            first += table.num_rows
+
+
+def _decoded(table: pa.Table) -> pa.Table:
+    """Without dictionary encoding and schema metadata, which differ from file to file."""
+    for index, one in enumerate(table.schema):
+        if pa.types.is_dictionary(one.type):
+            table = table.set_column(index, one.name, table.column(index).cast(one.type.value_type))
+    return table.replace_schema_metadata(None)

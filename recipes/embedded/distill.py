@@ -1,0 +1,147 @@
+"""Regenerate continuations with the base itself: the text that its draft head learns from.
+
+    python -m recipes.embedded.distill --base build/base --output build/distilled
+
+Three kinds of prompts, because a base answers prompts that it has memorised unlike any others:
+
+- `distill`: GSM8K questions kept back from the base, answered greedily and by sampling;
+- `base`: the questions it was trained on, answered by sampling;
+- `invented`: questions that the base makes up after a bare user header, then answered greedily: as many as wanted.
+
+`validation` questions are answered greedily, for choosing the checkpoint. Each part is a JSONL file of
+`{"tokens": [...], "prompt_length": n}`, written in chunks; a part's finished chunks are not generated again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+
+from drafter.engine import EngineConfig
+from drafter.llm import SpeculativeLM
+from drafter.requests import Request, SamplingParams
+from drafter.slots import Handle
+from recipes.embedded.gsm8k import read_split
+
+CHUNK = 256
+LONGEST_QUESTION = 192
+LONGEST_ANSWER = 320
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt to continue: `prompt_ids` at `temperature` with `seed`."""
+
+    prompt_ids: list[int]
+    temperature: float
+    seed: int
+
+
+def submit(lm: SpeculativeLM, jobs: list[Job], limit: int) -> list[Handle]:
+    """Queue every job, each for up to `limit` tokens."""
+    return [
+        lm.submit(
+            Request(job.prompt_ids, SamplingParams(max_new_tokens=limit, temperature=job.temperature, seed=job.seed))
+        )
+        for job in jobs
+    ]
+
+
+def question_jobs(lm: SpeculativeLM, split: str, temperatures: list[float], seed: int) -> list[Job]:
+    """Every question of a split at each temperature, shuffled so that a part cut short is still a fair sample."""
+    prompts = [lm.encode([{"role": "user", "content": problem.question}]) for problem in read_split(split)]
+    jobs = [
+        Job(prompt, temperature, seed + number * len(prompts) + index)
+        for number, temperature in enumerate(temperatures)
+        for index, prompt in enumerate(prompts)
+    ]
+    if split != "validation":
+        random.Random(seed).shuffle(jobs)
+    return jobs
+
+
+def invented_jobs(lm: SpeculativeLM, seed: int) -> list[Job]:
+    """A chunk of prompts that the base makes up: a question sampled at temperature 1, then the assistant's header."""
+    user, assistant, end = lm.tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>", "<|end|>"])
+    jobs = [Job([user], 1.0, seed + index) for index in range(CHUNK)]
+    questions = [handle.result().token_ids for handle in submit(lm, jobs, LONGEST_QUESTION)]
+    # Only whole questions, and no header inside one.
+    return [
+        Job([user, *ids, assistant], 0.0, 0)
+        for ids in questions
+        if len(ids) > 8 and ids[-1] == end and user not in ids and assistant not in ids
+    ]
+
+
+def plan(lm: SpeculativeLM, args: argparse.Namespace) -> list[tuple[str, Callable[[], list[Job]]]]:
+    """What to generate: a file name and a way to make its jobs, a chunk each, the same for the same arguments.
+
+    Validation first, then the three other parts in turn, so that a run cut short has some of each.
+    """
+    parts: dict[str, list[Callable[[], list[Job]]]] = {}
+    temperatures = {"validation": [0.0], "distill": args.distill_temperatures, "base": args.base_temperatures}
+    for split, values in temperatures.items():
+        jobs = question_jobs(lm, split, values, args.seed)
+        parts[split] = [partial(list, jobs[i : i + CHUNK]) for i in range(0, len(jobs), CHUNK)]
+    parts["invented"] = [partial(invented_jobs, lm, 1_000_000 + i) for i in range(0, args.invented, CHUNK)]
+    named = {part: [(f"{part}-{i:04d}.jsonl", make) for i, make in enumerate(chunks)] for part, chunks in parts.items()}
+    rest = zip_longest(named["distill"], named["invented"], named["base"])
+    return named["validation"] + [chunk for turn in rest for chunk in turn if chunk is not None]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--distill-temperatures", type=float, nargs="*", default=[0.0, 0.8, 0.8, 1.0])
+    parser.add_argument("--base-temperatures", type=float, nargs="*", default=[0.8])
+    parser.add_argument("--invented", type=int, default=5_120, help="questions to make up")
+    parser.add_argument("--minutes", type=float, default=60.0, help="stop after about this long, at a chunk's end")
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    started, total = time.monotonic(), 0
+    config = EngineConfig(slots=args.slots, max_length=640)
+    with SpeculativeLM.from_pretrained(args.base, drafter="none", config=config) as lm:
+        waiting: deque[tuple[Path, list[Job], list[Handle]]] = deque()
+
+        def write_oldest() -> None:
+            nonlocal total
+            file, jobs, handles = waiting.popleft()
+            answers = [handle.result().token_ids for handle in handles]
+            lines = [
+                json.dumps({"tokens": [*job.prompt_ids, *answer], "prompt_length": len(job.prompt_ids)})
+                for job, answer in zip(jobs, answers, strict=True)
+            ]
+            temporary = file.with_suffix(".tmp")
+            temporary.write_text("\n".join(lines) + "\n")
+            temporary.replace(file)
+            total += sum(map(len, answers))
+            rate = total / (time.monotonic() - started)
+            print(f"{file.name}  {total:,} answer tokens  {rate:,.0f} tokens/s", flush=True)
+
+        for name, make_jobs in plan(lm, args):
+            if time.monotonic() - started > args.minutes * 60:
+                break
+            file = args.output / name
+            if not file.exists():
+                jobs = make_jobs()
+                waiting.append((file, jobs, submit(lm, jobs, LONGEST_ANSWER)))
+            # The next chunk is queued before the last one is waited for: the slots stay full.
+            if len(waiting) > 1:
+                write_oldest()
+        while waiting:
+            write_oldest()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""The job from end to end, on real Ray with a real engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.parquet
+import pytest
+
+from drafter import EngineConfig, SamplingParams, SpeculativeLM
+from drafter.statistics import DecodeCounts, statistics_columns
+from pipeline.engine_actor import OUTPUT_TYPE, EngineActor, EngineSpec
+from pipeline.prompts import row_seed
+from pipeline.staging import PROBLEM_TYPE
+from tests.pipeline.conftest import Outcome, Run, write_jsonl
+
+QUESTIONS = ["how many apples", "how many pens does she have", "she", "does she have apples and pens " * 3]
+INPUT: list[Any] = [
+    *({"prompt": f"{QUESTIONS[n % 4]} {n}", "n": n, "text": "theirs"} for n in range(9)),
+    {"prompt": "how many", "sampling": {"temperature": 0.9, "max_new_tokens": 5, "seed": 4}},
+    {"prompt": ""},
+    {"prompt": 5},
+    {"prompt": "x " * 400},
+    "{broken",
+    {"prompt": "how many", "sampling": {"temperature": -1}},
+    {"prompt": "how many", "sampling": {"temperature": 0.9}},
+    {"n": 3},
+    {"prompt": "does she", "seed": 77, "sampling": {"stop": ["a"]}},
+]
+BAD = {11: "BadPrompt", 12: "BadRow", 13: "Refused", 14: "BadRow", 15: "BadSampling", 17: "BadPrompt"}
+
+
+@pytest.fixture(scope="module")
+def lm(model: Path) -> Any:
+    """The engine that the job must agree with."""
+    with SpeculativeLM.from_pretrained(model, "none", config=EngineConfig(slots=2)) as lm:
+        yield lm
+
+
+def expected(lm: SpeculativeLM, row: dict[str, Any], **settings: Any) -> Any:
+    chat = [{"role": "user", "content": row["prompt"]}]
+    return lm.generate([chat], **{"max_new_tokens": 12, **settings})[0]
+
+
+def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", INPUT)
+    done = run(source, "--writing.rows_per_file", 5, "--sampling.seed", 9)
+    assert done.code == 0, done.stderr
+
+    # n_in = n_ok + n_errors, each in its place.
+    assert {int(row["request_id"].split(":")[1]): row["error_type"] for row in done.errors} == BAD
+    assert [row["request_id"] for row in done.rows] == [f"in.jsonl:{n}" for n in range(1, 19) if n not in BAD]
+    assert [len(rows) for rows in done.parts.values()] == [5, 5, 1, 1]
+    by_line = {int(row["request_id"].split(":")[1]): row for row in done.rows}
+
+    # Token for token what the engine itself gives, with each row's settings and seed.
+    settings: dict[int, dict[str, Any]] = {
+        10: {"temperature": 0.9, "max_new_tokens": 5, "seed": 4},
+        16: {"temperature": 0.9, "seed": row_seed(9, "in.jsonl:16")},
+        18: {"seed": 77, "stop": ("a",)},
+    }
+    for line, row in by_line.items():
+        generation = expected(lm, row, **settings.get(line, {}))
+        assert row["token_ids"] == generation.token_ids
+        assert (row["text"], row["finish_reason"]) == (generation.text, generation.finish_reason)
+        assert row["num_prompt_tokens"] == generation.prompt_tokens
+        assert row["num_output_tokens"] == len(generation.token_ids)
+        assert row["seed"] == settings.get(line, {}).get("seed", row_seed(9, row["request_id"]))
+        assert sum(row["acceptance_histogram"]) == row["num_decode_steps"]
+        assert row["mean_acceptance_length"] == pytest.approx(row["num_output_tokens"] / row["num_decode_steps"])
+
+    # Every input column is there; theirs gives way to ours.
+    assert by_line[3]["n"] == 2
+    assert by_line[3]["prompt"] == INPUT[2]["prompt"]
+    assert by_line[3]["input_text"] == "theirs"
+    assert json.loads(by_line[10]["sampling"]) == INPUT[9]["sampling"]
+
+    # The errors tell the row, as it was.
+    inputs = {row["request_id"]: row["input"] for row in done.errors}
+    assert inputs["in.jsonl:14"] == "{broken"
+    assert json.loads(inputs["in.jsonl:12"]) == {"prompt": 5}
+    assert json.loads(inputs["in.jsonl:13"])["prompt"] == "x " * 400
+
+    # What was run, and what came of it.
+    ran = json.loads((done.folder / "run.json").read_text())
+    assert ran["state"] == "finished"
+    assert ran["rows"] == 18
+    assert ran["config"]["sampling"]["seed"] == 9
+    assert ran["base_fingerprint"] == lm.base.fingerprint
+    assert ran["versions"]["ray"]
+    tokens = sum(row["num_output_tokens"] for row in done.rows)
+    steps = sum(row["num_decode_steps"] for row in done.rows)
+    assert "12 finished, 6 errors" in done.stdout
+    assert f"{tokens:,} in {steps:,}" in done.stdout
+    assert f"{tokens / steps:.2f} tokens a base forward" in done.stdout
+    assert "18/18 rows" in done.stderr
+    assert not list((done.folder / "_temporary").iterdir())
+
+
+@pytest.fixture
+def finished(run: Run, tmp_path: Path) -> tuple[Path, Outcome]:
+    """An input and a finished job of four files."""
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"{QUESTIONS[n % 4]} {n}"} for n in range(8)])
+    # A fixed number of nodes makes even the statistics repeatable.
+    done = run(source, "--writing.rows_per_file", 2, "--sampling.temperature", 1, "--engine.nodes", 3)
+    assert done.code == 0, done.stderr
+    return source, done
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_submitting_again_goes_on_where_the_job_stopped(run: Run, finished: tuple[Path, Outcome]) -> None:
+    source, done = finished
+    again = ("--sampling.temperature", 1, "--engine.nodes", 3)
+    before = snapshot(done.folder)
+
+    # A finished job writes nothing, whatever the batches.
+    repeated = run(source, *again, "--writing.rows_per_file", 3)
+    assert repeated.code == 0
+    assert snapshot(done.folder) == before
+
+    # Another meaning is refused, and named.
+    refused = run(source, "--sampling.temperature", 0.5)
+    assert refused.code == 2
+    assert "sampling.temperature was 1.0, is now 0.5" in refused.error
+    source_now = source.read_bytes()
+    source.write_bytes(source_now + b'{"prompt": "one more"}\n')
+    assert "input was" in run(source, *again).error
+    source.write_bytes(source_now)
+    assert snapshot(done.folder) == before
+
+    # What is missing is made again, to the byte of its rows, and nothing else is touched.
+    rows = done.rows
+    lost = sorted((done.folder / "data").iterdir())[1]
+    lost.unlink()
+    (done.folder / "_temporary" / "torn.parquet").write_bytes(b"half")
+    state = json.loads((done.folder / "run.json").read_text())
+    (done.folder / "run.json").write_text(json.dumps({**state, "state": "running"}))
+    resumed = run(source, *again, "--writing.rows_per_file", 3)
+    assert resumed.code == 0, resumed.stderr
+    assert "2 of 8 rows to generate" in resumed.stderr
+    assert resumed.rows == rows
+    after = snapshot(done.folder)
+    untouched = [path for path in before if "/data/" in path and path != str(lost)]
+    assert len(untouched) == 3
+    assert all(after[path] == before[path] for path in untouched)
+    assert not list((done.folder / "_temporary").iterdir())
+
+
+def test_parquet_messages_and_ids_of_their_own(run: Run, lm: SpeculativeLM, tmp_path: Path) -> None:
+    chats = [[{"role": "user", "content": f"{QUESTIONS[n]} {n}"}] for n in range(3)]
+    table = pa.table({"chat": chats, "key": [30, 10, 20], "stamp": pa.array([1, 2, 3], pa.timestamp("ms"))})
+    (tmp_path / "in").mkdir()
+    pa.parquet.write_table(table, tmp_path / "in" / "a.parquet")
+    done = run(tmp_path / "in", "--reading.messages_column", "chat", "--reading.id_column", "key", drafter="none")
+    assert done.code == 0, done.stderr
+    assert [row["request_id"] for row in done.rows] == ["30", "10", "20"]
+    assert [row["chat"] for row in done.rows] == chats
+    alone = [lm.generate(chat, max_new_tokens=12)[0] for chat in chats]
+    assert [row["token_ids"] for row in done.rows] == [generation.token_ids for generation in alone]
+    assert pa.parquet.read_table(done.folder / "data").schema.field("stamp").type == pa.timestamp("ms")
+    assert done.errors == []
+    assert "β           1.00" in done.stdout
+
+
+def staged_table(prompts: list[list[int] | None], part: str = "p") -> pa.Table:
+    count = len(prompts)
+    sampling = json.dumps({"max_new_tokens": 6})
+    return pa.table(
+        {
+            "request_id": pa.array([str(index) for index in range(count)]),
+            "row": pa.array([{"prompt": "x"}] * count),
+            "problem": pa.nulls(count, PROBLEM_TYPE),
+            "part": pa.array([part] * count),
+            "part_rows": pa.array([count] * count),
+            "prompt_ids": pa.array(prompts, pa.list_(pa.int32())),
+            "sampling": pa.array([sampling] * count),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def actor(model: Path) -> EngineActor:
+    """An actor's object, in this process."""
+    return EngineActor(EngineSpec(str(model), "ngram", {}, EngineConfig(slots=2, nodes=3), threads=1))
+
+
+def test_a_call_returns_its_rows_in_their_order_and_the_same_again(actor: EngineActor) -> None:
+    prompts: list[list[int] | None] = [[7, 8, 9] * (1 + n % 3) for n in range(7)]
+    first, second = actor(staged_table(prompts)), actor(staged_table(prompts))
+    assert first.equals(second)
+    assert first["request_id"].to_pylist() == [str(n) for n in range(7)]
+    assert first.schema.field("generated").type == OUTPUT_TYPE
+    assert "prompt_ids" not in first.column_names
+
+
+def test_rows_that_the_engine_refuses_do_not_harm_others(actor: EngineActor) -> None:
+    result = actor(staged_table([[7, 8], [], [10_000], [7] * 300, [7, 8]]))
+    kinds = [problem and problem["type"] for problem in result["problem"].to_pylist()]
+    assert kinds == [None, "Refused", "Refused", "Refused", None]
+    generated = result["generated"].to_pylist()
+    assert [row is None for row in generated] == [False, True, True, True, False]
+    assert generated[0] == generated[4]
+
+
+def test_an_engine_that_fails_ends_its_process(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = EngineActor(EngineSpec(str(model), "none", {}, EngineConfig(slots=2), threads=1))
+
+    def died() -> None:
+        raise SystemExit("died")
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr("pipeline.engine_actor._die", died)
+    monkeypatch.setattr(actor._lm.base, "verify", broken)
+    with pytest.raises(SystemExit, match="died"):
+        actor(staged_table([[7, 8]]))
+
+
+def test_output_columns_have_the_types_of_their_values() -> None:
+    names = [field.name for field in OUTPUT_TYPE]
+    assert names[:6] == ["text", "token_ids", "finish_reason", "num_prompt_tokens", "num_output_tokens", "seed"]
+    assert names[6:] == list(statistics_columns(DecodeCounts()))
+    assert OUTPUT_TYPE.field("acceptance_histogram").type == pa.list_(pa.int64())
+    assert OUTPUT_TYPE.field("draft_acceptance_rate").type == pa.float64()
+
+
+def test_sampling_survives_its_trip_as_json() -> None:
+    sampling = SamplingParams(temperature=0.3, top_k=4, stop=("a", "b"), seed=2**63 - 1, ignore_eos=True)
+    assert SamplingParams(**json.loads(json.dumps(dataclasses.asdict(sampling)))) == sampling

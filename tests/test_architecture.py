@@ -1,0 +1,36 @@
+"""The walls that carry weight: imports go one way."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FORBIDDEN = {
+    "drafter": {"ray", "pipeline", "jobs", "recipes", "benchmarks", "tests"},
+    "pipeline": {"jobs", "recipes", "benchmarks", "tests"},
+    "jobs": {"drafter", "ray", "recipes", "benchmarks", "tests"},
+    "benchmarks": {"ray", "pipeline", "jobs", "tests"},
+}
+
+
+def imported(file: Path) -> set[str]:
+    """Top-level packages that a file imports, anywhere in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            names.add((node.module or "").split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_imports_go_one_way(package: str) -> None:
+    files = list((ROOT / package).rglob("*.py"))
+    assert files
+    for file in files:
+        assert not imported(file) & FORBIDDEN[package], file

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from drafter.base_model import BaseModel
+from drafter.budget import AdaptiveBudget, Calibration, FixedBudget, LatencyTable, batch_sizes
+from drafter.drafters.ngram import NgramDrafter, lookup
+from drafter.drafters.plain import PlainDecoding
+from drafter.engine import Engine, EngineConfig
+from drafter.errors import EngineError, LoadError, QueueFullError, RequestError
+from drafter.requests import Request, SamplingParams
+from tests.models import AdversarialDrafter, SpellingTokenizer, random_prompts
+
+
+def engine_of(base: BaseModel, **config: object) -> Engine:
+    return Engine(base, PlainDecoding(), SpellingTokenizer(), EngineConfig(**config))  # type: ignore[arg-type]
+
+
+def finish(engine: Engine) -> None:
+    while not engine.idle:
+        engine.step()
+
+
+def test_two_hundred_requests_through_eight_slots_grow_nothing(tiny_base: BaseModel) -> None:
+    engine = Engine(tiny_base, AdversarialDrafter(0), SpellingTokenizer(), EngineConfig(slots=8, nodes=8))
+    before = engine.nbytes
+    pointers = [buffer.data_ptr() for buffer in engine._cache._buffers]
+
+    def live_bytes() -> int:
+        gc.collect()
+        return sum(o.nbytes for o in gc.get_objects() if isinstance(o, torch.Tensor))
+
+    sizes = []
+    for batch in range(4):
+        handles = [
+            engine.submit(Request(prompt, SamplingParams(max_new_tokens=6))) for prompt in random_prompts(50, batch)
+        ]
+        finish(engine)
+        assert all(handle.result(0).token_ids for handle in handles)
+        del handles
+        sizes.append(live_bytes())
+    assert engine.nbytes == before
+    assert [buffer.data_ptr() for buffer in engine._cache._buffers] == pointers
+    assert sizes[-1] <= sizes[0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [([], "empty"), ([5] * 128, "128 tokens"), ([97], "outside the vocabulary"), ([-1], "outside the vocabulary")],
+)
+def test_unusable_prompts_are_refused_at_submission(tiny_base: BaseModel, prompt: list[int], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        engine_of(tiny_base).submit(Request(prompt))
+
+
+def test_the_queue_is_bounded(tiny_base: BaseModel) -> None:
+    engine = engine_of(tiny_base, max_queue=2)
+    for _ in range(2):
+        engine.submit(Request([5]))
+    with pytest.raises(QueueFullError, match="2 requests"):
+        engine.submit(Request([5]))
+
+
+def test_cancelling_frees_the_slot_within_a_step(tiny_base: BaseModel) -> None:
+    engine = engine_of(tiny_base, slots=2)
+    endless = SamplingParams(max_new_tokens=100, ignore_eos=True)
+    first, second, waiting = (engine.submit(Request([5, 6], endless)) for _ in range(3))
+    for _ in range(3):
+        engine.step()
+    first.cancel()
+    waiting.cancel()
+    engine.step()
+    assert first.result(0).finish_reason == "cancelled"
+    assert len(first.result(0).token_ids) == 3
+    assert waiting.result(0).token_ids == []
+    assert engine.active == 1
+    finish(engine)
+    assert len(second.result(0).token_ids) == 100
+
+
+def test_streamed_pieces_join_to_the_text(tiny_base: BaseModel) -> None:
+    engine = engine_of(tiny_base)
+    settings = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    plain = engine.submit(Request([5, 6], settings))
+    streamed = engine.submit(Request([5, 6], settings), stream=True)
+    word = plain.request
+    finish(engine)
+    stop = (" " + plain.result(0).text.split()[7],)
+    stopped = engine.submit(Request(word.prompt_ids, SamplingParams(12, stop=stop, ignore_eos=True)), stream=True)
+    finish(engine)
+    for handle in (streamed, stopped):
+        deltas = list(handle)
+        assert "".join(delta.text for delta in deltas) == handle.result(0).text
+        assert [token for delta in deltas for token in delta.token_ids] == handle.result(0).token_ids
+    assert stop[0] not in stopped.result(0).text
+    with pytest.raises(TypeError, match="stream=True"):
+        list(plain)
+
+
+def test_a_failed_step_ends_every_request_with_the_reason(tiny_base: BaseModel) -> None:
+    engine = engine_of(tiny_base, slots=1)
+    handles = [engine.submit(Request([5])) for _ in range(2)]
+    engine.step()
+    engine.fail(RuntimeError("device lost"))
+    for handle in handles:
+        with pytest.raises(EngineError, match="device lost"):
+            handle.result(0)
+    with pytest.raises(EngineError, match="device lost"):
+        engine.submit(Request([5]))
+
+
+def test_a_length_beyond_the_base_is_refused(tiny_base: BaseModel) -> None:
+    with pytest.raises(LoadError, match="128 positions"):
+        engine_of(tiny_base, max_length=4096)
+
+
+@pytest.mark.parametrize("config", [{"slots": 0}, {"nodes": -1}, {"nodes": "many"}, {"max_queue": True}])
+def test_bad_sizes_are_refused(config: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(config))):
+        EngineConfig(**config)  # type: ignore[arg-type]
+
+
+# ---- budget
+
+TABLE = LatencyTable(
+    batches=np.array([1.0, 8.0]),
+    nodes=(0, 4, 8),
+    verify=np.array([[1.0, 1.2, 1.5], [2.0, 5.0, 12.0]]),
+    draft=np.array([0.2, 0.5]),
+)
+LIKELY = np.log(np.full((1, 8), 0.5))
+
+
+def test_latencies_are_interpolated_between_batches() -> None:
+    verify, draft = TABLE.at(1)
+    assert verify.tolist() == [1.0, 1.2, 1.5]
+    assert TABLE.at(8)[1] == 0.5
+    assert 1.2 < TABLE.at(4)[0][1] < 5.0
+    assert draft == 0.2
+
+
+def test_the_budget_takes_the_best_ratio_of_tokens_to_time() -> None:
+    budget = AdaptiveBudget(TABLE)
+    # 1 + 4 × 0.5 tokens in 1.2 against 1 + 8 × 0.5 in 1.5 against 1 in 1.0.
+    assert budget.nodes(LIKELY) == 8
+    assert budget.nodes(np.log(np.full((1, 8), 0.01))) == 0
+    assert budget.nodes(np.log(np.full((8, 8), 0.5))) == 4  # 2, 3 and 5 tokens a row in 2, 5 and 12
+
+
+def test_speculation_switches_off_where_it_does_not_pay_and_looks_again() -> None:
+    budget = AdaptiveBudget(TABLE, probe_every=32)
+    unlikely = np.log(np.full((8, 8), 0.05))
+    for _ in range(200):
+        if budget.should_draft(8):
+            nodes = budget.nodes(unlikely)
+            budget.observe(unlikely[:, :nodes], np.zeros((8, nodes), dtype=bool))
+    decisions = [budget.should_draft(8) for _ in range(64)]
+    assert sum(decisions) == 2
+
+
+def test_calibration_follows_what_is_accepted() -> None:
+    calibration = Calibration()
+    prices = np.log(np.full((1, 8), 0.5))
+    assert calibration.probability(prices) == pytest.approx(0.5)
+    for _ in range(100):
+        calibration.observe(prices, np.array([[True] * 2 + [False] * 6]))
+    assert calibration.probability(prices) == pytest.approx(0.25, abs=0.02)
+    assert calibration.probability(np.array([-np.inf])).tolist() == [0.0]
+
+
+def test_a_fixed_budget_is_fixed() -> None:
+    assert FixedBudget(4).nodes(LIKELY) == 4
+    assert not FixedBudget(0).should_draft(1)
+
+
+def test_batch_sizes_are_powers_of_two_and_the_slots() -> None:
+    assert batch_sizes(1) == [1]
+    assert batch_sizes(12) == [1, 2, 4, 8, 12]
+
+
+# ---- n-gram
+
+
+def test_lookup_prefers_the_longest_and_then_the_newest_match() -> None:
+    text = torch.tensor([[1, 2, 3, 9, 8, 2, 3, 7, 3, 6, 1, 2, 3, 0]])
+    paths, weights = lookup(text, torch.tensor([12]), depth=2, matches=3)
+    assert paths.tolist() == [[[9, 8], [7, 3], [6, 1]]]
+    assert weights[0, 0] == 0
+    assert weights[0, 0] > weights[0, 1] > weights[0, 2]
+
+
+def test_lookup_without_a_match_proposes_nothing() -> None:
+    _, weights = lookup(torch.tensor([[1, 2, 3, 3]]), torch.tensor([2]), depth=2, matches=3)
+    assert weights.isneginf().all()
+
+
+def test_ngram_trees_never_reach_past_the_text(tiny_base: BaseModel) -> None:
+    engine = Engine(tiny_base, NgramDrafter(9), SpellingTokenizer(), EngineConfig(slots=2, nodes=8))
+    handle = engine.submit(Request([5, 6, 7, 8] * 4, SamplingParams(max_new_tokens=20, ignore_eos=True)))
+    finish(engine)
+    counts = handle.result(0).counts
+    assert counts.num_draft_tokens > 0
+    # Every step emits its accepted tokens and a bonus token, but for the last, which the limit may cut short.
+    assert counts.num_output_tokens == 20
+    assert 20 - sum(counts.per_step_accepted) in (counts.num_decode_steps, counts.num_decode_steps - 1)
