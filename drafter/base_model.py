@@ -219,7 +219,7 @@ class BaseModel:
 
     def new_cache(self, slots: int, length: int) -> KVCache:
         """A KV cache for `slots` rows of up to `length` positions."""
-        return KVCache(self._layer_shapes, slots, length)
+        return KVCache(self._layer_shapes, slots, length, self.device)
 
     def prefill(self, cache: KVCache, slot: int, prompt: Tensor) -> Tensor:
         """Run a prompt `[P]` into `slot`, chunk by chunk; return its hidden states `[P, d]`."""
@@ -280,7 +280,7 @@ class BaseModel:
             for kind, (window, chunk) in self._kinds.items()
         }
         positions = lengths[:, None] + depths
-        if self.max_positions is not None:
+        if self.max_positions is not None and kv_length > self.max_positions:
             # Nodes past the end are never emitted, but a learned position table must not be read past it.
             positions = positions.clamp_max(self.max_positions - 1)
         return {

@@ -29,7 +29,7 @@ from drafter.token_tree import TokenTree, root_only
 from drafter.verification import Walk, walk
 
 _KV_BUCKET = 64
-"""KV lengths are rounded up to this, so that shapes repeat."""
+"""On a GPU, KV lengths are rounded up to this, so that shapes repeat; a CPU would only read more."""
 _DEFAULT_MAX_LENGTH = 2048
 
 
@@ -88,8 +88,10 @@ class Engine:
             else None
         )
         self._lengths = torch.zeros(slots, dtype=torch.long, device=device)
+        self._offsets = torch.arange(drafter.depth + 1, device=device)
         self._sampling = SamplingTable.empty(slots, self.max_length, device)
         drafter.allocate(slots, self._capacity)
+        self._kv_bucket = 1 if device.type == "cpu" else _KV_BUCKET
         self._slots: list[Slot] = []
         self._mode = SamplingMode.of([])
         self._waiting: deque[Handle] = deque()
@@ -179,14 +181,14 @@ class Engine:
         lengths = self._lengths[:rows]
         ancestors = tree.ancestors(depth)
         longest = max((slot.length for slot in self._slots), default=0) + tree.size
-        kv_length = min(-(-longest // _KV_BUCKET) * _KV_BUCKET, self._capacity)
+        kv_length = min(-(-longest // self._kv_bucket) * self._kv_bucket, self._capacity)
         logits, hidden = self.base.verify(
             self._cache, tree.tokens.clamp_min(0), lengths, tree.depths, ancestors, kv_length
         )
         seen = None
         if self._mode.penalties:
             seen = seen_tokens(self._tokens[:rows], lengths, tree.tokens, ancestors, logits.shape[-1])
-        positions = lengths[:, None] + tree.depths + 1
+        positions = lengths[:, None] + tree.depths + 1 if self._mode.random else None
         choices = choose(logits, self._sampling, self._mode, positions, seen)
         return walk(tree, choices, ancestors, depth), hidden
 
@@ -197,12 +199,12 @@ class Engine:
         lengths = self._lengths[:rows]
         if width > 1:
             self._cache.commit(lengths, step.path)
-        starts = torch.arange(rows, device=lengths.device) * self._capacity + lengths
-        places = (starts[:, None] + torch.arange(width, device=lengths.device)).flatten()
-        self._tokens.view(-1).index_copy_(0, places + 1, step.tokens.flatten())
+        places = lengths[:, None] + self._offsets[:width]
+        self._tokens[:rows].scatter_(1, places + 1, step.tokens)
         if self._hidden is not None:
-            path_hidden = hidden.gather(1, step.path[:, :, None].expand(-1, -1, hidden.shape[-1]))
-            self._hidden.flatten(0, 1).index_copy_(0, places, path_hidden.flatten(0, 1).to(self._hidden.device))
+            columns = (-1, -1, hidden.shape[-1])
+            path_hidden = hidden.gather(1, step.path[:, :, None].expand(columns)) if width > 1 else hidden
+            self._hidden[:rows].scatter_(1, places[:, :, None].expand(columns), path_hidden.to(self._hidden.device))
         lengths += step.accepted + 1
 
     def _deliver(
@@ -210,16 +212,16 @@ class Engine:
     ) -> None:
         """Read the outcome, hand out tokens, retire what has ended."""
         step, _ = verdict
-        real = (tree.tokens[:, 1:] >= 0).sum(dim=1, keepdim=True)
-        # One transfer for everything the host wants to know.
-        outcome = torch.cat([step.accepted[:, None], real, step.tokens, step.path], dim=1).cpu().numpy()
-        accepted, tokens, path = (
-            outcome[:, 0],
-            outcome[:, 2 : 2 + step.tokens.shape[1]],
-            outcome[:, -step.path.shape[1] :],
-        )
-        for slot, row, emitted, nodes in zip(self._slots, tokens, accepted + 1, outcome[:, 1], strict=True):
-            slot.take(row[:emitted].tolist(), int(nodes))
+        if drafted:
+            real = (tree.tokens[:, 1:] >= 0).sum(dim=1, keepdim=True)
+            # One transfer for everything the host wants to know.
+            outcome = torch.cat([step.accepted[:, None], real, step.path, step.tokens], dim=1).cpu().numpy()
+            path, tokens = outcome[:, 2 : 2 + step.path.shape[1]], outcome[:, 2 + step.path.shape[1] :]
+            for slot, row, accepted, nodes in zip(self._slots, tokens, outcome[:, 0], outcome[:, 1], strict=True):
+                slot.take(row[: accepted + 1].tolist(), int(nodes))
+        else:
+            for slot, row in zip(self._slots, step.tokens.tolist(), strict=True):
+                slot.take(row, 0)
         if prices is not None and drafted:
             on_path = np.zeros((len(path), drafted + 1), dtype=bool)
             np.put_along_axis(on_path, path, True, axis=1)

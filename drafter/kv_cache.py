@@ -68,9 +68,10 @@ class KVCache(Cache):
         shapes: Shape of each layer; None for a layer that stores nothing.
         slots: Rows.
         length: Positions a row can hold, draft nodes included.
+        device: Where positions come from; a base spread over several devices has buffers on each.
     """
 
-    def __init__(self, shapes: list[LayerShape | None], slots: int, length: int) -> None:
+    def __init__(self, shapes: list[LayerShape | None], slots: int, length: int, device: torch.device) -> None:
         super().__init__(layers=[_SlotLayer(self, index) for index in range(len(shapes))])
         self.slots, self.length = slots, length
         members: dict[tuple[int, int, torch.dtype, torch.device], list[tuple[int, int]]] = {}
@@ -82,10 +83,11 @@ class KVCache(Cache):
         self._buffers: list[Tensor] = []
         # Where a layer writes: `[slots * length, H, D]`, keys and values.
         self._writable: dict[tuple[int, int], Tensor] = {}
-        for (heads, dim, dtype, device), owners in members.items():
-            buffer = torch.zeros(len(owners), slots * length, heads, dim, dtype=dtype, device=device)
+        for (heads, dim, dtype, place), owners in members.items():
+            buffer = torch.zeros(len(owners), slots * length, heads, dim, dtype=dtype, device=place)
             self._buffers.append(buffer)
             self._writable.update(zip(owners, buffer.unbind(0), strict=True))
+        self._starts = torch.arange(slots, device=device) * length
         # Set by `prepare` for one forward: where each device writes, and what each layer reads, `[b, H, kv_length, D]`.
         self._index: dict[torch.device, Tensor] = {}
         self._readable: dict[tuple[int, int], Tensor] = {}
@@ -105,8 +107,7 @@ class KVCache(Cache):
             kv_length: Positions to read, from the start of each slot; no row may be longer.
         """
         rows = positions.shape[0]
-        slots = torch.arange(first, first + rows, device=positions.device)[:, None]
-        index = (slots * self.length + positions).flatten()
+        index = (positions + self._starts[first : first + rows, None]).flatten()
         self._index = {buffer.device: index.to(buffer.device) for buffer in self._buffers}
         # All layers' views in a few calls: one by one they would cost more than the copies themselves.
         for buffer, owners in zip(self._buffers, self._owners, strict=True):
@@ -128,7 +129,7 @@ class KVCache(Cache):
             path: `[B, K]` node ids, rising along each path; entries past a path's end may be anything valid.
         """
         steps = torch.arange(path.shape[1], device=path.device)
-        base = torch.arange(path.shape[0], device=path.device) * self.length + lengths
+        base = self._starts[: path.shape[0]] + lengths
         source, target = (base[:, None] + path).flatten(), (base[:, None] + steps).flatten()
         for buffer in self._buffers:
             moved = buffer.index_select(1, source.to(buffer.device))

@@ -163,7 +163,7 @@ def choose(
     logits: Tensor,
     table: SamplingTable,
     mode: SamplingMode,
-    positions: Tensor,
+    positions: Tensor | None,
     seen: Tensor | None,
 ) -> Tensor:
     """The base's choice after each node: `[B, N]` token ids. Rows are slots `0..B-1`.
@@ -172,7 +172,7 @@ def choose(
         logits: `[B, N, V]` the base's logits.
         table: Settings of all slots.
         mode: What the batch needs.
-        positions: `[B, N]` sequence position of the token that each choice becomes.
+        positions: `[B, N]` sequence position of the token that each choice becomes; None where no row is random.
         seen: `[B, N, V]` from `seen_tokens`, or None where no row has a repetition penalty.
     """
     batch, nodes, _ = logits.shape
@@ -188,6 +188,7 @@ def choose(
     greedy = scores.argmax(-1).view(batch, nodes)
     if not mode.random:
         return greedy
+    assert positions is not None
     temperature = per_node(table.temperature)
     scores = scores / torch.where(temperature > 0, temperature, 1)[:, None]
     scores = filter_logits(

@@ -62,7 +62,7 @@ def connect() -> bool:
                     raise
                 ray.init(address="local", include_dashboard=False, **quiet)
                 return False
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # Ray raises bare ones
         raise JobError(f"no Ray cluster could be reached or started: {one_line(error)}") from error
     return True
 

@@ -43,7 +43,7 @@ def generate(config: GenerateConfig) -> None:
     listing = list_input(config.input, config.reading.format)
     source = find_prompts(listing, config.reading)
     model = check_model(config, source)
-    meant = meaning(config, listing, model, check_drafter(config.drafter))
+    meant = meaning(config, listing, model, check_drafter(config))
     output = open_output(config, meant)
     print(config.as_yaml(), end="", file=sys.stderr, flush=True)
     from pipeline.execution import run  # Ray takes seconds to import, too
@@ -80,15 +80,19 @@ def check_model(config: GenerateConfig, source: PromptSource) -> str:
     return fingerprint
 
 
-def check_drafter(drafter: str) -> dict[str, str]:
-    """Fingerprints of the draft heads in folders.
+def check_drafter(config: GenerateConfig) -> dict[str, str]:
+    """Fingerprints of the draft heads in folders, the embedded ones included.
 
     Raises:
         InputError: A path with no head.
     """
+    from drafter.embedded import EMBEDDED_HEADS
+
+    drafter = "ctc" if config.drafter == "auto" and config.model is None else config.drafter
     found = {}
     for name in [drafter] if Path(drafter).exists() else drafter.split("+"):
-        folder = Path(name).expanduser()
+        embedded = EMBEDDED_HEADS / name
+        folder = embedded if embedded.is_dir() else Path(name).expanduser()
         if folder.is_dir():
             if not (folder / "config.json").is_file():
                 raise InputError(f"drafter {name} is not a draft head's folder: it has no config.json")

@@ -15,7 +15,7 @@ def states(values: list[list[int]], dim: int) -> torch.Tensor:
 
 def filled_cache() -> KVCache:
     """Two slots: the first holds 1 2 and nodes 10 11 12 13, the second 5 6 7 and nodes 20 21 22 23."""
-    cache = KVCache([SHAPE, None, SHAPE], slots=3, length=9)
+    cache = KVCache([SHAPE, None, SHAPE], slots=3, length=9, device=CPU)
     cache.prepare(0, torch.tensor([[0, 1, 2], [0, 1, 2]]), 3)
     for layer in (0, 2):
         cache.update(states([[1, 2, 0], [5, 6, 7]], 3), states([[1, 2, 0], [5, 6, 7]], 4), layer)
@@ -58,5 +58,5 @@ def test_move_copies_a_row() -> None:
 
 
 def test_memory_is_what_the_shapes_say() -> None:
-    cache = KVCache([SHAPE, None, SHAPE], slots=3, length=9)
+    cache = KVCache([SHAPE, None, SHAPE], slots=3, length=9, device=CPU)
     assert cache.nbytes == 2 * 3 * 9 * SHAPE.bytes_per_token == 2 * 3 * 9 * 2 * 7 * 4

@@ -92,10 +92,10 @@ def best_trie(log_probs: Tensor, pending: Tensor, depth: int, size: int, candida
     place = torch.arange(depth * beam, device=probs.device)
     depths = place // beam + 1
     parents = torch.cat(rows, 1) // 2 + (depths - 2) * beam
-    names_of = torch.cat(tokens, 1)
+    spelt = torch.cat(tokens, 1)
     return from_nodes(
         pending,
-        names_of if names is None else names.gather(1, names_of),
+        spelt if names is None else names.gather(1, spelt),
         parents.clamp_min(-1),
         depths,
         torch.cat(prices, 1).log() - _PER_DEPTH * depths,

@@ -69,9 +69,9 @@ def question_jobs(lm: SpeculativeLM, split: str, temperatures: list[float], seed
 
 
 def invented_jobs(lm: SpeculativeLM, seed: int) -> list[Job]:
-    """A chunk of prompts that the base makes up: a question sampled at temperature 1, then the assistant's header."""
+    """A chunk of prompts that the base makes up: a sampled question, then the assistant's header."""
     user, assistant, end = lm.tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>", "<|end|>"])
-    jobs = [Job([user], 1.0, seed + index) for index in range(CHUNK)]
+    jobs = [Job([user], 0.8, seed + index) for index in range(CHUNK)]
     questions = [handle.result().token_ids for handle in submit(lm, jobs, LONGEST_QUESTION)]
     # Only whole questions, and no header inside one.
     return [

@@ -121,7 +121,7 @@ def main() -> None:
         beta = simulated_beta(head, base, held_out)
         results.append({"step": step + 1, "loss": running, "beta": {str(n): round(b, 4) for n, b in beta.items()}})
         print(json.dumps(results[-1]), flush=True)
-        if beta[CHOSEN_BY] >= max(result["beta"][str(CHOSEN_BY)] for result in results):
+        if results[-1]["beta"][str(CHOSEN_BY)] >= max(result["beta"][str(CHOSEN_BY)] for result in results):
             head.provenance = Provenance(
                 base.name,
                 base.fingerprint,

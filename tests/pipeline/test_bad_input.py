@@ -13,6 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from drafter.drafters.ctc import CTCHead, CTCHeadConfig
+from drafter.pretrained import Provenance
 from pipeline.generate import main
 from tests.pipeline.conftest import Run, write_jsonl
 
@@ -203,6 +205,16 @@ def test_weights_that_are_damaged(run: Run, model: Path, tmp_path: Path) -> None
     done = run(write_jsonl(tmp_path / "a.jsonl", GOOD), base=damaged)
     assert done.code == 2
     assert done.error.startswith("error: base model")
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_a_head_of_another_base(run: Run, tmp_path: Path) -> None:
+    head = CTCHead(CTCHeadConfig(hidden_size=32, vocab_size=320, num_heads=2, intermediate_size=32))
+    head.provenance = Provenance("another", "0123456789abcdef")
+    head.save_pretrained(tmp_path / "head")
+    done = run(write_jsonl(tmp_path / "a.jsonl", GOOD), drafter=str(tmp_path / "head"))
+    assert done.code == 2
+    assert "belongs to the base 'another'" in done.error
     assert "Traceback" not in done.stderr + done.stdout
 
 
