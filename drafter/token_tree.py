@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 PAD_TOKEN = -1
 """Token of a padding node. No base ever chooses it, so padding is never accepted."""
@@ -118,13 +119,15 @@ def from_nodes(
         prices.float(),
     )
     root = root_only(pending)
-    padding = (0, size - 1 - keep)
-    pad = torch.nn.functional.pad
+    tree = TokenTree(*(torch.cat(parts, 1) for parts in zip(vars(root).values(), vars(body).values(), strict=True)))
+    missing = (0, size - 1 - keep)
+    if not missing[1]:
+        return tree
     return TokenTree(
-        pad(torch.cat([root.tokens, body.tokens], 1), padding, value=PAD_TOKEN),
-        pad(torch.cat([root.parents, body.parents], 1), padding, value=0),
-        pad(torch.cat([root.depths, body.depths], 1), padding, value=1),
-        pad(torch.cat([root.log_prices, body.log_prices], 1), padding, value=-torch.inf),
+        F.pad(tree.tokens, missing, value=PAD_TOKEN),
+        F.pad(tree.parents, missing, value=0),
+        F.pad(tree.depths, missing, value=1),
+        F.pad(tree.log_prices, missing, value=-torch.inf),
     )
 
 
