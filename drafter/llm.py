@@ -100,6 +100,9 @@ class SpeculativeLM:
             return list(self.tokenizer(prompt)["input_ids"])
         if self.tokenizer.chat_template is None:
             raise RequestError("the tokenizer has no chat template: give the prompt as text")
+        for place, message in enumerate(prompt, start=1):
+            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+                raise RequestError(f"message {place} must have a role and a content, not be {message!r}")
         try:
             text = self.tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates raise jinja2 errors of many kinds
