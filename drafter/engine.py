@@ -11,8 +11,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +29,8 @@ from drafter.sampling import SamplingMode, SamplingTable, choose, seen_tokens
 from drafter.slots import Handle, Slot
 from drafter.token_tree import TokenTree, root_only
 from drafter.verification import Walk, walk
+
+T = TypeVar("T")
 
 _KV_BUCKET = 64
 """On a GPU, KV lengths are rounded up to this, so that shapes repeat; a CPU would only read more."""
@@ -108,7 +112,7 @@ class Engine:
         """Queue a request.
 
         Raises:
-            RequestError: The prompt is empty, too long, or has ids outside the vocabulary.
+            RequestError: The prompt is empty, too long, or not of token ids in the vocabulary.
             QueueFullError: `max_queue` requests are waiting.
             EngineError: The engine has failed before.
         """
@@ -241,6 +245,8 @@ class Engine:
                 f"the prompt has {len(ids)} tokens, but prompt and output together may have {self.max_length}: "
                 "shorten the prompt or raise max_length"
             )
+        if not all(isinstance(one, int) for one in ids):
+            raise RequestError("the prompt must be token ids: integers")
         if min(ids) < 0 or max(ids) >= self.base.vocab_size:
             raise RequestError(f"the prompt has token ids outside the vocabulary of {self.base.vocab_size}")
 
@@ -273,6 +279,9 @@ class Engine:
         So every output token comes from a decode step, and plain decoding has exactly one token a forward.
         """
         index, slot = len(self._slots), self._new_slot(handle)
+        # It is in its slot before anything can fail, so that `fail` finds it.
+        self._slots.append(slot)
+        self._update_mode()
         prompt = torch.tensor(list(handle.request.prompt_ids), device=self.base.device)
         self._tokens[index, : len(prompt)] = prompt
         self._lengths[index] = slot.length
@@ -282,12 +291,11 @@ class Engine:
             hidden = self.base.prefill(self._cache, index, prompt[:-1])
             if self._hidden is not None:
                 self._hidden[index, : slot.length] = hidden
-        self._slots.append(slot)
-        self._update_mode()
 
     def _retire(self, index: int) -> None:
         """End the request at `index`; the last active row takes its place."""
         slot, last = self._slots[index], len(self._slots) - 1
+        generation = slot.generation()
         if index != last:
             length = self._slots[last].length + 1
             self._cache.move(last, index, length)
@@ -300,7 +308,7 @@ class Engine:
             self._slots[index] = self._slots[last]
         self._slots.pop()
         self._update_mode()
-        slot.handle.future.set_result(slot.generation())
+        slot.handle.future.set_result(generation)
 
     def _drop_cancelled(self) -> None:
         for index in range(len(self._slots) - 1, -1, -1):
@@ -314,36 +322,33 @@ class Engine:
     # ---- measuring
 
     @torch.inference_mode()
-    def _measure_latency(self, repeats: int = 3) -> LatencyTable:
-        """Time drafting and verification on this machine for the shapes in use (median of `repeats`)."""
+    def _measure_latency(self, rounds: int = 5) -> LatencyTable:
+        """Time drafting and verification on this machine for the shapes in use.
+
+        Every round takes every shape once, and the least time counts: what else runs on the machine can only add to
+        it, and rarely adds to the same shape each time. A round before them warms up.
+        """
         counts = tuple(count for count in NODE_COUNTS if count < self.drafter.tree_size)
         batches = batch_sizes(self.config.slots)
         middle = min(256, self.max_length // 2)
         self._lengths.fill_(middle)
-        verify, draft = np.zeros((len(batches), len(counts))), np.zeros(len(batches))
-        for i, rows in enumerate(batches):
-            self._slots = [_placeholder(middle)] * rows
-            context = self._context(rows)
-            for slot in range(rows):
-                self.drafter.admit(slot)
-            self.drafter.propose(context)  # reads the whole row, as after a prefill; not what a step costs
-            draft[i] = self._time(lambda c=context: self.drafter.propose(c), repeats)
-            tree = self.drafter.propose(context)
-            for j, count in enumerate(counts):
-                leading = tree.leading(count + 1)
-                verify[i, j] = self._time(lambda t=leading, r=rows: self._verify(t, r), repeats)
+        verify, draft = np.zeros((rounds + 1, len(batches), len(counts))), np.zeros((rounds + 1, len(batches)))
+        for turn in range(rounds + 1):
+            for i, rows in enumerate(batches):
+                self._slots = [_placeholder(middle)] * rows
+                tree, draft[turn, i] = self._timed(partial(self.drafter.propose, self._context(rows)))
+                for j, count in enumerate(counts):
+                    _, verify[turn, i, j] = self._timed(partial(self._verify, tree.leading(count + 1), rows))
         self._slots = []
-        return LatencyTable(np.array(batches, dtype=np.float64), counts, verify, draft)
+        return LatencyTable(np.array(batches, dtype=np.float64), counts, verify[1:].min(axis=0), draft[1:].min(axis=0))
 
-    def _time(self, work: Any, repeats: int) -> float:
-        times = []
-        for _ in range(repeats + 1):
-            start = time.perf_counter()
-            work()
-            if self.base.device.type == "cuda":
-                torch.cuda.synchronize(self.base.device)
-            times.append(time.perf_counter() - start)
-        return float(np.median(times[1:]))
+    def _timed(self, work: Callable[[], T]) -> tuple[T, float]:
+        """What `work` returns, and its seconds on the device."""
+        start = time.perf_counter()
+        result = work()
+        if self.base.device.type == "cuda":
+            torch.cuda.synchronize(self.base.device)
+        return result, time.perf_counter() - start
 
 
 def _placeholder(length: int) -> Slot:

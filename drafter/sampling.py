@@ -16,6 +16,8 @@ from torch import Tensor
 from drafter.requests import SamplingParams
 
 _MASK_64 = (1 << 64) - 1
+_MOST_TOKENS = 1 << 31
+"""More than any vocabulary has: a larger top-k keeps all, as this does."""
 
 
 def keyed_uniforms(seed: int, count: int) -> Tensor:
@@ -62,7 +64,7 @@ class SamplingTable:
     def set(self, slot: int, params: SamplingParams, prompt_length: int, new_tokens: int) -> None:
         """Enter a request that may produce `new_tokens` tokens."""
         self.temperature[slot] = params.temperature
-        self.top_k[slot] = params.top_k
+        self.top_k[slot] = min(params.top_k, _MOST_TOKENS)
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
         self.repetition_penalty[slot] = params.repetition_penalty
@@ -190,7 +192,8 @@ def choose(
         return greedy
     assert positions is not None
     temperature = per_node(table.temperature)
-    scores = scores / torch.where(temperature > 0, temperature, 1)[:, None]
+    # The best score becomes 0 first, so that even the smallest temperature divides it to a number.
+    scores = (scores - scores.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1)[:, None]
     scores = filter_logits(
         scores, per_node(table.top_k), per_node(table.top_p), per_node(table.min_p), ranked=mode.ranked
     )

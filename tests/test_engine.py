@@ -50,7 +50,13 @@ def test_two_hundred_requests_through_eight_slots_grow_nothing(tiny_base: BaseMo
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([], "empty"), ([5] * 128, "128 tokens"), ([97], "outside the vocabulary"), ([-1], "outside the vocabulary")],
+    [
+        ([], "empty"),
+        ([1.5], "integers"),
+        ([5] * 128, "128 tokens"),
+        ([97], "outside the vocabulary"),
+        ([-1], "outside the vocabulary"),
+    ],
 )
 def test_unusable_prompts_are_refused_at_submission(tiny_base: BaseModel, prompt: list[int], message: str) -> None:
     with pytest.raises(RequestError, match=message):

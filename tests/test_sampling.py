@@ -167,3 +167,15 @@ def test_choices_have_the_exact_distribution(params: SamplingParams) -> None:
 def test_bad_settings_are_named(field: str, value: object) -> None:
     with pytest.raises(RequestError, match=field):
         SamplingParams(**{field: value})  # type: ignore[arg-type]
+
+
+def test_extreme_settings_still_choose_a_token() -> None:
+    logits = torch.randn(1, 1, 12, generator=torch.Generator().manual_seed(2))
+    best = int(logits.argmax())
+    for setting in ({"temperature": 1e-320}, {"temperature": 1e308, "min_p": 1.0}, {"temperature": 1.0, "top_k": 1}):
+        params = SamplingParams(seed=7, **setting)  # type: ignore[arg-type]
+        table, mode = table_of([params]), SamplingMode.of([params])
+        chosen = choose(logits, table, mode, torch.tensor([[1]]), None)
+        assert chosen.item() == best or setting["temperature"] == 1e308
+    everything = SamplingParams(temperature=1.0, top_k=10**30)
+    assert choose(logits, table_of([everything]), SamplingMode.of([everything]), torch.tensor([[1]]), None).item() < 12

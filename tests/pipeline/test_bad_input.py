@@ -50,6 +50,13 @@ def folder(path: Path, *names: str) -> Path:
     return path
 
 
+def files_that_differ(place: Path) -> Path:
+    """A folder of two Parquet files, of which only the first has prompts."""
+    parquet(place / "a.parquet", prompt=["x"])
+    parquet(place / "b.parquet", other=["x"])
+    return place
+
+
 Make = Callable[[Path], list[Any]]
 
 REFUSED: dict[str, tuple[Make, str]] = {
@@ -73,10 +80,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
         "has no column 'key' (it has prompt, id): set reading.id_column",
     ),
     "column in the first file only": (
-        lambda d: (
-            [parquet(folder(d / "in") / "a.parquet", prompt=["x"]).parent]
-            + [parquet(d / "in" / "b.parquet", other=["x"]), []][1]
-        ),
+        lambda d: [files_that_differ(folder(d / "in"))],
         "b.parquet has no column 'prompt' (it has other)",
     ),
     "prompts that are numbers": (lambda d: [parquet(d / "a.parquet", prompt=[1, 2])], "holds int64, not text"),
@@ -219,14 +223,16 @@ def test_a_head_of_another_base(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    import ray
+
     import pipeline.cluster
     from pipeline.errors import JobError
 
     def unreachable(**_: Any) -> None:
         raise ConnectionError("ray:// nobody\nanswers")
 
-    monkeypatch.setattr(pipeline.cluster.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(pipeline.cluster.ray, "init", unreachable)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", unreachable)
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
     with pytest.raises(JobError, match="no Ray cluster could be reached or started: ray:// nobody answers"):
         pipeline.cluster.connect()

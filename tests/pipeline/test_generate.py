@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -170,9 +171,9 @@ def test_parquet_messages_and_ids_of_their_own(run: Run, lm: SpeculativeLM, tmp_
     assert "β           1.00" in done.stdout
 
 
-def staged_table(prompts: list[list[int] | None], part: str = "p") -> pa.Table:
+def staged_table(prompts: list[list[int] | None], part: str = "p", tokens: int = 6) -> pa.Table:
     count = len(prompts)
-    sampling = json.dumps({"max_new_tokens": 6})
+    sampling = json.dumps({"max_new_tokens": tokens, "ignore_eos": True})
     return pa.table(
         {
             "request_id": pa.array([str(index) for index in range(count)]),
@@ -199,6 +200,24 @@ def test_a_call_returns_its_rows_in_their_order_and_the_same_again(actor: Engine
     assert first["request_id"].to_pylist() == [str(n) for n in range(7)]
     assert first.schema.field("generated").type == OUTPUT_TYPE
     assert "prompt_ids" not in first.column_names
+
+
+def test_parts_share_the_engine_across_their_borders(actor: EngineActor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls of one row each decode together; one after the other, no two rows would ever be active."""
+    engine, active = actor._lm.engine, set()
+    step = engine.step
+
+    def watched() -> None:
+        step()
+        active.add(engine.active)
+
+    monkeypatch.setattr(engine, "step", watched)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(actor, staged_table([[7, 8, 9]], f"p{n}", tokens=200)) for n in range(2)]
+        results = [call.result() for call in calls]
+    assert 2 in active
+    assert [result["part"].to_pylist() for result in results] == [["p0"], ["p1"]]
+    assert results[0]["generated"].equals(results[1]["generated"])
 
 
 def test_rows_that_the_engine_refuses_do_not_harm_others(actor: EngineActor) -> None:

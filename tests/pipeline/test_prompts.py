@@ -132,7 +132,7 @@ def test_prompts_go_through_the_template_where_there_is_one(model: Path, tmp_pat
 
 
 def test_rows_that_cannot_be_requests_keep_their_place(model: Path) -> None:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"messages": '[{"role": "user", "content": "a"}]', "sampling": None},
         {"messages": '[{"role": "forbidden", "content": "a"}]', "sampling": None},
         {"messages": '[{"role": "user", "content": "a"}]', "sampling": '{"top_k": -1}'},

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from drafter.base_model import BaseModel
 from drafter.drafters.ctc import CTCHead
+from drafter.training.simulated_walk import simulated_beta
 from drafter.training.targets import RegeneratedText
 from recipes.embedded import train_head
 from tests.models import random_model
@@ -44,7 +45,7 @@ def test_a_run_cut_off_ends_as_an_unbroken_one(
     base, data = base_and_data
     train(base, data, tmp_path / "unbroken", monkeypatch)
 
-    evaluate, calls = train_head.simulated_beta, []
+    evaluate, calls = simulated_beta, []
 
     def cut_off_at_the_third(*args: object, **kwargs: object) -> dict[int, float]:
         calls.append(1)

@@ -96,7 +96,7 @@ def test_accepted_depths_of_a_literal_tree() -> None:
     counts = (0, 1, 2, 3, 4)
 
     def accepted(targets: list[int], length: int = 3) -> list[int]:
-        return accepted_depths(tree, torch.tensor([targets]), torch.tensor([length]), counts)[:, 0].tolist()  # type: ignore[no-any-return]
+        return accepted_depths(tree, torch.tensor([targets]), torch.tensor([length]), counts)[:, 0].tolist()
 
     assert accepted([1, 2, 5]) == [0, 1, 2, 2, 3]
     assert accepted([3, 2, 5]) == [0, 0, 0, 1, 1]
