@@ -73,13 +73,21 @@ class TokenTree:
 
     def paths(self, depth: int) -> Tensor:
         """`[B, N, depth]` tokens from below the root to each node; `PAD_TOKEN` after a path's end."""
+        return self._along_paths(self.tokens, PAD_TOKEN, depth)
+
+    def path_log_prices(self, depth: int) -> Tensor:
+        """`[B, N, depth]` log prices from below the root to each node; -inf after a path's end."""
+        return self._along_paths(self.log_prices, -torch.inf, depth)
+
+    def _along_paths(self, values: Tensor, fill: float, depth: int) -> Tensor:
+        """`values` `[B, N]` of the nodes on the way to each node, as `[B, N, depth]`."""
         ancestors = self.ancestors()
-        slots = (self.depths - 1)[:, None, :].expand_as(ancestors)
-        wanted = ancestors & (slots >= 0) & (slots < depth)
-        paths = self.tokens.new_full((*self.tokens.shape, depth + 1), PAD_TOKEN)
+        place = (self.depths - 1)[:, None, :].expand_as(ancestors)
+        wanted = ancestors & (place >= 0) & (place < depth)
+        source = torch.where(wanted, values[:, None, :], fill)
         # Everything unwanted is written to a column that is then cut off.
-        source = self.tokens[:, None, :].expand_as(ancestors)
-        return paths.scatter(2, torch.where(wanted, slots, depth), torch.where(wanted, source, PAD_TOKEN))[..., :depth]
+        filled = values.new_full((*values.shape, depth + 1), fill)
+        return filled.scatter(2, torch.where(wanted, place, depth), source)[..., :depth]
 
 
 def root_only(pending: Tensor) -> TokenTree:
@@ -169,14 +177,6 @@ def merge(first: TokenTree, second: TokenTree, depth: int, size: int) -> TokenTr
         depth: No node of either tree may be deeper.
         size: Nodes of the result, root included.
     """
-    paths, prices = [], []
-    for tree in (first, second):
-        ancestors = tree.ancestors()
-        slots = (tree.depths - 1)[:, None, :].expand_as(ancestors)
-        wanted = ancestors & (slots >= 0)
-        along = tree.log_prices.new_full((*tree.tokens.shape, depth + 1), -torch.inf)
-        source = tree.log_prices[:, None, :].expand_as(ancestors)
-        slots = torch.where(wanted, slots, depth)
-        prices.append(along.scatter(2, slots, torch.where(wanted, source, -torch.inf))[..., :depth])
-        paths.append(tree.paths(depth))
-    return from_paths(first.tokens[:, 0], torch.cat(paths, 1), torch.cat(prices, 1), size)
+    paths = torch.cat([first.paths(depth), second.paths(depth)], 1)
+    log_prices = torch.cat([first.path_log_prices(depth), second.path_log_prices(depth)], 1)
+    return from_paths(first.tokens[:, 0], paths, log_prices, size)
