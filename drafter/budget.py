@@ -79,35 +79,46 @@ class AdaptiveBudget:
     Args:
         table: Latencies of this machine.
         margin: Drafting must promise to be this much faster than plain decoding before it is done.
-        probe_every: Plain steps between two looks at whether drafting pays by now.
     """
 
-    def __init__(self, table: LatencyTable, margin: float = 0.03, probe_every: int = 256) -> None:
-        self._table, self._margin, self._probe_every = table, margin, probe_every
+    _BURN_IN = 32
+    """Steps that draft whatever is promised, until prices are calibrated."""
+    _PROBE_EVERY, _PROBE_STEPS = 128, 8
+    """After so many plain steps, so many that draft: does it pay by now?"""
+    _PACE = 0.1
+    """Weight of the newest step in the running gain."""
+
+    def __init__(self, table: LatencyTable, margin: float = 0.03) -> None:
+        self._table, self._margin = table, margin
         self._calibration = Calibration()
         self._nodes = np.array(table.nodes)
-        # Expected accepted tokens a row at each node count; unknown until the first trees are seen.
-        self._gain: Floats | None = None
+        # Expected accepted tokens a row at each node count, over the last steps that drafted.
+        self._gain = np.zeros(len(table.nodes))
         self._drafted = self._plain = 0
+        self._probing = self._BURN_IN
 
     def should_draft(self, rows: int) -> bool:
         """Whether a step of `rows` rows should draft at all."""
-        if self._gain is None or self._drafted < self._probe_every // 16:
+        if self._probing > 0:
+            self._probing -= 1
             return True
         verify, draft = self._table.at(rows)
         speculative = (1.0 + self._gain[1:]) / (verify[1:] + draft)
         if speculative.max() * verify[0] > 1.0 + self._margin:
             return True
         self._plain += 1
-        return self._plain % self._probe_every == 0
+        if self._plain % self._PROBE_EVERY == 0:
+            self._probing = self._PROBE_STEPS
+        return False
 
     def nodes(self, log_prices: Floats) -> int:
         """Draft nodes to verify, given the rows' trees: log prices `[B, N]` without the root, falling."""
         calibrated = self._calibration.probability(log_prices)
         expected = np.concatenate([[0.0], calibrated.mean(axis=0).cumsum()])
         gain = expected[np.minimum(self._nodes, len(expected) - 1)]
-        self._gain = gain if self._gain is None else 0.95 * self._gain + 0.05 * gain
         self._drafted += 1
+        pace = max(self._PACE, 1 / self._drafted)
+        self._gain = (1 - pace) * self._gain + pace * gain
         verify, _ = self._table.at(len(log_prices))
         return int(self._nodes[((1.0 + gain) / verify).argmax()])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -108,7 +109,7 @@ class ProgressDisplay:
 
     def _run(self) -> None:
         last_line = time.monotonic()
-        terminal = self._stream.isatty()
+        terminal = _has_room(self._stream)
         bar = tqdm(
             total=self._total,
             initial=self._done,
@@ -141,6 +142,11 @@ class ProgressDisplay:
         left = tqdm.format_interval((self._total - done) / rows) if rows else "?"
         speed = f"{rows:.1f} rows/s, {_rate(now.tokens, now):,.0f} tokens/s"
         return f"{done}/{self._total} rows, {speed}, {left} left{_errors(now)}"
+
+
+def _has_room(stream: TextIO) -> bool:
+    """Whether a bar can be drawn: on a terminal, and not on one of no size, as in some containers."""
+    return stream.isatty() and min(os.get_terminal_size(stream.fileno())) > 0
 
 
 def _rate(amount: int, now: Snapshot) -> float:

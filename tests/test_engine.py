@@ -157,15 +157,36 @@ def test_the_budget_takes_the_best_ratio_of_tokens_to_time() -> None:
     assert budget.nodes(np.log(np.full((8, 8), 0.5))) == 4  # 2, 3 and 5 tokens a row in 2, 5 and 12
 
 
+def decisions(budget: AdaptiveBudget, price: float, accepted: float, steps: int) -> list[bool]:
+    """Whether each of `steps` steps of eight rows drafts, where nodes of `price` come true this often."""
+    prices = np.log(np.full((8, 8), price))
+    made = []
+    for _ in range(steps):
+        made.append(budget.should_draft(8))
+        if made[-1]:
+            budget.nodes(prices)
+            budget.observe(prices, np.arange(64).reshape(8, 8) < accepted * 64)
+    return made
+
+
 def test_speculation_switches_off_where_it_does_not_pay_and_looks_again() -> None:
-    budget = AdaptiveBudget(TABLE, probe_every=32)
-    unlikely = np.log(np.full((8, 8), 0.05))
-    for _ in range(200):
-        if budget.should_draft(8):
-            nodes = budget.nodes(unlikely)
-            budget.observe(unlikely[:, :nodes], np.zeros((8, nodes), dtype=bool))
-    decisions = [budget.should_draft(8) for _ in range(64)]
-    assert sum(decisions) == 2
+    budget = AdaptiveBudget(TABLE)
+    decisions(budget, price=0.05, accepted=0.05, steps=100)
+    later = decisions(budget, price=0.05, accepted=0.05, steps=136 * 5)
+    assert sum(later) == 8 * 5
+
+
+def test_a_modest_drafter_is_found_out() -> None:
+    """Its prices say that drafting does not pay; what is accepted says that it does."""
+    budget = AdaptiveBudget(TABLE)
+    assert all(decisions(budget, price=0.3, accepted=0.6, steps=300)[-200:])
+
+
+def test_speculation_comes_back_when_the_text_allows() -> None:
+    budget = AdaptiveBudget(TABLE)
+    decisions(budget, price=0.3, accepted=0.1, steps=400)
+    assert not budget.should_draft(8)
+    assert all(decisions(budget, price=0.3, accepted=0.8, steps=4000)[-200:])
 
 
 def test_calibration_follows_what_is_accepted() -> None:
