@@ -39,7 +39,7 @@ class SamplingParams:
         top_p: Keep the smallest set of most probable tokens whose probability reaches this; 1 keeps all.
         min_p: Keep tokens at least this fraction as probable as the most probable one; 0 keeps all.
         repetition_penalty: Divide positive (multiply negative) logits of tokens already seen; 1 leaves them.
-        seed: Tokens are a function of (model, prompt, seed) alone: see METHOD in `docs/method.md`.
+        seed: Tokens are a function of (model, prompt, seed) alone: see `docs/method.md`.
         stop: Strings that end the text; the text is cut before the first one.
         ignore_eos: Generate on past the end-of-sequence token.
 
