@@ -83,6 +83,7 @@ class BaseModel:
         name: Hub id or path; goes into draft heads' configuration.
 
     Attributes:
+        decoder: The model without its LM head.
         dtype: Of the hidden states.
         max_positions: Longest sequence the model was made for; None if its configuration does not say.
 
@@ -103,6 +104,7 @@ class BaseModel:
         self._embedding: nn.Module = model.get_input_embeddings()
         if self._head is None or self._embedding is None:
             raise LoadError(f"{self.name}: {model.config.model_type} has no LM head")
+        self.decoder: nn.Module = _decoder(model)
         # Read once: transformers' configurations are slow to ask.
         self.dtype: torch.dtype = model.dtype
         self.max_positions = _max_positions(self.config)
@@ -259,7 +261,7 @@ class BaseModel:
         ancestors = torch.ones(1, count, count, dtype=torch.bool, device=tokens.device).tril()
         inputs = self._inputs(cache, slot, tokens, lengths, depths, ancestors, start + count)
         # The decoder without its LM head: a prompt's logits are never needed.
-        return self.model.get_decoder()(**inputs).last_hidden_state  # type: ignore[no-any-return]
+        return self.decoder(**inputs).last_hidden_state  # type: ignore[no-any-return]
 
     def _inputs(
         self,
@@ -339,6 +341,14 @@ class BaseModel:
             )
         if hidden.shape[-1] != node_hidden.shape[-1]:
             raise LoadError(f"{self.name}: the decoder's output is not the LM head's input; it cannot be a base")
+
+
+def _decoder(model: Any) -> nn.Module:
+    decoder: nn.Module = model.get_decoder()
+    # Some models do not know their own: they name the model itself.
+    if decoder is model and isinstance(inner := getattr(model, "model", None), nn.Module):
+        return inner
+    return decoder
 
 
 def _max_positions(config: Any) -> int | None:

@@ -53,6 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 6},
     "gpt_oss": {"head_dim": 8, "sliding_window": 6, "layer_types": _HYBRID, "num_local_experts": 4},
     "glm4": {"head_dim": 8},
+    "llama4_text": {"head_dim": 8, "attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 48},
 }
 
 

@@ -18,7 +18,7 @@ from drafter.training.targets import DraftBatch
 @torch.no_grad()
 def base_hidden_states(base: BaseModel, tokens: Tensor) -> Tensor:
     """The base's last hidden states `[B, L, d]` of `tokens` `[B, L]`, padded on the right: the LM head's input."""
-    return base.model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
+    return base.decoder(input_ids=tokens, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
 
 
 def draft_loss(head: DraftHead, base: BaseModel, batch: DraftBatch) -> LossSum:
