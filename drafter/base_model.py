@@ -7,7 +7,6 @@ models that mix kinds of attention) and explicit position ids. `_check` proves a
 from __future__ import annotations
 
 import hashlib
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from drafter.errors import LoadError
 from drafter.kv_cache import KVCache, LayerShape
 from drafter.masks import additive, tree_attention_mask
-
-logger = logging.getLogger(__name__)
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _PREFILL_CHUNK = 512

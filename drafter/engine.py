@@ -223,13 +223,13 @@ class Engine:
             path, tokens = outcome[:, 2 : 2 + step.path.shape[1]], outcome[:, 2 + step.path.shape[1] :]
             for slot, row, accepted, nodes in zip(self._slots, tokens, outcome[:, 0], outcome[:, 1], strict=True):
                 slot.take(row[: accepted + 1].tolist(), int(nodes))
-        else:
-            for slot, row in zip(self._slots, step.tokens.tolist(), strict=True):
-                slot.take(row, 0)
-        if prices is not None and drafted:
+            assert prices is not None
             on_path = np.zeros((len(path), drafted + 1), dtype=bool)
             np.put_along_axis(on_path, path, True, axis=1)
             self._budget.observe(prices[:, :drafted], on_path[:, 1:])
+        else:
+            for slot, row in zip(self._slots, step.tokens.tolist(), strict=True):
+                slot.take(row, 0)
         for index in range(len(self._slots) - 1, -1, -1):
             if self._slots[index].finish_reason is not None:
                 self._retire(index)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from drafter.base_model import BaseModel, load_tokenizer
+from drafter.chat import render_chat
 from drafter.drafters.contract import Drafter
 from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_BASE
@@ -103,11 +104,7 @@ class SpeculativeLM:
         for place, message in enumerate(prompt, start=1):
             if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
                 raise RequestError(f"message {place} must have a role and a content, not be {message!r}")
-        try:
-            text = self.tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates raise jinja2 errors of many kinds
-            raise RequestError(f"the chat template does not take these messages: {error}") from error
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.tokenizer(render_chat(self.tokenizer, prompt), add_special_tokens=False)["input_ids"])
 
     def submit(self, request: Request, *, stream: bool = False) -> Handle:
         """Queue a request; safe from any thread.

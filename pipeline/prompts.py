@@ -12,11 +12,12 @@ from typing import Any
 import pyarrow as pa
 
 from drafter.base_model import load_tokenizer
+from drafter.chat import render_chat
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import RequestError
 from drafter.requests import SamplingParams
 from pipeline.config import ReadingConfig
-from pipeline.errors import RowError, one_line
+from pipeline.errors import RowError
 from pipeline.reading import PromptSource
 from pipeline.staging import PROBLEM_TYPE
 
@@ -127,9 +128,9 @@ def row_text(row: dict[str, Any], source: PromptSource, chat: bool, tokenizer: A
             return value
         messages = [{"role": "user", "content": value}]
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # templates raise errors of many kinds, and are not ours
-        raise RowError("BadPrompt", f"the chat template does not take the row: {one_line(error)}") from error
+        return render_chat(tokenizer, messages)
+    except RequestError as error:
+        raise RowError("BadPrompt", str(error)) from error
 
 
 def make_requests(table: pa.Table, settings: PromptSettings) -> pa.Table:
