@@ -23,9 +23,10 @@ format: $(INSTALLED) ## Sort imports and format.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-benchmark: $(INSTALLED) ## Measure decoding speed and tree shapes; results go to benchmarks/results.
-	$(BIN)/python -m benchmarks.decoding
-	$(BIN)/python -m benchmarks.tree_shapes
+benchmark: $(INSTALLED) ## Measure β and speed of the embedded heads, then make the tables and plots again.
+	$(BIN)/python -m benchmarks.heads drafter/embedded/heads --output benchmarks/results/embedded-heads
+	$(BIN)/python -m jobs.evaluate --config examples/evaluate.yaml --output benchmarks/results/evaluation
+	$(BIN)/python -m benchmarks.report
 
 clean: ## Remove the environment and what the tools cache.
 	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -35,7 +36,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: give one as make PYTHON=python3.11")'
 	@echo "Setting up $(VENV): a few minutes, once"
 	$(PYTHON) -m venv $(VENV)
-	@# setuptools first and no build isolation, so that the build tool is locked like everything else.
-	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation --editable '.[dev]'
+	@# No build isolation, so that the build tool is locked like everything else.
+	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools torch
+	@# DeepSpeed's set-up imports torch. Without a GPU it needs an extension, which is compiled here and not by the first
+	@# job: were that killed half-way, all later ones would wait for ever. A wheel in pip's cache may lack it.
+	@command -v c++ >/dev/null || echo "No C++ compiler: everything will run but jobs.train on CPUs"
+	DS_BUILD_SHM_COMM=$$(command -v c++ >/dev/null && echo 1 || echo 0) \
+	    $(BIN)/python -m pip install --quiet --no-cache-dir -c constraints.txt --no-build-isolation deepspeed
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation --editable '.[dev,train]'
 	@touch $@

@@ -1,1 +1,1 @@
-"""Measurements, side by side in one process; results are committed as JSON in `results`."""
+"""Measurements whose results are committed, in `results`: raw figures as JSON, and what is made of them."""

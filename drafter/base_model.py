@@ -212,7 +212,14 @@ class BaseModel:
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Frozen LM head: logits `[..., V]` of `hidden` `[..., d]`."""
-        return nn.functional.linear(hidden, self._head.weight, getattr(self._head, "bias", None))  # type: ignore[arg-type]
+        logits: Tensor = self._head(hidden)
+        self._head_input = None
+        return logits
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """`[V, d]` weight of the frozen LM head."""
+        return self._head.weight  # type: ignore[return-value]
 
     # ---- forwards
 

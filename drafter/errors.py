@@ -17,3 +17,7 @@ class QueueFullError(RuntimeError):
 
 class EngineError(RuntimeError):
     """The engine failed at a step; every request it held ends with this."""
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says why and what to do."""

@@ -23,7 +23,7 @@ import typing
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -35,7 +35,11 @@ from torch import Tensor, nn
 from drafter.base_model import BaseModel
 from drafter.drafters.contract import Drafter
 from drafter.errors import LoadError
+from drafter.losses import Labels, LossSum
 from drafter.token_tree import TokenTree
+from drafter.training.targets import DraftBatch
+
+Tree = Literal["exact", "static"]
 
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
@@ -75,12 +79,37 @@ class DraftHead(nn.Module, ABC):
         super().__init__()
         self.config = config
 
-    @abstractmethod
-    def drafter(self, base: BaseModel, tree_size: int) -> Drafter:
-        """What the engine drafts with: trees of `tree_size` nodes. The head is on the base's device, in its dtype."""
+    def start_from(self, base: BaseModel) -> None:
+        """Before training: take from the base what the head starts with."""
 
     @abstractmethod
-    def trees_at(self, base: BaseModel, tokens: Tensor, hidden: Tensor, anchors: Tensor, size: int) -> TokenTree:
+    def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
+        """The training loss of one batch.
+
+        Args:
+            base: The head's base, which said the targets.
+            batch: `B` texts with `A` anchors each. Anchors without a target do not count.
+            hidden: `[B, L, d]` the base's last hidden states of the texts.
+            labels: `[B, A, U, K]` what the head should say at each place.
+        """
+
+    @abstractmethod
+    def drafter(self, base: BaseModel, tree_size: int, tree: Tree = "exact") -> Drafter:
+        """What the engine drafts with. The head is on the base's device, in its dtype.
+
+        Args:
+            base: The head's base.
+            tree_size: Nodes of a tree, root included.
+            tree: `exact` is the best trie in the head's belief, `static` the published fixed tree.
+
+        Raises:
+            ValueError: The head has no such tree; the message says why.
+        """
+
+    @abstractmethod
+    def trees_at(
+        self, base: BaseModel, tokens: Tensor, hidden: Tensor, anchors: Tensor, size: int, tree: Tree = "exact"
+    ) -> TokenTree:
         """The trees that decoding would propose at many positions of known text.
 
         Args:
@@ -89,9 +118,13 @@ class DraftHead(nn.Module, ABC):
             hidden: `[B, L, d]` the base's last hidden states.
             anchors: `[B, A]` positions of the pending tokens.
             size: Nodes of a tree, root included.
+            tree: As in `drafter`.
 
         Returns:
             Trees `[B * A, size]`.
+
+        Raises:
+            ValueError: As in `drafter`.
         """
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -154,7 +187,7 @@ def load_head(name_or_path: str | Path, base: BaseModel, algorithms: Mapping[str
             "or load the other base"
         )
     head_class = algorithms[algorithm]
-    head = head_class(_build_config(name, head_class.config_class, config["head"]))
+    head = head_class(build_config(name, head_class.config_class, config["head"]))
     head.provenance = Provenance(trained_for["name"], trained_for["fingerprint"], config.get("training", {}))
     _load_weights(name, head, weights_file)
     return head.to(base.device, base.dtype).eval().requires_grad_(False)
@@ -229,8 +262,12 @@ def _read_config(name: str, file: Path) -> dict[str, Any]:
     return config
 
 
-def _build_config(name: str, config_class: type, values: dict[str, Any]) -> Any:
-    """An instance of the dataclass `config_class`, its keys and types checked."""
+def build_config(name: str, config_class: type, values: dict[str, Any]) -> Any:
+    """An instance of the dataclass `config_class` with `values`, for the head called `name`.
+
+    Raises:
+        LoadError: A key is unknown or missing, or its value does not do.
+    """
     fields = {field.name: field for field in dataclasses.fields(config_class)}
     if unknown := sorted(set(values) - set(fields)):
         raise LoadError(f"draft head {name!r}: unknown configuration key {unknown[0]!r}; made by a later release?")

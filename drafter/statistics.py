@@ -6,8 +6,9 @@ prefill are counted; from raw counts every convention can be derived. Names foll
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import mean, median
 from typing import Any
 
 
@@ -76,6 +77,16 @@ def acceptance_by_depth(counts: DecodeCounts) -> list[float]:
     histogram = counts.acceptance_histogram
     steps = sum(histogram)
     return [sum(histogram[depth:]) / steps for depth in range(1, len(histogram))] if steps else []
+
+
+def mean_rate(tokens: Sequence[int], seconds: Sequence[float]) -> float:
+    """Mean over runs of tokens per second; a run is one prompt, or at larger batches all of them."""
+    return mean(made / taken for made, taken in zip(tokens, seconds, strict=True))
+
+
+def speedup(rates: Sequence[float], reference: Sequence[float]) -> float:
+    """γ, where `reference` is plain decoding: median over rounds of the ratio of two rates of the same round."""
+    return median(ours / theirs for ours, theirs in zip(rates, reference, strict=True))
 
 
 def statistics_columns(counts: DecodeCounts) -> dict[str, Any]:

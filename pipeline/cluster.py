@@ -24,7 +24,7 @@ _RESERVED_CPUS = 0.5
 
 @dataclass(frozen=True)
 class ActorResources:
-    """What the engine actors take.
+    """What equal actors take.
 
     Args:
         cpus: Cores of one.
@@ -96,11 +96,23 @@ def quiet_ray_data() -> None:
     context.execution_no_progress_timeout_s = 6 * 3600
 
 
-def share_out(config: ResourcesConfig, *, may_grow: bool) -> ActorResources:
-    """Divide the cluster among the engines; what the configuration says goes first.
+def share_out(
+    config: ResourcesConfig,
+    *,
+    may_grow: bool,
+    what: str = "engines",
+    settings: str = "resources.{}_per_actor or resources.min_actors",
+) -> ActorResources:
+    """Divide the cluster among equal actors; what the configuration says goes first.
+
+    Args:
+        config: What is wanted.
+        may_grow: There may be more later than there is now.
+        what: The actors' name, for the person who asked for too much.
+        settings: What to lower then; `{}` stands for `cpus` or `gpus`.
 
     Raises:
-        InputError: There is not enough for the fewest engines, and there will not be more.
+        InputError: There is not enough for the fewest actors, and there will not be more.
     """
     total = ray.cluster_resources()
     cpus, gpus = total.get("CPU", 0.0), total.get("GPU", 0.0)
@@ -117,8 +129,7 @@ def share_out(config: ResourcesConfig, *, may_grow: bool) -> ActorResources:
     ):
         if not may_grow and share * config.min_actors + spare > have:
             raise InputError(
-                f"{config.min_actors} × {share:g} {unit} for the engines are more than the {have:g} of this machine"
-                f"{' (a little is kept for reading and writing)' if spare else ''}: "
-                f"lower resources.{name}_per_actor or resources.min_actors"
+                f"{config.min_actors} × {share:g} {unit} for the {what} are more than the {have:g} of this machine"
+                f"{' (a little is kept for reading and writing)' if spare else ''}: lower {settings.format(name)}"
             )
     return ActorResources(cpu_share, gpu_share, config.min_actors, most)

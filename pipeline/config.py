@@ -1,28 +1,21 @@
-"""The configuration of a generation job: typed, from YAML and the command line, checked before anything starts."""
+"""The configuration of a generation job."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
-from argparse import ArgumentError
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser
 
-from drafter.errors import RequestError
 from drafter.requests import SamplingParams
-from pipeline.errors import InputError, one_line
+from pipeline.command_line import at_least, make_parser, parse, readable
+from pipeline.errors import InputError
 
 Format = Literal["jsonl", "parquet", "csv", "text"]
-
-
-def _at_least(name: str, value: float | None, low: float, *, above: bool = False) -> None:
-    if value is not None and (not math.isfinite(value) or value < low or (above and value == low)):
-        raise InputError(f"{name} must be {'more than' if above else 'at least'} {low:g}, not {value:g}")
+_at_least, _readable = at_least, readable  # used by pipeline/evaluation/config.py until it moves to command_line
 
 
 @dataclass(frozen=True)
@@ -36,7 +29,8 @@ class ReadingConfig:
         id_column: Column whose value names a row, each once; by default a row is named by its file and place.
         sampling_column: Column with a row's own sampling settings: an object, or that as JSON text.
         chat: Put a text prompt as a user's message through the chat template; by default wherever there is a template.
-        limit: Take only the first rows.
+        skip: Leave out so many rows at the beginning.
+        limit: Take only so many rows.
     """
 
     format: Literal["auto", "jsonl", "parquet", "csv", "text"] = "auto"
@@ -45,12 +39,14 @@ class ReadingConfig:
     id_column: str | None = None
     sampling_column: str = "sampling"
     chat: bool | None = None
+    skip: int = 0
     limit: int | None = None
 
     def __post_init__(self) -> None:
         if self.prompt_column is not None and self.messages_column is not None:
             raise InputError("reading.prompt_column and reading.messages_column are both set: a row has one prompt")
-        _at_least("reading.limit", self.limit, 1)
+        at_least("reading.skip", self.skip, 0)
+        at_least("reading.limit", self.limit, 1)
 
 
 @dataclass(frozen=True)
@@ -85,10 +81,10 @@ class EngineSettings:
     nodes: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        _at_least("engine.slots", self.slots, 1)
-        _at_least("engine.max_length", self.max_length, 2)
+        at_least("engine.slots", self.slots, 1)
+        at_least("engine.max_length", self.max_length, 2)
         if self.nodes != "auto":
-            _at_least("engine.nodes", self.nodes, 0)
+            at_least("engine.nodes", self.nodes, 0)
 
 
 @dataclass(frozen=True)
@@ -111,12 +107,12 @@ class ResourcesConfig:
     max_task_retries: int = 3
 
     def __post_init__(self) -> None:
-        _at_least("resources.min_actors", self.min_actors, 1)
+        at_least("resources.min_actors", self.min_actors, 1)
         if self.max_actors is not None:
-            _at_least("resources.max_actors", self.max_actors, self.min_actors)
-        _at_least("resources.gpus_per_actor", self.gpus_per_actor, 0)
-        _at_least("resources.cpus_per_actor", self.cpus_per_actor, 0, above=True)
-        _at_least("resources.max_task_retries", self.max_task_retries, 0)
+            at_least("resources.max_actors", self.max_actors, self.min_actors)
+        at_least("resources.gpus_per_actor", self.gpus_per_actor, 0)
+        at_least("resources.cpus_per_actor", self.cpus_per_actor, 0, above=True)
+        at_least("resources.max_task_retries", self.max_task_retries, 0)
 
 
 @dataclass(frozen=True)
@@ -130,7 +126,7 @@ class WritingConfig:
     rows_per_file: int = 128
 
     def __post_init__(self) -> None:
-        _at_least("writing.rows_per_file", self.rows_per_file, 1)
+        at_least("writing.rows_per_file", self.rows_per_file, 1)
 
 
 @dataclass(frozen=True)
@@ -188,64 +184,14 @@ Submitting the same command again goes on where the job stopped.
   python -m jobs.generate --input prompts.jsonl --output out
   python -m jobs.generate --input 'data/*.parquet' --reading.prompt_column question --output out \\
       --model meta-llama/Llama-3.2-1B-Instruct --sampling.temperature 0.7
-  python -m jobs.generate --config examples/demo.yaml --output elsewhere
-
-Settings come from --config (YAML), then from the command line, which wins. --print_config shows them."""
+  python -m jobs.generate --config examples/demo.yaml --output elsewhere"""
 
 
-def make_parser() -> ArgumentParser:
-    """The command line of the job."""
-    parser = ArgumentParser(
-        prog="python -m jobs.generate",
-        usage="python -m jobs.generate --input PATH --output DIR [--config FILE] [settings]",
-        description=_DESCRIPTION,
-        exit_on_error=False,
-        default_env=False,
-    )
-    parser.add_argument("--config", action="config", help="YAML file with any of the settings below.")
-    parser.add_class_arguments(GenerateConfig)
-    return parser
+def generate_parser(job: str = "jobs.generate", description: str = _DESCRIPTION) -> ArgumentParser:
+    """The command line of the generation job, or of one that is the same with another name."""
+    return make_parser(GenerateConfig, job, "--input PATH --output DIR", description)
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> GenerateConfig:
-    """The configuration that a command line asks for (`sys.argv` by default).
-
-    Raises:
-        InputError: An unknown setting, a value of the wrong type or out of range, or a file that cannot be read.
-        SystemExit: `--help` or `--print_config` was asked for, and is done.
-    """
-    parser = make_parser()
-    try:
-        parsed = parser.parse_args(arguments)
-        for group in dataclasses.fields(GenerateConfig):
-            if group.default_factory is not dataclasses.MISSING and not isinstance(parsed[group.name], Namespace):
-                raise InputError(f"{group.name} must be a group of settings, not {parsed[group.name]!r}")
-        values = dict(parser.instantiate(parsed))
-        values.pop("config")
-        return GenerateConfig(**values)
-    except RequestError as error:
-        raise InputError(f"sampling.{error}") from error
-    except InputError:
-        raise
-    except (ArgumentError, TypeError, ValueError, OSError) as error:
-        raise InputError(_readable(str(error))) from error
-
-
-def _readable(message: str) -> str:
-    """jsonargparse's messages on one line, without Python's words for types."""
-    message = one_line(message)
-    key = re.search(r'Parser key "([^"]+)":', message)
-    given = re.search(r"(?:Given value|Got value): (.*)$", message)
-    expected = re.findall(r"Expected an? (?:<class '(\w+)'>|typing\.Literal(\[[^\]]*\]))", message)
-    if key and given and expected:
-        names = {
-            "NoneType": "null",
-            "str": "text",
-            "int": "an integer",
-            "float": "a finite number",
-            "bool": "true or false",
-            "tuple": "a list",
-        }
-        kinds = [names.get(kind, kind) or "one of " + choices[1:-1].replace("'", "") for kind, choices in expected]
-        return f"{key[1]} must be {' or '.join(kinds)}, not {given[1]}"
-    return message.replace("Problems parsing config: ", "the configuration is not YAML: ")
+    """The generation job that a command line asks for; see `command_line.parse`."""
+    return parse(GenerateConfig, generate_parser(), arguments)

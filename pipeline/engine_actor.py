@@ -105,7 +105,7 @@ class EngineActor:
             self._tell("crashed", f"{type(error).__name__}: {one_line(error)}")
             _die()
         rows = [
-            output_columns(results[index], handles[index].request.sampling.seed) if index in results else None
+            output_columns(results[index], handles[index].request) if index in results else None
             for index in range(table.num_rows)
         ]
         problem = pa.array(problems, PROBLEM_TYPE)
@@ -151,22 +151,23 @@ def _die() -> None:
     os._exit(1)
 
 
-def output_columns(generation: Generation, seed: int) -> dict[str, Any]:
+def output_columns(generation: Generation, request: Request) -> dict[str, Any]:
     """What a finished request adds to its row."""
     return {
         "text": generation.text,
+        "prompt_token_ids": list(request.prompt_ids),
         "token_ids": generation.token_ids,
         "finish_reason": generation.finish_reason,
         "num_prompt_tokens": generation.prompt_tokens,
         "num_output_tokens": len(generation.token_ids),
-        "seed": seed,
+        "seed": request.sampling.seed,
         **statistics_columns(generation.counts),
     }
 
 
 def _output_type() -> pa.StructType:
     kinds: dict[type, Callable[[], pa.DataType]] = {str: pa.string, int: pa.int64, float: pa.float64}
-    example = output_columns(Generation("", [], "", "stop", 0, DecodeCounts()), seed=0)
+    example = output_columns(Generation("", [], "", "stop", 0, DecodeCounts()), Request([]))
     return pa.struct(
         [
             (name, pa.list_(pa.int64()) if isinstance(value, list) else kinds[type(value)]())

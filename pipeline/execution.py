@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import ray
@@ -14,7 +16,7 @@ from pipeline.cluster import HELPER_CPUS, ActorResources, connect, quiet_ray_dat
 from pipeline.config import GenerateConfig
 from pipeline.engine_actor import EngineActor, EngineSpec
 from pipeline.errors import InputError, JobError, one_line
-from pipeline.manifest import read_state, save_run
+from pipeline.manifest import read_run, save_run
 from pipeline.output import OutputFolder
 from pipeline.progress import ProgressBoard, ProgressDisplay, Snapshot
 from pipeline.prompts import PromptSettings, make_requests, model_name
@@ -38,16 +40,23 @@ def run(
         raise InputError(f"output {config.output} has results but no list of their rows (_staged): choose another")
     last = Snapshot()
     if staged is None or missing_parts(staged, output):
-        save_run(output, config, meant, state="running")
+        save_run(output.run_file, config.as_dict(), meant, state="running")
         may_grow = connect()
         resources = share_out(config.resources, may_grow=may_grow)
         if staged is None:
             staged = stage(listing, output.staged, config.reading, source, config.writing.rows_per_file)
-        last = execute(config, source, output, staged, resources)
-    if read_state(output) != "finished":
+        last = execute(config, source, output, staged, resources, partial(note_base, config, output, meant))
+    run_so_far = read_run(output.run_file)
+    if run_so_far["state"] != "finished":
         output.delete_temporary()
-        save_run(output, config, meant, state="finished", rows=staged.rows, base_fingerprint=last.fingerprint)
+        facts = {"rows": staged.rows, "base_fingerprint": run_so_far.get("base_fingerprint")}
+        save_run(output.run_file, config.as_dict(), meant, state="finished", **facts)
     print(summarise(output, last.tokens, last.rows, last.seconds), flush=True)
+
+
+def note_base(config: GenerateConfig, output: OutputFolder, meant: dict[str, Any], now: Snapshot) -> None:
+    """Remember whose results these are as soon as it is known: who trains on them must be sure."""
+    save_run(output.run_file, config.as_dict(), meant, state="running", base_fingerprint=now.fingerprint)
 
 
 def missing_parts(staged: StagedInput, output: OutputFolder) -> list[Part]:
@@ -62,8 +71,9 @@ def execute(
     output: OutputFolder,
     staged: StagedInput,
     resources: ActorResources,
+    on_start: Callable[[Snapshot], None],
 ) -> Snapshot:
-    """Generate what is missing, and show how far it is.
+    """Generate what is missing, and show how far it is; `on_start` is called when the first engine is ready.
 
     Raises:
         InputError: The models cannot be loaded.
@@ -74,7 +84,7 @@ def execute(
     print(f"{left} of {staged.rows} rows to generate", file=sys.stderr, flush=True)
     quiet_ray_data()
     board = ray.remote(num_cpus=0)(ProgressBoard).remote()
-    display = ProgressDisplay(board, staged.rows, staged.rows - left)
+    display = ProgressDisplay(board, staged.rows, staged.rows - left, on_start)
     try:
         with display:
             stream(config, source, output, staged, missing, resources, board)

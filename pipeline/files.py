@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pyarrow import fs
 
@@ -29,6 +33,11 @@ class Location:
         return Location(self.filesystem, f"{self.path.rstrip('/')}/{name}")
 
     @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rstrip("/").rpartition("/")[2]
+
+    @property
     def type(self) -> fs.FileType:
         """Whether there is a file, a folder, or nothing."""
         return self.filesystem.get_file_info(self.path).type
@@ -45,10 +54,21 @@ class Location:
 
     def write_text(self, text: str) -> None:
         """Write a small UTF-8 file as a whole or not at all."""
-        partial = Location(self.filesystem, f"{self.path}.partial")
-        with self.filesystem.open_output_stream(partial.path, compression=None) as stream:
+        with self._written_aside() as stream:
             stream.write(text.encode("utf-8"))
-        self.filesystem.move(partial.path, self.path)
+
+    def copy_from(self, file: Path) -> None:
+        """Copy a local file here, as a whole or not at all."""
+        with file.open("rb") as source, self._written_aside() as stream:
+            shutil.copyfileobj(source, stream, 1 << 20)
+
+    @contextmanager
+    def _written_aside(self) -> Iterator[Any]:
+        """A stream whose file takes this place when all is written."""
+        partial = f"{self.path}.partial"
+        with self.filesystem.open_output_stream(partial, compression=None) as stream:
+            yield stream
+        self.filesystem.move(partial, self.path)
 
 
 def locate(uri: str) -> Location:

@@ -6,30 +6,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeline.command_line import run_job
 from pipeline.config import GenerateConfig, parse_config
-from pipeline.errors import InputError, JobError, one_line
-from pipeline.manifest import folder_fingerprint, meaning, open_output
+from pipeline.errors import InputError
+from pipeline.manifest import folder_fingerprint, meaning, model_fingerprint, open_output
 from pipeline.reading import PromptSource, find_prompts, list_input
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job that a command line asks for.
-
-    Returns:
-        0 when every row is in the output, 2 for a mistake in the configuration or the input, 1 for a job that failed.
-    """
-    try:
-        generate(parse_config(arguments))
-    except InputError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return 2
-    except JobError as error:
-        print(f"error: the job failed: {one_line(error)}; submit it again to go on", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; submit the job again to go on", file=sys.stderr)
-        return 130
-    return 0
+    """Run the job that a command line asks for; see `run_job`. All rows are in the output when it returns 0."""
+    return run_job(lambda given: generate(parse_config(given)), arguments)
 
 
 def generate(config: GenerateConfig) -> None:
@@ -62,15 +48,7 @@ def check_model(config: GenerateConfig, source: PromptSource) -> str:
     from pipeline.prompts import model_name
 
     name = model_name(config.model)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise InputError(f"model {name} is not a model's folder: it has no config.json")
-        fingerprint = folder_fingerprint(folder)
-    elif folder.exists() or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
-        raise InputError(f"model {name} is not a folder with a model")
-    else:
-        fingerprint = name
+    fingerprint = model_fingerprint(name)
     try:
         tokenizer = load_tokenizer(name, trust_remote_code=config.loading.trust_remote_code)
     except LoadError as error:

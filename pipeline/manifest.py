@@ -17,8 +17,8 @@ from pyarrow import fs
 
 from pipeline.config import GenerateConfig
 from pipeline.errors import InputError, one_line
-from pipeline.files import locate
-from pipeline.output import OutputFolder
+from pipeline.files import Location, locate
+from pipeline.output import RUN_FILE, OutputFolder
 from pipeline.reading import InputListing
 
 _PACKAGES = ("drafter", "torch", "transformers", "tokenizers", "ray", "pyarrow")
@@ -39,6 +39,22 @@ def folder_fingerprint(folder: Path) -> str:
                 file.seek(-_SAMPLE_BYTES, 2)
             digest.update(file.read())
     return digest.hexdigest()[:16]
+
+
+def model_fingerprint(name: str) -> str:
+    """What tells a base from others without loading it: its folder's fingerprint, or its hub id.
+
+    Raises:
+        InputError: A path with no model.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise InputError(f"model {name} is not a model's folder: it has no config.json")
+        return folder_fingerprint(folder)
+    if folder.exists() or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+        raise InputError(f"model {name} is not a folder with a model")
+    return name
 
 
 def meaning(config: GenerateConfig, listing: InputListing, base: str, heads: dict[str, str]) -> dict[str, Any]:
@@ -83,54 +99,67 @@ def open_output(config: GenerateConfig, meant: dict[str, Any]) -> OutputFolder:
     source = locate(config.input)
     if f"{output.root.path}/".startswith(f"{source.path}/") and source.filesystem.equals(output.root.filesystem):
         raise InputError(f"output {config.output} lies in the input: results would become input")
-    try:
-        if output.root.type == fs.FileType.File:
-            raise InputError(f"output {config.output} is a file: give a folder")
-        holds = output.root.children()
-    except OSError as error:
-        raise InputError(f"output {config.output} cannot be read: {one_line(error)}") from error
-    if output.run_file.type == fs.FileType.File:
-        try:
-            before = json.loads(output.run_file.read_text())["meaning"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"output {config.output} has a damaged run.json: choose another output") from error
-        if different := list(changes(before, json.loads(json.dumps(meant)))):
-            raise InputError(
-                f"output {config.output} belongs to another job ({'; '.join(different[:3])}): choose another output"
-            )
-    elif holds:
-        raise InputError(f"output {config.output} is not empty and has no run.json: choose a new folder")
+    check_output(config.output, output.root, meant)
     output.create()
     return output
 
 
-def read_state(output: OutputFolder) -> str:
-    """How far the job came that wrote `run.json`: `running` or `finished`."""
-    return str(json.loads(output.run_file.read_text())["state"])
+def check_output(uri: str, root: Location, meant: dict[str, Any]) -> None:
+    """Refuse an output that is not new, not empty, and not of a job with this meaning.
+
+    Raises:
+        InputError: It is another job's, or cannot be read.
+    """
+    try:
+        if root.type == fs.FileType.File:
+            raise InputError(f"output {uri} is a file: give a folder")
+        holds = root.children()
+    except OSError as error:
+        raise InputError(f"output {uri} cannot be read: {one_line(error)}") from error
+    run_file = root / RUN_FILE
+    if run_file.type == fs.FileType.File:
+        try:
+            before = json.loads(run_file.read_text())["meaning"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"output {uri} has a damaged run.json: choose another output") from error
+        if different := list(changes(before, json.loads(json.dumps(meant)))):
+            raise InputError(f"output {uri} belongs to another job ({'; '.join(different[:3])}): choose another output")
+    elif holds:
+        raise InputError(f"output {uri} is not empty and has no run.json: choose a new folder")
 
 
-def save_run(output: OutputFolder, config: GenerateConfig, meant: dict[str, Any], **facts: Any) -> None:
+def read_run(run_file: Location) -> dict[str, Any]:
+    """What `save_run` wrote; `state` is `running` or `finished`."""
+    run: dict[str, Any] = json.loads(run_file.read_text())
+    return run
+
+
+def save_run(run_file: Location, config: dict[str, Any], meant: dict[str, Any], **facts: Any) -> None:
     """Write `run.json`: configuration, meaning, versions, commit, and what else is known by now."""
     run = {
-        "config": config.as_dict(),
+        "config": config,
         "meaning": meant,
-        "versions": {"python": platform.python_version(), **dict(_versions())},
-        "git_commit": _git_commit(),
+        "versions": versions(),
+        "git_commit": git_commit(),
         "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
         **facts,
     }
-    output.run_file.write_text(json.dumps(run, indent=2, ensure_ascii=False) + "\n")
+    run_file.write_text(json.dumps(run, indent=2, ensure_ascii=False) + "\n")
 
 
-def _versions() -> Iterator[tuple[str, str | None]]:
-    for package in _PACKAGES:
+def versions(*more: str) -> dict[str, str | None]:
+    """Of Python, of the packages that decide results, and of `more`; None for one that is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in (*_PACKAGES, *more):
         try:
-            yield package, version(package)
+            found[package] = version(package)
         except PackageNotFoundError:  # run from a checkout
-            yield package, None
+            found[package] = None
+    return found
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
+    """Of this checkout; None where there is none."""
     here = Path(__file__).parent
     try:
         found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10)

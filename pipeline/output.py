@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pipeline.errors import InputError, one_line
 from pipeline.files import Location
 
+RUN_FILE = "run.json"
+"""What was run, in every job's output."""
+
 
 @dataclass(frozen=True)
 class OutputFolder:
@@ -41,7 +44,7 @@ class OutputFolder:
     @property
     def run_file(self) -> Location:
         """What was run."""
-        return self.root / "run.json"
+        return self.root / RUN_FILE
 
     def create(self) -> None:
         """Make the folders.

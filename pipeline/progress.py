@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TextIO
@@ -87,11 +88,20 @@ class ProgressDisplay:
         board: A `ProgressBoard` actor.
         total: Rows of the input.
         done: Those of them that were there before.
+        on_start: Called when the first engine is ready.
         stream: Where to.
     """
 
-    def __init__(self, board: Any, total: int, done: int, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        board: Any,
+        total: int,
+        done: int,
+        on_start: Callable[[Snapshot], None],
+        stream: TextIO | None = None,
+    ) -> None:
         self._board, self._total, self._done = board, total, done
+        self._on_start = on_start
         self._stream = stream or sys.stderr
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
@@ -128,6 +138,7 @@ class ProgressDisplay:
                 continue  # the board died with its node, or the cluster is busy: the job goes on unseen
             if now.engines and not self.last.engines:
                 bar.unpause()  # the rate shall not count the time until the models are loaded
+                self._on_start(now)
             changed, self.last = now != self.last, now
             if terminal:
                 bar.n = self._done + now.rows

@@ -92,7 +92,7 @@ def stage(
     """
     folder.filesystem.create_dir(folder.path, recursive=True)
     task = ray.remote(num_cpus=0.5)(stage_files)
-    groups = [list(listing.files)] if reading.limit else _groups(listing.files)
+    groups = [list(listing.files)] if reading.limit or reading.skip else _groups(listing.files)
     work = [
         task.remote(replace_files(listing, files), f"{index:05d}", folder, reading, source, rows_per_part)
         for index, files in enumerate(groups)
@@ -154,12 +154,14 @@ def stage_files(
 def _staged_chunks(
     listing: InputListing, reading: ReadingConfig, source: PromptSource, rows: int
 ) -> Iterator[pa.Table]:
-    left = reading.limit
+    ahead, left = reading.skip, reading.limit
     text_column = None if source.chat else source.column
     for file in listing.files:
         for chunk in read_file(listing.filesystem, file, rows, text_column, reading.sampling_column):
             check_types(file, chunk.columns.schema, source, reading.id_column)
             table = _named(file, chunk, reading.id_column)
+            passed, ahead = ahead, max(ahead - table.num_rows, 0)
+            table = table.slice(passed)
             yield table if left is None else table.slice(0, left)
             if left is not None:
                 left -= table.num_rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from drafter.drafters.ensemble import EnsembleDrafter
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.plain import PlainDecoding
 from drafter.requests import Request, SamplingParams
+from tests.heads import make_head
 from tests.models import (
     FAMILIES,
     AdversarialDrafter,
@@ -41,13 +42,15 @@ def base_of(family: str) -> BaseModel:
     return BaseModel(random_model(family))
 
 
-def drafters(texts: list[list[int]]) -> dict[str, Drafter]:
+def drafters(base: BaseModel, texts: list[list[int]]) -> dict[str, Drafter]:
+    heads = (make_head(base, kind).drafter(base, tree_size=9) for kind in ("ctc", "context 2", "medusa", "hydra++"))
     return {
         "none": PlainDecoding(),
         "ngram": NgramDrafter(),
         "adversarial": AdversarialDrafter(seed=1),
         "oracle": OracleDrafter(texts),
         "ensemble": EnsembleDrafter(NgramDrafter(tree_size=9, depth=4), OracleDrafter(texts)),
+        "heads": reduce(EnsembleDrafter, heads),
     }
 
 
@@ -58,12 +61,12 @@ def test_greedy_equals_generate(family: str) -> None:
     expected = [generate_reference(base.model, prompt, NEW_TOKENS) for prompt in prompts]
     requests = [Request(prompt, SamplingParams(max_new_tokens=NEW_TOKENS)) for prompt in prompts]
     texts = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
-    for name, drafter in drafters(texts).items():
+    for name, drafter in drafters(base, texts).items():
         # Three slots for six requests: slots are refilled while others decode.
         found = run_engine(base, drafter, requests, slots=3, nodes=10)
         assert [one.token_ids for one in found] == expected, name
         accepted = sum(one.counts.num_accepted_draft_tokens for one in found)
-        assert (accepted > 0) == (name not in ("none", "adversarial")) or name == "adversarial"
+        assert accepted > 0 or name in ("none", "adversarial", "heads")
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5, 16])
@@ -89,7 +92,7 @@ def test_sampled_tokens_are_a_function_of_the_seed(family: str) -> None:
     ]
     expected = [run_engine(base, PlainDecoding(), [request], slots=1)[0].token_ids for request in requests]
     texts = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
-    for name, drafter in drafters(texts).items():
+    for name, drafter in drafters(base, texts).items():
         for slots, order in ((1, 1), (6, 1), (14, -1)):
             found = run_engine(base, drafter, requests[::order], slots=slots, nodes=10)[::order]
             assert [one.token_ids for one in found] == expected, (name, slots)

@@ -107,10 +107,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "unknown loss": (change("head.loss", "hinge"), r"'loss' cannot be 'hinge'"),
     "sizes that do not fit": (change("head.num_heads", 5), r"even width"),
     "truncated weights": (lambda f: (f / "model.safetensors").write_bytes(b"abc"), r"damaged weights"),
-    "missing tensor": (change_tensors(lambda t: t.pop("slots")), r"'slots' is missing"),
+    "missing tensor": (change_tensors(lambda t: t.pop("module.slots")), r"'module.slots' is missing"),
     "unknown tensor": (change_tensors(lambda t: t.update(extra=torch.ones(1))), r"unknown tensor 'extra'"),
-    "misshapen tensor": (change_tensors(lambda t: t.update(slots=torch.ones(2, 2))), r"'slots' has shape \[2, 2\]"),
-    "not a number": (change_tensors(lambda t: t["slots"].fill_(float("nan"))), r"'slots' holds values that are not"),
+    "misshapen tensor": (
+        change_tensors(lambda t: t.update({"module.slots": torch.ones(2, 2)})),
+        r"'module.slots' has shape \[2, 2\]",
+    ),
+    "not a number": (
+        change_tensors(lambda t: t["module.slots"].fill_(float("nan"))),
+        r"'module.slots' holds values that are not",
+    ),
 }
 
 

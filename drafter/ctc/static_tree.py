@@ -16,17 +16,25 @@ from drafter.token_tree import PAD_TOKEN, TokenTree, from_paths
 
 
 def static_tree(
-    log_probs: Tensor, pending: Tensor, depth: int, size: int, *, top_k: int = 4, alignments: int = 64
+    log_probs: Tensor,
+    pending: Tensor,
+    depth: int,
+    size: int,
+    *,
+    blank: bool = True,
+    top_k: int = 4,
+    alignments: int = 64,
 ) -> TokenTree:
     """Trees from a fixed set of alignments.
 
     A prefix is priced by the alignment up to the frame that completes it, the best one where several collapse to it.
 
     Args:
-        log_probs: `[B, T, V + 1]`, blank last.
+        log_probs: `[B, T, V + 1]`, blank last; without a blank `[B, T, V]`.
         pending: `[B]` tokens of the roots.
         depth: Longest path.
         size: Nodes of each tree, root included.
+        blank: Whether alignments are collapsed; without, frame `u` says token `u`, as Medusa's heads do.
         top_k: Symbols a frame offers.
         alignments: Paths of the fixed tree over the frames.
     """
@@ -36,7 +44,7 @@ def static_tree(
     index = ranks[None, :, :, None].expand(batch, -1, -1, -1)
     symbol = names[:, None].expand(-1, len(ranks), -1, -1).gather(3, index)[..., 0]
     price = best[:, None].expand(-1, len(ranks), -1, -1).gather(3, index)[..., 0].cumsum(2)
-    paths, prices = collapse(symbol, price, symbols - 1, depth)
+    paths, prices = collapse(symbol, price, symbols - 1, depth) if blank else (symbol[..., :depth], price[..., :depth])
     return from_paths(pending, paths, prices, size)
 
 

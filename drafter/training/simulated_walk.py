@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from drafter.base_model import BaseModel
-from drafter.pretrained import DraftHead
+from drafter.pretrained import DraftHead, Tree
 from drafter.token_tree import TokenTree
-from drafter.training.objectives import base_hidden_states
+from drafter.training.settings import NODE_COUNTS
+from drafter.training.step import base_hidden_states
 from drafter.training.targets import DraftBatch, RegeneratedText, draft_batch
-
-NODE_COUNTS = (8, 16, 32, 64)
-"""Draft nodes (root not counted) that β is reported for."""
 
 
 @torch.no_grad()
@@ -28,6 +26,7 @@ def simulated_beta(
     base: BaseModel,
     texts: Sequence[RegeneratedText],
     node_counts: Sequence[int] = NODE_COUNTS,
+    tree: Tree = "exact",
     texts_at_once: int = 4,
 ) -> dict[int, float]:
     """β at each number of draft nodes: new tokens per base forward over greedy walks through `texts`.
@@ -37,6 +36,7 @@ def simulated_beta(
         base: The base that said the texts, greedily.
         texts: Held out of training.
         node_counts: Draft nodes a step.
+        tree: As in `DraftHead.drafter`.
         texts_at_once: Texts a forward.
     """
     training = head.training
@@ -45,8 +45,8 @@ def simulated_beta(
     for batch in _batches(texts, head.config.depth, texts_at_once):
         batch = batch.to(base.device)
         hidden = base_hidden_states(base, batch.tokens)
-        tree = head.trees_at(base, batch.tokens, hidden, batch.anchors, max(node_counts) + 1)
-        accepted = accepted_depths(tree, batch.targets.flatten(0, 1), batch.lengths.flatten(), node_counts)
+        trees = head.trees_at(base, batch.tokens, hidden, batch.anchors, max(node_counts) + 1, tree)
+        accepted = accepted_depths(trees, batch.targets.flatten(0, 1), batch.lengths.flatten(), node_counts)
         table = accepted.view(len(node_counts), *batch.anchors.shape).tolist()
         for row, count in enumerate((batch.lengths > 0).sum(1).tolist()):
             tokens += count

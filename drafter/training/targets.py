@@ -7,11 +7,12 @@ first one is the last prompt token. All targets are the base's own continuation.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,12 @@ class RegeneratedText:
     Args:
         tokens: Prompt and continuation.
         prompt_length: Tokens of the prompt, at least 1.
+        hidden: `[len(tokens), d]` the base's last hidden states, where they were stored.
     """
 
     tokens: Sequence[int]
     prompt_length: int
+    hidden: Tensor | None = None
 
     @property
     def anchors(self) -> range:
@@ -41,20 +44,29 @@ class DraftBatch:
         anchors: `[B, A]` positions of pending tokens.
         targets: `[B, A, U]` the tokens after each anchor; 0 past the text's end.
         lengths: `[B, A]` valid targets; 0 for an anchor that only fills the row.
+        hidden: `[B, L, d]` the base's last hidden states, where they are known; otherwise the training step asks the
+            base for them.
     """
 
     tokens: Tensor
     anchors: Tensor
     targets: Tensor
     lengths: Tensor
+    hidden: Tensor | None = None
 
     def to(self, device: torch.device) -> DraftBatch:
         """The same on `device`."""
-        return DraftBatch(*(t.to(device) for t in (self.tokens, self.anchors, self.targets, self.lengths)))
+        tensors = (self.tokens, self.anchors, self.targets, self.lengths, self.hidden)
+        return DraftBatch(*(tensor if tensor is None else tensor.to(device) for tensor in tensors))  # type: ignore[arg-type]
+
+
+def anchor_draws(seed: int, step: int, places: Iterable[int]) -> list[random.Random]:
+    """What draws the anchors of a step's texts, by their `places` in the whole step: the same on any worker."""
+    return [random.Random(f"{seed}/{step}/{place}") for place in places]
 
 
 def draft_batch(
-    texts: Sequence[RegeneratedText], depth: int, most_anchors: int, rng: random.Random | None = None
+    texts: Sequence[RegeneratedText], depth: int, most_anchors: int, draws: Sequence[random.Random] | None = None
 ) -> DraftBatch:
     """Put texts together; anchors are drawn where a text has more than `most_anchors`.
 
@@ -62,13 +74,13 @@ def draft_batch(
         texts: At least one, each with at least one anchor.
         depth: U, targets an anchor.
         most_anchors: Anchors used of a text.
-        rng: Draws anchors; None takes the first ones.
+        draws: Draws the anchors of each text; None takes the first ones.
     """
     chosen = []
-    for text in texts:
+    for row, text in enumerate(texts):
         places = list(text.anchors)
         if len(places) > most_anchors:
-            places = sorted(rng.sample(places, most_anchors)) if rng else places[:most_anchors]
+            places = sorted(draws[row].sample(places, most_anchors)) if draws else places[:most_anchors]
         chosen.append(torch.tensor(places))
     width, count = max(len(text.tokens) for text in texts), max(map(len, chosen))
     tokens = torch.zeros(len(texts), width + depth, dtype=torch.long)
@@ -78,7 +90,14 @@ def draft_batch(
         tokens[row, : len(text.tokens)] = torch.as_tensor(text.tokens)
         anchors[row, : len(used)] = used
         lengths[row, : len(used)] = (len(text.tokens) - 1 - used).clamp_max(depth)
-    return DraftBatch(tokens[:, :width], anchors, _after(tokens, anchors, depth), lengths)
+    hidden = [text.hidden for text in texts if text.hidden is not None]
+    return DraftBatch(
+        tokens[:, :width],
+        anchors,
+        _after(tokens, anchors, depth),
+        lengths,
+        pad_sequence(hidden, batch_first=True) if len(hidden) == len(texts) else None,
+    )
 
 
 def _after(tokens: Tensor, anchors: Tensor, depth: int) -> Tensor:

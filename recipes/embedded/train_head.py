@@ -1,33 +1,66 @@
-"""Train the embedded base's CTC draft head on the base's own regenerated continuations.
+"""Train draft heads for the embedded base on its own regenerated continuations.
 
-    python -m recipes.embedded.train_head --base build/base --data build/distilled --output build/heads/ctc
+    python -m recipes.embedded.train_head ctc medusa --data build/distilled --output build/heads
 
-Seeded, and resumes from `OUTPUT/state.pt` when started again with the same arguments. Every `--evaluate-every` steps
-β is simulated on held-out greedy texts, and the head with the best β at 16 nodes is the one that is kept.
+Heads are named in `heads.yaml`, each with its algorithm, its settings and those of its training. Every head sees the
+same texts in the same order. Seeded, and goes on from `OUTPUT/HEAD/state.pt` when started again. Every so many steps β
+is simulated on held-out greedy texts, and the head with the best β is the one that is kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import math
 import random
 import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+import yaml
+from torch.nn.utils.rnn import pad_sequence
 
 from drafter.base_model import BaseModel
-from drafter.drafters.ctc import CTCHead, CTCHeadConfig
-from drafter.pretrained import Provenance
-from drafter.training.objectives import draft_loss
+from drafter.drafters.registry import new_head
+from drafter.embedded import EMBEDDED_BASE
+from drafter.pretrained import DraftHead, Provenance
+from drafter.training.loop import train
+from drafter.training.optimiser import TorchOptimiser
+from drafter.training.settings import TrainingSettings
 from drafter.training.simulated_walk import simulated_beta
-from drafter.training.targets import RegeneratedText, draft_batch
+from drafter.training.step import TrainingStep, base_hidden_states
+from drafter.training.targets import DraftBatch, RegeneratedText, anchor_draws, draft_batch
 
-CHOSEN_BY = 16
-"""Draft nodes of the β that chooses the checkpoint."""
+HEADS = Path(__file__).with_name("heads.yaml")
+HELD_OUT = 60
+"""Validation texts that β is simulated on."""
+
+
+@dataclass(frozen=True)
+class HeadRecipe:
+    """How one head is made.
+
+    Args:
+        algorithm: A draft head's algorithm.
+        head: Fields of its configuration.
+        training: Fields of `TrainingSettings`.
+        parts: Parts of the distilled data; None is all of them.
+    """
+
+    algorithm: str
+    head: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    parts: list[str] | None = None
+
+
+def read_recipes(file: Path = HEADS) -> dict[str, HeadRecipe]:
+    """The recipes of `heads.yaml`, by head."""
+    return {name: HeadRecipe(**recipe) for name, recipe in yaml.safe_load(file.read_text(encoding="utf-8")).items()}
 
 
 def read_texts(folder: Path) -> dict[str, list[RegeneratedText]]:
@@ -40,6 +73,32 @@ def read_texts(folder: Path) -> dict[str, list[RegeneratedText]]:
     return texts
 
 
+def with_hidden_states(base: BaseModel, texts: list[RegeneratedText], folder: Path) -> list[RegeneratedText]:
+    """The texts with the base's hidden states, kept in `folder` in bf16, so that only the first head has to make them.
+
+    `texts` are sorted by length.
+    """
+    digest = zlib.crc32(repr([list(text.tokens) for text in texts]).encode())
+    file = folder / f"hidden-{base.fingerprint}-{digest:08x}.bf16"
+    starts = [0, *itertools.accumulate(len(text.tokens) for text in texts)]
+    width, size = base.hidden_size, starts[-1] * base.hidden_size * 2
+    if not file.exists() or file.stat().st_size != size:
+        print(f"hidden states of {starts[-1]:,} tokens: {size / 2**20:,.0f} MiB in {file}", flush=True)
+        with file.with_suffix(".tmp").open("wb") as output:
+            for group in (texts[first : first + 16] for first in range(0, len(texts), 16)):
+                tokens = pad_sequence([torch.as_tensor(text.tokens) for text in group], batch_first=True)
+                with torch.autocast(base.device.type, torch.bfloat16):
+                    hidden = base_hidden_states(base, tokens.to(base.device)).to("cpu", torch.bfloat16)
+                for text, states in zip(group, hidden, strict=True):
+                    output.write(states[: len(text.tokens)].contiguous().view(torch.uint8).numpy().tobytes())
+        file.with_suffix(".tmp").replace(file)
+    states = torch.from_file(str(file), size=size // 2, dtype=torch.bfloat16).view(-1, width)
+    return [
+        replace(text, hidden=states[start:stop])
+        for text, (start, stop) in zip(texts, itertools.pairwise(starts), strict=True)
+    ]
+
+
 def batch_texts(texts: list[RegeneratedText], step: int, count: int, seed: int) -> list[RegeneratedText]:
     """The texts of one step: `count` of like length, drawn by `(seed, step)` alone. `texts` are sorted by length."""
     rng = random.Random(f"{seed}/{step}")
@@ -49,109 +108,96 @@ def batch_texts(texts: list[RegeneratedText], step: int, count: int, seed: int) 
     return rng.sample(texts[start : start + reach], min(count, len(texts)))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", type=Path, required=True)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=1_600)
-    parser.add_argument("--texts-per-step", type=int, default=6)
-    parser.add_argument("--anchors-per-text", type=int, default=96)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--label-context", type=int, default=0)
-    parser.add_argument("--frames", type=int, default=8)
-    parser.add_argument("--depth", type=int, default=6)
-    parser.add_argument("--loss", choices=["prefix", "ctc"], default="prefix")
-    parser.add_argument("--evaluate-every", type=int, default=200)
-    parser.add_argument("--evaluate-texts", type=int, default=80)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    args.output.mkdir(parents=True, exist_ok=True)
-
-    base = BaseModel.from_pretrained(args.base, dtype="float32", device="cpu")
-    parts = read_texts(args.data)
-    held_out = parts.pop("validation")[: args.evaluate_texts]
+def train_head(
+    name: str, recipe: HeadRecipe, base: BaseModel, data: dict[str, list[RegeneratedText]], output: Path
+) -> None:
+    """Train one head into `output/name`, or go on with it."""
+    folder = output / name
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = TrainingSettings(**recipe.training)
+    held_out = data["validation"][:HELD_OUT]
+    parts = {part: data[part] for part in recipe.parts or sorted(set(data) - {"validation"})}
     texts = sorted((text for part in parts.values() for text in part), key=lambda text: len(text.tokens))
-    data = {part: {"texts": len(made), "targets": sum(len(t.anchors) for t in made)} for part, made in parts.items()}
-    print(json.dumps(data), flush=True)
-
-    torch.manual_seed(args.seed)
-    config = CTCHeadConfig(
-        hidden_size=base.hidden_size,
-        vocab_size=base.vocab_size,
-        num_frames=args.frames,
-        depth=args.depth,
-        label_context=args.label_context,
-        loss=args.loss,
-    )
-    head = CTCHead(config)
-    print(f"{sum(p.numel() for p in head.parameters()):,} parameters", flush=True)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    warmup = 50
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min((step + 1) / warmup, 0.5 * (1.04 + 0.96 * math.cos(math.pi * min(step / args.steps, 1.0)))),
-    )
-    state_file, first = args.output / "state.pt", 0
-    results: list[dict[str, Any]] = []
+    texts = with_hidden_states(base, texts, output)
+    torch.manual_seed(settings.seed)
+    head = new_head(recipe.algorithm, base, recipe.head)
+    print(f"{name}: {sum(p.numel() for p in head.parameters()):,} parameters, {len(texts):,} texts", flush=True)
+    optimiser = TorchOptimiser(TrainingStep(base, head, settings), settings)
+    history: list[dict[str, Any]] = []
+    state_file, seconds = folder / "state.pt", 0.0
     if state_file.exists():
         state = torch.load(state_file, weights_only=True)
         head.load_state_dict(state["head"])
-        optimizer.load_state_dict(state["optimizer"])
-        schedule.load_state_dict(state["schedule"])
-        first, results = state["step"], state["results"]
+        optimiser.load_state_dict(state["optimiser"])
+        history, seconds = state["history"], state["seconds"]
 
-    started = time.monotonic()
-    running = 0.0
-    for step in range(first, args.steps):
-        chosen = batch_texts(texts, step, args.texts_per_step, args.seed)
-        batch = draft_batch(chosen, config.depth, args.anchors_per_text, random.Random(f"{args.seed}/{step}/anchors"))
-        loss = draft_loss(head, base, batch).mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        running = loss.item() if step == first else 0.95 * running + 0.05 * loss.item()
-        if (step + 1) % 20 == 0:
-            pace = (time.monotonic() - started) / (step + 1 - first)
-            print(f"step {step + 1:5d}  loss {running:.3f}  {pace:.2f} s/step", flush=True)
-        if (step + 1) % args.evaluate_every and step + 1 != args.steps:
-            continue
-        beta = simulated_beta(head, base, held_out)
-        results.append({"step": step + 1, "loss": running, "beta": {str(n): round(b, 4) for n, b in beta.items()}})
-        print(json.dumps(results[-1]), flush=True)
-        if results[-1]["beta"][str(CHOSEN_BY)] >= max(result["beta"][str(CHOSEN_BY)] for result in results):
-            head.provenance = Provenance(
-                base.name,
-                base.fingerprint,
-                {
-                    "recipe": "recipes/embedded/train_head.py",
-                    "data": data,
-                    "steps": step + 1,
-                    "texts_per_step": args.texts_per_step,
-                    "anchors_per_text": args.anchors_per_text,
-                    "learning_rate": args.learning_rate,
-                    "seed": args.seed,
-                    "validation_beta_simulated": results[-1]["beta"],
-                    "validation_texts": len(held_out),
-                    "history": list(results),
-                    "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-                },
-            )
-            head.save_pretrained(args.output)
-        temporary = state_file.with_suffix(".tmp")
-        torch.save(
+    def steps() -> Iterator[list[DraftBatch]]:
+        for step in itertools.count(optimiser.steps):
+            chosen = batch_texts(texts, step, settings.texts_per_step, settings.seed)
+            draws = anchor_draws(settings.seed, step, range(len(chosen)))
+            yield [draft_batch(chosen, head.config.depth, settings.anchors_per_text, draws).to(base.device)]
+
+    def evaluate() -> dict[int, float]:
+        return simulated_beta(head, base, held_out)
+
+    def provenance() -> Provenance:
+        counts = {p: {"texts": len(made), "targets": sum(len(t.anchors) for t in made)} for p, made in parts.items()}
+        return Provenance(
+            base.name,
+            base.fingerprint,
             {
-                "step": step + 1,
-                "head": head.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "schedule": schedule.state_dict(),
-                "results": results,
+                "recipe": f"recipes/embedded/train_head.py {name}",
+                "data": counts,
+                "settings": asdict(settings),
+                "validation_texts": len(held_out),
+                "history": history,
+                "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
             },
-            temporary,
         )
+
+    losses: list[float] = []
+    started = time.monotonic() - seconds
+    for done in train(optimiser, steps(), settings, evaluate, optimiser.steps):
+        losses.append(done.update.loss)
+        if done.beta is None:
+            continue
+        seconds = time.monotonic() - started
+        beta = {str(nodes): round(value, 4) for nodes, value in done.beta.items()}
+        loss, losses = round(sum(losses) / len(losses), 4), []
+        history.append({"step": done.step, "loss": loss, "seconds": round(seconds), "beta": beta})
+        print(name, json.dumps(history[-1]), flush=True)
+        _keep_best(head, history, settings.chosen_by, folder, provenance())
+        state = {"head": head.state_dict(), "optimiser": optimiser.state_dict(), "history": history, "seconds": seconds}
+        torch.save(state, temporary := state_file.with_suffix(".tmp"))
         temporary.replace(state_file)
+
+
+def _keep_best(
+    head: DraftHead, history: list[dict[str, Any]], nodes: int, folder: Path, provenance: Provenance
+) -> None:
+    """Save the head if its β is the best so far."""
+    scores = [entry["beta"][str(nodes)] for entry in history]
+    if scores[-1] >= max(scores):
+        head.provenance = provenance
+        head.save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    recipes = read_recipes()
+    parser.add_argument("heads", nargs="+", choices=recipes, metavar="HEAD", help="names in heads.yaml")
+    parser.add_argument("--base", type=Path, default=EMBEDDED_BASE)
+    parser.add_argument("--data", type=Path, default=Path("build/distilled"))
+    parser.add_argument("--output", type=Path, default=Path("build/heads"))
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
+    parser.add_argument("--device", default="auto")
+    args = parser.parse_args()
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    base = BaseModel.from_pretrained(args.base, dtype="float32", device=args.device)
+    data = read_texts(args.data)
+    for name in args.heads:
+        train_head(name, recipes[name], base, data, args.output)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,9 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from drafter.token_tree import TokenTree
-
-Prefix = tuple[int, ...]
+from tests.trees import Prefix
 
 
 def collapse(alignment: Prefix, blank: int) -> Prefix:
@@ -61,27 +58,3 @@ def prefix_probabilities(texts: dict[Prefix, float], depth: int) -> dict[Prefix,
         for length in range(1, min(len(text), depth) + 1):
             prefixes[text[:length]] += probability
     return prefixes
-
-
-def nodes(tree: TokenTree, row: int, depth: int) -> dict[Prefix, float]:
-    """Prefix → price of a tree's real nodes below the root."""
-    paths = tree.paths(depth)[row].tolist()
-    prices = tree.log_prices[row].exp().tolist()
-    return {
-        tuple(token for token in path if token >= 0): price
-        for path, price in zip(paths, prices, strict=True)
-        if price > 0 and path[0] >= 0
-    }
-
-
-def check_slice_contract(tree: TokenTree) -> None:
-    """Prices fall; a parent comes before its child, is one level up, and padding is last."""
-    prices, parents, depths = tree.log_prices, tree.parents, tree.depths
-    assert bool((prices[:, 1:] <= prices[:, :-1]).all())
-    real = prices[:, 1:] > -torch.inf
-    index = torch.arange(1, tree.size)
-    assert bool((parents[:, 1:] < index)[real].all())
-    assert bool((depths[:, 1:] == depths.gather(1, parents)[:, 1:] + 1)[real].all())
-    assert bool((tree.tokens[:, 1:] >= 0)[real].all())
-    assert bool((tree.tokens[:, 1:] == -1)[~real].all())
-    assert bool((prices[:, 0] == 0).all())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafter.ctc.loss import ctc_loss, lattice_prefix_loss, lattice_prefixes, prefix_loss, reachable
+from drafter.losses import Labels, hard_labels
 from tests.ctc.enumeration import lattice_text_probabilities, prefix_probabilities, text_probabilities
+from tests.trees import Prefix
+
+Choices = list[dict[int, float]]
+"""The labels of each place, with their weights."""
 
 
 def frames_of(seed: int, rows: int, frames: int, vocabulary: int) -> Tensor:
@@ -18,17 +24,36 @@ def frames_of(seed: int, rows: int, frames: int, vocabulary: int) -> Tensor:
     return (2 * torch.randn(rows, frames, vocabulary + 1, generator=generator, dtype=torch.double)).log_softmax(-1)
 
 
-def expected_prefix_loss(exact: dict[tuple[int, ...], float], target: list[int], decay: float) -> tuple[float, float]:
+def expected_prefix_loss(exact: dict[Prefix, float], text: list[int], choices: Choices) -> tuple[float, float]:
+    """Total and weight, from the probability of every prefix: `−Σ_u 0.8^u Σ_k q_uk log(π(y_<u v_k) / π(y_<u))`."""
     total = weight = 0.0
-    before = 1.0
-    for u in range(len(target)):
-        now = exact.get(tuple(target[: u + 1]), 0.0)
-        if now == 0.0:
-            break
-        total -= decay**u * math.log(now / before)
-        weight += decay**u
-        before = now
+    for u, labels in enumerate(choices):
+        before = exact.get(tuple(text[:u]), 0.0) if u else 1.0
+        for label, share in labels.items():
+            now = exact.get((*text[:u], label), 0.0)
+            if before > 0.0 and now > 0.0:
+                total -= 0.8**u * share * math.log(now / before)
+                weight += 0.8**u * share
     return total, weight
+
+
+def sure(text: list[int]) -> Choices:
+    """The text itself."""
+    return [{label: 1.0} for label in text]
+
+
+def as_labels(choices: Choices) -> Labels:
+    """`[1, U, K]`, in double precision."""
+    tokens = [list(labels) for labels in choices]
+    probs = [list(labels.values()) for labels in choices]
+    return Labels(torch.tensor([tokens]), torch.tensor([probs], dtype=torch.double))
+
+
+def soft(length: int, vocabulary: int) -> st.SearchStrategy[Choices]:
+    """Two labels a place."""
+    labels = st.lists(st.integers(0, vocabulary - 1), min_size=2, max_size=2, unique=True)
+    place = st.tuples(labels, st.floats(0.0, 1.0)).map(lambda drawn: {drawn[0][0]: drawn[1], drawn[0][1]: 1 - drawn[1]})
+    return st.lists(place, min_size=length, max_size=length)
 
 
 @settings(deadline=None, max_examples=40)
@@ -45,10 +70,38 @@ def test_losses_equal_enumeration(seed: int, frames: int, targets: list[int]) ->
     assert loss.weight.item() == (exact > 0.0)
     assert loss.total.item() == pytest.approx(-math.log(exact) if exact else 0.0)
 
-    total, weight = expected_prefix_loss(prefix_probabilities(texts, 4), targets, 0.8)
-    prefix = prefix_loss(log_probs, torch.tensor([targets]), lengths)
-    assert prefix.total.item() == pytest.approx(total)
-    assert prefix.weight.item() == pytest.approx(weight)
+    total, weight = expected_prefix_loss(prefix_probabilities(texts, 4), targets, sure(targets))
+    for labels in (None, hard_labels(torch.tensor([targets]))):
+        prefix = prefix_loss(log_probs, torch.tensor([targets]), lengths, labels=labels)
+        assert prefix.total.item() == pytest.approx(total)
+        assert prefix.weight.item() == pytest.approx(weight)
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data(), seed=st.integers(0, 9999), frames=st.integers(1, 5), length=st.integers(1, 4))
+def test_prefix_loss_of_soft_labels_equals_enumeration(
+    data: st.DataObject, seed: int, frames: int, length: int
+) -> None:
+    """Labels that repeat the one before, and places after a text that the frames cannot say, included."""
+    text = data.draw(st.lists(st.integers(0, 2), min_size=length, max_size=length))
+    choices = data.draw(soft(length, 3))
+    log_probs = frames_of(seed, 1, frames, 3)
+    total, weight = expected_prefix_loss(prefix_probabilities(text_probabilities(log_probs[0]), 4), text, choices)
+    loss = prefix_loss(log_probs, torch.tensor([text]), torch.tensor([length]), labels=as_labels(choices))
+    assert loss.total.item() == pytest.approx(total)
+    assert loss.weight.item() == pytest.approx(weight)
+
+
+def test_a_label_that_the_frames_cannot_reach_is_dropped() -> None:
+    """After 1, two frames can say 2 but not 1 again, whatever its weight: that takes a blank between."""
+    log_probs = frames_of(2, 1, 2, 3)
+    text, lengths = torch.tensor([[1, 2]]), torch.tensor([2])
+    both = prefix_loss(log_probs, text, lengths, labels=as_labels([{1: 1.0, 0: 0.0}, {1: 0.7, 2: 0.3}]))
+    pi = prefix_probabilities(text_probabilities(log_probs[0]), 2)
+    assert both.total.item() == pytest.approx(-math.log(pi[1,]) - 0.8 * 0.3 * math.log(pi[1, 2] / pi[1,]))
+    assert both.weight.item() == pytest.approx(1 + 0.8 * 0.3)
+    third = prefix_loss(frames_of(2, 1, 3, 3), text, lengths, labels=as_labels([{1: 1.0, 0: 0.0}, {1: 0.7, 2: 0.3}]))
+    assert third.weight.item() == pytest.approx(1.8)
 
 
 def test_padding_of_targets_does_not_count() -> None:
@@ -98,18 +151,22 @@ def test_without_blanks_it_is_weighted_cross_entropy() -> None:
     assert one.total.item() == pytest.approx(-log_probs[:, 0].gather(1, targets[:, :1]).sum().item())
 
 
-@pytest.mark.parametrize("kind", ["ctc", "prefix"])
+TARGETS, LENGTHS = torch.tensor([[1, 1, 0], [0, 2, 2], [2, 2, 2]]), torch.tensor([3, 2, 3])
+SOFT = Labels(
+    torch.tensor([[[1, 2], [1, 0], [0, 1]], [[0, 1], [2, 0], [2, 1]], [[2, 0], [2, 1], [2, 0]]]),
+    torch.tensor([0.75, 0.25], dtype=torch.double).expand(3, 3, 2),
+)
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "ctc": lambda log_probs: ctc_loss(log_probs, TARGETS, LENGTHS)[0].total,
+    "prefix": lambda log_probs: prefix_loss(log_probs, TARGETS, LENGTHS).total,
+    "prefix, soft": lambda log_probs: prefix_loss(log_probs, TARGETS, LENGTHS, labels=SOFT).total,
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
 def test_gradients(kind: str) -> None:
-    targets, lengths = torch.tensor([[1, 1, 0], [0, 2, 2], [2, 2, 2]]), torch.tensor([3, 2, 3])
-
-    def loss(logits: Tensor) -> Tensor:
-        log_probs = logits.log_softmax(-1)
-        if kind == "ctc":
-            return ctc_loss(log_probs, targets, lengths)[0].total
-        return prefix_loss(log_probs, targets, lengths).total
-
     logits = torch.randn(3, 4, 4, dtype=torch.double, generator=torch.Generator().manual_seed(7), requires_grad=True)
-    assert torch.autograd.gradcheck(loss, (logits,))
+    assert torch.autograd.gradcheck(lambda logits: LOSSES[kind](logits.log_softmax(-1)), (logits,))
 
 
 def test_an_unreachable_row_has_no_gradient_and_no_nan() -> None:
@@ -129,40 +186,71 @@ def lattice_table(seed: int, frames: int, vocabulary: int) -> Tensor:
 
 @settings(deadline=None, max_examples=40)
 @given(
+    data=st.data(),
     seed=st.integers(0, 9999),
     frames=st.integers(1, 5),
     band=st.integers(1, 4),
     target=st.lists(st.integers(0, 1), min_size=1, max_size=4),
 )
-def test_lattice_equals_enumeration(seed: int, frames: int, band: int, target: list[int]) -> None:
+def test_lattice_equals_enumeration(data: st.DataObject, seed: int, frames: int, band: int, target: list[int]) -> None:
+    """The text itself, hard labels, and labels beside the text."""
     table = lattice_table(seed, frames, 2)
     texts = lattice_text_probabilities(lambda j, text: table[j - 1, text[-1] if text else 2].tolist(), frames, 2, band)
     exact = prefix_probabilities(texts, 4)
     emit, blank = lattice_inputs(table, target, band)
-    prefixes = lattice_prefixes(emit, blank, frames)[0].exp().tolist()
+    prefixes = lattice_prefixes(emit, blank, frames)[1].exp()[0].tolist()
     for u in range(min(len(target), frames)):
         assert prefixes[u] == pytest.approx(exact[tuple(target[: u + 1])])
-    loss = lattice_prefix_loss(emit, blank, torch.tensor([len(target)]), frames)
-    total, weight = expected_prefix_loss(exact, target, 0.8)
-    assert loss.total.item() == pytest.approx(total)
-    assert loss.weight.item() == pytest.approx(weight)
+    lengths, choices = torch.tensor([len(target)]), data.draw(soft(len(target), 2))
+    hard, beside = (lattice_choices(table, target, labels, band) for labels in (sure(target), choices))
+    for labels, said in ((sure(target), None), (sure(target), hard), (choices, beside)):
+        loss = lattice_prefix_loss(emit, blank, lengths, frames, choices=said)
+        total, weight = expected_prefix_loss(exact, target, labels)
+        assert loss.total.item() == pytest.approx(total)
+        assert loss.weight.item() == pytest.approx(weight)
+
+
+def lattice_rows(table: Tensor, target: list[int], band: int) -> Tensor:
+    """`[1, U, B, V + 1]`: what frame `u + 1 + i` says after `u` labels of the text; past the last frame, anything."""
+    frames, start = table.shape[0], table.shape[2] - 1
+    before = [start, *target[:-1]]
+    rows = [[table[min(u + i, frames - 1), last] for i in range(band)] for u, last in enumerate(before)]
+    return torch.stack([torch.stack(row) for row in rows])[None]
 
 
 def lattice_inputs(table: Tensor, target: list[int], band: int) -> tuple[Tensor, Tensor]:
-    frames, vocabulary = table.shape[0], table.shape[2] - 1
-    emit = torch.zeros(1, len(target), band, dtype=table.dtype)
-    blank = torch.zeros_like(emit)
-    for u, label in enumerate(target):
-        for i in range(band):
-            row = table[min(u + i, frames - 1), target[u - 1] if u else vocabulary]
-            emit[0, u, i], blank[0, u, i] = row[label], row[vocabulary]
-    return emit, blank
+    """`emit` and `blank` of the text."""
+    rows = lattice_rows(table, target, band)
+    index = torch.tensor(target)[None, :, None, None].expand(-1, -1, band, -1)
+    return rows.gather(3, index)[..., 0], rows[..., -1]
 
 
-def test_lattice_gradients() -> None:
+def lattice_choices(table: Tensor, target: list[int], choices: Choices, band: int) -> tuple[Tensor, Tensor]:
+    """`choices`: what the frames make of the labels, and their weights."""
+    labels = as_labels(choices)
+    index = labels.tokens[:, :, None].expand(-1, -1, band, -1)
+    return lattice_rows(table, target, band).gather(3, index), labels.probs
+
+
+def test_padding_of_a_lattice_does_not_count() -> None:
+    table = lattice_table(3, 4, 3)
+    emit, blank = lattice_inputs(table, [0, 1, 2], 2)
+    whole = lattice_prefix_loss(emit, blank, torch.tensor([2]), 4)
+    short = lattice_prefix_loss(emit[:, :2], blank[:, :2], torch.tensor([2]), 4)
+    assert whole.total.item() == pytest.approx(short.total.item())
+    assert whole.weight.item() == pytest.approx(1.8)
+
+
+@pytest.mark.parametrize("kind", ["the text", "soft"])
+def test_lattice_gradients(kind: str) -> None:
+    text, choices = [0, 0, 2, 1], [{0: 0.5, 1: 0.5}, {0: 0.25, 2: 0.75}, {1: 1.0, 2: 0.0}, {1: 0.5, 0: 0.5}]
     table = lattice_table(0, 3, 3)
-    emit, blank = lattice_inputs(table, [0, 0, 2, 1], 2)
-    emit.requires_grad_()
-    blank.requires_grad_()
-    lengths = torch.tensor([4])
-    assert torch.autograd.gradcheck(lambda e, b: lattice_prefix_loss(e, b, lengths, 3).total, (emit, blank))
+    emit, blank = lattice_inputs(table, text, 2)
+    said, probs = lattice_choices(table, text, choices, 2)
+    inputs = tuple(tensor.clone().requires_grad_() for tensor in (emit, blank, said))
+
+    def loss(emit: Tensor, blank: Tensor, said: Tensor) -> Tensor:
+        labels = (said, probs) if kind == "soft" else None
+        return lattice_prefix_loss(emit, blank, torch.tensor([4]), 3, choices=labels).total
+
+    assert torch.autograd.gradcheck(loss, inputs)

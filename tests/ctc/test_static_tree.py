@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter.ctc.static_tree import collapse, rank_paths, static_tree
-from tests.ctc.enumeration import check_slice_contract, nodes, prefix_probabilities, text_probabilities
+from tests.ctc.enumeration import prefix_probabilities, text_probabilities
+from tests.trees import check_slice_contract, nodes
 
 
 def test_collapse_removes_repeats_then_blanks_and_closes_gaps() -> None:
@@ -52,3 +55,31 @@ def test_duplicates_take_the_largest_price() -> None:
     # 0ε (.6) and 00 (.6) and ε0 (.4 · .3) all say 0.
     assert tree.tokens.tolist() == [[5, 0, -1, -1]]
     assert tree.log_prices.exp()[0, 1].item() == pytest.approx(0.6)
+
+
+def test_without_a_blank_a_frame_is_a_depth() -> None:
+    """Nothing is collapsed: repeats and the last symbol are tokens like others."""
+    probs = torch.tensor([[[0.6, 0.1, 0.3], [0.7, 0.1, 0.2]]])
+    tree = static_tree(probs.log(), torch.tensor([5]), 2, 6, blank=False, top_k=2)
+    # 00 (.42), 20 (.21), 02 (.12) and 22 (.06), and their first tokens.
+    assert tree.tokens.tolist() == [[5, 0, 0, 2, 0, 2]]
+    assert tree.parents.tolist() == [[0, 0, 1, 0, 3, 1]]
+    assert tree.log_prices.exp()[0].tolist() == pytest.approx([1.0, 0.6, 0.42, 0.3, 0.21, 0.12])
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 9999), size=st.integers(2, 30), frames=st.integers(1, 5))
+def test_without_a_blank_prices_are_products(seed: int, size: int, frames: int) -> None:
+    log_probs = torch.randn(2, frames, 6, generator=torch.Generator().manual_seed(seed)).log_softmax(-1)
+    tree = static_tree(log_probs, torch.tensor([5, 6]), frames, size, blank=False)
+    check_slice_contract(tree)
+    for row in range(2):
+        for prefix, price in nodes(tree, row, frames).items():
+            product = sum(log_probs[row, depth, token].item() for depth, token in enumerate(prefix))
+            assert price == pytest.approx(math.exp(product), rel=1e-4)
+
+
+@pytest.mark.parametrize("blank", [True, False])
+def test_no_path_is_deeper_than_asked(blank: bool) -> None:
+    log_probs = torch.randn(1, 4, 6, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    assert int(static_tree(log_probs, torch.tensor([5]), 2, 30, blank=blank).depths.max()) == 2

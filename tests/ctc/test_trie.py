@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,32 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from drafter.ctc import trie
 from drafter.ctc.trie import best_lattice_trie, best_trie
-from tests.ctc.enumeration import (
-    Prefix,
-    check_slice_contract,
-    lattice_text_probabilities,
-    nodes,
-    prefix_probabilities,
-    text_probabilities,
-)
+from tests.ctc.enumeration import lattice_text_probabilities, prefix_probabilities, text_probabilities
+from tests.trees import Prefix, check_best, check_slice_contract, nodes
 
 
 def random_frames(seed: int, batch: int, frames: int, vocabulary: int, sharpness: float) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(batch, frames, vocabulary + 1, generator=generator) * sharpness
     return logits.log_softmax(-1)
-
-
-def check_best(found: dict[Prefix, float], exact: dict[Prefix, float], size: int) -> None:
-    """`found` holds the `size - 1` most probable prefixes, each at its probability (ties in any order)."""
-    # What float32 cannot hold is left out.
-    found = {prefix: price for prefix, price in found.items() if price > 1e-30}
-    possible = [price for price in sorted(exact.values(), reverse=True)[: size - 1] if price > 1e-30]
-    assert len(found) == len(possible)
-    for prefix, price in found.items():
-        assert price == pytest.approx(exact[prefix], rel=2e-4)
-    assert sorted(found.values(), reverse=True) == pytest.approx(possible, rel=2e-4)
 
 
 @settings(deadline=None, max_examples=60)
@@ -153,17 +138,29 @@ def test_a_tree_of_one_node_is_its_root() -> None:
     assert best_trie(random_frames(0, 2, 4, 5, 1.0), torch.tensor([1, 2]), 3, 1).tokens.tolist() == [[1], [2]]
 
 
-def lattice_joint(seed: int, frames: int, vocabulary: int, context: int):  # type: ignore[no-untyped-def]
-    """Random frames that depend on the last labels (any ids up to 9), as a table and as the search's callable."""
+@dataclass(frozen=True)
+class LastLabels:
+    """Frames that depend on the last labels, by a `table` `[T, 10, ..., V + 1]`; `before` `[B, c]` are the roots'."""
+
+    table: Tensor
+    before: Tensor
+
+    def start(self) -> Tensor:
+        return self.before[:, None]
+
+    def score(self, first: int, stop: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        log_probs = torch.stack([self.table[j][state.unbind(-1)] for j in range(first, stop)], 2)
+        return log_probs[..., :-1], log_probs[..., -1]
+
+    def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
+        return torch.cat([state[..., 1:], tokens[..., None]], 2)
+
+
+def last_labels(seed: int, frames: int, vocabulary: int, before: Tensor) -> LastLabels:
+    """Random frames that depend on labels of ids up to 9."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (frames, *([10] * context), vocabulary + 1)
-    table = (2 * torch.randn(shape, generator=generator)).log_softmax(-1)
-
-    def joint(first: int, stop: int, labels: Tensor) -> Tensor:
-        index = labels.unbind(-1)
-        return torch.stack([table[j][index] for j in range(first, stop)], 2)
-
-    return table, joint
+    shape = (frames, *([10] * before.shape[1]), vocabulary + 1)
+    return LastLabels((2 * torch.randn(shape, generator=generator)).log_softmax(-1), before)
 
 
 @settings(deadline=None, max_examples=40)
@@ -179,33 +176,70 @@ def lattice_joint(seed: int, frames: int, vocabulary: int, context: int):  # typ
 def test_lattice_finds_the_most_probable_prefixes(
     seed: int, frames: int, vocabulary: int, band: int, depth: int, size: int, context: int
 ) -> None:
-    table, joint = lattice_joint(seed, frames, vocabulary, context)
-    labels = torch.tensor([[7, 8], [9, 5]])[:, 2 - context :]
-    tree = best_lattice_trie(joint, labels, frames, band, depth, size)
+    before = torch.tensor([[7, 8], [9, 5]])[:, 2 - context :]
+    model = last_labels(seed, frames, vocabulary, before)
+    tree = best_lattice_trie(model, before[:, -1], frames, band, depth, size)
     assert tree.tokens.shape == (2, size)
     assert tree.tokens[:, 0].tolist() == [8, 5]
     check_slice_contract(tree)
     for row in range(2):
-        so_far = tuple(labels[row].tolist())
+        so_far = tuple(before[row].tolist())
 
         def frame(j: int, text: Prefix, so_far: Prefix = so_far) -> list[float]:
-            return table[j - 1][(so_far + text)[-context:]].tolist()  # type: ignore[no-any-return]
+            return model.table[j - 1][(so_far + text)[-context:]].tolist()
 
         exact = prefix_probabilities(lattice_text_probabilities(frame, frames, vocabulary, band), depth)
         check_best(nodes(tree, row, depth), exact, size)
 
 
 def test_a_narrow_beam_keeps_the_contract() -> None:
-    _, joint = lattice_joint(1, 6, 9, 1)
-    tree = best_lattice_trie(joint, torch.tensor([[3], [4]]), 6, 2, 5, 24, beam=3)
+    before = torch.tensor([[3], [4]])
+    tree = best_lattice_trie(last_labels(1, 6, 9, before), before[:, 0], 6, 2, 5, 24, beam=3)
     check_slice_contract(tree)
-    assert int((tree.depths == 1).sum()) <= 2 * 3 + int((tree.tokens == -1).sum())
+    assert [int(((tree.depths == depth) & (tree.tokens >= 0)).sum()) for depth in range(1, 6)] == [6] * 5
 
 
 def test_a_repeat_is_ordinary_in_the_lattice() -> None:
-    probs = torch.tensor([0.98, 0.01, 0.01]).log()
-    tree = best_lattice_trie(
-        lambda first, stop, labels: probs.expand(1, labels.shape[1], stop - first, 3), torch.tensor([[5]]), 3, 1, 3, 4
-    )
+    table = torch.tensor([0.98, 0.01, 0.01]).log().expand(3, 10, 3)
+    tree = best_lattice_trie(LastLabels(table, torch.tensor([[5]])), torch.tensor([5]), 3, 1, 3, 4)
     assert tree.tokens.tolist() == [[5, 0, 0, 0]]
     assert tree.depths.tolist() == [[0, 1, 2, 3]]
+
+
+def test_with_a_band_of_one_the_blank_has_no_part() -> None:
+    """Conditional distributions, one a depth: what follows a token depends on it, and on nothing else."""
+    table = torch.full((2, 10, 3), -torch.inf)
+    table[0, 9] = torch.tensor([0.7, 0.3, 0.5]).log()
+    table[1, 0] = torch.tensor([0.1, 0.9, 0.5]).log()
+    table[1, 1] = torch.tensor([0.8, 0.2, 0.5]).log()
+    tree = best_lattice_trie(LastLabels(table, torch.tensor([[9]])), torch.tensor([9]), 2, 1, 2, 5)
+    assert tree.tokens.tolist() == [[9, 0, 1, 1, 0]]
+    assert tree.parents.tolist() == [[0, 0, 1, 0, 3]]
+    assert tree.log_prices.exp()[0].tolist() == pytest.approx([1.0, 0.7, 0.63, 0.3, 0.24])
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 10_000), size=st.integers(2, 12), band=st.integers(1, 3), beam=st.sampled_from([None, 3]))
+def test_stopping_early_changes_no_tree(seed: int, size: int, band: int, beam: int | None) -> None:
+    """A row of the batch may be complete long before another."""
+    before = torch.tensor([[3], [4], [5]])
+    model = last_labels(seed, 6, 9, before)
+    model.table[:, 3:5].mul_(4.0)
+    model = LastLabels(model.table.log_softmax(-1), before)
+    tree = best_lattice_trie(model, before[:, 0], 6, band, 6, size, beam)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trie, "_complete", lambda levels, size: False)
+        whole = best_lattice_trie(model, before[:, 0], 6, band, 6, size, beam)
+    assert all(torch.equal(value, getattr(whole, name)) for name, value in vars(tree).items())
+
+
+def test_a_full_tree_asks_for_no_more_frames() -> None:
+    asked: list[int] = []
+
+    class Asked(LastLabels):
+        def score(self, first: int, stop: int, state: Tensor) -> tuple[Tensor, Tensor]:
+            asked.append(first)
+            return super().score(first, stop, state)
+
+    best_lattice_trie(Asked(torch.zeros(6, 10, 10).log_softmax(-1), torch.tensor([[3]])), torch.tensor([3]), 6, 1, 6, 4)
+    assert asked == [0]

@@ -69,6 +69,7 @@ def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, t
         generation = expected(lm, row, **settings.get(line, {}))
         assert row["token_ids"] == generation.token_ids
         assert (row["text"], row["finish_reason"]) == (generation.text, generation.finish_reason)
+        assert row["prompt_token_ids"] == lm.encode([{"role": "user", "content": row["prompt"]}])
         assert row["num_prompt_tokens"] == generation.prompt_tokens
         assert row["num_output_tokens"] == len(generation.token_ids)
         assert row["seed"] == settings.get(line, {}).get("seed", row_seed(9, row["request_id"]))
@@ -246,8 +247,16 @@ def test_an_engine_that_fails_ends_its_process(model: Path, monkeypatch: pytest.
 
 def test_output_columns_have_the_types_of_their_values() -> None:
     names = [field.name for field in OUTPUT_TYPE]
-    assert names[:6] == ["text", "token_ids", "finish_reason", "num_prompt_tokens", "num_output_tokens", "seed"]
-    assert names[6:] == list(statistics_columns(DecodeCounts()))
+    assert names[:7] == [
+        "text",
+        "prompt_token_ids",
+        "token_ids",
+        "finish_reason",
+        "num_prompt_tokens",
+        "num_output_tokens",
+        "seed",
+    ]
+    assert names[7:] == list(statistics_columns(DecodeCounts()))
     assert OUTPUT_TYPE.field("acceptance_histogram").type == pa.list_(pa.int64())
     assert OUTPUT_TYPE.field("draft_acceptance_rate").type == pa.float64()
 

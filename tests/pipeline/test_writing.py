@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from drafter.requests import Generation
+from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
 from pipeline.engine_actor import OUTPUT_TYPE, output_columns
 from pipeline.files import locate
@@ -28,7 +28,8 @@ def block(part: str, rows: list[dict[str, Any]], problems: list[Any], part_rows:
     for accepted in (0, 2, 2):
         counts.record_step(emitted=accepted + 1, accepted=accepted, drafted=4)
     generation = Generation("", [1] * 7, "text", "stop", 3, counts)
-    generated = [None if problem else output_columns(generation, seed=5) for problem in problems]
+    request = Request([1, 2, 3], SamplingParams(seed=5))
+    generated = [None if problem else output_columns(generation, request) for problem in problems]
     return pa.table(
         {
             "request_id": pa.array([f"{part}:{index}" for index in range(len(rows))]),

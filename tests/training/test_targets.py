@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
-from drafter.training.targets import RegeneratedText, draft_batch
+from drafter.training.targets import RegeneratedText, anchor_draws, draft_batch
 
 
 def test_anchors_have_only_the_bases_own_targets() -> None:
@@ -27,12 +25,22 @@ def test_literal_batch() -> None:
 
 def test_drawn_anchors_are_distinct_and_seeded() -> None:
     text = RegeneratedText(range(100), 10)
-    first = draft_batch([text], 4, 20, random.Random(3))
-    again = draft_batch([text], 4, 20, random.Random(3))
+    first, again = (draft_batch([text], 4, 20, anchor_draws(3, 7, [0])) for _ in range(2))
     assert torch.equal(first.anchors, again.anchors)
     assert first.anchors.unique().numel() == 20
     assert first.anchors.min().item() >= 9
     assert torch.equal(first.targets[0, :, 0], first.anchors[0] + 1)
+
+
+def test_a_texts_anchors_are_drawn_by_seed_step_and_place() -> None:
+    """A worker that holds the second half of a step draws what a worker that holds all of it would."""
+    texts = [RegeneratedText(range(100), 10)] * 4
+    whole = draft_batch(texts, 4, 20, anchor_draws(3, 7, range(4)))
+    half = draft_batch(texts[2:], 4, 20, anchor_draws(3, 7, range(2, 4)))
+    assert torch.equal(whole.anchors[2:], half.anchors)
+    assert not torch.equal(whole.anchors[0], whole.anchors[1])
+    for seed, step in ((4, 7), (3, 8)):
+        assert not torch.equal(whole.anchors, draft_batch(texts, 4, 20, anchor_draws(seed, step, range(4))).anchors)
 
 
 @pytest.mark.parametrize("depth", [1, 3, 6])
@@ -42,3 +50,11 @@ def test_targets_are_the_following_tokens(depth: int) -> None:
     for anchor, targets, length in zip(batch.anchors[0], batch.targets[0], batch.lengths[0], strict=True):
         assert int(length) == min(depth, 19 - int(anchor))
         assert targets[:length].tolist() == [51 + int(anchor) + i for i in range(int(length))]
+
+
+def test_stored_hidden_states_come_along_only_where_every_text_has_them() -> None:
+    with_states = [RegeneratedText(range(n), 2, torch.full((n, 3), float(n))) for n in (5, 7)]
+    hidden = draft_batch(with_states, 4, 8).hidden
+    assert hidden is not None
+    assert hidden[..., 0].tolist() == [[5.0] * 5 + [0.0] * 2, [7.0] * 7]
+    assert draft_batch([with_states[0], RegeneratedText(range(7), 2)], 4, 8).hidden is None

@@ -1,20 +1,32 @@
-"""The embedded head's recipe, on a tiny random base: it trains, keeps the best, and resumes where it was cut off."""
+"""The embedded heads' recipes, on a tiny random base: they train, keep the best, and go on where they were cut off."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from drafter.base_model import BaseModel
-from drafter.drafters.ctc import CTCHead
+from drafter.drafters.registry import HEADS, new_head
+from drafter.pretrained import load_head
+from drafter.training.settings import TrainingSettings
 from drafter.training.simulated_walk import simulated_beta
 from drafter.training.targets import RegeneratedText
 from recipes.embedded import train_head
+from recipes.embedded.train_head import HeadRecipe, read_recipes
 from tests.models import random_model
+
+TRAINING: dict[str, Any] = {"steps": 6, "evaluate_every": 2, "texts_per_step": 3, "learning_rate": 0.02}
+RECIPES = {
+    "small": HeadRecipe(
+        "ctc", {"num_heads": 2, "intermediate_size": 32, "joint_size": 16, "label_context": 1}, TRAINING
+    ),
+    "soft": HeadRecipe("medusa", {"depth": 3}, {**TRAINING, "teacher": 2, "precision": "bf16"}),
+}
 
 
 @pytest.fixture
@@ -33,9 +45,11 @@ def base_and_data(tmp_path: Path) -> tuple[Path, Path]:
     return base, data
 
 
-def train(base: Path, data: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = f"--base {base} --data {data} --output {output} --steps 6 --evaluate-every 2 --texts-per-step 3"
-    monkeypatch.setattr("sys.argv", ["train_head", *arguments.split()])
+def train(base: Path, data: Path, output: Path, patch: pytest.MonkeyPatch) -> None:
+    """The command, for all of `RECIPES`."""
+    arguments = [*RECIPES, "--base", str(base), "--data", str(data), "--output", str(output), "--device", "cpu"]
+    patch.setattr("sys.argv", ["train_head", *arguments])
+    patch.setattr(train_head, "read_recipes", lambda: RECIPES)
     train_head.main()
 
 
@@ -45,33 +59,47 @@ def test_a_run_cut_off_ends_as_an_unbroken_one(
     base, data = base_and_data
     train(base, data, tmp_path / "unbroken", monkeypatch)
 
-    evaluate, calls = simulated_beta, []
+    calls = []
 
-    def cut_off_at_the_third(*args: object, **kwargs: object) -> dict[int, float]:
+    def cut_off(*args: Any, **kwargs: Any) -> dict[int, float]:
         calls.append(1)
-        if len(calls) == 3:
+        if len(calls) in (3, 6):  # at the last evaluation of the first head, and then at the middle one of the second
             raise KeyboardInterrupt
-        return evaluate(*args, **kwargs)  # type: ignore[arg-type]
+        return simulated_beta(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train_head, "simulated_beta", cut_off_at_the_third)
-        with pytest.raises(KeyboardInterrupt):
-            train(base, data, tmp_path / "broken", monkeypatch)
+        patch.setattr(train_head, "simulated_beta", cut_off)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                train(base, data, tmp_path / "broken", patch)
     train(base, data, tmp_path / "broken", monkeypatch)
 
-    states = [torch.load(tmp_path / run / "state.pt", weights_only=True) for run in ("unbroken", "broken")]
-    assert [state["step"] for state in states] == [6, 6]
-    assert all(torch.equal(tensor, states[1]["head"][name]) for name, tensor in states[0]["head"].items())
-    tensors = [load_file(tmp_path / run / "model.safetensors") for run in ("unbroken", "broken")]
-    assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
+    for name, recipe in RECIPES.items():
+        folders = [tmp_path / run / name for run in ("unbroken", "broken")]
+        unbroken, broken = (torch.load(folder / "state.pt", weights_only=True) for folder in folders)
+        assert unbroken["optimiser"]["steps"] == broken["optimiser"]["steps"] == 6
+        assert all(torch.equal(tensor, broken["head"][key]) for key, tensor in unbroken["head"].items())
+        kept, again = (load_file(folder / "model.safetensors") for folder in folders)
+        assert all(torch.equal(tensor, again[key]) for key, tensor in kept.items())
 
-    head = CTCHead.from_pretrained(tmp_path / "broken", BaseModel.from_pretrained(base))
-    assert head.provenance is not None
-    history = head.provenance.training["history"]
-    # The head that was kept is the last one that was at least as good as all before it.
-    best = max(entry["beta"]["16"] for entry in history)
-    assert head.provenance.training["validation_beta_simulated"]["16"] == best
-    assert head.provenance.training["data"] == {"distill": {"texts": 12, "targets": sum(range(6, 18))}}
+        head = load_head(folders[1], BaseModel.from_pretrained(base), HEADS)
+        assert head.algorithm == recipe.algorithm
+        assert head.provenance is not None
+        training = head.provenance.training
+        assert training["data"] == {"distill": {"texts": 12, "targets": sum(range(6, 18))}}
+        # The head that was kept is the last one that was at least as good as all before it.
+        history = [entry for entry in broken["history"] if entry["step"] <= training["history"][-1]["step"]]
+        assert training["history"] == history
+        scores = [entry["beta"]["16"] for entry in broken["history"]]
+        assert history[-1]["beta"]["16"] == max(scores)
+        for first, second in zip(unbroken["history"], broken["history"], strict=True):
+            assert {**first, "seconds": 0} == {**second, "seconds": 0}
+
+
+def test_every_recipe_can_be_made(tiny_base: BaseModel) -> None:
+    for name, recipe in read_recipes().items():
+        assert new_head(recipe.algorithm, tiny_base, recipe.head).algorithm == recipe.algorithm, name
+        assert TrainingSettings(**recipe.training).steps > 0, name
 
 
 def test_a_step_draws_texts_of_like_length_by_seed_and_step_alone() -> None:

@@ -1,0 +1,155 @@
+"""β of every draft head in a folder, with every tree, at equal numbers of draft nodes: the ablation.
+
+    python -m benchmarks.heads build/heads --output benchmarks/results/heads
+
+Heads of one base are walked through its own greedy answers to held-out GSM8K questions. At temperature 0 that is
+what decoding would do, so the figures are decoding's and do not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from drafter.base_model import BaseModel, load_tokenizer
+from drafter.drafters.registry import HEADS
+from drafter.embedded import EMBEDDED_BASE
+from drafter.errors import LoadError
+from drafter.evaluation.environment import environment
+from drafter.evaluation.prompts import prompts_of
+from drafter.evaluation.questions import QuestionError, read_questions
+from drafter.evaluation.results import write_json
+from drafter.evaluation.tables import markdown_table
+from drafter.pretrained import CONFIG_FILE, DraftHead, load_head
+from drafter.training.simulated_walk import simulated_beta
+from drafter.training.targets import RegeneratedText
+
+NODES = (16, 32, 64)
+HEADS_FILE = "heads.json"
+TABLE_FILE = "heads.md"
+_QUESTIONS = Path(__file__).resolve().parents[1] / "data" / "gsm8k" / "test.jsonl"
+_SLOTS = 32
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, write the record and its table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("heads", type=Path, help="folder with a draft head's folder for each arm")
+    parser.add_argument("--output", type=Path, required=True, help="folder for heads.json and heads.md")
+    parser.add_argument("--model", default=str(EMBEDDED_BASE), help="their base (default: the embedded one)")
+    parser.add_argument("--questions", type=int, default=200, help="held-out questions (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    args = parser.parse_args(arguments)
+    try:
+        base = BaseModel.from_pretrained(args.model)
+        heads = read_heads(args.heads, base)
+        texts = answers(base, load_tokenizer(args.model), args.questions, args.max_new_tokens)
+    except (LoadError, QuestionError) as error:
+        raise SystemExit(f"error: {error}") from error
+    given = sys.argv[1:] if arguments is None else arguments
+    record: dict[str, Any] = {
+        "environment": environment(base, shlex.join(["python", "-m", "benchmarks.heads", *given])),
+        "questions": len(texts),
+        "answer_tokens": sum(len(text.anchors) for text in texts),
+        "heads": {},
+    }
+    args.output.mkdir(parents=True, exist_ok=True)
+    for name, head in heads.items():
+        record["heads"][name] = measure(head, base, texts)
+        print(f"{name}: {record['heads'][name]['beta']}", flush=True)
+        write_json(args.output / HEADS_FILE, record)
+    print("\n" + write_table(args.output))
+
+
+def read_heads(folder: Path, base: BaseModel) -> dict[str, DraftHead]:
+    """The heads in `folder`, by name.
+
+    Raises:
+        LoadError: There is none, or one of them is not of `base`.
+    """
+    found = sorted(file.parent for file in folder.glob(f"*/{CONFIG_FILE}"))
+    if not found:
+        raise LoadError(f"{folder} has no draft heads: give a folder that holds a head's folder for each arm")
+    return {one.name: load_head(one, base, HEADS) for one in found}
+
+
+def answers(base: BaseModel, tokenizer: Any, count: int, max_new_tokens: int) -> list[RegeneratedText]:
+    """The base's greedy answers to held-out questions."""
+    questions = read_questions(_QUESTIONS, count)
+    prompts = prompts_of(
+        base, tokenizer, questions, temperature=0.0, max_new_tokens=max_new_tokens, slots=min(_SLOTS, len(questions))
+    )
+    ids = [list(prompt.request.prompt_ids) for prompt in prompts]
+    return [RegeneratedText(one + prompt.answer, len(one)) for one, prompt in zip(ids, prompts, strict=True)]
+
+
+def measure(head: DraftHead, base: BaseModel, texts: Sequence[RegeneratedText]) -> dict[str, Any]:
+    """β by tree and number of nodes, and what the head is. A tree that it does not have is left out."""
+    beta: dict[str, dict[str, float]] = {}
+    for tree in ("exact", "static"):
+        try:
+            found = simulated_beta(head, base, texts, NODES, tree=tree)
+        except ValueError:
+            if tree == "exact":
+                raise
+            continue
+        beta[tree] = {str(nodes): round(value, 4) for nodes, value in found.items()}
+    return {
+        "algorithm": head.algorithm,
+        "config": vars(head.config),
+        "parameters": sum(parameter.numel() for parameter in head.parameters()),
+        "training": dict(head.provenance.training) if head.provenance is not None else {},
+        "beta": beta,
+    }
+
+
+def write_table(folder: Path) -> str:
+    """Write `heads.md` from `heads.json` in `folder`; return the tables."""
+    record = json.loads((folder / HEADS_FILE).read_text(encoding="utf-8"))
+    tables = f"{beta_table(record['heads'])}\n\n{ratio_table(record['heads'])}"
+    page = (
+        f"# Draft heads\n\nβ on {record['questions']} held-out GSM8K questions ({record['answer_tokens']:,} tokens), "
+        f"greedy, at equal numbers of draft nodes. `{record['environment']['command']}`, commit "
+        f"{record['environment']['commit']}.\n\n{tables}\n"
+    )
+    (folder / TABLE_FILE).write_text(page, encoding="utf-8")
+    return tables
+
+
+def beta_table(heads: dict[str, dict[str, Any]]) -> str:
+    """β of every head and tree, the best at the most nodes first."""
+    arms = [(name, tree, betas) for name, head in heads.items() for tree, betas in head["beta"].items()]
+    arms.sort(key=lambda arm: float(arm[2][str(NODES[-1])]), reverse=True)
+    return markdown_table(
+        [
+            {"head": name, "algorithm": heads[name]["algorithm"], "parameters": f"{heads[name]['parameters']:,}"}
+            | {"tree": tree}
+            | {f"β, {nodes} nodes": f"{betas[str(nodes)]:.2f}" for nodes in NODES}
+            for name, tree, betas in arms
+        ]
+    )
+
+
+def ratio_table(heads: dict[str, dict[str, Any]]) -> str:
+    """β of every CTC head relative to each head of another algorithm, all with exact trees, at each number of nodes."""
+    others = {name: head["beta"]["exact"] for name, head in heads.items() if head["algorithm"] != "ctc"}
+    return markdown_table(
+        [
+            {f"÷, at {' / '.join(map(str, NODES))} nodes": name}
+            | {
+                other: " / ".join(f"{head['beta']['exact'][str(nodes)] / betas[str(nodes)]:.2f}" for nodes in NODES)
+                for other, betas in others.items()
+            }
+            for name, head in heads.items()
+            if head["algorithm"] == "ctc"
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The decoders that are compared: this project's engine with any drafter, and transformers' `generate`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from drafter.base_model import BaseModel
+from drafter.engine import Engine
+from drafter.requests import Generation, Request
+from drafter.statistics import DecodeCounts
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a decoder made of some requests.
+
+    Args:
+        seconds: From the first submission to the last token, prefills included.
+        outputs: New tokens of each request.
+        counts: Of each request; empty for a decoder that keeps none.
+    """
+
+    seconds: float
+    outputs: list[list[int]]
+    counts: list[DecodeCounts]
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all requests."""
+        return sum(map(len, self.outputs))
+
+
+Decoder = Callable[[Sequence[Request]], Run]
+"""Decodes some requests to their ends."""
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done everything it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def decode_all(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[Generation]]:
+    """Decode the requests; return the seconds from the first submission to the last token, and the results."""
+    synchronise(engine.base.device)
+    start = time.perf_counter()
+    handles = [engine.submit(request) for request in requests]
+    while not engine.idle:
+        engine.step()
+    synchronise(engine.base.device)
+    return time.perf_counter() - start, [handle.result(0) for handle in handles]
+
+
+def engine_decoder(engine: Engine) -> Decoder:
+    """This project's engine."""
+
+    def decode(requests: Sequence[Request]) -> Run:
+        seconds, generations = decode_all(engine, requests)
+        return Run(seconds, [g.token_ids for g in generations], [g.counts for g in generations])
+
+    return decode
+
+
+def transformers_decoder(base: BaseModel, batch: int, pad: int) -> Decoder:
+    """`generate` with its dynamic cache, in batches padded on the left with `pad`, as its users call it.
+
+    The requests share their sampling settings but for the seed. Above temperature 0 its draws are its own.
+    """
+
+    def generate(requests: Sequence[Request]) -> list[list[int]]:
+        prompts, sampling = [list(request.prompt_ids) for request in requests], requests[0].sampling
+        width = max(map(len, prompts))
+        ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=base.device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=base.device)
+        drawn = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+        torch.manual_seed(sampling.seed)
+        made = base.model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=sampling.max_new_tokens,
+            pad_token_id=pad,
+            **(drawn if sampling.temperature > 0 else {"do_sample": False}),
+        )
+        return [_until_end(row, base.eos_token_ids) for row in made[:, width:].tolist()]
+
+    def decode(requests: Sequence[Request]) -> Run:
+        synchronise(base.device)
+        start = time.perf_counter()
+        outputs = [o for first in range(0, len(requests), batch) for o in generate(requests[first : first + batch])]
+        synchronise(base.device)
+        return Run(time.perf_counter() - start, outputs, [])
+
+    return decode
+
+
+def _until_end(tokens: list[int], ends: frozenset[int]) -> list[int]:
+    """`tokens` up to and with the first that ends the text; padding follows it."""
+    return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in ends), tokens)

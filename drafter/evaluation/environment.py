@@ -1,0 +1,64 @@
+"""Where something was measured: hardware, versions, commit, command line."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from drafter.base_model import BaseModel
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment(base: BaseModel, command: str) -> dict[str, Any]:
+    """The record that goes beside every figure. `command` is the command line to repeat it."""
+    gpu = torch.cuda.get_device_name(base.device) if base.device.type == "cuda" else None
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "hardware": {"processor": _processor(), "cores": os.cpu_count(), "gpu": gpu},
+        "threads": torch.get_num_threads(),
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "attention": base.config._attn_implementation,
+        "base": {
+            "fingerprint": base.fingerprint,
+            "type": base.config.model_type,
+            "parameters": sum(parameter.numel() for parameter in base.model.parameters()),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def machine(record: dict[str, Any]) -> str:
+    """What an environment's hardware is called, in a few words."""
+    hardware = record["hardware"]
+    return str(hardware["gpu"] or f"{hardware['processor']}, {hardware['cores']} cores")
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        return subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None  # not a checkout
+
+
+def _processor() -> str:
+    try:
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine()

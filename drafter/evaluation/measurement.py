@@ -1,0 +1,247 @@
+"""The measurement itself: all arms side by side in one process, taking turns.
+
+Every round runs every arm, in an order that rotates, so that a disturbance of the machine falls on all of them. At
+batch 1 the arms take turns prompt by prompt. Stage times come from a pass of their own, because taking them costs
+time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from drafter.base_model import BaseModel
+from drafter.drafters.contract import Drafter
+from drafter.drafters.registry import HEADS, TRAINING_FREE, load_drafter, useful_nodes
+from drafter.embedded import EMBEDDED_HEADS
+from drafter.engine import Engine, EngineConfig
+from drafter.errors import LoadError
+from drafter.evaluation.decoders import Decoder, Run, engine_decoder, transformers_decoder
+from drafter.evaluation.environment import environment
+from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Arm, Plan
+from drafter.evaluation.prompts import Prompt, prompts_of
+from drafter.evaluation.questions import Question, QuestionError
+from drafter.evaluation.results import Cell, Place, Results, Skipped, StageTimes
+from drafter.evaluation.stages import stage_seconds
+from drafter.pretrained import DraftHead, load_head
+from drafter.requests import Request
+from drafter.statistics import DecodeCounts, total
+
+_WARM_UP_PROMPTS = 2
+_STAGE_PROMPTS = 2
+"""Prompts of the pass that takes stage times; more where a batch needs more to be full."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the measurement of a place is: `done` of `total` turns of all arms."""
+
+    place: Place
+    done: int
+    total: int
+
+
+class Evaluation:
+    """Measures a plan on sets of questions.
+
+    Args:
+        base: The base model.
+        tokenizer: Of the base.
+        questions: Sets by name.
+        plan: What to measure.
+
+    Raises:
+        LoadError: A drafter cannot be loaded, or none has a tree that is asked for.
+        QuestionError: A set has fewer prompts than a batch has rows.
+    """
+
+    def __init__(
+        self, base: BaseModel, tokenizer: Any, questions: Mapping[str, Sequence[Question]], plan: Plan
+    ) -> None:
+        self._base, self._tokenizer, self._questions, self._plan = base, tokenizer, questions, plan
+        for name, some in questions.items():
+            prompts, batch = sum(len(question.turns) for question in some), max(plan.batches)
+            if prompts < batch:
+                raise QuestionError(
+                    f"questions {name}: {prompts} prompts do not fill a batch of {batch}: take more, or smaller batches"
+                )
+        self._heads = {name: head for name in plan.drafters if (head := _load_head(name, base)) is not None}
+        self._arms: list[Arm] = []
+        self._skipped: list[Skipped] = []
+        for name in plan.drafters:
+            for tree in plan.trees:
+                arms = [Arm(name, tree, nodes) for nodes in plan.nodes]
+                try:
+                    self._drafter(arms[0])
+                except ValueError as error:
+                    if tree == "exact":
+                        raise
+                    self._skipped.append(Skipped(name, tree, str(error)))
+                else:
+                    self._arms += arms
+        if not self._arms:
+            raise LoadError(f"there is nothing to measure: {self._skipped[0].reason} (trees: {', '.join(plan.trees)})")
+
+    def describe(self, command: str, files: Mapping[str, str]) -> Results:
+        """The results before there are any.
+
+        Args:
+            command: The command line to repeat this.
+            files: File of each set of questions.
+        """
+        questions = {
+            name: {
+                "file": files[name],
+                "questions": len(some),
+                "prompts": sum(len(question.turns) for question in some),
+                "fingerprint": hashlib.sha256(repr(list(some)).encode()).hexdigest()[:16],
+                "categories": sorted({question.category for question in some if question.category}),
+            }
+            for name, some in self._questions.items()
+        }
+        heads = {
+            name: {
+                "algorithm": head.algorithm,
+                "config": vars(head.config),
+                "parameters": sum(parameter.numel() for parameter in head.parameters()),
+                "training": dict(head.provenance.training) if head.provenance is not None else {},
+            }
+            for name, head in self._heads.items()
+        }
+        return Results(environment(self._base, command), asdict(self._plan), questions, heads, list(self._skipped))
+
+    def run(self, done: Collection[Place] = ()) -> Iterator[list[Cell] | Progress]:
+        """Measure; the cells of all arms come together when a set, batch size and temperature is done.
+
+        Args:
+            done: Places that need not be measured.
+
+        Raises:
+            QuestionError: A question does not fit the base.
+        """
+        plan = self._plan
+        left = [
+            (temperature, batch, name)
+            for batch in plan.batches
+            for temperature in plan.temperatures
+            for name in self._questions
+            if (temperature, batch, name) not in done
+        ]
+        prompts = {
+            (temperature, name): prompts_of(
+                self._base,
+                self._tokenizer,
+                self._questions[name],
+                temperature=temperature,
+                max_new_tokens=plan.max_new_tokens,
+                slots=max(plan.batches),
+            )
+            for temperature, name in dict.fromkeys((temperature, name) for temperature, _, name in left)
+        }
+        for batch, places in groupby(left, key=lambda place: place[1]):
+            yield from self._at_batch(batch, {(t, b, name): prompts[t, name] for t, b, name in places})
+
+    def _at_batch(self, batch: int, prompts: Mapping[Place, Sequence[Prompt]]) -> Iterator[list[Cell] | Progress]:
+        """All places of one batch size; the engines and their caches go when it is done."""
+        requests = {place: [prompt.request for prompt in some] for place, some in prompts.items()}
+        longest = max(len(one.prompt_ids) for some in requests.values() for one in some) + self._plan.max_new_tokens
+        queue = max(map(len, requests.values()))
+        engines = {arm: self._engine(arm, batch, longest, queue) for arm in (PLAIN, *self._arms)}
+        theirs = transformers_decoder(self._base, batch, _padding(self._tokenizer))
+        decoders = {TRANSFORMERS: theirs} | {arm: engine_decoder(engine) for arm, engine in engines.items()}
+        for decode in decoders.values():
+            decode(next(iter(requests.values()))[: max(_WARM_UP_PROMPTS, batch)])
+        for place, some in prompts.items():
+            rounds = yield from self._rounds(decoders, place, requests[place])
+            part = requests[place][: max(_STAGE_PROMPTS, batch)]
+            stages = {arm: StageTimes(*stage_seconds(engine, part)) for arm, engine in engines.items()}
+            yield [cell_of(place, arm, rounds[arm], some, stages.get(arm)) for arm in decoders]
+
+    def _rounds(
+        self, decoders: Mapping[Arm, Decoder], place: Place, requests: Sequence[Request]
+    ) -> Generator[Progress, None, dict[Arm, list[list[Run]]]]:
+        """The runs of every arm, round by round."""
+        _, batch, _ = place
+        portions = [[request] for request in requests] if batch == 1 else [requests]
+        arms, turns = list(decoders), self._plan.rounds * len(portions)
+        runs: dict[Arm, list[list[Run]]] = {arm: [] for arm in arms}
+        for turn in range(turns):
+            first, portion = turn % len(arms), turn % len(portions)
+            for arm in arms[first:] + arms[:first]:
+                if portion == 0:
+                    runs[arm].append([])
+                runs[arm][-1].append(decoders[arm](portions[portion]))
+            yield Progress(place, turn + 1, turns)
+        return runs
+
+    def _engine(self, arm: Arm, batch: int, max_length: int, max_queue: int) -> Engine:
+        config = EngineConfig(batch, max_length, max_queue, nodes="auto" if arm.nodes is None else arm.nodes)
+        return Engine(self._base, self._drafter(arm), self._tokenizer, config)
+
+    def _drafter(self, arm: Arm) -> Drafter:
+        """A new drafter for an arm.
+
+        Raises:
+            ValueError: It has no such tree.
+        """
+        if arm.nodes is None:
+            return load_drafter(arm.drafter, self._base, 1)
+        size = 1 + (useful_nodes(self._base.device) if arm.nodes == "auto" else arm.nodes)
+        if arm.drafter in self._heads:
+            return self._heads[arm.drafter].drafter(self._base, size, arm.tree or "exact")
+        if arm.tree == "static":
+            raise ValueError("only a draft head has a static tree")
+        return load_drafter(arm.drafter, self._base, size)
+
+
+def cell_of(
+    place: Place,
+    arm: Arm,
+    rounds: Sequence[Sequence[Run]],
+    prompts: Sequence[Prompt],
+    stages: StageTimes | None,
+) -> Cell:
+    """An arm's runs as raw counts."""
+    temperature, batch, questions = place
+    counts: dict[str, list[DecodeCounts]] = {}
+    differing = 0
+    for runs in rounds:
+        outputs = [output for run in runs for output in run.outputs]
+        differing += sum(differing_tokens(o, p.answer) for o, p in zip(outputs, prompts, strict=True))
+        # transformers keeps no counts.
+        for prompt, one in zip(prompts, (c for run in runs for c in run.counts), strict=False):
+            counts.setdefault(prompt.category, []).append(one)
+    same_draws = temperature == 0 or arm != TRANSFORMERS
+    return Cell(
+        questions,
+        batch,
+        temperature,
+        arm,
+        tokens=[[run.num_tokens for run in runs] for runs in rounds],
+        seconds=[[round(run.seconds, 6) for run in runs] for runs in rounds],
+        differing_tokens=differing if same_draws else None,
+        counts={category: total(some) for category, some in counts.items()},
+        stages=stages,
+    )
+
+
+def differing_tokens(output: Sequence[int], expected: Sequence[int]) -> int:
+    """Tokens of an output that are not the expected ones at their places; a missing token differs."""
+    return max(len(output), len(expected)) - sum(a == b for a, b in zip(output, expected, strict=False))
+
+
+def _load_head(name: str, base: BaseModel) -> DraftHead | None:
+    """The head of that name; None for a drafter that is not a single head."""
+    if name in HEADS:
+        return load_head(EMBEDDED_HEADS / name, base, HEADS)
+    if name == "auto" or name in TRAINING_FREE or ("+" in name and not Path(name).exists()):
+        return None
+    return load_head(name, base, HEADS)
+
+
+def _padding(tokenizer: Any) -> int:
+    return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)

@@ -1,0 +1,87 @@
+"""What is measured: arms, and the settings that they are measured under."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from drafter.pretrained import Tree
+
+Nodes = int | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to decode.
+
+    Args:
+        drafter: As `load_drafter` takes it; `none` is plain decoding.
+        tree: Shape of its trees; None where nothing is drafted.
+        nodes: Draft nodes a step; `auto` adapts to the machine, None where nothing is drafted.
+    """
+
+    drafter: str
+    tree: Tree | None = None
+    nodes: Nodes | None = None
+
+    @property
+    def method(self) -> str:
+        """The drafter, as a person reads it: a folder by its last name."""
+        if self.tree is None:
+            return "plain decoding" if self.drafter == "none" else self.drafter
+        return Path(self.drafter).name
+
+
+TRANSFORMERS = Arm("transformers.generate")
+PLAIN = Arm("none")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every drafter with every tree and number of nodes, at every batch size and temperature.
+
+    Args:
+        drafters: As `load_drafter` takes them.
+        trees: Shapes of trees; a drafter that does not have one is left out there, with the reason.
+        nodes: Draft nodes a step.
+        batches: Requests decoded together.
+        temperatures: Of the base's choices.
+        rounds: How often all is timed.
+        max_new_tokens: Longest answer, the same for every arm.
+
+    Raises:
+        ValueError: A list is empty or has a value twice, or a value is out of range.
+    """
+
+    drafters: tuple[str, ...]
+    trees: tuple[Tree, ...] = ("exact", "static")
+    nodes: tuple[Nodes, ...] = (16, "auto")
+    batches: tuple[int, ...] = (1, 4)
+    temperatures: tuple[float, ...] = (0.0,)
+    rounds: int = 1
+    max_new_tokens: int = 48
+
+    def __post_init__(self) -> None:
+        for name in ("drafters", "trees", "nodes", "batches", "temperatures"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise ValueError(f"{name} must be at least one value, none of them twice, not {list(values)}")
+        counts = {
+            "nodes": [nodes for nodes in self.nodes if nodes != "auto"],
+            "batches": self.batches,
+            "rounds": [self.rounds],
+            "max_new_tokens": [self.max_new_tokens],
+        }
+        for name, numbers in counts.items():
+            if wrong := [number for number in numbers if number < 1]:
+                raise ValueError(f"{name} must be at least 1, not {wrong[0]}")
+        if not all(0 <= temperature < math.inf for temperature in self.temperatures):
+            raise ValueError(f"temperatures must be finite and at least 0, not {list(self.temperatures)}")
+        if unknown := [tree for tree in self.trees if tree not in get_args(Tree)]:
+            raise ValueError(f"trees must be {' or '.join(get_args(Tree))}, not {unknown[0]}")
+        if {PLAIN.drafter, TRANSFORMERS.drafter} & set(self.drafters):
+            raise ValueError(
+                f"drafters: {PLAIN.drafter} and {TRANSFORMERS.drafter} are measured anyway: leave them out"
+            )

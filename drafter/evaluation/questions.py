@@ -1,0 +1,71 @@
+"""Questions to evaluate on: conversations in MT-bench's format, or one question a line as in GSM8K.
+
+A line is a JSON object with `turns`, a list of what the user says turn by turn, or with `question`. `question_id` and
+`category` may stand beside them; whatever else there is does not count.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class QuestionError(ValueError):
+    """A question file, or a question in it, that cannot be used. The message says which, what is wrong, what to do."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One conversation; the base's answers come between the turns.
+
+    Args:
+        name: Its `question_id`, or its line.
+        category: Its category; empty where it has none.
+        turns: What the user says, at least one turn.
+    """
+
+    name: str
+    category: str
+    turns: tuple[str, ...]
+
+
+def read_questions(file: str | Path, limit: int | None = None) -> list[Question]:
+    """Read a question file.
+
+    Args:
+        file: JSON lines.
+        limit: Take at most so many, spread evenly over the file, so that every category keeps its share.
+
+    Raises:
+        QuestionError: No such file, a line that is not a question, or no question at all.
+    """
+    try:
+        lines = Path(file).expanduser().read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise QuestionError(f"question file {file} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise QuestionError(f"question file {file} is not UTF-8 text: give JSON lines") from error
+    questions = [_question(file, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not questions:
+        raise QuestionError(f"question file {file} is empty: give a JSON object a line, with turns or question")
+    if limit is None or limit >= len(questions):
+        return questions
+    return [questions[index * len(questions) // limit] for index in range(limit)]
+
+
+def _question(file: str | Path, number: int, line: str) -> Question:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise QuestionError(f"question file {file}, line {number}: not JSON: {error}") from error
+    if not isinstance(row, dict) or not row.keys() & {"turns", "question"}:
+        raise QuestionError(f"question file {file}, line {number}: it must be an object with turns or question")
+    turns: Any = row["turns"] if "turns" in row else [row["question"]]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise QuestionError(f"question file {file}, line {number}: its turns must be texts, at least one, none empty")
+    category = row.get("category") or ""
+    if not isinstance(category, str):
+        raise QuestionError(f"question file {file}, line {number}: category must be a text, not {category!r}")
+    return Question(str(row.get("question_id", f"line {number}")), category, tuple(turns))

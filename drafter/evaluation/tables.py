@@ -1,0 +1,117 @@
+"""Tables of an evaluation, as pure functions of its results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from drafter.evaluation.environment import machine
+from drafter.evaluation.figures import Figures, figures
+from drafter.evaluation.plan import Arm
+from drafter.evaluation.results import Cell, Results
+from drafter.evaluation.stages import STAGES
+from drafter.statistics import mean_acceptance_length
+
+
+def markdown_table(rows: Sequence[Mapping[str, object]]) -> str:
+    """The rows as a Markdown table, headed by the first row's keys."""
+    lines: list[list[object]] = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
+
+
+def speed_table(found: Sequence[Figures]) -> str:
+    """β, γ and the ratio to transformers for each arm and set of questions; all at one batch size and temperature."""
+    rows = []
+    for arm in dict.fromkeys(one.cell.arm for one in found):
+        row, made, differing = _named(arm), 0, 0
+        comparable = True
+        for one in found:
+            if one.cell.arm != arm:
+                continue
+            name = one.cell.questions
+            row[f"{name} β"] = "" if one.beta is None else f"{one.beta:.2f}"
+            row[f"{name} γ"] = f"{one.gamma:.2f}"
+            row[f"{name} × generate"] = f"{one.relative_to_transformers:.2f}"
+            made += sum(map(sum, one.cell.tokens))
+            comparable = comparable and one.cell.differing_tokens is not None
+            differing += one.cell.differing_tokens or 0
+        rows.append(row | {"differing tokens": f"{differing} of {made}" if comparable else "draws of its own"})
+    return markdown_table(rows)
+
+
+def category_table(cells: Sequence[Cell]) -> str:
+    """β of each arm by category; all cells of one set, batch size and temperature."""
+    return markdown_table(
+        [
+            _named(cell.arm)
+            | {name: f"{mean_acceptance_length(counts):.2f}" for name, counts in sorted(cell.counts.items())}
+            for cell in cells
+            if cell.counts
+        ]
+    )
+
+
+def stage_table(cells: Sequence[Cell]) -> str:
+    """Milliseconds a token that each stage takes; all cells of one set, batch size and temperature."""
+    rows = []
+    for cell in cells:
+        if cell.stages is not None:
+            times = [1e3 * cell.stages.seconds[stage] / cell.stages.tokens for stage in STAGES]
+            row = _named(cell.arm)
+            for stage, time in zip(STAGES, times, strict=True):
+                row[f"{stage} ms"] = f"{time:.2f} ({time / sum(times):.0%})"
+            rows.append(row | {"all ms": f"{sum(times):.2f}"})
+    return markdown_table(rows)
+
+
+def _named(arm: Arm) -> dict[str, object]:
+    return {"method": arm.method, "tree": arm.tree or "", "draft nodes": "" if arm.nodes is None else arm.nodes}
+
+
+def speed_tables(results: Results) -> str:
+    """A headed table for each temperature and batch size."""
+    found = figures(results.cells)
+    parts = []
+    for temperature, batch in sorted({one.cell.place[:2] for one in found}):
+        parts.append(f"## Temperature {temperature:g}, batch {batch}")
+        parts.append(speed_table([one for one in found if one.cell.place[:2] == (temperature, batch)]))
+    return "\n\n".join(parts)
+
+
+def page(results: Results) -> str:
+    """All tables, as a Markdown page."""
+    parts = ["# Evaluation", _setting(results), speed_tables(results)]
+    places: dict[tuple[float, int, str], list[Cell]] = {}
+    for cell in results.cells:
+        places.setdefault(cell.place, []).append(cell)
+    temperature, smallest, first = min(places, key=lambda place: place[:2])
+    for name, questions in results.questions.items():
+        if questions["categories"]:
+            parts += [
+                f"## β by category: {name}",
+                f"Temperature {temperature:g}, batch {smallest}.",
+                category_table(places[temperature, smallest, name]),
+            ]
+    for batch in sorted({place[1] for place in places}):
+        parts += [
+            f"## Where the time goes: {first}, batch {batch}",
+            f"Milliseconds a token at temperature {temperature:g}, prefills left out, from a pass of its own.",
+            stage_table(places[temperature, batch, first]),
+        ]
+    if results.skipped:
+        left_out = [f"- {one.drafter}, {one.tree} tree: {one.reason}" for one in results.skipped]
+        parts += ["## Left out", "\n".join(left_out)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _setting(results: Results) -> str:
+    where, plan = results.environment, results.plan
+    asked = ", ".join(f"{one['prompts']} prompts of {one['file']} ({name})" for name, one in results.questions.items())
+    return (
+        f"{machine(where)}, {where['threads']} threads, {where['dtype']}; base of {where['base']['parameters']:,} "
+        f"parameters; {asked}; at most {plan['max_new_tokens']} new tokens; medians of {plan['rounds']} rounds.\n\n"
+        f"`{where['command']}`, commit {where['commit']}{' with changes' if where['uncommitted_changes'] else ''}, "
+        f"{where['date']}.\n\n"
+        "β: new tokens a forward of the base. γ: speed relative to plain decoding in the same engine and run. "
+        "× generate: speed relative to `transformers.generate`. Differing tokens: places where the text is not plain "
+        "decoding's."
+    )

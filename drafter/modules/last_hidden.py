@@ -1,0 +1,28 @@
+"""The base's last hidden state as the only frame: no module at all."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from drafter.base_model import BaseModel
+from drafter.drafters.contract import DraftContext
+from drafter.modules.contract import DraftModule, FrameReader, hidden_before, newest_hidden
+
+
+class LastHidden(DraftModule):
+    """One frame, `h_t` itself."""
+
+    num_frames = 1
+
+    def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor) -> Tensor:
+        """Frames `[B, A, 1, d]`; see `DraftModule.forward`."""
+        return hidden_before(hidden, anchors)[:, :, None]
+
+    def reader(self, base: BaseModel) -> FrameReader:
+        """A reader without memory."""
+        return _LastHiddenReader()
+
+
+class _LastHiddenReader(FrameReader):
+    def read(self, context: DraftContext) -> Tensor:
+        return newest_hidden(context)[:, None]

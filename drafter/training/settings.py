@@ -1,0 +1,71 @@
+"""How a head is trained: what every trainer needs to know."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+NODE_COUNTS = (8, 16, 32, 64)
+"""Draft nodes (root not counted) that held-out β is measured at."""
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """Settings of a training run.
+
+    Args:
+        steps: Optimiser steps.
+        texts_per_step: Texts of a step, over all workers.
+        anchors_per_text: Places of a text where the head is asked to draft.
+        learning_rate: At its highest.
+        warmup_steps: Steps of linear warm-up; a cosine follows.
+        final_learning_rate: At the end, relative to the highest.
+        weight_decay: AdamW's.
+        clip: Largest norm of the gradient.
+        teacher: Labels a place, taken from the base's own distribution; 0 takes the text itself.
+        teacher_temperature: Of that distribution.
+        precision: `bf16` multiplies wide matrices in bf16, parameters and optimiser stay fp32 all the same.
+        evaluate_every: Steps between evaluations.
+        chosen_by: Draft nodes of the held-out β that chooses the checkpoint.
+        seed: Of initial weights, order and anchors.
+
+    Raises:
+        ValueError: A value that cannot be.
+    """
+
+    steps: int = 1_200
+    texts_per_step: int = 12
+    anchors_per_text: int = 48
+    learning_rate: float = 1e-3
+    warmup_steps: int = 50
+    final_learning_rate: float = 0.02
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    teacher: int = 0
+    teacher_temperature: float = 1.0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    evaluate_every: int = 200
+    chosen_by: int = 16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.chosen_by not in NODE_COUNTS:
+            raise ValueError(f"chosen_by must be one of {', '.join(map(str, NODE_COUNTS))}, not {self.chosen_by}")
+        for name in ("steps", "texts_per_step", "anchors_per_text", "evaluate_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("warmup_steps", "final_learning_rate", "weight_decay", "teacher"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be at least 0, not {value}")
+        for name in ("learning_rate", "clip", "teacher_temperature"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be more than 0, not {value}")
+
+    def learning_rate_at(self, step: int) -> float:
+        """Learning rate of step `step`, from 0: linear warm-up, then a cosine down to the final one."""
+        rise = min((step + 1) / max(self.warmup_steps, 1), 1.0)
+        fall = 0.5 * (1 + math.cos(math.pi * min(step / self.steps, 1.0)))
+        return self.learning_rate * rise * (self.final_learning_rate + (1 - self.final_learning_rate) * fall)

@@ -1,0 +1,8 @@
+"""`python -m jobs.evaluate`: measure what drafters gain."""
+
+import sys
+
+from pipeline.evaluation.job import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The evaluation job: what a drafter gains on this machine."""

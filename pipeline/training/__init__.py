@@ -1,0 +1,1 @@
+"""The training job: a draft head learns from distilled text, on Ray Train and DeepSpeed."""

@@ -1,0 +1,109 @@
+"""The texts of each step, streamed to a worker by Ray Data.
+
+Every worker streams the same parts in the same order, and is sent its own share of each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import pyarrow as pa
+import ray
+
+from drafter.training.settings import TrainingSettings
+from drafter.training.targets import RegeneratedText
+from pipeline.cluster import HELPER_CPUS, quiet_ray_data
+from pipeline.training.schedule import Visit, share, steps_of, visits
+from pipeline.training.staging import StagedTexts, read_part
+
+
+@dataclass(frozen=True)
+class Share:
+    """What of each step is a worker's.
+
+    Args:
+        rank: Of the worker.
+        workers: All of them.
+        micro_batches: Parts of a step, one after the other.
+    """
+
+    rank: int
+    workers: int
+    micro_batches: int
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A worker's texts of one micro-batch.
+
+    Args:
+        texts: At least one.
+        places: Their places in the whole step.
+    """
+
+    texts: list[RegeneratedText]
+    places: list[int]
+
+
+@dataclass(frozen=True)
+class StepTexts:
+    """A worker's texts of one step.
+
+    Args:
+        step: Of the run, from 0.
+        tokens: Of all workers' texts together.
+        micro_batches: In order.
+    """
+
+    step: int
+    tokens: int
+    micro_batches: list[MicroBatch]
+
+
+def stream_steps(staged: StagedTexts, settings: TrainingSettings, mine: Share, done: int) -> Iterator[StepTexts]:
+    """A worker's texts of the steps after the first `done`, up to the run's last."""
+    quiet_ray_data()
+    rows = [part.rows for part in staged.parts]
+    plan = list(visits(rows, settings.texts_per_step, settings.seed, done, settings.steps))
+    if not plan:
+        return
+    ray.data.DataContext.get_current().execution_options.preserve_order = True
+    dataset = ray.data.from_items([asdict(visit) for visit in plan], override_num_blocks=len(plan)).map_batches(
+        read_visit,
+        batch_size=1,
+        batch_format="pyarrow",
+        num_cpus=HELPER_CPUS,
+        fn_kwargs={"staged": staged, "settings": settings, "mine": mine},
+    )
+    for step, texts in groupby(dataset.iter_rows(), key=itemgetter("step")):
+        yield _step_texts(step, list(texts))
+
+
+def read_visit(table: pa.Table, staged: StagedTexts, settings: TrainingSettings, mine: Share) -> pa.Table:
+    """A worker's share of one visit: a row for each text, in order. Runs on any worker of the cluster."""
+    (values,) = table.to_pylist()
+    visit = Visit(**values)
+    texts = read_part(staged.folder, staged.parts[visit.part].name)
+    lengths = [len(tokens) for tokens in texts["tokens"]]
+    steps = steps_of(lengths, settings.texts_per_step, settings.seed, visit.epoch, visit.part)
+    rows: list[dict[str, Any]] = []
+    for number, step in enumerate(steps[visit.skip : visit.skip + visit.steps], start=visit.first_step):
+        tokens = sum(lengths[text] for text in step)
+        for micro, places in enumerate(share(len(step), mine.micro_batches, mine.rank, mine.workers)):
+            for place in places:
+                text = {name: texts[name][step[place]].as_py() for name in ("tokens", "prompt_length")}
+                rows.append({"step": number, "step_tokens": tokens, "micro": micro, "place": place, **text})
+    return pa.Table.from_pylist(rows)
+
+
+def _step_texts(step: int, rows: list[dict[str, Any]]) -> StepTexts:
+    parts = []
+    for _, some in groupby(rows, key=itemgetter("micro")):
+        mine = list(some)
+        texts = [RegeneratedText(row["tokens"], row["prompt_length"]) for row in mine]
+        parts.append(MicroBatch(texts, [row["place"] for row in mine]))
+    return StepTexts(step, rows[0]["step_tokens"], parts)
