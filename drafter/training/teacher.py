@@ -21,6 +21,9 @@ _CHUNK = 512
 def teacher_labels(base: BaseModel, batch: DraftBatch, hidden: Tensor, count: int, temperature: float) -> Labels:
     """The base's `count` likeliest tokens at each target, `[B, A, U, count]`, their weights of sum 1.
 
+    What some families do to logits behind the LM head (scaling, soft-capping) is left out, in the labels as in the
+    heads that borrow the LM head: the order of tokens is right, the weights are sharper or flatter.
+
     Args:
         base: The base.
         batch: The texts and anchors.
