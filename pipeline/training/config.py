@@ -22,11 +22,14 @@ class TextsConfig:
         held_out: Output of another distillation to measure β on; by default some prompts of `data` are kept back.
         held_out_texts: Texts that β is measured on.
         max_length: Longer texts are cut to so many tokens.
+        store_hidden: Compute the base's hidden states once and keep them on disk, instead of anew in each step. Their
+            size is said before that begins.
     """
 
     held_out: str | None = None
     held_out_texts: int = 64
     max_length: int = 2_048
+    store_hidden: bool = False
 
     def __post_init__(self) -> None:
         at_least("texts.held_out_texts", self.held_out_texts, 1)

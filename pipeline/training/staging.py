@@ -39,12 +39,14 @@ class TextCounts:
 
     Args:
         texts: Texts to learn from.
-        targets: Tokens in them that the base said.
+        tokens: Tokens in them.
+        targets: Those of them that the base said.
         held_out: Texts that β is measured on.
         unusable: Rows without a prompt or without an answer.
     """
 
     texts: int
+    tokens: int
     targets: int
     held_out: int
     unusable: int
@@ -135,14 +137,16 @@ def stage_texts(
     size = STEPS_PER_PART * texts_per_step
     cuts = list(range(size, count - size + 1, size))  # the last part takes the rest
     train = rows.filter(expr=col("prompt_key") > bound).sort("key")
-    parts, targets = [], 0
+    parts, tokens, prompted = [], 0, 0
     for number, piece in enumerate(train.split_at_indices(cuts) if cuts else [train]):
         table = _table(piece)
         part = Part(f"part-{number:06d}", table.num_rows)
         _write(folder, part.name, table)
         parts.append(part)
-        targets += sum(map(len, table["tokens"])) - pa.compute.sum(table["prompt_length"]).as_py()
-    staged = StagedTexts(folder, tuple(parts), TextCounts(count, targets, test.num_rows, unusable))
+        tokens += sum(map(len, table["tokens"]))
+        prompted += pa.compute.sum(table["prompt_length"]).as_py()
+    counts = TextCounts(count, tokens, tokens - prompted, test.num_rows, unusable)
+    staged = StagedTexts(folder, tuple(parts), counts)
     staged.save()
     return staged
 

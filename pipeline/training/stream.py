@@ -17,6 +17,7 @@ import ray
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import RegeneratedText
 from pipeline.cluster import HELPER_CPUS, quiet_ray_data
+from pipeline.training.hidden import as_states, read_hidden
 from pipeline.training.schedule import Visit, share, steps_of, visits
 from pipeline.training.staging import StagedTexts, read_part
 
@@ -29,11 +30,13 @@ class Share:
         rank: Of the worker.
         workers: All of them.
         micro_batches: Parts of a step, one after the other.
+        hidden: Whether the texts come with their stored hidden states.
     """
 
     rank: int
     workers: int
     micro_batches: int
+    hidden: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ def stream_steps(staged: StagedTexts, settings: TrainingSettings, mine: Share, d
         fn_kwargs={"staged": staged, "settings": settings, "mine": mine},
     )
     for step, texts in groupby(dataset.iter_rows(), key=itemgetter("step")):
-        yield _step_texts(step, list(texts))
+        yield _step_texts(step, list(texts), settings)
 
 
 def read_visit(table: pa.Table, staged: StagedTexts, settings: TrainingSettings, mine: Share) -> pa.Table:
@@ -90,20 +93,28 @@ def read_visit(table: pa.Table, staged: StagedTexts, settings: TrainingSettings,
     texts = read_part(staged.folder, staged.parts[visit.part].name)
     lengths = [len(tokens) for tokens in texts["tokens"]]
     steps = steps_of(lengths, settings.texts_per_step, settings.seed, visit.epoch, visit.part)
+    if mine.hidden:
+        texts = texts.append_column("hidden", read_hidden(staged, staged.parts[visit.part]))
     rows: list[dict[str, Any]] = []
     for number, step in enumerate(steps[visit.skip : visit.skip + visit.steps], start=visit.first_step):
         tokens = sum(lengths[text] for text in step)
         for micro, places in enumerate(share(len(step), mine.micro_batches, mine.rank, mine.workers)):
             for place in places:
-                text = {name: texts[name][step[place]].as_py() for name in ("tokens", "prompt_length")}
+                text = {name: texts[name][step[place]].as_py() for name in texts.column_names}
                 rows.append({"step": number, "step_tokens": tokens, "micro": micro, "place": place, **text})
     return pa.Table.from_pylist(rows)
 
 
-def _step_texts(step: int, rows: list[dict[str, Any]]) -> StepTexts:
+def _step_texts(step: int, rows: list[dict[str, Any]], settings: TrainingSettings) -> StepTexts:
     parts = []
     for _, some in groupby(rows, key=itemgetter("micro")):
         mine = list(some)
-        texts = [RegeneratedText(row["tokens"], row["prompt_length"]) for row in mine]
+        texts = [_text(row, settings) for row in mine]
         parts.append(MicroBatch(texts, [row["place"] for row in mine]))
     return StepTexts(step, rows[0]["step_tokens"], parts)
+
+
+def _text(row: dict[str, Any], settings: TrainingSettings) -> RegeneratedText:
+    stored = row.get("hidden")
+    hidden = as_states(stored, len(row["tokens"]), settings) if stored is not None else None
+    return RegeneratedText(row["tokens"], row["prompt_length"], hidden)

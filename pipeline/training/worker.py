@@ -21,6 +21,7 @@ from drafter.training.targets import DraftBatch, anchor_draws, draft_batch
 from pipeline.errors import InputError
 from pipeline.training.board import progress_line
 from pipeline.training.checkpoints import SavedRun, report, restore
+from pipeline.training.hidden import store_hidden
 from pipeline.training.metrics import MetricsLog, Record
 from pipeline.training.sharded import ShardedOptimiser, head_of
 from pipeline.training.state import TrainingState
@@ -42,6 +43,9 @@ def run(task: WorkerTask) -> None:
     config, settings = task.config, task.config.training
     device = ray.train.torch.get_device()
     base = load_base(task, device)
+    rank, workers = context.get_world_rank(), context.get_world_size()
+    if config.texts.store_hidden:
+        store_hidden(base, task.staged, settings, rank, workers, lambda line: task.board.show.remote(line))
     saved = restore(task.folder.checkpoints)
     torch.manual_seed(settings.seed)
     head = new_head(config.algorithm, base, config.head)
@@ -56,10 +60,10 @@ def run(task: WorkerTask) -> None:
         with torch.autocast(device.type, base.dtype, enabled=base.dtype != torch.float32):
             return optimiser.run(lambda: simulated_beta(head, base, held_out))
 
-    mine = Share(context.get_world_rank(), context.get_world_size(), config.sharding.micro_batches)
+    mine = Share(rank, workers, config.sharding.micro_batches, config.texts.store_hidden)
     feed = Feed(task, head.config.depth, device, stream_steps(task.staged, settings, mine, optimiser.steps))
     evaluations = list(saved.evaluations) if saved else []
-    scribe = Scribe(task, head, base, optimiser.steps) if mine.rank == 0 else None
+    scribe = Scribe(task, head, base, optimiser.steps) if rank == 0 else None
     for done in train(optimiser, feed.batches(), settings, evaluate, optimiser.steps):
         if done.beta is not None:
             evaluations.append({"step": done.step, "beta": {str(nodes): beta for nodes, beta in done.beta.items()}})

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow.parquet
 import pytest
 from safetensors.torch import load_file
 
@@ -79,10 +80,14 @@ def same(one: Training, other: Training) -> None:
         assert beta == pytest.approx(other.betas[step], rel=0.02)
 
 
-def test_two_workers_and_micro_batches_learn_what_one_does(unbroken: Training, train: Train) -> None:
-    two = train(workers__number=2, sharding__zero_stage=3)
+def test_two_workers_with_stored_hidden_states_learn_what_one_does(unbroken: Training, train: Train) -> None:
+    two = train(workers__number=2, sharding__zero_stage=3, texts__store_hidden=True)
     assert two.code == 0, two.stderr
     same(two, unbroken)
+    tokens = json.loads((two.folder / "run.json").read_text())["texts"]["tokens"]
+    assert f"hidden states of {tokens:,} tokens: {tokens:,} × 32 × 4 bytes" in two.stderr
+    stored = pyarrow.parquet.read_table(two.folder / "_staged" / "part-000000.hidden.parquet")["hidden"]
+    assert sum(len(row.as_py()) for row in stored) == tokens * 32 * 4
 
 
 def workers_of(job: subprocess.Popen[bytes]) -> list[psutil.Process]:

@@ -1,0 +1,102 @@
+"""The base's hidden states of all texts, stored beside them: for when reading them back is cheaper than a forward.
+
+They are large, many times the texts, so they are computed on the fly unless asked for, and their size is said first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import pyarrow as pa
+import pyarrow.parquet
+import torch
+from pyarrow import fs
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from drafter.base_model import BaseModel
+from drafter.training.settings import TrainingSettings
+from drafter.training.step import base_hidden_states
+from pipeline.files import Location
+from pipeline.staging import Part
+from pipeline.training.staging import StagedTexts, read_part
+
+_TEXTS_AT_ONCE = 8
+_POLL_SECONDS = 1.0
+
+
+def store_hidden(
+    base: BaseModel,
+    staged: StagedTexts,
+    settings: TrainingSettings,
+    rank: int,
+    workers: int,
+    show: Callable[[str], None],
+) -> None:
+    """Compute what is missing, each worker its share of the parts, and wait until all is there.
+
+    Args:
+        base: Whole.
+        staged: The texts.
+        settings: Say in which precision.
+        rank: Of this worker.
+        workers: All of them.
+        show: Tells the person who waits how much there will be.
+    """
+    missing = [part for part in staged.parts if _file(staged, part).type != fs.FileType.File]
+    if missing and rank == 0:
+        show(size_line(staged.counts.tokens, base.hidden_size, _dtype(settings).itemsize))
+    for part in missing[rank::workers]:
+        texts = read_part(staged.folder, part.name)["tokens"].to_pylist()
+        rows = [_bytes(states) for states in _states(base, texts, settings)]
+        target = _file(staged, part)
+        table = pa.table({"hidden": pa.array(rows, pa.large_binary())})
+        pa.parquet.write_table(table, f"{target.path}.partial", filesystem=target.filesystem, compression="none")
+        target.filesystem.move(f"{target.path}.partial", target.path)
+    # No barrier of the process group: it would give up long before a large store is complete.
+    while any(_file(staged, part).type != fs.FileType.File for part in missing):
+        time.sleep(_POLL_SECONDS)
+
+
+def read_hidden(staged: StagedTexts, part: Part) -> pa.ChunkedArray:
+    """The stored states of a part's texts, in their order; `as_states` makes tensors of them."""
+    file = _file(staged, part)
+    return pa.parquet.read_table(file.path, filesystem=file.filesystem)["hidden"]
+
+
+def as_states(stored: bytes, length: int, settings: TrainingSettings) -> Tensor:
+    """The hidden states `[length, d]` of one text."""
+    return torch.frombuffer(bytearray(stored), dtype=_dtype(settings)).view(length, -1)
+
+
+def size_line(tokens: int, width: int, itemsize: int) -> str:
+    """How large a store is going to be, for the person who pays for the disk."""
+    size = tokens * width * itemsize
+    return f"hidden states of {tokens:,} tokens: {tokens:,} × {width:,} × {itemsize} bytes = {size / 2**30:,.2f} GiB"
+
+
+def _states(base: BaseModel, texts: Sequence[Sequence[int]], settings: TrainingSettings) -> list[Tensor]:
+    """`[len(text), d]` for each text, as the training step would compute them."""
+    found: dict[int, Tensor] = {}
+    order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+    for first in range(0, len(order), _TEXTS_AT_ONCE):
+        group = order[first : first + _TEXTS_AT_ONCE]
+        tokens = pad_sequence([torch.tensor(texts[index]) for index in group], batch_first=True).to(base.device)
+        with torch.autocast(base.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
+            hidden = base_hidden_states(base, tokens)
+        for index, states in zip(group, hidden, strict=True):
+            found[index] = states[: len(texts[index])].to("cpu", _dtype(settings))
+    return [found[index] for index in range(len(texts))]
+
+
+def _bytes(states: Tensor) -> bytes:
+    return states.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _dtype(settings: TrainingSettings) -> torch.dtype:
+    return torch.bfloat16 if settings.precision == "bf16" else torch.float32
+
+
+def _file(staged: StagedTexts, part: Part) -> Location:
+    return staged.folder / f"{part.name}.hidden.parquet"
