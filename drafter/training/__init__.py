@@ -1,1 +1,1 @@
-"""What one training step of a draft head needs: targets, labels, the loop, and β by simulated walks. No Ray, no files."""
+"""What training a draft head needs: targets, labels, the loop, and β by simulated walks. No Ray, no files."""

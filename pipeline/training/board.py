@@ -37,7 +37,7 @@ class TrainingBoard:
         return lines
 
     def refuse(self, of_input: bool, message: str) -> None:
-        """The run cannot go on, and trying again would not help: the input is at fault, or the disk, or the numbers."""
+        """The run cannot go on, and trying again would not help: the configuration is at fault, or the disk."""
         self._refusal = self._refusal or (of_input, message)
 
     def refusal(self) -> tuple[bool, str] | None:
@@ -50,11 +50,8 @@ def refusals(board: Any) -> Iterator[None]:
     """Tell a board of errors that would come again: Ray Train takes them for crashes, and begins anew."""
     try:
         yield
-    except (InputError, LoadError) as error:
+    except (InputError, LoadError, TrainingError) as error:
         ray.get(board.refuse.remote(True, one_line(error)))
-        raise
-    except TrainingError as error:
-        ray.get(board.refuse.remote(False, one_line(error)))
         raise
     except (OSError, SafetensorError) as error:
         if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):

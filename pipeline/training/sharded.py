@@ -6,6 +6,7 @@ head's weights and AdamW's two moments, whole: the same for every ZeRO stage and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -98,7 +99,8 @@ class ShardedOptimiser:
             sums = torch.stack([total.detach(), weight.detach()]).double()
             distributed.all_reduce(sums)
             losses.append((sums[0] / sums[1].clamp_min(1e-9)).item())
-            check_finite(self.steps + 1, losses[-1], 0.0)
+            if not math.isfinite(losses[-1]):
+                check_finite(self.steps + 1, losses[-1], math.nan)  # nothing has changed yet
             # The engine takes the mean over workers and micro-batches.
             self._engine.backward(total * (distributed.get_world_size() / sums[1].clamp_min(1e-9)).float())
             norm = self._step(rate)

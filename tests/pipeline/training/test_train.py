@@ -139,8 +139,8 @@ def test_killed_workers_and_drivers_do_not_show_in_the_losses(
 
 def test_a_loss_that_is_not_finite_stops_and_the_last_good_checkpoint_stays(train: Train) -> None:
     broken = train(training__learning_rate=1e30, training__clip=1e30, training__evaluate_every=1, checkpoint_every=1)
-    assert broken.code == 1
-    assert "the loss is nan" in broken.error
+    assert broken.code == 2
+    assert "the loss is" in broken.error
     assert "lower the learning rate" in broken.error
     assert broken.checkpoints
     assert all(loss == loss for loss in broken.losses.values())
