@@ -156,8 +156,8 @@ def _read(data: Sequence[DistilledTexts], max_length: int, vocab_size: int, seed
     whole = None
     for one in data:
         paths = [path for path, _ in one.files]
-        rows = ray.data.read_parquet(paths, filesystem=one.filesystem, columns=list(COLUMNS), num_cpus=HELPER_CPUS)
-        rows = rows.map_batches(
+        rows = ray.data.read_parquet(paths, filesystem=one.filesystem, num_cpus=HELPER_CPUS)
+        rows = rows.select_columns(list(COLUMNS)).map_batches(
             key_texts,
             batch_size=None,
             batch_format="pyarrow",
