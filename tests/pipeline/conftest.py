@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -34,6 +35,13 @@ def local_ray() -> Iterator[None]:
     yield
     ray.shutdown()
     del os.environ["RAY_ADDRESS"]
+
+
+@pytest.fixture(autouse=True)
+def free_actors() -> Iterator[None]:
+    """A job that failed leaves its actors to the garbage collector, and the next test needs their CPUs."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
