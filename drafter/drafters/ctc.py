@@ -19,7 +19,7 @@ from drafter.base_model import BaseModel
 from drafter.chosen import chosen_log_probs
 from drafter.ctc.loss import ctc_loss, lattice_prefix_loss, prefix_loss
 from drafter.ctc.static_tree import static_tree
-from drafter.ctc.trie import beam_of, best_lattice_trie, best_trie
+from drafter.ctc.trie import LATTICE_BEAM, best_lattice_trie, best_trie
 from drafter.drafters.frames import FrameHead, last_tokens
 from drafter.losses import Labels, LossSum, cross_entropy
 from drafter.modules.attention import AttentionModule
@@ -229,9 +229,7 @@ class CTCHead(FrameHead):
         config, pending = self.config, recent[:, -1]
         if config.label_context:
             lattice = _Lattice(self, base, states, recent)
-            return best_lattice_trie(
-                lattice, pending, config.num_frames, config.band, config.depth, size, beam_of(size)
-            )
+            return best_lattice_trie(lattice, pending, config.num_frames, config.band, config.depth, size, LATTICE_BEAM)
         if config.loss == "ce":
             log_probs = self.token_log_probs(states, base.lm_head)
             if tree == "static":

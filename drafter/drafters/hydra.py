@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from drafter.base_model import BaseModel
 from drafter.chosen import chosen_log_probs
-from drafter.ctc.trie import beam_of, best_lattice_trie
+from drafter.ctc.trie import LATTICE_BEAM, best_lattice_trie
 from drafter.drafters.frames import FrameHead, last_tokens
 from drafter.losses import Labels, LossSum, cross_entropy
 from drafter.modules.attention import AttentionModule
@@ -116,7 +116,7 @@ class HydraHead(FrameHead):
         """The best trie of the heads' conditionals, within a beam; see `FrameHead.search`."""
         depth = self.config.depth
         return best_lattice_trie(
-            _Paths(self, base, states[:, 0], recent), recent[:, -1], depth, 1, depth, size, beam_of(size)
+            _Paths(self, base, states[:, 0], recent), recent[:, -1], depth, 1, depth, size, LATTICE_BEAM
         )
 
     def refuse_tree(self, tree: Tree) -> None:

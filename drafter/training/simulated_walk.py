@@ -31,8 +31,7 @@ def simulated_beta(
 ) -> dict[int, float]:
     """β at each number of draft nodes: new tokens per base forward over greedy walks through `texts`.
 
-    Smaller trees are slices of the largest. Where a search keeps more prefixes for a larger tree (`ctc.trie.beam_of`),
-    decoding with fewer nodes may find a slightly different one.
+    Smaller trees are slices of the largest.
 
     Args:
         head: On the base's device.
