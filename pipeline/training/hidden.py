@@ -44,18 +44,19 @@ def store_hidden(
         workers: All of them.
         show: Tells the person who waits how much there will be.
     """
-    missing = [part for part in staged.parts if _file(staged, part).type != fs.FileType.File]
-    if missing and rank == 0:
+    files = [_file(staged, part) for part in staged.parts]
+    if rank == 0 and not all(map(_exists, files)):
         show(size_line(staged.counts.tokens, base.hidden_size, _dtype(settings).itemsize))
-    for part in missing[rank::workers]:
+    for part, file in list(zip(staged.parts, files, strict=True))[rank::workers]:
+        if _exists(file):
+            continue
         texts = read_part(staged.folder, part.name)["tokens"].to_pylist()
         rows = [_bytes(states) for states in _states(base, texts, settings)]
-        target = _file(staged, part)
         table = pa.table({"hidden": pa.array(rows, pa.large_binary())})
-        pa.parquet.write_table(table, f"{target.path}.partial", filesystem=target.filesystem, compression="none")
-        target.filesystem.move(f"{target.path}.partial", target.path)
+        pa.parquet.write_table(table, f"{file.path}.partial", filesystem=file.filesystem, compression="none")
+        file.filesystem.move(f"{file.path}.partial", file.path)
     # No barrier of the process group: it would give up long before a large store is complete.
-    while any(_file(staged, part).type != fs.FileType.File for part in missing):
+    while not all(map(_exists, files)):
         time.sleep(_POLL_SECONDS)
 
 
@@ -96,6 +97,10 @@ def _bytes(states: Tensor) -> bytes:
 
 def _dtype(settings: TrainingSettings) -> torch.dtype:
     return torch.bfloat16 if settings.precision == "bf16" else torch.float32
+
+
+def _exists(file: Location) -> bool:
+    return bool(file.type == fs.FileType.File)
 
 
 def _file(staged: StagedTexts, part: Part) -> Location:

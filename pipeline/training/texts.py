@@ -83,11 +83,13 @@ def _rows(filesystem: fs.FileSystem, path: str) -> int:
         file = pa.parquet.ParquetFile(stream)
         schema = file.schema_arrow
         for name in COLUMNS:
-            kind = schema.field(name).type if name in schema.names else None
-            tokens = kind is not None and pa.types.is_list(kind) and pa.types.is_integer(kind.value_type)
-            if kind is None or (name != "request_id" and not tokens):
-                what = "has no column" if kind is None else f"holds {kind}, not lists of token ids, in column"
-                raise InputError(f"{path} {what} {name!r}: it is not of jobs.distill")
+            kinds = [field.type for field in schema if field.name == name]
+            what = "has no column" if not kinds else "has several columns"
+            if len(kinds) == 1:
+                if name == "request_id" or (pa.types.is_list(kinds[0]) and pa.types.is_integer(kinds[0].value_type)):
+                    continue
+                what = f"holds {kinds[0]}, not lists of token ids, in column"
+            raise InputError(f"{path} {what} {name!r}: it is not of jobs.distill")
         return int(file.metadata.num_rows)
 
 

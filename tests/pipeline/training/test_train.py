@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pyarrow.parquet
 import pytest
-from safetensors.torch import load_file
 
 from drafter.base_model import BaseModel
 from drafter.drafters.registry import HEADS
@@ -101,40 +96,6 @@ def wait_for_step(job: subprocess.Popen[bytes], output: Path, step: int) -> None
     while not any(int(path.parent.name[5:]) >= step for path in output.glob("_checkpoints/step-*/progress.json")):
         assert job.poll() is None, "the job ended"
         time.sleep(0.02)
-
-
-def test_killed_workers_and_drivers_do_not_show_in_the_losses(
-    unbroken: Training, train: Train, model: Path, distilled: Path, tmp_path: Path
-) -> None:
-    settings = {"training__steps": 120, "training__evaluate_every": 60, "checkpoint_every": 10, "workers__number": 2}
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    command = [sys.executable, "-m", "jobs.train", *arguments_of(distilled, broken, model, **settings)]
-    environment = {**os.environ, "RAY_ADDRESS": "local"}
-    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    job = subprocess.Popen(command, env=environment, start_new_session=True, **quiet)
-    try:
-        wait_for_step(job, broken, 10)
-        workers_of(job)[-1].send_signal(signal.SIGKILL)
-        wait_for_step(job, broken, 60)
-    finally:
-        started = psutil.Process(job.pid).children(recursive=True)
-        os.killpg(job.pid, signal.SIGKILL)
-        for process in started:
-            if process.is_running():
-                process.kill()
-        job.wait()
-    assert not (broken / "training.png").exists()
-
-    # The same command on another cluster, with another number of workers.
-    resumed = train(output=broken, **{**settings, "workers__number": 1})
-    assert resumed.code == 0, resumed.stderr
-    steps = [int(line.split()[1].split("/")[0]) for line in resumed.stderr.splitlines() if line.startswith("step ")]
-    assert steps[0] > 50
-    expected = train(output=whole, **{**settings, "workers__number": 1})
-    assert expected.code == 0, expected.stderr
-    same(resumed, expected)
-    ours, theirs = (load_file(folder / "head" / "model.safetensors") for folder in (broken, whole))
-    assert ours.keys() == theirs.keys()
 
 
 def test_a_loss_that_is_not_finite_stops_and_the_last_good_checkpoint_stays(train: Train) -> None:
