@@ -16,14 +16,14 @@ from tests.pipeline.conftest import write_jsonl
 
 SETTINGS = {
     "texts.held_out_texts": 6,
-    "training.steps": 8,
+    "training.steps": 90,
     "training.texts_per_step": 4,
     "training.anchors_per_text": 6,
     "training.warmup_steps": 2,
-    "training.evaluate_every": 4,
+    "training.evaluate_every": 45,
     "head": json.dumps({"num_frames": 5, "depth": 3, "num_heads": 2, "intermediate_size": 48}),
     "log_every": 1,
-    "checkpoint_every": 3,
+    "checkpoint_every": 10,
 }
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pyarrow.parquet
@@ -31,9 +35,9 @@ def unbroken(local_ray: None, model: Path, distilled: Path, tmp_path_factory: py
 def test_the_best_head_is_kept_and_everything_is_told(
     unbroken: Training, model: Path, train: Train, run: Run, tmp_path: Path
 ) -> None:
-    assert list(unbroken.losses) == list(range(1, 9))
-    assert list(unbroken.betas) == [4, 8]
-    assert unbroken.checkpoints == ["step-00000006", "step-00000008"]
+    assert list(unbroken.losses) == list(range(1, 91))
+    assert list(unbroken.betas) == [45, 90]
+    assert unbroken.checkpoints == ["step-00000080", "step-00000090"]
 
     # The head that was kept is the one with the best β, and it says where it comes from.
     head = load_head(unbroken.folder / "head", BaseModel.from_pretrained(model, device="cpu"), HEADS)
@@ -98,8 +102,44 @@ def wait_for_step(job: subprocess.Popen[bytes], output: Path, step: int) -> None
         time.sleep(0.02)
 
 
+def test_killed_workers_and_drivers_do_not_show_in_the_losses(
+    unbroken: Training, train: Train, model: Path, distilled: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    command = [sys.executable, "-m", "jobs.train", *arguments_of(distilled, broken, model, workers__number=2)]
+    # A cluster of its own, which dies with it.
+    environment = {**os.environ, "RAY_ADDRESS": "local"}
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    job = subprocess.Popen(command, env=environment, start_new_session=True, **quiet)
+    try:
+        wait_for_step(job, broken, 10)
+        workers_of(job)[-1].send_signal(signal.SIGKILL)
+        wait_for_step(job, broken, 50)
+    finally:
+        started = psutil.Process(job.pid).children(recursive=True)
+        os.killpg(job.pid, signal.SIGKILL)
+        for process in started:
+            if process.is_running():
+                process.kill()
+        job.wait()
+    assert not (broken / "training.png").exists()
+
+    # The same command on another cluster, with another number of workers.
+    resumed = train(output=broken)
+    assert resumed.code == 0, resumed.stderr
+    steps = [int(line.split()[1].split("/")[0]) for line in resumed.stderr.splitlines() if line.startswith("step ")]
+    assert steps[0] > 10
+    same(resumed, unbroken)
+
+
 def test_a_loss_that_is_not_finite_stops_and_the_last_good_checkpoint_stays(train: Train) -> None:
-    broken = train(training__learning_rate=1e30, training__clip=1e30, training__evaluate_every=1, checkpoint_every=1)
+    broken = train(
+        training__learning_rate=1e30,
+        training__clip=1e30,
+        training__evaluate_every=1,
+        checkpoint_every=1,
+        workers__max_failures=0,
+    )
     assert broken.code == 2
     assert "the loss is" in broken.error
     assert "lower the learning rate" in broken.error
@@ -114,14 +154,14 @@ def test_a_full_disk_stops_and_the_job_goes_on_when_there_is_room(
         patch.setattr("pipeline.training.execution.connect", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
         interrupted = train()
     assert interrupted.code == 130
-    # Writing the checkpoint of step 6 ends as on a full disk.
-    full = interrupted.folder / "_checkpoints" / "step-00000006"
+    # Writing the checkpoint of step 20 ends as on a full disk.
+    full = interrupted.folder / "_checkpoints" / "step-00000020"
     full.mkdir()
     (full / "state.safetensors.partial").symlink_to("/dev/full")
     stopped = train()
     assert stopped.code == 1
     assert "the disk is full" in stopped.error
-    assert "step-00000003" in stopped.checkpoints
+    assert "step-00000010" in stopped.checkpoints
     (full / "state.safetensors.partial").unlink()
     resumed = train()
     assert resumed.code == 0, resumed.stderr
