@@ -117,10 +117,11 @@ class LabelModel(Protocol):
         """State `[B, 1, ...]` of the roots."""
 
     def score(self, first: int, stop: int, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of frames `first..stop-1` (from 0) after each path.
+        """What frames `first..stop-1` (from 0) say after each path.
 
         Returns:
-            Of the tokens, `[B, K, stop - first, V]`, and of the blank, `[B, K, stop - first]`.
+            Logits of the tokens, `[B, K, stop - first, V]`, and the blank's probability `[B, K, stop - first]`: the
+            tokens share the rest.
         """
 
     def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
@@ -164,17 +165,17 @@ def best_lattice_trie(
     on_host = device.type == "cpu"  # elsewhere looking at prices would mean waiting for the device
     state = model.start()
     for level in range(min(depth, frames)):
-        emit, silent = model.score(level, min(level + band, frames), state)
-        emit, silent = emit.float().exp(), silent.float().exp()
+        logits, silent = model.score(level, min(level + band, frames), state)
         mass = [arrival[..., 0]]
-        for i in range(1, emit.shape[2]):
+        for i in range(1, logits.shape[2]):
             mass.append(arrival[..., i] + mass[-1] * silent[..., i - 1])
+        spoken = torch.stack(mass, 2) * (1.0 - silent)
+        emit = logits.float().softmax(-1)
         vocabulary = emit.shape[3]
         keep = min(size - 1 - level, beam or size, width * vocabulary)
         if keep < 1:
             break
-        arrivals = torch.stack(mass, 2)[..., None] * emit
-        best, index = arrivals.sum(2).flatten(1).topk(keep)
+        best, index = (spoken[:, :, None] @ emit).flatten(1).topk(keep)
         parent, token = index // vocabulary, index % vocabulary
         price = torch.minimum(best.log(), price.gather(1, parent))
         levels.append((token, parent + before, price, torch.full_like(token, level + 1)))
@@ -184,7 +185,7 @@ def best_lattice_trie(
         if width == 0:
             break
         parent, token, price = parent[:, :width], token[:, :width], price[:, :width]
-        arrival = arrivals[rows, parent, :, token]
+        arrival = spoken[rows, parent] * emit[rows, parent, :, token]
         state = model.extend(state[rows, parent], token)
     if not levels:
         return root_only(pending)

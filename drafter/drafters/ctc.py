@@ -305,8 +305,7 @@ class _Lattice:
         head = self._head
         known = self._label_terms(state)[:, :, None]
         states = head.norm(head.joint(self._states[:, :, first:stop], self._joint[:, :, first:stop] + known))
-        blank, said = head.blank_log_probs(states)
-        return self._lender.lm_head(states).float().log_softmax(-1) + said, blank[..., 0]
+        return self._lender.lm_head(states), head.blank(states)[..., 0].float().sigmoid()
 
     def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
         return torch.cat([state[..., 1:], tokens[..., None]], 2)

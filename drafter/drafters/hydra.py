@@ -109,10 +109,6 @@ class HydraHead(FrameHead):
         log_probs = chosen_log_probs(base, self.norm(torch.stack(states, 1)), labels.tokens)
         return cross_entropy(log_probs, labels, batch.lengths[real], self.config.depth_decay)
 
-    def log_probs(self, states: Tensor, lender: Lender) -> Tensor:
-        """`[..., V]` float32 log-probabilities of head states `[..., d]`."""
-        return lender.lm_head(self.norm(states)).float().log_softmax(-1)
-
     def search(self, states: Tensor, recent: Tensor, lender: Lender, size: int, tree: Tree) -> TokenTree:
         """The best trie of the heads' conditionals, within a beam; see `FrameHead.search`."""
         depth = self.config.depth
@@ -138,8 +134,8 @@ class _Paths:
     def score(self, first: int, stop: int, state: Tensor) -> tuple[Tensor, Tensor]:
         path = self._head.embedding_norm(self._lender.embed(state)).flatten(2)
         hidden = self._states[:, None].expand(-1, path.shape[1], -1)
-        log_probs = self._head.log_probs(self._head.heads[first](hidden, path), self._lender)[:, :, None]
-        return log_probs, log_probs[..., 0]  # a band of 1 has no use for a blank
+        logits = self._lender.lm_head(self._head.norm(self._head.heads[first](hidden, path)))[:, :, None]
+        return logits, torch.zeros(logits.shape[:3], device=logits.device)
 
     def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
         return torch.cat([state, tokens[..., None]], 2)

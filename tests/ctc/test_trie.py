@@ -150,7 +150,7 @@ class LastLabels:
 
     def score(self, first: int, stop: int, state: Tensor) -> tuple[Tensor, Tensor]:
         log_probs = torch.stack([self.table[j][state.unbind(-1)] for j in range(first, stop)], 2)
-        return log_probs[..., :-1], log_probs[..., -1]
+        return log_probs[..., :-1], log_probs[..., -1].exp()
 
     def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
         return torch.cat([state[..., 1:], tokens[..., None]], 2)
@@ -209,9 +209,9 @@ def test_a_repeat_is_ordinary_in_the_lattice() -> None:
 def test_with_a_band_of_one_the_blank_has_no_part() -> None:
     """Conditional distributions, one a depth: what follows a token depends on it, and on nothing else."""
     table = torch.full((2, 10, 3), -torch.inf)
-    table[0, 9] = torch.tensor([0.7, 0.3, 0.5]).log()
-    table[1, 0] = torch.tensor([0.1, 0.9, 0.5]).log()
-    table[1, 1] = torch.tensor([0.8, 0.2, 0.5]).log()
+    table[0, 9] = torch.tensor([0.7, 0.3, 0.0]).log()
+    table[1, 0] = torch.tensor([0.1, 0.9, 0.0]).log()
+    table[1, 1] = torch.tensor([0.8, 0.2, 0.0]).log()
     tree = best_lattice_trie(LastLabels(table, torch.tensor([[9]])), torch.tensor([9]), 2, 1, 2, 5)
     assert tree.tokens.tolist() == [[9, 0, 1, 1, 0]]
     assert tree.parents.tolist() == [[0, 0, 1, 0, 3]]

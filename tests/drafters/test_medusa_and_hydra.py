@@ -33,7 +33,8 @@ def test_hydras_prices_are_its_heads_along_the_path(tiny_base: BaseModel) -> Non
         for depth, token in enumerate(path):
             known = torch.tensor([int(tokens[0, 5]), *path[:depth]])
             told = head.embedding_norm(tiny_base.embed(known)).flatten()
-            expected += float(head.log_probs(head.heads[depth](hidden[0, 4], told), tiny_base)[token])
+            said = tiny_base.lm_head(head.norm(head.heads[depth](hidden[0, 4], told)))
+            expected += float(said.log_softmax(-1)[token])
         assert price == pytest.approx(float(torch.tensor(expected).exp()), rel=1e-3)
 
 
