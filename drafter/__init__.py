@@ -3,7 +3,7 @@
 from drafter.engine import EngineConfig
 from drafter.errors import EngineError, LoadError, QueueFullError, RequestError
 from drafter.llm import SpeculativeLM
-from drafter.requests import Generation, Request, SamplingParams
+from drafter.requests import Generation, Request, SamplingParams, TokenLogprob
 
 __all__ = [
     "EngineConfig",
@@ -15,4 +15,5 @@ __all__ = [
     "RequestError",
     "SamplingParams",
     "SpeculativeLM",
+    "TokenLogprob",
 ]

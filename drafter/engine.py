@@ -24,8 +24,10 @@ from drafter.base_model import BaseModel
 from drafter.budget import NODE_COUNTS, AdaptiveBudget, Budget, FixedBudget, LatencyTable, batch_sizes
 from drafter.drafters.contract import DraftContext, Drafter
 from drafter.errors import EngineError, LoadError, QueueFullError, RequestError
-from drafter.requests import Request
-from drafter.sampling import SamplingMode, SamplingTable, choose, seen_tokens
+from drafter.logprobs import PathLogprobs, path_logprobs
+from drafter.penalties import History
+from drafter.requests import Request, TokenLogprob
+from drafter.sampling import SamplingMode, SamplingTable, choose
 from drafter.slots import Handle, Slot
 from drafter.token_tree import TokenTree, root_only
 from drafter.verification import Walk, walk
@@ -59,6 +61,21 @@ class EngineConfig:
                 raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
         if self.nodes != "auto" and (isinstance(self.nodes, bool) or not isinstance(self.nodes, int) or self.nodes < 0):
             raise ValueError(f"nodes must be 'auto' or an integer of at least 0, not {self.nodes!r}")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the base says to a step's trees.
+
+    Args:
+        walk: The way down each tree.
+        hidden: `[B, N, d]` the nodes' hidden states.
+        logprobs: Of the rows that asked for them; None if none did.
+    """
+
+    walk: Walk
+    hidden: Tensor
+    logprobs: PathLogprobs | None
 
 
 class Engine:
@@ -98,6 +115,8 @@ class Engine:
         self._kv_bucket = 1 if device.type == "cpu" else _KV_BUCKET
         self._slots: list[Slot] = []
         self._mode = SamplingMode.of([])
+        # Log-probabilities that rows have asked for: row → how many of the most probable tokens.
+        self._logprobs: dict[int, int] = {}
         self._waiting: deque[Handle] = deque()
         self._lock = threading.Lock()
         self._failure: EngineError | None = None
@@ -179,8 +198,8 @@ class Engine:
         hidden = None if self._hidden is None else self._hidden[:rows]
         return DraftContext(self._tokens[:rows], hidden, self._lengths[:rows], [slot.length for slot in self._slots])
 
-    def _verify(self, tree: TokenTree, rows: int) -> tuple[Walk, Tensor]:
-        """The walk down `tree` `[B, N]`, and the nodes' hidden states `[B, N, d]`."""
+    def _verify(self, tree: TokenTree, rows: int) -> Verdict:
+        """Run the base over `tree` `[B, N]` and walk down."""
         depth = min(self.drafter.depth, tree.size - 1)
         lengths = self._lengths[:rows]
         ancestors = tree.ancestors(depth)
@@ -189,16 +208,19 @@ class Engine:
         logits, hidden = self.base.verify(
             self._cache, tree.tokens.clamp_min(0), lengths, tree.depths, ancestors, kv_length
         )
-        seen = None
+        history = None
         if self._mode.penalties:
-            seen = seen_tokens(self._tokens[:rows], lengths, tree.tokens, ancestors, logits.shape[-1])
+            history = History(self._tokens[:rows], lengths, tree.tokens, tree.depths, ancestors)
         positions = lengths[:, None] + tree.depths + 1 if self._mode.random else None
-        choices = choose(logits, self._sampling, self._mode, positions, seen)
-        return walk(tree, choices, ancestors, depth), hidden
+        step = walk(tree, choose(logits, self._sampling, self._mode, positions, history), ancestors, depth)
+        logprobs = None
+        if self._logprobs:
+            logprobs = path_logprobs(logits, step, list(self._logprobs), max(self._logprobs.values()))
+        return Verdict(step, hidden, logprobs)
 
-    def _commit(self, verdict: tuple[Walk, Tensor]) -> None:
+    def _commit(self, verdict: Verdict) -> None:
         """Move the path's KV, hidden states and tokens to each row's tail; the bonus token becomes pending."""
-        step, hidden = verdict
+        step, hidden = verdict.walk, verdict.hidden
         rows, width = step.path.shape
         lengths = self._lengths[:rows]
         if width > 1:
@@ -211,25 +233,29 @@ class Engine:
             self._hidden[:rows].scatter_(1, places[:, :, None].expand(columns), path_hidden.to(self._hidden.device))
         lengths += step.accepted + 1
 
-    def _deliver(
-        self, verdict: tuple[Walk, Tensor], tree: TokenTree, prices: np.ndarray[Any, Any] | None, drafted: int
-    ) -> None:
+    def _deliver(self, verdict: Verdict, tree: TokenTree, prices: np.ndarray[Any, Any] | None, drafted: int) -> None:
         """Read the outcome, hand out tokens, retire what has ended."""
-        step, _ = verdict
+        step = verdict.walk
         if drafted:
             real = (tree.tokens[:, 1:] >= 0).sum(dim=1, keepdim=True)
             # One transfer for everything the host wants to know.
             outcome = torch.cat([step.accepted[:, None], real, step.path, step.tokens], dim=1).cpu().numpy()
-            path, tokens = outcome[:, 2 : 2 + step.path.shape[1]], outcome[:, 2 + step.path.shape[1] :]
-            for slot, row, accepted, nodes in zip(self._slots, tokens, outcome[:, 0], outcome[:, 1], strict=True):
-                slot.take(row[: accepted + 1].tolist(), int(nodes))
+            path, rows = outcome[:, 2 : 2 + step.path.shape[1]], outcome[:, 2 + step.path.shape[1] :]
+            tokens = [row[: accepted + 1].tolist() for row, accepted in zip(rows, outcome[:, 0], strict=True)]
+            nodes = outcome[:, 1].tolist()
             assert prices is not None
             on_path = np.zeros((len(path), drafted + 1), dtype=bool)
             np.put_along_axis(on_path, path, True, axis=1)
             self._budget.observe(prices[:, :drafted], on_path[:, 1:])
         else:
-            for slot, row in zip(self._slots, step.tokens.tolist(), strict=True):
-                slot.take(row, 0)
+            tokens, nodes = step.tokens.tolist(), [0] * len(self._slots)
+        logprobs: dict[int, list[TokenLogprob]] = {}
+        if verdict.logprobs is not None:
+            wanted = [tokens[row] for row in self._logprobs]
+            read = verdict.logprobs.read(wanted, list(self._logprobs.values()))
+            logprobs = dict(zip(self._logprobs, read, strict=True))
+        for row, slot in enumerate(self._slots):
+            slot.take(tokens[row], nodes[row], logprobs.get(row))
         for index in range(len(self._slots) - 1, -1, -1):
             if self._slots[index].finish_reason is not None:
                 self._retire(index)
@@ -249,6 +275,8 @@ class Engine:
             raise RequestError("the prompt must be token ids: integers")
         if min(ids) < 0 or max(ids) >= self.base.vocab_size:
             raise RequestError(f"the prompt has token ids outside the vocabulary of {self.base.vocab_size}")
+        if (beyond := max(dict(request.sampling.logit_bias), default=0)) >= self.base.vocab_size:
+            raise RequestError(f"logit_bias has token {beyond}, outside the vocabulary of {self.base.vocab_size}")
 
     def _admit(self) -> None:
         while len(self._slots) < self.config.slots:
@@ -317,7 +345,9 @@ class Engine:
                 self._retire(index)
 
     def _update_mode(self) -> None:
-        self._mode = SamplingMode.of([slot.handle.request.sampling for slot in self._slots])
+        sampling = [slot.handle.request.sampling for slot in self._slots]
+        self._mode = SamplingMode.of(sampling)
+        self._logprobs = {row: one.logprobs for row, one in enumerate(sampling) if one.logprobs is not None}
 
     # ---- measuring
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drafter.detokenizer import Detokenizer, cut_at_stop, safe_length
-from drafter.requests import FinishReason, Generation, Request, TokenDelta
+from drafter.requests import FinishReason, Generation, Request, TokenDelta, TokenLogprob
 from drafter.statistics import DecodeCounts
 
 
@@ -76,6 +76,7 @@ class Slot:
     eos: frozenset[int]
     tokenizer: Any
     output: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     counts: DecodeCounts = field(default_factory=DecodeCounts)
     finish_reason: FinishReason | None = None
     _shown: int = 0
@@ -85,12 +86,13 @@ class Slot:
         if self.handle.streams or self.handle.request.sampling.stop:
             self._detokenizer = Detokenizer(self.tokenizer)
 
-    def take(self, tokens: list[int], drafted: int) -> None:
+    def take(self, tokens: list[int], drafted: int, logprobs: list[TokenLogprob] | None) -> None:
         """Enter a step's tokens one by one and stop exactly where plain decoding would.
 
         Args:
             tokens: The accepted draft tokens and the bonus token.
             drafted: Draft tokens verified in the step.
+            logprobs: Of `tokens`, where the request asked for them.
         """
         sampling = self.handle.request.sampling
         before = len(self.output)
@@ -110,8 +112,11 @@ class Slot:
         self.length += len(tokens)
         # The last of `tokens` is the bonus token; where the row ended before it, every emitted token was drafted.
         self.counts.record_step(emitted=emitted, accepted=min(emitted, len(tokens) - 1), drafted=drafted)
+        if logprobs is not None:
+            logprobs = logprobs[:emitted]
+            self.logprobs += logprobs
         if self.handle.streams:
-            self.handle.push(TokenDelta(self.output[before:], self._new_text()))
+            self.handle.push(TokenDelta(self.output[before:], self._new_text(), logprobs))
 
     def generation(self) -> Generation:
         """What came of the request; `finish_reason` must be set."""
@@ -126,6 +131,7 @@ class Slot:
             finish_reason=self.finish_reason,
             prompt_tokens=len(request.prompt_ids),
             counts=self.counts,
+            logprobs=self.logprobs if request.sampling.logprobs is not None else None,
         )
 
     def _new_text(self) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -63,6 +64,11 @@ def test_unusable_prompts_are_refused_at_submission(tiny_base: BaseModel, prompt
         engine_of(tiny_base).submit(Request(prompt))
 
 
+def test_a_bias_outside_the_vocabulary_is_refused_at_submission(tiny_base: BaseModel) -> None:
+    with pytest.raises(RequestError, match="token 97, outside the vocabulary of 97"):
+        engine_of(tiny_base).submit(Request([5], SamplingParams(logit_bias={97: 1.0})))
+
+
 def test_the_queue_is_bounded(tiny_base: BaseModel) -> None:
     engine = engine_of(tiny_base, max_queue=2)
     for _ in range(2):
@@ -105,6 +111,36 @@ def test_streamed_pieces_join_to_the_text(tiny_base: BaseModel) -> None:
     assert stop[0] not in stopped.result(0).text
     with pytest.raises(TypeError, match="stream=True"):
         list(plain)
+
+
+def test_log_probabilities_are_the_bases_own(tiny_base: BaseModel) -> None:
+    """Of raw logits, whatever penalties and temperature did to the choice; only for rows that ask."""
+    settings = SamplingParams(6, temperature=1.5, logit_bias={9: 3.0}, presence_penalty=2.0, ignore_eos=True)
+    asked = [None, 0, 3, 20]
+    engine = engine_of(tiny_base, slots=4)
+    prompts = random_prompts(4)
+    handles = [
+        engine.submit(Request(prompt, replace(settings, logprobs=top, seed=row)), stream=True)
+        for row, (prompt, top) in enumerate(zip(prompts, asked, strict=True))
+    ]
+    finish(engine)
+    for prompt, top, handle in zip(prompts, asked, handles, strict=True):
+        found = handle.result(0)
+        pieces = [delta.logprobs for delta in handle]
+        if top is None:
+            assert found.logprobs is None
+            assert pieces == [None] * len(pieces)
+            continue
+        assert found.logprobs is not None
+        assert [one for piece in pieces for one in piece or ()] == found.logprobs
+        logits = tiny_base.model(torch.tensor([prompt + found.token_ids])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1)
+        for token, one, place in zip(found.token_ids, found.logprobs, expected, strict=True):
+            assert one.token_id == token
+            assert one.logprob == pytest.approx(place[token].item(), abs=1e-4)
+            best = place.topk(top)
+            assert [token for token, _ in one.top] == best.indices.tolist()
+            assert [logprob for _, logprob in one.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
 def test_a_failed_step_ends_every_request_with_the_reason(tiny_base: BaseModel) -> None:

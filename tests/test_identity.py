@@ -33,6 +33,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.0, "min_p": 0.05, "repetition_penalty": 1.2},
     {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
     {"repetition_penalty": 1.3},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.8, "temperature": 0.8},
+    {"frequency_penalty": 2.0, "logit_bias": {5: 4.0, 6: 4.0, 7: -100.0}},
     {},
 ]
 
@@ -96,6 +98,24 @@ def test_sampled_tokens_are_a_function_of_the_seed(family: str) -> None:
         for slots, order in ((1, 1), (6, 1), (14, -1)):
             found = run_engine(base, drafter, requests[::order], slots=slots, nodes=10)[::order]
             assert [one.token_ids for one in found] == expected, (name, slots)
+
+
+def test_log_probabilities_do_not_depend_on_the_drafter() -> None:
+    base = base_of("gemma2")
+    prompts = random_prompts(6, seed=8)
+    requests = [
+        Request(p, SamplingParams(NEW_TOKENS, temperature=row % 2, seed=row, logprobs=[None, 2, 0][row % 3]))
+        for row, p in enumerate(prompts)
+    ]
+    expected = run_engine(base, PlainDecoding(), requests, slots=1)
+    texts = [prompt + one.token_ids for prompt, one in zip(prompts, expected, strict=True)]
+    for name, drafter in drafters(base, texts).items():
+        for found, plain in zip(run_engine(base, drafter, requests, slots=4, nodes=10), expected, strict=True):
+            assert (found.logprobs is None) == (plain.logprobs is None), name
+            for one, other in zip(found.logprobs or (), plain.logprobs or (), strict=True):
+                assert (one.token_id, [t for t, _ in one.top]) == (other.token_id, [t for t, _ in other.top])
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+                assert [p for _, p in one.top] == pytest.approx([p for _, p in other.top], abs=1e-4)
 
 
 def test_another_seed_gives_other_tokens() -> None:
