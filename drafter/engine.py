@@ -8,9 +8,7 @@ before the verification, to choose its size, and the walk's outcome after it.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,14 +21,17 @@ from torch import Tensor
 from drafter.base_model import BaseModel
 from drafter.budget import NODE_COUNTS, AdaptiveBudget, Budget, FixedBudget, LatencyTable, batch_sizes
 from drafter.drafters.contract import DraftContext, Drafter
-from drafter.errors import EngineError, LoadError, QueueFullError, RequestError
+from drafter.errors import EngineError, LoadError, RequestError
 from drafter.logprobs import PathLogprobs, path_logprobs
 from drafter.penalties import History
 from drafter.requests import Request, TokenLogprob
 from drafter.sampling import SamplingMode, SamplingTable, choose
 from drafter.slots import Handle, Slot
+from drafter.stage_times import StageTimes
+from drafter.statistics import EngineState
 from drafter.token_tree import TokenTree, root_only
 from drafter.verification import Walk, walk
+from drafter.waiting import WaitingQueue
 
 T = TypeVar("T")
 
@@ -79,13 +80,17 @@ class Verdict:
 
 
 class Engine:
-    """The decoding loop. `submit` and `Handle.cancel` may be called from any thread, `step` from one.
+    """The decoding loop. `submit`, `state` and `Handle.cancel` may be called from any thread, `step` from one.
 
     Args:
         base: The base model.
         drafter: Proposes trees.
         tokenizer: Of the base; decodes texts and stop strings.
         config: Sizes.
+
+    Attributes:
+        last_step: When it last gave a sign of life, in monotonic seconds: if it is not idle and this is long ago, it
+            hangs.
 
     Raises:
         LoadError: `max_length` is more than the base has positions.
@@ -117,9 +122,11 @@ class Engine:
         self._mode = SamplingMode.of([])
         # Log-probabilities that rows have asked for: row → how many of the most probable tokens.
         self._logprobs: dict[int, int] = {}
-        self._waiting: deque[Handle] = deque()
-        self._lock = threading.Lock()
-        self._failure: EngineError | None = None
+        self._waiting = WaitingQueue(config.max_queue)
+        self._rows = config.slots  # may be in slots together; fewer after memory ran out
+        self._times = StageTimes()
+        self._steps = self._row_steps = self._output_tokens = self._preemptions = 0
+        self.last_step = time.monotonic()
         self._budget: Budget = FixedBudget(0)
         if drafter.tree_size > 1:
             fixed = config.nodes
@@ -136,14 +143,24 @@ class Engine:
             EngineError: The engine has failed before.
         """
         self._refuse_unusable(request)
-        handle = Handle(request, stream=stream)
-        with self._lock:
-            if self._failure is not None:
-                raise self._failure
-            if len(self._waiting) >= self.config.max_queue:
-                raise QueueFullError(f"{self.config.max_queue} requests are waiting already: submit again later")
-            self._waiting.append(handle)
+        handle = Handle(request, stream=stream, on_cancel=self._waiting.look_again)
+        if self.idle:
+            self.last_step = time.monotonic()
+        self._waiting.put(self._new_slot(handle))
         return handle
+
+    def state(self) -> EngineState:
+        """What it is doing and has done. Figures may be a step apart."""
+        return EngineState(
+            active=len(self._slots),
+            waiting=len(self._waiting),
+            slots=self._rows,
+            steps=self._steps,
+            row_steps=self._row_steps,
+            output_tokens=self._output_tokens,
+            preemptions=self._preemptions,
+            stage_seconds=dict(self._times.seconds),
+        )
 
     @property
     def idle(self) -> bool:
@@ -164,35 +181,60 @@ class Engine:
         """End every request with `error`; later ones are refused."""
         failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
-        with self._lock:
-            self._failure = failure
-            handles = [slot.handle for slot in self._slots] + list(self._waiting)
-            self._slots.clear()
-            self._waiting.clear()
-        for handle in handles:
-            handle.future.set_exception(failure)
+        slots = [*self._slots, *self._waiting.close(failure)]
+        self._slots.clear()
+        for slot in slots:
+            slot.handle.future.set_exception(failure)
 
     # ---- the loop
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Decode one step of every active request; requests that wait enter free slots first."""
-        self._drop_cancelled()
-        self._admit()
-        if not self._slots:
-            return
+        """Decode one step of every active request; requests that wait enter free slots first.
+
+        When the device's memory runs out, half of the rows are taken out and decoded later. A row whose memory is not
+        enough even when it is alone is an error like any other.
+        """
+        self.last_step = time.monotonic()
+        self._times.start()
+        if not self._fits():
+            self._preempt()
+        self._times.mark("host")
+        self.last_step = time.monotonic()
+
+    def _fits(self) -> bool:
+        """Do the step, and say whether the device's memory was enough for it."""
+        try:
+            self._drop_unwanted()
+            self._admit()
+            if self._slots:
+                self._decode()
+        except torch.OutOfMemoryError:
+            if len(self._slots) <= 1:
+                raise
+            return False  # and only then go on: the error's traceback holds the step's tensors
+        return True
+
+    def _decode(self) -> None:
         rows = len(self._slots)
         context = self._context(rows)
+        self._times.mark("host")
         if self._budget.should_draft(rows):
             tree = self.drafter.propose(context)
             prices = tree.log_prices[:, 1:].cpu().numpy().astype(np.float64)
+            self._times.mark("draft")
             drafted = self._budget.nodes(prices)
             tree = tree.leading(drafted + 1)
+            self._times.mark("host")
         else:
             tree, prices, drafted = root_only(context.pending), None, 0
         verdict = self._verify(tree, rows)
+        self._times.mark("verify")
         self._commit(verdict)
+        self._times.mark("commit")
         self._deliver(verdict, tree, prices, drafted)
+        self._steps += 1
+        self._row_steps += rows
 
     def _context(self, rows: int) -> DraftContext:
         hidden = None if self._hidden is None else self._hidden[:rows]
@@ -240,6 +282,7 @@ class Engine:
             real = (tree.tokens[:, 1:] >= 0).sum(dim=1, keepdim=True)
             # One transfer for everything the host wants to know.
             outcome = torch.cat([step.accepted[:, None], real, step.path, step.tokens], dim=1).cpu().numpy()
+            self._times.mark("wait")
             path, rows = outcome[:, 2 : 2 + step.path.shape[1]], outcome[:, 2 + step.path.shape[1] :]
             tokens = [row[: accepted + 1].tolist() for row, accepted in zip(rows, outcome[:, 0], strict=True)]
             nodes = outcome[:, 1].tolist()
@@ -249,16 +292,17 @@ class Engine:
             self._budget.observe(prices[:, :drafted], on_path[:, 1:])
         else:
             tokens, nodes = step.tokens.tolist(), [0] * len(self._slots)
+            self._times.mark("wait")
         logprobs: dict[int, list[TokenLogprob]] = {}
         if verdict.logprobs is not None:
             wanted = [tokens[row] for row in self._logprobs]
             read = verdict.logprobs.read(wanted, list(self._logprobs.values()))
             logprobs = dict(zip(self._logprobs, read, strict=True))
         for row, slot in enumerate(self._slots):
-            slot.take(tokens[row], nodes[row], logprobs.get(row))
+            self._output_tokens += slot.take(tokens[row], nodes[row], logprobs.get(row))
         for index in range(len(self._slots) - 1, -1, -1):
             if self._slots[index].finish_reason is not None:
-                self._retire(index)
+                self._free(index).finish()
 
     # ---- entering and leaving
 
@@ -278,52 +322,53 @@ class Engine:
         if (beyond := max(dict(request.sampling.logit_bias), default=0)) >= self.base.vocab_size:
             raise RequestError(f"logit_bias has token {beyond}, outside the vocabulary of {self.base.vocab_size}")
 
-    def _admit(self) -> None:
-        while len(self._slots) < self.config.slots:
-            with self._lock:
-                if not self._waiting:
-                    return
-                handle = self._waiting.popleft()
-            if handle.cancelled:
-                handle.future.set_result(self._new_slot(handle, cancelled=True).generation())
-                continue
-            self._prefill(handle)
-
-    def _new_slot(self, handle: Handle, *, cancelled: bool = False) -> Slot:
-        request = handle.request
-        prompt, sampling = len(request.prompt_ids), request.sampling
+    def _new_slot(self, handle: Handle) -> Slot:
+        prompt, sampling = len(handle.request.prompt_ids), handle.request.sampling
         return Slot(
             handle,
             limit=min(sampling.max_new_tokens, self.max_length - prompt),
             length=prompt - 1,
             eos=frozenset() if sampling.ignore_eos else self.base.eos_token_ids,
             tokenizer=self.tokenizer,
-            finish_reason="cancelled" if cancelled else None,
         )
 
-    def _prefill(self, handle: Handle) -> None:
-        """Run all but the last prompt token; the last one is the first pending token.
+    def _admit(self) -> None:
+        """Let requests that wait enter free slots."""
+        while len(self._slots) < self._rows:
+            slot = self._waiting.take()
+            if slot is None:
+                break
+            self._times.mark("host")
+            self._prefill(slot)
+            self._times.mark("prefill")
+            self.last_step = time.monotonic()
 
-        So every output token comes from a decode step, and plain decoding has exactly one token a forward.
+    def _prefill(self, slot: Slot) -> None:
+        """Run all but the last of the request's tokens; the last one is the first pending token.
+
+        So every output token comes from a decode step, and plain decoding has exactly one token a forward. A request
+        that has been in a slot before comes with its output.
         """
-        index, slot = len(self._slots), self._new_slot(handle)
+        index = len(self._slots)
         # It is in its slot before anything can fail, so that `fail` finds it.
         self._slots.append(slot)
         self._update_mode()
-        prompt = torch.tensor(list(handle.request.prompt_ids), device=self.base.device)
-        self._tokens[index, : len(prompt)] = prompt
+        if slot.entered is None:
+            slot.entered = time.monotonic()
+        request = slot.handle.request
+        text = torch.tensor(slot.text, device=self.base.device)
+        self._tokens[index, : len(text)] = text
         self._lengths[index] = slot.length
-        self._sampling.set(index, handle.request.sampling, len(prompt), slot.limit)
+        self._sampling.set(index, request.sampling, len(request.prompt_ids), slot.limit)
         self.drafter.admit(index)
         if slot.length > 0:
-            hidden = self.base.prefill(self._cache, index, prompt[:-1])
+            hidden = self.base.prefill(self._cache, index, text[:-1])
             if self._hidden is not None:
                 self._hidden[index, : slot.length] = hidden
 
-    def _retire(self, index: int) -> None:
-        """End the request at `index`; the last active row takes its place."""
+    def _free(self, index: int) -> Slot:
+        """Take the request at `index` out; the last active row takes its place."""
         slot, last = self._slots[index], len(self._slots) - 1
-        generation = slot.generation()
         if index != last:
             length = self._slots[last].length + 1
             self._cache.move(last, index, length)
@@ -336,13 +381,32 @@ class Engine:
             self._slots[index] = self._slots[last]
         self._slots.pop()
         self._update_mode()
-        slot.handle.future.set_result(generation)
+        return slot
 
-    def _drop_cancelled(self) -> None:
+    def _drop_unwanted(self) -> None:
+        """End the requests that are cancelled or out of time."""
+        now = time.monotonic()
         for index in range(len(self._slots) - 1, -1, -1):
-            if self._slots[index].handle.cancelled:
-                self._slots[index].finish_reason = "cancelled"
-                self._retire(index)
+            if self._slots[index].handle.unwanted(now):
+                self._free(index).drop()
+        for slot in self._waiting.take_unwanted(now):
+            slot.drop()
+
+    def _preempt(self) -> None:
+        """Put half of the rows back to wait, and be content with the other half from now on.
+
+        A step writes behind a row's committed tokens and moves its length last. So whatever part of the failed step
+        was done, the rows that stay are as they were before it once their lengths are.
+        """
+        self._rows = (len(self._slots) + 1) // 2
+        preempted = self._slots[self._rows :]
+        del self._slots[self._rows :]
+        self._update_mode()
+        self._lengths[: self._rows] = torch.tensor([slot.length for slot in self._slots], device=self.base.device)
+        self._waiting.put_back(preempted)
+        self._preemptions += len(preempted)
+        if self.base.device.type == "cuda":
+            torch.cuda.empty_cache()  # what is left may be there, but in pieces
 
     def _update_mode(self) -> None:
         sampling = [slot.handle.request.sampling for slot in self._slots]

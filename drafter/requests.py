@@ -127,11 +127,20 @@ class Request:
         prompt_ids: Token ids of the prompt, at least one.
         sampling: How to choose tokens and when to stop.
         request_id: The caller's name for it; comes back in `Generation`.
+        timeout: Seconds from submission until it ends with `RequestTimeoutError`; None for no limit.
+
+    Raises:
+        RequestError: `timeout` is not a finite number above 0.
     """
 
     prompt_ids: Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     request_id: str = ""
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout is not None:
+            _number("timeout", self.timeout, 0.0, math.inf, low_open=True)
 
 
 @dataclass(frozen=True)
@@ -150,6 +159,21 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
+class Timing:
+    """Seconds from a request's submission.
+
+    Args:
+        queued: Until it entered a slot; None if it never did.
+        first_token: Until its first token; None if there was none.
+        total: Until its end.
+    """
+
+    queued: float | None = None
+    first_token: float | None = None
+    total: float = 0.0
+
+
+@dataclass(frozen=True)
 class Generation:
     """What the engine made of a `Request`.
 
@@ -161,6 +185,7 @@ class Generation:
         prompt_tokens: Number of prompt tokens.
         counts: Raw speculation counts; ratios are derived in `drafter.statistics` only.
         logprobs: Of each of `token_ids`; None where the request did not ask for them.
+        timing: How long it took.
     """
 
     request_id: str
@@ -170,6 +195,7 @@ class Generation:
     prompt_tokens: int
     counts: DecodeCounts
     logprobs: list[TokenLogprob] | None = None
+    timing: Timing = Timing()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import gc
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +15,9 @@ from drafter.budget import AdaptiveBudget, Calibration, FixedBudget, LatencyTabl
 from drafter.drafters.ngram import NgramDrafter, lookup
 from drafter.drafters.plain import PlainDecoding
 from drafter.engine import Engine, EngineConfig
-from drafter.errors import EngineError, LoadError, QueueFullError, RequestError
-from drafter.requests import Request, SamplingParams
+from drafter.errors import EngineError, LoadError, QueueFullError, RequestError, RequestTimeoutError
+from drafter.requests import Request, SamplingParams, Timing
+from drafter.stage_times import STAGES
 from tests.models import AdversarialDrafter, SpellingTokenizer, random_prompts
 
 
@@ -92,6 +96,81 @@ def test_cancelling_frees_the_slot_within_a_step(tiny_base: BaseModel) -> None:
     assert engine.active == 1
     finish(engine)
     assert len(second.result(0).token_ids) == 100
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Stops the monotonic clock; a call moves it on by so many seconds."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    def move_on(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    return move_on
+
+
+def test_a_request_that_runs_over_ends_alone(tiny_base: BaseModel, clock: Callable[[float], None]) -> None:
+    engine = engine_of(tiny_base, slots=2)
+    endless = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    decoding, free = engine.submit(Request([5], endless, timeout=3.0)), engine.submit(Request([6], endless))
+    waiting = engine.submit(Request([7], endless, timeout=2.5), stream=True)
+    for _ in range(3):  # at 0, 1 and 2 seconds
+        engine.step()
+        clock(1.0)
+    assert not waiting.future.done()  # its time was not up when the last step began
+    engine.step()
+    for handle, seconds, tokens in ((decoding, 3, 3), (waiting, 2.5, 0)):
+        with pytest.raises(RequestTimeoutError, match=rf"within its {seconds:g} seconds \({tokens} tokens"):
+            handle.result(0)
+    assert list(waiting) == []
+    assert (engine.active, engine.state().waiting) == (1, 0)
+    finish(engine)
+    assert len(free.result(0).token_ids) == 60
+
+
+def test_timing_is_since_submission(tiny_base: BaseModel, clock: Callable[[float], None]) -> None:
+    engine = engine_of(tiny_base, slots=1)
+    two = SamplingParams(max_new_tokens=2, ignore_eos=True)
+    first, second, third = (engine.submit(Request([5], two)) for _ in range(3))
+    for _ in range(5):
+        if engine.state().steps == 3:
+            third.cancel()
+        engine.step()
+        clock(1.0)
+    assert first.result(0).timing == Timing(queued=0.0, first_token=0.0, total=1.0)
+    assert second.result(0).timing == Timing(queued=2.0, first_token=2.0, total=3.0)
+    assert third.result(0).timing == Timing(queued=None, first_token=None, total=3.0)
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf"), "1"])
+def test_bad_time_limits_are_refused(timeout: Any) -> None:
+    with pytest.raises(RequestError, match="timeout"):
+        Request([5], timeout=timeout)
+
+
+def test_the_state_says_what_the_engine_is_doing(tiny_base: BaseModel, clock: Callable[[float], None]) -> None:
+    engine = engine_of(tiny_base, slots=2)
+    clock(500.0)
+    for length in (3, 4, 5):
+        engine.submit(Request([5], SamplingParams(max_new_tokens=length, ignore_eos=True)))
+    assert time.monotonic() == engine.last_step  # it has only just got work
+    clock(1.0)
+    before = engine.state()
+    assert (before.active, before.waiting, before.slots, before.steps) == (0, 3, 2, 0)
+    assert before.busy_seconds == 0
+    engine.step()
+    assert engine.last_step == time.monotonic()
+    state = engine.state()
+    assert (state.active, state.waiting, state.steps, state.row_steps, state.output_tokens) == (2, 1, 1, 2, 2)
+    finish(engine)
+    state = engine.state()
+    assert (state.active, state.waiting, state.row_steps, state.output_tokens) == (0, 0, 12, 12)
+    assert list(state.stage_seconds) == list(STAGES)
+    assert state.stage_seconds["verify"] > 0
+    assert state.stage_seconds["draft"] == 0  # plain decoding
+    assert state.busy_seconds == pytest.approx(sum(state.stage_seconds.values()))
 
 
 def test_streamed_pieces_join_to_the_text(tiny_base: BaseModel) -> None:
