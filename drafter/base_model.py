@@ -227,10 +227,17 @@ class BaseModel:
         """A KV cache for `slots` rows of up to `length` positions."""
         return KVCache(self._layer_shapes, slots, length, self.device)
 
-    def prefill(self, cache: KVCache, slot: int, prompt: Tensor) -> Tensor:
-        """Run a prompt `[P]` into `slot`, chunk by chunk; return its hidden states `[P, d]`."""
+    def prefill(self, cache: KVCache, slot: int, prompt: Tensor, start: int = 0) -> Tensor:
+        """Run a prompt `[P]` into `slot`, chunk by chunk; return its hidden states `[P, d]`.
+
+        Args:
+            cache: Holds `start` committed positions of the slot, on which the prompt follows.
+            slot: Where to.
+            prompt: `[P]`, at least one token.
+            start: Position of the prompt's first token.
+        """
         chunks = [
-            self._decoder_hidden(cache, slot, chunk[None], first * _PREFILL_CHUNK)[0]
+            self._decoder_hidden(cache, slot, chunk[None], start + first * _PREFILL_CHUNK)[0]
             for first, chunk in enumerate(prompt.split(_PREFILL_CHUNK))
         ]
         return torch.cat(chunks) if len(chunks) > 1 else chunks[0]

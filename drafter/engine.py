@@ -26,7 +26,7 @@ from drafter.logprobs import PathLogprobs, path_logprobs
 from drafter.penalties import History
 from drafter.requests import Request, TokenLogprob
 from drafter.sampling import SamplingMode, SamplingTable, choose
-from drafter.slots import Handle, Slot
+from drafter.slots import Handle, Ids, Slot
 from drafter.stage_times import StageTimes
 from drafter.statistics import EngineState
 from drafter.token_tree import TokenTree, root_only
@@ -38,6 +38,8 @@ T = TypeVar("T")
 _KV_BUCKET = 64
 """On a GPU, KV lengths are rounded up to this, so that shapes repeat; a CPU would only read more."""
 _DEFAULT_MAX_LENGTH = 2048
+_LEAST_SHARED = 8
+"""Shorter common beginnings of prompts are computed again: that costs no more than to copy them."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ class Engine:
         self._rows = config.slots  # may be in slots together; fewer after memory ran out
         self._times = StageTimes()
         self._steps = self._row_steps = self._output_tokens = self._preemptions = 0
+        self._prefilled_tokens = self._shared_tokens = 0
         self.last_step = time.monotonic()
         self._budget: Budget = FixedBudget(0)
         if drafter.tree_size > 1:
@@ -158,6 +161,8 @@ class Engine:
             steps=self._steps,
             row_steps=self._row_steps,
             output_tokens=self._output_tokens,
+            prefilled_tokens=self._prefilled_tokens,
+            shared_tokens=self._shared_tokens,
             preemptions=self._preemptions,
             stage_seconds=dict(self._times.seconds),
         )
@@ -347,35 +352,53 @@ class Engine:
         """Run all but the last of the request's tokens; the last one is the first pending token.
 
         So every output token comes from a decode step, and plain decoding has exactly one token a forward. A request
-        that has been in a slot before comes with its output.
+        that has been in a slot before comes with its output. What another row begins with is copied from there.
         """
-        index = len(self._slots)
+        index, slot.prefilled = len(self._slots), slot.text
+        donor, shared = self._longest_shared(slot.prefilled)
         # It is in its slot before anything can fail, so that `fail` finds it.
         self._slots.append(slot)
         self._update_mode()
         if slot.entered is None:
             slot.entered = time.monotonic()
         request = slot.handle.request
-        text = torch.tensor(slot.text, device=self.base.device)
+        text = torch.from_numpy(slot.prefilled).to(self.base.device)
         self._tokens[index, : len(text)] = text
         self._lengths[index] = slot.length
         self._sampling.set(index, request.sampling, len(request.prompt_ids), slot.limit)
         self.drafter.admit(index)
-        if slot.length > 0:
-            hidden = self.base.prefill(self._cache, index, text[:-1])
+        if shared:
+            self._copy(donor, index, shared)
+        if shared < slot.length:
+            hidden = self.base.prefill(self._cache, index, text[shared:-1], shared)
             if self._hidden is not None:
-                self._hidden[index, : slot.length] = hidden
+                self._hidden[index, shared : slot.length] = hidden
+        self._prefilled_tokens += slot.length - shared
+        self._shared_tokens += shared
+
+    def _longest_shared(self, text: Ids) -> tuple[int, int]:
+        """The row that begins with most of `text`, and how many tokens that is; 0 if too few to be worth a copy.
+
+        Keys, values and hidden states of a position follow from the tokens up to it alone, in every kind of attention.
+        The last token of either is not counted: as long as it is pending, there is nothing of it to copy.
+        """
+        lengths = [common_prefix(text[:-1], slot.prefilled[:-1]) for slot in self._slots]
+        shared = max(lengths, default=0)
+        return (lengths.index(shared), shared) if shared >= _LEAST_SHARED else (0, 0)
+
+    def _copy(self, source: int, target: int, length: int) -> None:
+        """Copy what the device has of the first `length` positions of slot `source` to slot `target`."""
+        self._cache.move(source, target, length)
+        self._tokens[target, :length] = self._tokens[source, :length]
+        if self._hidden is not None:
+            self._hidden[target, :length] = self._hidden[source, :length]
 
     def _free(self, index: int) -> Slot:
         """Take the request at `index` out; the last active row takes its place."""
         slot, last = self._slots[index], len(self._slots) - 1
         if index != last:
-            length = self._slots[last].length + 1
-            self._cache.move(last, index, length)
-            self._tokens[index, :length] = self._tokens[last, :length]
+            self._copy(last, index, self._slots[last].length + 1)
             self._lengths[index] = self._lengths[last]
-            if self._hidden is not None:
-                self._hidden[index, :length] = self._hidden[last, :length]
             self._sampling.move(last, index)
             self.drafter.move(last, index)
             self._slots[index] = self._slots[last]
@@ -443,6 +466,13 @@ class Engine:
         if self.base.device.type == "cuda":
             torch.cuda.synchronize(self.base.device)
         return result, time.perf_counter() - start
+
+
+def common_prefix(first: Ids, second: Ids) -> int:
+    """How many tokens two texts have in common from the start."""
+    size = min(len(first), len(second))
+    differs = first[:size] != second[:size]
+    return int(differs.argmax()) if differs.any() else size
 
 
 def _placeholder(length: int) -> Slot:

@@ -11,10 +11,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from drafter.detokenizer import Detokenizer, cut_at_stop, safe_length
 from drafter.errors import RequestTimeoutError
 from drafter.requests import FinishReason, Generation, Request, Timing, TokenDelta, TokenLogprob
 from drafter.statistics import DecodeCounts
+
+Ids = npt.NDArray[np.int64]
 
 
 class Handle:
@@ -126,6 +131,7 @@ class Slot:
         tokenizer: Decodes its tokens.
         entered: When it first entered a slot, in monotonic seconds.
         first_token: When it got its first token.
+        prefilled: Its tokens when it last entered a slot.
     """
 
     handle: Handle
@@ -139,6 +145,7 @@ class Slot:
     finish_reason: FinishReason | None = None
     entered: float | None = None
     first_token: float | None = None
+    prefilled: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     _shown: int = 0
     _detokenizer: Detokenizer | None = None
 
@@ -147,9 +154,9 @@ class Slot:
             self._detokenizer = Detokenizer(self.tokenizer)
 
     @property
-    def text(self) -> list[int]:
+    def text(self) -> Ids:
         """Its tokens so far, prompt and output."""
-        return [*self.handle.request.prompt_ids, *self.output]
+        return np.array([*self.handle.request.prompt_ids, *self.output], dtype=np.int64)
 
     def take(self, tokens: list[int], drafted: int, logprobs: list[TokenLogprob] | None) -> int:
         """Enter a step's tokens one by one and stop exactly where plain decoding would; return how many were entered.

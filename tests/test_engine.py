@@ -14,10 +14,11 @@ from drafter.base_model import BaseModel
 from drafter.budget import AdaptiveBudget, Calibration, FixedBudget, LatencyTable, batch_sizes
 from drafter.drafters.ngram import NgramDrafter, lookup
 from drafter.drafters.plain import PlainDecoding
-from drafter.engine import Engine, EngineConfig
+from drafter.engine import Engine, EngineConfig, common_prefix
 from drafter.errors import EngineError, LoadError, QueueFullError, RequestError, RequestTimeoutError
 from drafter.requests import Request, SamplingParams, Timing
 from drafter.stage_times import STAGES
+from tests.heads import make_head
 from tests.models import AdversarialDrafter, SpellingTokenizer, random_prompts
 
 
@@ -79,6 +80,40 @@ def test_the_queue_is_bounded(tiny_base: BaseModel) -> None:
         engine.submit(Request([5]))
     with pytest.raises(QueueFullError, match="2 requests"):
         engine.submit(Request([5]))
+
+
+def test_a_shared_beginning_is_a_copy_bit_for_bit(tiny_base: BaseModel) -> None:
+    drafter = make_head(tiny_base, "ctc").drafter(tiny_base, tree_size=5)
+    engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(slots=4, nodes=4))
+    beginning = list(range(10, 30))
+    prompts = [[*beginning, 5, 6], [*beginning, 7, 8, 9], [3, *beginning], [*beginning, 5, 6]]
+    for prompt in prompts:
+        engine.submit(Request(prompt, SamplingParams(max_new_tokens=30, ignore_eos=True)))
+    engine.step()
+    # The second row shares the beginning with the first, the fourth its whole prompt; the third begins otherwise.
+    shared = {1: 20, 3: 21}
+    state = engine.state()
+    assert (state.shared_tokens, state.prefilled_tokens) == (41, 21 + 2 + 20 + 0)
+    assert engine._hidden is not None
+    parts = [
+        *(buffer.unflatten(1, (4, -1)).transpose(0, 1) for buffer in engine._cache._buffers),
+        engine._hidden[:, None],
+    ]
+    for buffer in parts:
+        for row, length in shared.items():
+            assert torch.equal(buffer[row, :, :length], buffer[0, :, :length])
+    for row in shared:
+        alone = tiny_base.prefill(tiny_base.new_cache(1, 64), 0, torch.tensor(prompts[row][:-1]))
+        assert torch.allclose(engine._hidden[row, : len(prompts[row]) - 1], alone, atol=1e-4)
+
+
+def test_a_common_beginning_is_counted_in_tokens() -> None:
+    def common(first: list[int], second: list[int]) -> int:
+        return common_prefix(np.array(first, dtype=np.int64), np.array(second, dtype=np.int64))
+
+    assert common([1, 2, 3], [1, 2, 4]) == 2
+    assert common([1, 2], [1, 2, 4]) == 2
+    assert common([2], [1]) == common([], [1]) == 0
 
 
 def test_cancelling_frees_the_slot_within_a_step(tiny_base: BaseModel) -> None:

@@ -12,12 +12,14 @@ from drafter.drafters.contract import Drafter
 from drafter.drafters.ensemble import EnsembleDrafter
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.plain import PlainDecoding
+from drafter.engine import Engine, EngineConfig
 from drafter.requests import Request, SamplingParams
 from tests.heads import make_head
 from tests.models import (
     FAMILIES,
     AdversarialDrafter,
     OracleDrafter,
+    SpellingTokenizer,
     generate_reference,
     random_model,
     random_prompts,
@@ -69,6 +71,30 @@ def test_greedy_equals_generate(family: str) -> None:
         assert [one.token_ids for one in found] == expected, name
         accepted = sum(one.counts.num_accepted_draft_tokens for one in found)
         assert accepted > 0 or name in ("none", "adversarial", "heads")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_that_begin_alike_are_read_once(family: str) -> None:
+    """Some prompts are the same, some go on differently; the beginning is longer than any window or chunk."""
+    base = base_of(family)
+    beginning = [3 + place * 7 % 90 for place in range(21)]
+    ends = [[], [5, 6], [5, 7, 8, 9], [], [9] * 11, [5, 6]]
+    requests = [
+        Request(beginning + end, SamplingParams(8 + row, temperature=row % 2, seed=row, presence_penalty=0.5))
+        for row, end in enumerate(ends)
+    ]
+    expected = run_engine(base, PlainDecoding(), requests, slots=1)  # alone: nobody to share with
+    texts = [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)]
+    made = drafters(base, texts)
+    for name in ("oracle", "heads"):
+        engine = Engine(base, made[name], SpellingTokenizer(), EngineConfig(slots=4, nodes=10))
+        handles = [engine.submit(request) for request in requests]
+        while not engine.idle:
+            engine.step()
+        assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in expected], name
+        state = engine.state()
+        assert state.shared_tokens >= 3 * 20  # of those that enter together
+        assert state.shared_tokens + state.prefilled_tokens == sum(len(r.prompt_ids) - 1 for r in requests)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5, 16])
