@@ -38,6 +38,8 @@ T = TypeVar("T")
 _KV_BUCKET = 64
 """On a GPU, KV lengths are rounded up to this, so that shapes repeat; a CPU would only read more."""
 _DEFAULT_MAX_LENGTH = 2048
+_PREFILL_CHUNK = 512
+"""Prompt tokens of one forward, and about as many a step takes on while somebody watches a row's tokens come."""
 _LEAST_SHARED = 8
 """Shorter common beginnings of prompts are computed again: that costs no more than to copy them."""
 
@@ -121,6 +123,9 @@ class Engine:
         drafter.allocate(slots, self._capacity)
         self._kv_bucket = 1 if device.type == "cpu" else _KV_BUCKET
         self._slots: list[Slot] = []
+        # A request that is being prefilled, in the slot behind the active rows, and how many of its tokens are read.
+        self._entering: Slot | None = None
+        self._read = 0
         self._mode = SamplingMode.of([])
         # Log-probabilities that rows have asked for: row → how many of the most probable tokens.
         self._logprobs: dict[int, int] = {}
@@ -155,7 +160,7 @@ class Engine:
     def state(self) -> EngineState:
         """What it is doing and has done. Figures may be a step apart."""
         return EngineState(
-            active=len(self._slots),
+            active=len(self._slots) + (self._entering is not None),
             waiting=len(self._waiting),
             slots=self._rows,
             steps=self._steps,
@@ -170,7 +175,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to decode and nothing waiting."""
-        return not self._slots and not self._waiting
+        return not self._slots and self._entering is None and not self._waiting
 
     @property
     def active(self) -> int:
@@ -186,8 +191,8 @@ class Engine:
         """End every request with `error`; later ones are refused."""
         failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
-        slots = [*self._slots, *self._waiting.close(failure)]
-        self._slots.clear()
+        slots = [*self._in_slots(), *self._waiting.close(failure)]
+        self._slots, self._entering = [], None
         for slot in slots:
             slot.handle.future.set_exception(failure)
 
@@ -215,7 +220,7 @@ class Engine:
             if self._slots:
                 self._decode()
         except torch.OutOfMemoryError:
-            if len(self._slots) <= 1:
+            if len(self._in_slots()) <= 1:
                 raise
             return False  # and only then go on: the error's traceback holds the step's tensors
         return True
@@ -307,7 +312,8 @@ class Engine:
             self._output_tokens += slot.take(tokens[row], nodes[row], logprobs.get(row))
         for index in range(len(self._slots) - 1, -1, -1):
             if self._slots[index].finish_reason is not None:
-                self._free(index).finish()
+                generation = self._slots[index].generation()
+                self._free(index).handle.future.set_result(generation)
 
     # ---- entering and leaving
 
@@ -337,44 +343,69 @@ class Engine:
             tokenizer=self.tokenizer,
         )
 
+    def _in_slots(self) -> list[Slot]:
+        return self._slots if self._entering is None else [*self._slots, self._entering]
+
     def _admit(self) -> None:
-        """Let requests that wait enter free slots."""
-        while len(self._slots) < self._rows:
-            slot = self._waiting.take()
-            if slot is None:
-                break
+        """Let requests that wait enter free slots.
+
+        All at once if nobody watches, as full batches are fastest. Otherwise a step takes on only so much, so that the
+        rows that are watched do not stand still for as long as a long prompt takes.
+        """
+        before = self._prefilled_tokens
+        while self._entering is not None or self._enter():
             self._times.mark("host")
-            self._prefill(slot)
+            self._prefill()
             self._times.mark("prefill")
             self.last_step = time.monotonic()
+            watched = any(slot.handle.streams for slot in self._slots)
+            if watched and self._prefilled_tokens - before >= _PREFILL_CHUNK:
+                break
 
-    def _prefill(self, slot: Slot) -> None:
-        """Run all but the last of the request's tokens; the last one is the first pending token.
+    def _enter(self) -> bool:
+        """Give the next request the slot behind the active rows, if there are both, and say whether there were.
 
-        So every output token comes from a decode step, and plain decoding has exactly one token a forward. A request
-        that has been in a slot before comes with its output. What another row begins with is copied from there.
+        What another row begins with is copied from there. A request that has been in a slot before comes with its
+        output.
         """
-        index, slot.prefilled = len(self._slots), slot.text
-        donor, shared = self._longest_shared(slot.prefilled)
+        slot = self._waiting.take() if len(self._slots) < self._rows else None
+        if slot is None:
+            return False
         # It is in its slot before anything can fail, so that `fail` finds it.
-        self._slots.append(slot)
-        self._update_mode()
+        self._entering, index = slot, len(self._slots)
+        slot.prefilled = slot.text
         if slot.entered is None:
             slot.entered = time.monotonic()
         request = slot.handle.request
-        text = torch.from_numpy(slot.prefilled).to(self.base.device)
-        self._tokens[index, : len(text)] = text
-        self._lengths[index] = slot.length
+        self._tokens[index, : slot.length + 1] = torch.from_numpy(slot.prefilled).to(self.base.device)
         self._sampling.set(index, request.sampling, len(request.prompt_ids), slot.limit)
         self.drafter.admit(index)
-        if shared:
-            self._copy(donor, index, shared)
-        if shared < slot.length:
-            hidden = self.base.prefill(self._cache, index, text[shared:-1], shared)
+        donor, self._read = self._longest_shared(slot.prefilled)
+        if self._read:
+            self._copy(donor, index, self._read)
+        self._shared_tokens += self._read
+        return True
+
+    def _prefill(self) -> None:
+        """Run the next tokens of the request that enters; after all but the last it is active.
+
+        The last one is the first pending token. So every output token comes from a decode step, and plain decoding has
+        exactly one token a forward.
+        """
+        slot, index, start = self._entering, len(self._slots), self._read
+        assert slot is not None
+        stop = min(start + _PREFILL_CHUNK, slot.length)
+        if start < stop:
+            hidden = self.base.prefill(self._cache, index, self._tokens[index, start:stop], start)
             if self._hidden is not None:
-                self._hidden[index, shared : slot.length] = hidden
-        self._prefilled_tokens += slot.length - shared
-        self._shared_tokens += shared
+                self._hidden[index, start:stop] = hidden
+            self._read = stop
+            self._prefilled_tokens += stop - start
+        if stop == slot.length:
+            self._lengths[index] = stop
+            self._slots.append(slot)
+            self._entering = None
+            self._update_mode()
 
     def _longest_shared(self, text: Ids) -> tuple[int, int]:
         """The row that begins with most of `text`, and how many tokens that is; 0 if too few to be worth a copy.
@@ -393,15 +424,22 @@ class Engine:
         if self._hidden is not None:
             self._hidden[target, :length] = self._hidden[source, :length]
 
+    def _move(self, source: int, target: int, slot: Slot) -> None:
+        """`slot`, in slot `source`, goes on in slot `target`."""
+        self._copy(source, target, slot.length + 1)
+        self._lengths[target] = self._lengths[source]
+        self._sampling.move(source, target)
+        self.drafter.move(source, target)
+
     def _free(self, index: int) -> Slot:
-        """Take the request at `index` out; the last active row takes its place."""
+        """Take the request at `index` out; the last active row takes its place, and the one that enters that row's."""
         slot, last = self._slots[index], len(self._slots) - 1
         if index != last:
-            self._copy(last, index, self._slots[last].length + 1)
-            self._lengths[index] = self._lengths[last]
-            self._sampling.move(last, index)
-            self.drafter.move(last, index)
-            self._slots[index] = self._slots[last]
+            self._move(last, index, self._slots[last])
+        if self._entering is not None:
+            self._move(last + 1, last, self._entering)
+        # Last, so that `fail` finds all of them if a move fails.
+        self._slots[index] = self._slots[last]
         self._slots.pop()
         self._update_mode()
         return slot
@@ -412,6 +450,9 @@ class Engine:
         for index in range(len(self._slots) - 1, -1, -1):
             if self._slots[index].handle.unwanted(now):
                 self._free(index).drop()
+        if self._entering is not None and self._entering.handle.unwanted(now):
+            self._entering.drop()
+            self._entering = None
         for slot in self._waiting.take_unwanted(now):
             slot.drop()
 
@@ -421,13 +462,13 @@ class Engine:
         A step writes behind a row's committed tokens and moves its length last. So whatever part of the failed step
         was done, the rows that stay are as they were before it once their lengths are.
         """
-        self._rows = (len(self._slots) + 1) // 2
-        preempted = self._slots[self._rows :]
-        del self._slots[self._rows :]
+        rows = self._in_slots()
+        self._rows = (len(rows) + 1) // 2
+        self._slots, self._entering = rows[: self._rows], None
         self._update_mode()
         self._lengths[: self._rows] = torch.tensor([slot.length for slot in self._slots], device=self.base.device)
-        self._waiting.put_back(preempted)
-        self._preemptions += len(preempted)
+        self._waiting.put_back(rows[self._rows :])
+        self._preemptions += len(rows) - self._rows
         if self.base.device.type == "cuda":
             torch.cuda.empty_cache()  # what is left may be there, but in pieces
 

@@ -131,7 +131,7 @@ class Slot:
         tokenizer: Decodes its tokens.
         entered: When it first entered a slot, in monotonic seconds.
         first_token: When it got its first token.
-        prefilled: Its tokens when it last entered a slot.
+        prefilled: Its tokens when it last entered a slot; all but the last are prefilled.
     """
 
     handle: Handle
@@ -193,15 +193,11 @@ class Slot:
             self.handle.push(TokenDelta(self.output[before:], self._new_text(), logprobs))
         return emitted
 
-    def finish(self) -> None:
-        """Hand over the result; `finish_reason` must be set."""
-        self.handle.future.set_result(self.generation())
-
     def drop(self) -> None:
         """End a request that is unwanted: with what there is if it was cancelled, otherwise as out of time."""
         if self.handle.cancelled:
             self.finish_reason = "cancelled"
-            self.finish()
+            self.handle.future.set_result(self.generation())
         else:
             self.handle.future.set_exception(
                 RequestTimeoutError(

@@ -51,7 +51,7 @@ class EngineState:
     """What an engine is doing, and sums of what it has done.
 
     Args:
-        active: Requests in slots.
+        active: Requests in slots, being prefilled or decoded.
         waiting: Requests that wait for one.
         slots: Requests that may be in slots together: the configuration's, or fewer after memory ran out.
         steps: Decode steps done.

@@ -19,7 +19,7 @@ from drafter.errors import EngineError, LoadError, QueueFullError, RequestError,
 from drafter.requests import Request, SamplingParams, Timing
 from drafter.stage_times import STAGES
 from tests.heads import make_head
-from tests.models import AdversarialDrafter, SpellingTokenizer, random_prompts
+from tests.models import AdversarialDrafter, SpellingTokenizer, random_prompts, run_engine
 
 
 def engine_of(base: BaseModel, **config: object) -> Engine:
@@ -114,6 +114,62 @@ def test_a_common_beginning_is_counted_in_tokens() -> None:
     assert common([1, 2, 3], [1, 2, 4]) == 2
     assert common([1, 2], [1, 2, 4]) == 2
     assert common([2], [1]) == common([], [1]) == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_rows_that_are_watched_do_not_wait_for_a_long_prompt(
+    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr("drafter.engine._PREFILL_CHUNK", 8)
+    engine = engine_of(tiny_base, slots=3)
+    settings = SamplingParams(max_new_tokens=50, ignore_eos=True)
+    first = engine.submit(Request([5], settings), stream=stream)
+    engine.step()
+    long, short = engine.submit(Request(list(range(3, 63)), settings)), engine.submit(Request([6, 7], settings))
+    taken = []
+    while not short.future.done():
+        before = engine.state()
+        engine.step()
+        taken.append(engine.state().prefilled_tokens - before.prefilled_tokens)
+        assert engine.state().row_steps > before.row_steps
+    # 59 tokens of the long prompt and 1 of the short one.
+    assert taken[:9] == ([8, 8, 8, 8, 8, 8, 8, 4, 0] if stream else [60] + [0] * 8)
+    finish(engine)
+    for handle in (first, long, short):
+        alone = run_engine(tiny_base, PlainDecoding(), [handle.request], slots=1)[0]
+        assert handle.result(0).token_ids == alone.token_ids
+
+
+def test_cancelling_while_a_prompt_is_read_makes_room(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafter.engine._PREFILL_CHUNK", 8)
+    engine = engine_of(tiny_base, slots=2)
+    settings = SamplingParams(max_new_tokens=9, ignore_eos=True)
+    watched = engine.submit(Request([5], settings), stream=True)
+    engine.step()
+    long, after = engine.submit(Request(list(range(3, 63)), settings)), engine.submit(Request([6, 7], settings))
+    engine.step()
+    assert (engine.active, engine.state().active, engine.state().waiting) == (1, 2, 1)
+    long.cancel()
+    engine.step()
+    assert long.result(0).token_ids == []
+    assert (engine.active, engine.state().active) == (2, 2)
+    finish(engine)
+    assert len(watched.result(0).token_ids) == len(after.result(0).token_ids) == 9
+
+
+def test_a_failure_reaches_the_request_whose_prompt_is_read(
+    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drafter.engine._PREFILL_CHUNK", 8)
+    engine = engine_of(tiny_base, slots=2)
+    engine.submit(Request([5], SamplingParams(ignore_eos=True)), stream=True)
+    engine.step()
+    long = engine.submit(Request(list(range(3, 63))))
+    engine.step()
+    engine.fail(RuntimeError("device lost"))
+    with pytest.raises(EngineError, match="device lost"):
+        long.result(0)
+    assert engine.idle
 
 
 def test_cancelling_frees_the_slot_within_a_step(tiny_base: BaseModel) -> None:

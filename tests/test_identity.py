@@ -97,6 +97,27 @@ def test_prompts_that_begin_alike_are_read_once(family: str) -> None:
         assert state.shared_tokens + state.prefilled_tokens == sum(len(r.prompt_ids) - 1 for r in requests)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "llama4_text"])
+def test_prompts_that_are_read_in_pieces_while_others_are_decoded(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows end, and move, while a prompt is read behind them; some prompts begin like it."""
+    monkeypatch.setattr("drafter.engine._PREFILL_CHUNK", 4)
+    base = base_of(family)
+    prompts = random_prompts(14, seed=12)
+    prompts[::3] = [list(range(10, 40)) + prompt for prompt in prompts[::3]]
+    requests = [
+        Request(prompt, SamplingParams(5 + row % 7, temperature=row % 2, seed=row, frequency_penalty=0.5))
+        for row, prompt in enumerate(prompts)
+    ]
+    expected = run_engine(base, PlainDecoding(), requests, slots=1)
+    made = drafters(base, [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)])
+    for name in ("none", "oracle", "heads"):
+        engine = Engine(base, made[name], SpellingTokenizer(), EngineConfig(slots=4, nodes=10))
+        handles = [engine.submit(request, stream=True) for request in requests]
+        while not engine.idle:
+            engine.step()
+        assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in expected], name
+
+
 @pytest.mark.parametrize("slots", [1, 2, 5, 16])
 @pytest.mark.parametrize("nodes", [0, 3, 10, "auto"])
 def test_greedy_is_the_same_at_every_batch_and_tree_size(slots: int, nodes: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -126,6 +127,23 @@ def test_memory_may_run_out_at_any_stage(
     check_results(handles, expected)
     assert engine.state().preemptions > 0
     assert engine.state().slots < 8
+
+
+def test_a_prompt_that_is_being_read_is_put_back_too(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafter.engine._PREFILL_CHUNK", 4)
+    requests = requests_of(6)
+    requests[0] = replace(requests[0], prompt_ids=[5])
+    requests[1] = replace(requests[1], prompt_ids=list(range(3, 33)))
+    expected = run_engine(tiny_base, PlainDecoding(), requests, slots=1)
+    monkeypatch.setattr(tiny_base, "prefill", run_out(tiny_base.prefill, {3}))  # of the long prompt
+    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(slots=6))
+    handles = submit_all(engine, requests)
+    for _ in range(3):
+        engine.step()
+    assert (engine.state().active, engine.state().waiting, engine.state().slots) == (1, 5, 1)
+    while not engine.idle:
+        engine.step()
+    check_results(handles, expected)
 
 
 def test_a_row_that_does_not_fit_alone_is_an_error(tiny_base: BaseModel) -> None:
