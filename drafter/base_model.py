@@ -220,6 +220,11 @@ class BaseModel:
         """`[V, d]` weight of the frozen LM head."""
         return self._head.weight  # type: ignore[return-value]
 
+    @property
+    def lm_head_bias(self) -> Tensor | None:
+        """`[V]` bias of the frozen LM head, if it has one."""
+        return getattr(self._head, "bias", None)
+
     # ---- forwards
 
     def new_cache(self, slots: int, length: int) -> KVCache:

@@ -1,7 +1,9 @@
-"""How many draft nodes are worth verifying: speculation must never be slower than not speculating.
+"""How many draft nodes are worth their time: speculation must never be slower than not speculating.
 
-The number of nodes N maximises expected tokens per second, `(rows + Σ_rows Σ_{i≤N} π_i) / latency(rows, N)`. The
-latency is measured on this machine at start; the prices π are calibrated against what is really accepted.
+The number of nodes N maximises expected tokens per second, `(rows + Σ_rows Σ_{i≤N} π_i) / latency(rows, N)`, twice in
+a step: before drafting, from what the last trees promised, for a tree that is not larger than it pays to draft; and
+after it, from the trees' own prices π, for what it pays to verify. Latencies are measured on this machine at start; the
+prices are calibrated against what is really accepted.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class LatencyTable:
         batches: `[K]` rows, rising.
         nodes: `[M]` draft nodes, rising from 0.
         verify: `[K, M]` seconds of the step without drafting.
-        draft: `[K]` seconds of drafting.
+        draft: `[K, M]` seconds of drafting trees of so many nodes; 0 for none.
     """
 
     batches: Floats
@@ -35,10 +37,13 @@ class LatencyTable:
     verify: Floats
     draft: Floats
 
-    def at(self, rows: int) -> tuple[Floats, float]:
-        """Seconds of verifying each of `nodes` `[M]`, and of drafting, for `rows` rows."""
-        verify = np.array([np.interp(rows, self.batches, column) for column in self.verify.T])
-        return verify, float(np.interp(rows, self.batches, self.draft))
+    def at(self, rows: int) -> tuple[Floats, Floats]:
+        """Seconds `[M]` of verifying each of `nodes`, and of drafting them, for `rows` rows."""
+        verify, draft = (
+            np.array([np.interp(rows, self.batches, column) for column in table.T])
+            for table in (self.verify, self.draft)
+        )
+        return verify, draft
 
 
 class Calibration:
@@ -60,8 +65,14 @@ class Calibration:
         real = log_prices > -np.inf
         bucket = np.digitize(log_prices[real], self._EDGES)
         size = len(self._offered)
-        self._offered = self._FADE * self._offered + np.bincount(bucket, minlength=size)
-        self._accepted = self._FADE * self._accepted + np.bincount(bucket[accepted[real]], minlength=size)
+        self.fade(1)
+        self._offered += np.bincount(bucket, minlength=size)
+        self._accepted += np.bincount(bucket[accepted[real]], minlength=size)
+
+    def fade(self, steps: int) -> None:
+        """Old evidence is so many steps older."""
+        self._offered *= self._FADE**steps
+        self._accepted *= self._FADE**steps
 
     def probability(self, log_prices: Floats) -> Floats:
         """Calibrated acceptance probability of nodes at these log prices `[...]`; 0 for padding."""
@@ -81,50 +92,76 @@ class AdaptiveBudget:
         margin: Drafting must promise to be this much faster than plain decoding before it is done.
     """
 
-    _BURN_IN = 32
-    """Steps that draft whatever is promised, until prices are calibrated."""
-    _PROBE_EVERY, _PROBE_STEPS = 128, 8
-    """After so many plain steps, so many that draft: does it pay by now?"""
+    _BURN_IN_ROWS = 16
+    """Trees to see before anything is decided; what they cost is lost where drafting does not pay."""
+    _RENEW_EVERY = 16
+    """Of so many steps that draft, one drafts the largest trees: are more nodes worth it by now?"""
+    _FIRST_PAUSE, _LONGEST_PAUSE = 32, 256
+    """Plain steps before drafting is tried again; twice as many each time that it does not pay."""
     _PACE = 0.1
-    """Weight of the newest step in the running gain."""
+    """Weight of the newest step in running means."""
 
     def __init__(self, table: LatencyTable, margin: float = 0.03) -> None:
         self._table, self._margin = table, margin
         self._calibration = Calibration()
         self._nodes = np.array(table.nodes)
-        # Expected accepted tokens a row at each node count, over the last steps that drafted.
+        # Expected accepted tokens a row at each node count, over the last steps that drafted so many.
         self._gain = np.zeros(len(table.nodes))
-        self._drafted = self._plain = 0
-        self._probing = self._BURN_IN
+        self._seen = np.zeros(len(table.nodes))
+        # How much dearer drafting is, relative to verifying, than it was when the table was made.
+        self._dearness = 1.0
+        self._burn_in = self._BURN_IN_ROWS
+        self._drafts = 0
+        self._plain, self._pause = 0, self._FIRST_PAUSE
 
-    def should_draft(self, rows: int) -> bool:
-        """Whether a step of `rows` rows should draft at all."""
-        if self._probing > 0:
-            self._probing -= 1
-            return True
+    def draft(self, rows: int) -> int:
+        """Nodes to draft in a step of `rows` rows; 0 for plain decoding."""
+        largest = int(self._nodes[-1])
+        if self._burn_in > 0:
+            self._burn_in -= rows
+            return largest
         verify, draft = self._table.at(rows)
-        speculative = (1.0 + self._gain[1:]) / (verify[1:] + draft)
-        if speculative.max() * verify[0] > 1.0 + self._margin:
-            return True
+        rate = (1.0 + self._gain) / (verify + self._dearness * draft)
+        best = int(rate[1:].argmax()) + 1
+        if rate[best] > (1.0 + self._margin) * rate[0]:
+            self._plain, self._pause = 0, self._FIRST_PAUSE
+            self._drafts += 1
+            return largest if self._drafts % self._RENEW_EVERY == 0 else int(self._nodes[best])
         self._plain += 1
-        if self._plain % self._PROBE_EVERY == 0:
-            self._probing = self._PROBE_STEPS
-        return False
+        if self._plain < self._pause:
+            return 0
+        # The text has gone on: what was learnt before the pause counts for less.
+        self._calibration.fade(self._plain)
+        self._seen[:] = 1
+        self._plain, self._pause = 0, min(2 * self._pause, self._LONGEST_PAUSE)
+        return largest
 
     def nodes(self, log_prices: Floats) -> int:
         """Draft nodes to verify, given the rows' trees: log prices `[B, N]` without the root, falling."""
         calibrated = self._calibration.probability(log_prices)
         expected = np.concatenate([[0.0], calibrated.mean(axis=0).cumsum()])
-        gain = expected[np.minimum(self._nodes, len(expected) - 1)]
-        self._drafted += 1
-        pace = max(self._PACE, 1 / self._drafted)
-        self._gain = (1 - pace) * self._gain + pace * gain
+        known = self._nodes < len(expected)
+        gain = expected[self._nodes[known]]
+        self._seen[known] += 1
+        pace = np.maximum(self._PACE, 1 / self._seen[known])
+        self._gain[known] += pace * (gain - self._gain[known])
         verify, _ = self._table.at(len(log_prices))
-        return int(self._nodes[((1.0 + gain) / verify).argmax()])
+        return int(self._nodes[known][((1.0 + gain) / verify[known]).argmax()])
 
     def observe(self, log_prices: Floats, accepted: npt.NDArray[np.bool_]) -> None:
         """Learn which of the verified draft nodes `[B, N]` were accepted."""
         self._calibration.observe(log_prices, accepted)
+
+    def clock(self, rows: int, drafted: int, verified: int, seconds: tuple[float, float]) -> None:
+        """Learn how long a step took to draft and to verify, where the host knows it.
+
+        The table was made with text that means nothing, and a search may cost more or less on real text. Only the
+        ratio of the two counts: what else runs on the machine slows down both.
+        """
+        verify, draft = self._table.at(rows)
+        expected = np.interp(drafted, self._nodes, draft) / np.interp(verified, self._nodes, verify)
+        found = seconds[0] / seconds[1] / expected
+        self._dearness += self._PACE * (float(np.clip(found, 0.1, 10.0)) - self._dearness)
 
 
 class FixedBudget:
@@ -133,15 +170,18 @@ class FixedBudget:
     def __init__(self, nodes: int) -> None:
         self._nodes = nodes
 
-    def should_draft(self, rows: int) -> bool:
-        """Whether any node is wanted."""
-        return self._nodes > 0
+    def draft(self, rows: int) -> int:
+        """The fixed number, whatever the rows."""
+        return self._nodes
 
     def nodes(self, log_prices: Floats) -> int:
         """The fixed number, whatever the tree."""
         return min(self._nodes, int(log_prices.shape[1]))
 
     def observe(self, log_prices: Floats, accepted: npt.NDArray[np.bool_]) -> None:
+        """Nothing to learn."""
+
+    def clock(self, rows: int, drafted: int, verified: int, seconds: tuple[float, float]) -> None:
         """Nothing to learn."""
 
 

@@ -229,8 +229,9 @@ class Engine:
         rows = len(self._slots)
         context = self._context(rows)
         self._times.mark("host")
-        if self._budget.should_draft(rows):
-            tree = self.drafter.propose(context)
+        begun = time.perf_counter()
+        if nodes := min(self._budget.draft(rows), self.drafter.tree_size - 1):
+            tree = self.drafter.propose(context, nodes + 1)
             prices = tree.log_prices[:, 1:].cpu().numpy().astype(np.float64)
             self._times.mark("draft")
             drafted = self._budget.nodes(prices)
@@ -238,8 +239,11 @@ class Engine:
             self._times.mark("host")
         else:
             tree, prices, drafted = root_only(context.pending), None, 0
+        between = time.perf_counter()
         verdict = self._verify(tree, rows)
         self._times.mark("verify")
+        if nodes and self.base.device.type == "cpu":  # elsewhere the work has only been queued
+            self._budget.clock(rows, nodes, drafted, (between - begun, time.perf_counter() - between))
         self._commit(verdict)
         self._times.mark("commit")
         self._deliver(verdict, tree, prices, drafted)
@@ -486,17 +490,22 @@ class Engine:
         Every round takes every shape once, and the least time counts: what else runs on the machine can only add to
         it, and rarely adds to the same shape each time. A round before them warms up.
         """
-        counts = tuple(count for count in NODE_COUNTS if count < self.drafter.tree_size)
+        most = self.drafter.tree_size - 1
+        counts = tuple(sorted({count for count in NODE_COUNTS if count < most} | {most}))
         batches = batch_sizes(self.config.slots)
         middle = min(256, self.max_length // 2)
         self._lengths.fill_(middle)
-        verify, draft = np.zeros((rounds + 1, len(batches), len(counts))), np.zeros((rounds + 1, len(batches)))
+        verify = np.zeros((rounds + 1, len(batches), len(counts)))
+        draft = np.zeros_like(verify)
         for turn in range(rounds + 1):
             for i, rows in enumerate(batches):
                 self._slots = [_placeholder(middle)] * rows
-                tree, draft[turn, i] = self._timed(partial(self.drafter.propose, self._context(rows)))
+                context = self._context(rows)
+                tree = root_only(context.pending)
                 for j, count in enumerate(counts):
-                    _, verify[turn, i, j] = self._timed(partial(self._verify, tree.leading(count + 1), rows))
+                    if count:
+                        tree, draft[turn, i, j] = self._timed(partial(self.drafter.propose, context, count + 1))
+                    _, verify[turn, i, j] = self._timed(partial(self._verify, tree, rows))
         self._slots = []
         return LatencyTable(np.array(batches, dtype=np.float64), counts, verify[1:].min(axis=0), draft[1:].min(axis=0))
 

@@ -95,7 +95,7 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def drafter(self, base: BaseModel, tree_size: int, tree: Tree = "exact") -> Drafter:
-        """What the engine drafts with. The head is on the base's device, in its dtype.
+        """What the engine drafts with: the head as it is now, on the base's device and in its dtype.
 
         Args:
             base: The head's base.

@@ -92,8 +92,8 @@ class AdversarialDrafter(Drafter):
         self.tree_size, self.depth = tree_size, depth
         self._rng = torch.Generator().manual_seed(seed)
 
-    def propose(self, context: DraftContext) -> TokenTree:
-        batch, count = context.tokens.shape[0], self.tree_size - 1
+    def propose(self, context: DraftContext, size: int) -> TokenTree:
+        batch, count = context.tokens.shape[0], size - 1
         parents = torch.stack(
             [torch.randint(-1, max(i, 1), (batch,), generator=self._rng).clamp_max(i - 1) for i in range(count)], 1
         )
@@ -111,9 +111,7 @@ class AdversarialDrafter(Drafter):
         for i in range(count):
             parent = parents[:, i : i + 1]
             drop[:, i] |= (parent >= 0)[:, 0] & drop.gather(1, parent.clamp_min(0))[:, 0]
-        return from_nodes(
-            context.pending, tokens, parents, depths, prices.masked_fill(drop, -torch.inf), self.tree_size
-        )
+        return from_nodes(context.pending, tokens, parents, depths, prices.masked_fill(drop, -torch.inf), size)
 
 
 class OracleDrafter(Drafter):
@@ -122,7 +120,7 @@ class OracleDrafter(Drafter):
     def __init__(self, texts: list[list[int]], depth: int = 5) -> None:
         self.texts, self.depth, self.tree_size = texts, depth, 2 * depth + 1
 
-    def propose(self, context: DraftContext) -> TokenTree:
+    def propose(self, context: DraftContext, size: int) -> TokenTree:
         batch = context.tokens.shape[0]
         tokens = torch.zeros(batch, 2 * self.depth, dtype=torch.long)
         for row in range(batch):
@@ -142,7 +140,7 @@ class OracleDrafter(Drafter):
             parents,
             depths.expand(batch, -1),
             -depths.expand(batch, -1).float(),
-            self.tree_size,
+            size,
         )
 
 

@@ -51,7 +51,8 @@ def test_two_hundred_requests_through_eight_slots_grow_nothing(tiny_base: BaseMo
         sizes.append(live_bytes())
     assert engine.nbytes == before
     assert [buffer.data_ptr() for buffer in engine._cache._buffers] == pointers
-    assert sizes[-1] <= sizes[0]
+    # The last step's own tensors stay, which differ by a little; 150 requests must not leave 50 bytes each.
+    assert sizes[-1] - sizes[0] < 150 * 50, sizes
 
 
 @pytest.mark.parametrize(
@@ -342,7 +343,7 @@ TABLE = LatencyTable(
     batches=np.array([1.0, 8.0]),
     nodes=(0, 4, 8),
     verify=np.array([[1.0, 1.2, 1.5], [2.0, 5.0, 12.0]]),
-    draft=np.array([0.2, 0.5]),
+    draft=np.array([[0.0, 0.2, 0.2], [0.0, 0.5, 0.5]]),
 )
 LIKELY = np.log(np.full((1, 8), 0.5))
 
@@ -350,9 +351,9 @@ LIKELY = np.log(np.full((1, 8), 0.5))
 def test_latencies_are_interpolated_between_batches() -> None:
     verify, draft = TABLE.at(1)
     assert verify.tolist() == [1.0, 1.2, 1.5]
-    assert TABLE.at(8)[1] == 0.5
+    assert TABLE.at(8)[1].tolist() == [0.0, 0.5, 0.5]
     assert 1.2 < TABLE.at(4)[0][1] < 5.0
-    assert draft == 0.2
+    assert draft.tolist() == [0.0, 0.2, 0.2]
 
 
 def test_the_budget_takes_the_best_ratio_of_tokens_to_time() -> None:
@@ -363,23 +364,37 @@ def test_the_budget_takes_the_best_ratio_of_tokens_to_time() -> None:
     assert budget.nodes(np.log(np.full((8, 8), 0.5))) == 4  # 2, 3 and 5 tokens a row in 2, 5 and 12
 
 
-def decisions(budget: AdaptiveBudget, price: float, accepted: float, steps: int) -> list[bool]:
-    """Whether each of `steps` steps of eight rows drafts, where nodes of `price` come true this often."""
-    prices = np.log(np.full((8, 8), price))
+def decisions(budget: AdaptiveBudget, price: float, accepted: float, steps: int) -> list[int]:
+    """Nodes drafted in each of `steps` steps of eight rows, where nodes of `price` come true this often."""
     made = []
     for _ in range(steps):
-        made.append(budget.should_draft(8))
+        made.append(budget.draft(8))
         if made[-1]:
+            prices = np.log(np.full((8, made[-1]), price))
             budget.nodes(prices)
-            budget.observe(prices, np.arange(64).reshape(8, 8) < accepted * 64)
+            budget.observe(prices, np.arange(prices.size).reshape(prices.shape) < accepted * prices.size)
     return made
 
 
-def test_speculation_switches_off_where_it_does_not_pay_and_looks_again() -> None:
+def test_speculation_switches_off_where_it_does_not_pay_and_looks_again_ever_less_often() -> None:
+    made = decisions(AdaptiveBudget(TABLE), price=0.05, accepted=0.05, steps=2 + 32 + 64 + 128 + 2 * 256)
+    assert [step for step, nodes in enumerate(made) if nodes] == [0, 1, 33, 97, 225, 481, 737]
+
+
+def test_no_more_is_drafted_than_pays() -> None:
+    """Two and three tokens a row in 5 and 12 seconds: the small tree, with a look at the large one now and then."""
+    made = decisions(AdaptiveBudget(TABLE), price=0.5, accepted=0.5, steps=100)
+    assert made[:2] == [8, 8]
+    assert set(made[2:]) == {4, 8}
+    assert made.count(8) == 2 + 98 // 16
+
+
+def test_a_search_that_turns_out_dear_is_used_less() -> None:
     budget = AdaptiveBudget(TABLE)
-    decisions(budget, price=0.05, accepted=0.05, steps=100)
-    later = decisions(budget, price=0.05, accepted=0.05, steps=136 * 5)
-    assert sum(later) == 8 * 5
+    assert all(decisions(budget, price=0.5, accepted=0.5, steps=20))
+    for _ in range(100):  # drafting takes ten times as long as in the table, on a machine that is half as fast
+        budget.clock(8, 4, 4, (2 * 10 * 0.5, 2 * 5.0))
+    assert decisions(budget, price=0.5, accepted=0.5, steps=20) == [0] * 20
 
 
 def test_a_modest_drafter_is_found_out() -> None:
@@ -390,8 +405,7 @@ def test_a_modest_drafter_is_found_out() -> None:
 
 def test_speculation_comes_back_when_the_text_allows() -> None:
     budget = AdaptiveBudget(TABLE)
-    decisions(budget, price=0.3, accepted=0.1, steps=400)
-    assert not budget.should_draft(8)
+    assert not any(decisions(budget, price=0.3, accepted=0.1, steps=400)[-30:])
     assert all(decisions(budget, price=0.3, accepted=0.8, steps=4000)[-200:])
 
 
@@ -407,7 +421,7 @@ def test_calibration_follows_what_is_accepted() -> None:
 
 def test_a_fixed_budget_is_fixed() -> None:
     assert FixedBudget(4).nodes(LIKELY) == 4
-    assert not FixedBudget(0).should_draft(1)
+    assert FixedBudget(4).draft(1) == 4
 
 
 def test_batch_sizes_are_powers_of_two_and_the_slots() -> None:

@@ -45,8 +45,8 @@ class Small(Drafter):
         self.tree_size, self.depth, self.reads_hidden = inner.tree_size, inner.depth, inner.reads_hidden
         self.allocate, self.admit, self.move = inner.allocate, inner.admit, inner.move  # type: ignore[method-assign]
 
-    def propose(self, context: DraftContext) -> TokenTree:
-        tree = self._inner.propose(context)  # so that its memory has moved on when the step fails
+    def propose(self, context: DraftContext, size: int) -> TokenTree:
+        tree = self._inner.propose(context, size)  # so that its memory has moved on when the step fails
         if context.tokens.shape[0] > self._rows:
             raise torch.OutOfMemoryError("no memory for the tree")
         return tree

@@ -159,7 +159,7 @@ def best_lattice_trie(
     rows = torch.arange(batch, device=device)[:, None]
     arrival = torch.eye(1, band, device=device).expand(batch, 1, band)
     price = torch.zeros((batch, 1), device=device)
-    width, before = 1, -1
+    width, found, before = 1, 1, -1
     levels: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     on_host = device.type == "cpu"  # elsewhere looking at prices would mean waiting for the device
     state = model.start()
@@ -174,26 +174,34 @@ def best_lattice_trie(
         if keep < 1:
             break
         arrivals = torch.stack(mass, 2)[..., None] * emit
-        best, index = arrivals.sum(2).flatten(1).topk(keep, sorted=False)
+        best, index = arrivals.sum(2).flatten(1).topk(keep)
         parent, token = index // vocabulary, index % vocabulary
         price = torch.minimum(best.log(), price.gather(1, parent))
         levels.append((token, parent + before, price, torch.full_like(token, level + 1)))
-        if on_host and _complete(levels, size):
+        before = 0 if level == 0 else before + found
+        found = keep
+        width = _promising([level[2] for level in levels], size) if on_host else keep
+        if width == 0:
             break
-        before = 0 if level == 0 else before + width
+        parent, token, price = parent[:, :width], token[:, :width], price[:, :width]
         arrival = arrivals[rows, parent, :, token]
         state = model.extend(state[rows, parent], token)
-        width = keep
     if not levels:
         return root_only(pending)
     tokens, parents, prices, depths = (torch.cat(part, 1) for part in zip(*levels, strict=True))
     return from_nodes(pending, tokens, parents, depths, prices, size)
 
 
-def _complete(levels: list[tuple[Tensor, Tensor, Tensor, Tensor]], size: int) -> bool:
-    """Whether every tree is full of prefixes at least as probable as any of the last level, and so of the next."""
-    prices = torch.cat([price for _, _, price, _ in levels], 1)
-    if prices.shape[1] < size - 1:
-        return False
-    last = prices.topk(size - 1, sorted=False).values.amin(1)
-    return bool((levels[-1][2].amax(1) <= last).all())
+def _promising(prices: list[Tensor], size: int) -> int:
+    """How many of the last level's prefixes some row may still need: those below a full tree have no child in it.
+
+    Args:
+        prices: `[B, K]` of each level, falling in the last.
+        size: Nodes of a tree, root included.
+    """
+    found = torch.cat(prices, 1)
+    if found.shape[1] < size - 1:
+        return prices[-1].shape[1]
+    worst = found.topk(size - 1, sorted=False).values.amin(1, keepdim=True)
+    needed = (prices[-1] > worst).any(0).nonzero()
+    return int(needed[-1]) + 1 if len(needed) else 0

@@ -49,15 +49,20 @@ class Drafter(ABC):
     """
 
     tree_size: int
-    """Nodes of the trees it proposes, root included."""
+    """Nodes of the largest trees it proposes, root included."""
     depth: int
     """No proposed node lies deeper."""
     reads_hidden: bool = False
     """Whether it reads `DraftContext.hidden`; the engine keeps hidden states only for drafters that do."""
 
     @abstractmethod
-    def propose(self, context: DraftContext) -> TokenTree:
-        """Trees `[B, tree_size]` for the context's rows, rooted at their pending tokens."""
+    def propose(self, context: DraftContext, size: int) -> TokenTree:
+        """Trees `[B, size]` for the context's rows, rooted at their pending tokens.
+
+        Args:
+            context: The rows so far.
+            size: Nodes of each tree, root included: from 2 to `tree_size`.
+        """
 
     def allocate(self, slots: int, length: int) -> None:  # noqa: B027 - stateless drafters have nothing to do
         """Make room for `slots` rows of up to `length` tokens. Called once."""

@@ -20,7 +20,8 @@ from drafter.chosen import chosen_log_probs
 from drafter.ctc.loss import ctc_loss, lattice_prefix_loss, prefix_loss
 from drafter.ctc.static_tree import static_tree
 from drafter.ctc.trie import LATTICE_BEAM, best_lattice_trie, best_trie
-from drafter.drafters.frames import FrameHead, last_tokens
+from drafter.drafters.frames import FrameHead, Search, last_tokens
+from drafter.lender import Lender
 from drafter.losses import Labels, LossSum, cross_entropy
 from drafter.modules.attention import AttentionModule
 from drafter.modules.residual import ResidualBlocks
@@ -31,6 +32,8 @@ from drafter.training.targets import DraftBatch
 
 _CANDIDATES = 64
 """Tokens a row that the exact search looks at (see `best_trie`)."""
+_TABLE_ENTRIES = 1 << 24
+"""On a CPU, where reading weights is what a small product costs, tables of up to this many numbers replace one."""
 
 
 @dataclass(frozen=True)
@@ -224,21 +227,56 @@ class CTCHead(FrameHead):
             states = states + layer(states)
         return states
 
-    def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
+    def search(self, states: Tensor, recent: Tensor, lender: Lender, size: int, tree: Tree) -> TokenTree:
         """The best trie of the frames, or the published tree; see `FrameHead.search`."""
         config, pending = self.config, recent[:, -1]
         if config.label_context:
-            lattice = _Lattice(self, base, states, recent)
-            return best_lattice_trie(lattice, pending, config.num_frames, config.band, config.depth, size, LATTICE_BEAM)
+            return self._search_lattice(states, recent, lender, size, lambda labels: self.label_terms(labels, lender))
         if config.loss == "ce":
-            log_probs = self.token_log_probs(states, base.lm_head)
+            log_probs = self.token_log_probs(states, lender.lm_head)
             if tree == "static":
                 return static_tree(log_probs, pending, config.depth, size, blank=False)
             return best_product_trie(log_probs, pending, size)
-        log_probs = self.log_probs(states, base.lm_head)
+        log_probs = self.log_probs(states, lender.lm_head)
         if tree == "static":
             return static_tree(log_probs, pending, config.depth, size)
         return best_trie(log_probs, pending, config.depth, size, _CANDIDATES)
+
+    def prepared_search(self, lender: Lender, tree: Tree) -> Search:
+        """See `FrameHead.prepared_search`. What a label adds to the joint is looked up where a table of it is small."""
+        config = self.config
+        table_size = config.label_context * config.vocab_size * config.joint_size
+        if not 0 < table_size <= _TABLE_ENTRIES or lender.device.type != "cpu":
+            return super().prepared_search(lender, tree)
+        table = self._label_table(lender)
+        offsets = torch.arange(config.label_context) * config.vocab_size
+
+        def looked_up(labels: Tensor) -> Tensor:
+            bags = F.embedding_bag((labels + offsets).flatten(0, 1), table, mode="sum")
+            return bags.unflatten(0, labels.shape[:2])
+
+        return lambda states, recent, size: self._search_lattice(states, recent, lender, size, looked_up)
+
+    def label_terms(self, labels: Tensor, lender: Lender) -> Tensor:
+        """What the last labels `[B, K, c]`, newest last, add to the joint's first layer: `[B, K, joint_size]`."""
+        return self.joint_labels(self.label_norm(lender.embed(labels)).flatten(2))  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _label_table(self, lender: Lender) -> Tensor:
+        """`[c · V, joint_size]`: what each token adds as each of the last labels; sums of rows are `label_terms`."""
+        config = self.config
+        labels = self.label_norm(lender.embed(torch.arange(config.vocab_size)))
+        weights = self.joint_labels.weight.unflatten(1, (config.label_context, config.hidden_size))
+        return torch.cat([labels @ weights[:, place].T for place in range(config.label_context)])
+
+    def _search_lattice(
+        self, states: Tensor, recent: Tensor, lender: Lender, size: int, label_terms: Callable[[Tensor], Tensor]
+    ) -> TokenTree:
+        config = self.config
+        lattice = _Lattice(self, lender, states, recent, label_terms)
+        return best_lattice_trie(
+            lattice, recent[:, -1], config.num_frames, config.band, config.depth, size, LATTICE_BEAM
+        )
 
     def refuse_tree(self, tree: Tree) -> None:
         """Raise `ValueError` for a tree that these frames do not have."""
@@ -249,8 +287,15 @@ class CTCHead(FrameHead):
 class _Lattice:
     """`LabelModel` of a head's frames `[B, T, d]`: a path's state is its last `c` tokens."""
 
-    def __init__(self, head: CTCHead, base: BaseModel, states: Tensor, recent: Tensor) -> None:
-        self._head, self._base, self._recent = head, base, recent
+    def __init__(
+        self,
+        head: CTCHead,
+        lender: Lender,
+        states: Tensor,
+        recent: Tensor,
+        label_terms: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._head, self._lender, self._recent, self._label_terms = head, lender, recent, label_terms
         self._states, self._joint = states[:, None], head.joint_frames(states)[:, None]
 
     def start(self) -> Tensor:
@@ -258,10 +303,10 @@ class _Lattice:
 
     def score(self, first: int, stop: int, state: Tensor) -> tuple[Tensor, Tensor]:
         head = self._head
-        known = head.joint_labels(head.label_norm(self._base.embed(state)).flatten(2))[:, :, None]
+        known = self._label_terms(state)[:, :, None]
         states = head.norm(head.joint(self._states[:, :, first:stop], self._joint[:, :, first:stop] + known))
         blank, said = head.blank_log_probs(states)
-        return self._base.lm_head(states).float().log_softmax(-1) + said, blank[..., 0]
+        return self._lender.lm_head(states).float().log_softmax(-1) + said, blank[..., 0]
 
     def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
         return torch.cat([state[..., 1:], tokens[..., None]], 2)

@@ -15,10 +15,10 @@ class EnsembleDrafter(Drafter):
         self.depth = max(first.depth, second.depth)
         self.reads_hidden = first.reads_hidden or second.reads_hidden
 
-    def propose(self, context: DraftContext) -> TokenTree:
-        """Trees `[B, tree_size]`."""
-        first, second = (member.propose(context) for member in self.members)
-        return merge(first, second, self.depth, self.tree_size)
+    def propose(self, context: DraftContext, size: int) -> TokenTree:
+        """Trees `[B, size]`."""
+        first, second = (member.propose(context, min(size, member.tree_size)) for member in self.members)
+        return merge(first, second, self.depth, size)
 
     def allocate(self, slots: int, length: int) -> None:
         """Make room in both."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from drafter.base_model import BaseModel
 from drafter.drafters.contract import DraftContext, Drafter
+from drafter.lender import Lender, draft_dtype, lend
 from drafter.modules.contract import DraftModule
 from drafter.pretrained import DraftHead, Tree
 from drafter.token_tree import TokenTree
+
+Search = Callable[[Tensor, Tensor, int], TokenTree]
+"""Frame states `[B, T, d]`, recent tokens `[B, recent_tokens]` and a size → trees `[B, size]`."""
 
 
 class FrameHead(DraftHead):
@@ -22,16 +28,20 @@ class FrameHead(DraftHead):
     """How many of the text's last tokens the search looks at, the pending one included."""
 
     @abstractmethod
-    def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
+    def search(self, states: Tensor, recent: Tensor, lender: Lender, size: int, tree: Tree) -> TokenTree:
         """Trees of `size` nodes, root included.
 
         Args:
             states: `[B, T, d]` frame states.
             recent: `[B, recent_tokens]` last tokens, the pending one last.
-            base: Lends its embedding and LM head.
+            lender: Lends the base's embedding and LM head.
             size: Nodes of a tree.
             tree: As in `DraftHead.drafter`.
         """
+
+    def prepared_search(self, lender: Lender, tree: Tree) -> Search:
+        """`search` of weights that change no more: what follows from them alone may be computed here, once."""
+        return lambda states, recent, size: self.search(states, recent, lender, size, tree)
 
     def refuse_tree(self, tree: Tree) -> None:
         """Raise `ValueError` for a kind of tree that the head does not have."""
@@ -56,9 +66,14 @@ class FrameDrafter(Drafter):
     reads_hidden = True
 
     def __init__(self, head: FrameHead, base: BaseModel, tree_size: int, tree: Tree) -> None:
-        self._head, self._base, self._tree = head, base, tree
+        dtype = draft_dtype(base)
+        if dtype != base.dtype:
+            head = copy.deepcopy(head).to(dtype)
+        lender = lend(base, dtype)
         self.tree_size, self.depth = tree_size, head.config.depth
-        self._reader = head.module.reader(base)
+        self._recent_tokens = head.recent_tokens
+        self._reader = head.module.reader(lender)
+        self._search = head.prepared_search(lender, tree)
 
     def allocate(self, slots: int, length: int) -> None:
         """Make room for what the module remembers."""
@@ -72,11 +87,11 @@ class FrameDrafter(Drafter):
         """What was read of the row moves with it."""
         self._reader.move(source, target)
 
-    def propose(self, context: DraftContext) -> TokenTree:
-        """Trees `[B, tree_size]`: read what is new, compute the frames, search."""
+    def propose(self, context: DraftContext, size: int) -> TokenTree:
+        """Trees `[B, size]`: read what is new, compute the frames, search."""
         states = self._reader.read(context)
-        recent = last_tokens(context.tokens, context.lengths[:, None], self._head.recent_tokens)[:, 0]
-        return self._head.search(states, recent, self._base, self.tree_size, self._tree)
+        recent = last_tokens(context.tokens, context.lengths[:, None], self._recent_tokens)[:, 0]
+        return self._search(states, recent, size)
 
 
 def last_tokens(tokens: Tensor, anchors: Tensor, count: int) -> Tensor:

@@ -17,6 +17,7 @@ from drafter.base_model import BaseModel
 from drafter.chosen import chosen_log_probs
 from drafter.ctc.trie import LATTICE_BEAM, best_lattice_trie
 from drafter.drafters.frames import FrameHead, last_tokens
+from drafter.lender import Lender
 from drafter.losses import Labels, LossSum, cross_entropy
 from drafter.modules.attention import AttentionModule
 from drafter.modules.contract import DraftModule
@@ -108,15 +109,15 @@ class HydraHead(FrameHead):
         log_probs = chosen_log_probs(base, self.norm(torch.stack(states, 1)), labels.tokens)
         return cross_entropy(log_probs, labels, batch.lengths[real], self.config.depth_decay)
 
-    def log_probs(self, states: Tensor, base: BaseModel) -> Tensor:
+    def log_probs(self, states: Tensor, lender: Lender) -> Tensor:
         """`[..., V]` float32 log-probabilities of head states `[..., d]`."""
-        return base.lm_head(self.norm(states)).float().log_softmax(-1)
+        return lender.lm_head(self.norm(states)).float().log_softmax(-1)
 
-    def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
+    def search(self, states: Tensor, recent: Tensor, lender: Lender, size: int, tree: Tree) -> TokenTree:
         """The best trie of the heads' conditionals, within a beam; see `FrameHead.search`."""
         depth = self.config.depth
         return best_lattice_trie(
-            _Paths(self, base, states[:, 0], recent), recent[:, -1], depth, 1, depth, size, LATTICE_BEAM
+            _Paths(self, lender, states[:, 0], recent), recent[:, -1], depth, 1, depth, size, LATTICE_BEAM
         )
 
     def refuse_tree(self, tree: Tree) -> None:
@@ -128,16 +129,16 @@ class HydraHead(FrameHead):
 class _Paths:
     """`LabelModel` of the heads: a path's state is the tokens on it, the root's first."""
 
-    def __init__(self, head: HydraHead, base: BaseModel, states: Tensor, recent: Tensor) -> None:
-        self._head, self._base, self._states, self._root = head, base, states, recent[:, -1:]
+    def __init__(self, head: HydraHead, lender: Lender, states: Tensor, recent: Tensor) -> None:
+        self._head, self._lender, self._states, self._root = head, lender, states, recent[:, -1:]
 
     def start(self) -> Tensor:
         return self._root[:, None]
 
     def score(self, first: int, stop: int, state: Tensor) -> tuple[Tensor, Tensor]:
-        path = self._head.embedding_norm(self._base.embed(state)).flatten(2)
+        path = self._head.embedding_norm(self._lender.embed(state)).flatten(2)
         hidden = self._states[:, None].expand(-1, path.shape[1], -1)
-        log_probs = self._head.log_probs(self._head.heads[first](hidden, path), self._base)[:, :, None]
+        log_probs = self._head.log_probs(self._head.heads[first](hidden, path), self._lender)[:, :, None]
         return log_probs, log_probs[..., 0]  # a band of 1 has no use for a blank
 
     def extend(self, state: Tensor, tokens: Tensor) -> Tensor:

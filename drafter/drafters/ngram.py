@@ -24,7 +24,7 @@ class NgramDrafter(Drafter):
     """Continuations of the most recent matches of the row's last one to three tokens.
 
     Args:
-        tree_size: Nodes of a tree, root included.
+        tree_size: Nodes of the largest tree, root included.
         depth: Tokens of a continuation.
         matches: Continuations that a tree merges.
     """
@@ -32,14 +32,14 @@ class NgramDrafter(Drafter):
     def __init__(self, tree_size: int = 17, depth: int = 8, matches: int = 4) -> None:
         self.tree_size, self.depth, self.matches = tree_size, depth, matches
 
-    def propose(self, context: DraftContext) -> TokenTree:
-        """Trees `[B, tree_size]`; a row without a match gets a lone root."""
+    def propose(self, context: DraftContext, size: int) -> TokenTree:
+        """Trees `[B, size]`; a row without a match gets a lone root."""
         width = context.longest + 1
         tokens, lengths = context.tokens[:, :width], context.lengths
         paths, log_weight = lookup(tokens, lengths, self.depth, self.matches)
         fading = torch.arange(1, self.depth + 1, device=tokens.device) * math.log(_FADING)
         prices = (log_weight[:, :, None] + fading).masked_fill(paths == PAD_TOKEN, -torch.inf)
-        return from_paths(context.pending, paths, prices, self.tree_size)
+        return from_paths(context.pending, paths, prices, size)
 
 
 def lookup(tokens: Tensor, lengths: Tensor, depth: int, matches: int) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,6 @@ class PlainDecoding(Drafter):
     tree_size = 1
     depth = 0
 
-    def propose(self, context: DraftContext) -> TokenTree:
+    def propose(self, context: DraftContext, size: int) -> TokenTree:
         """Trees `[B, 1]`."""
         return root_only(context.pending)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from drafter.base_model import BaseModel
 from drafter.drafters.contract import DraftContext
+from drafter.lender import Lender
 from drafter.modules.contract import DraftModule, FrameReader, hidden_before, newest_hidden
 
 
@@ -18,11 +19,14 @@ class LastHidden(DraftModule):
         """Frames `[B, A, 1, d]`; see `DraftModule.forward`."""
         return hidden_before(hidden, anchors)[:, :, None]
 
-    def reader(self, base: BaseModel) -> FrameReader:
+    def reader(self, lender: Lender) -> FrameReader:
         """A reader without memory."""
-        return _LastHiddenReader()
+        return _LastHiddenReader(lender.dtype)
 
 
 class _LastHiddenReader(FrameReader):
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
     def read(self, context: DraftContext) -> Tensor:
-        return newest_hidden(context)[:, None]
+        return newest_hidden(context)[:, None].to(self._dtype)

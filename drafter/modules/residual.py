@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafter.base_model import BaseModel
 from drafter.drafters.contract import DraftContext
+from drafter.lender import Lender
 from drafter.modules.contract import DraftModule, FrameReader, hidden_before, newest_hidden
 
 
@@ -40,14 +40,14 @@ class ResidualBlocks(DraftModule):
         """Frames `[..., T, d]` of hidden states `[..., d]`."""
         return torch.stack([hidden + F.silu(block(hidden)) for block in self.blocks], -2)
 
-    def reader(self, base: BaseModel) -> FrameReader:
+    def reader(self, lender: Lender) -> FrameReader:
         """A reader without memory."""
-        return _ResidualReader(self)
+        return _ResidualReader(self, lender.dtype)
 
 
 class _ResidualReader(FrameReader):
-    def __init__(self, module: ResidualBlocks) -> None:
-        self._module = module
+    def __init__(self, module: ResidualBlocks, dtype: torch.dtype) -> None:
+        self._module, self._dtype = module, dtype
 
     def read(self, context: DraftContext) -> Tensor:
-        return self._module.frames(newest_hidden(context))
+        return self._module.frames(newest_hidden(context).to(self._dtype))

@@ -220,7 +220,7 @@ def test_with_a_band_of_one_the_blank_has_no_part() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 10_000), size=st.integers(2, 12), band=st.integers(1, 3), beam=st.sampled_from([None, 3]))
-def test_stopping_early_changes_no_tree(seed: int, size: int, band: int, beam: int | None) -> None:
+def test_dropping_what_cannot_be_in_a_tree_changes_none(seed: int, size: int, band: int, beam: int | None) -> None:
     """A row of the batch may be complete long before another."""
     before = torch.tensor([[3], [4], [5]])
     model = last_labels(seed, 6, 9, before)
@@ -228,7 +228,7 @@ def test_stopping_early_changes_no_tree(seed: int, size: int, band: int, beam: i
     model = LastLabels(model.table.log_softmax(-1), before)
     tree = best_lattice_trie(model, before[:, 0], 6, band, 6, size, beam)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trie, "_complete", lambda levels, size: False)
+        patch.setattr(trie, "_promising", lambda prices, size: prices[-1].shape[1])
         whole = best_lattice_trie(model, before[:, 0], 6, band, 6, size, beam)
     assert all(torch.equal(value, getattr(whole, name)) for name, value in vars(tree).items())
 

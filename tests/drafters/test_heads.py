@@ -67,7 +67,7 @@ def test_decoding_sees_what_training_saw(tiny_base: BaseModel, kind: str, seed: 
             torch.tensor(lengths),
             list(lengths),
         )
-        tree = drafter.propose(context)
+        tree = drafter.propose(context, 9)
         check_slice_contract(tree)
         check_same_trees(tree, head.trees_at(tiny_base, tokens[rows], hidden[rows], pending, 9), DEPTH)
         lengths = [min(at + rng.choice([1, 2, 5, 9]), length - 1) for at in lengths]
@@ -167,9 +167,13 @@ def test_a_head_learns_a_text_by_heart(tiny_base: BaseModel, kind: str) -> None:
     assert head.training
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @every_tree
-def test_the_engine_says_the_same_with_the_head(tiny_base: BaseModel, kind: str, tree: Tree) -> None:
-    """Greedy and sampled, in a batch that is refilled."""
+def test_the_engine_says_the_same_with_the_head(
+    tiny_base: BaseModel, kind: str, tree: Tree, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and sampled, in a batch that is refilled; the base is in fp32, whatever the head drafts in."""
+    monkeypatch.setattr("drafter.drafters.frames.draft_dtype", lambda base: dtype)
     requests = [
         Request(prompt, SamplingParams(max_new_tokens=12, temperature=0.7 * (i % 2), seed=i), str(i))
         for i, prompt in enumerate(random_prompts(7))
@@ -179,6 +183,18 @@ def test_the_engine_says_the_same_with_the_head(tiny_base: BaseModel, kind: str,
     drafted = run_engine(tiny_base, drafter, requests, slots=3, max_length=64, nodes=8)
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
     assert sum(one.counts.num_draft_tokens for one in drafted) > 0
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - set(STATIC) - {"hydra", "hydra++"}))
+def test_what_labels_add_is_the_same_from_the_table(
+    tiny_base: BaseModel, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = make_head(tiny_base, kind)
+    states = torch.randn(3, head.config.num_frames, tiny_base.hidden_size)
+    recent = torch.randint(0, tiny_base.vocab_size, (3, head.recent_tokens))
+    looked_up = head.prepared_search(tiny_base, "exact")(states, recent, 9)
+    monkeypatch.setattr("drafter.drafters.ctc._TABLE_ENTRIES", 0)
+    check_same_trees(looked_up, head.prepared_search(tiny_base, "exact")(states, recent, 9), DEPTH)
 
 
 @every_kind
