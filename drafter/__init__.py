@@ -1,9 +1,9 @@
 """Lossless tree speculative decoding with CTC draft heads."""
 
 from drafter.engine import EngineConfig
-from drafter.errors import EngineError, LoadError, QueueFullError, RequestError
+from drafter.errors import EngineError, LoadError, QueueFullError, RequestError, RequestTimeoutError
 from drafter.llm import SpeculativeLM
-from drafter.requests import Generation, Request, SamplingParams
+from drafter.requests import Generation, Request, SamplingParams, TokenLogprob
 
 __all__ = [
     "EngineConfig",
@@ -13,6 +13,8 @@ __all__ = [
     "QueueFullError",
     "Request",
     "RequestError",
+    "RequestTimeoutError",
     "SamplingParams",
     "SpeculativeLM",
+    "TokenLogprob",
 ]

@@ -20,7 +20,6 @@ from drafter.kv_cache import KVCache, LayerShape
 from drafter.masks import additive, tree_attention_mask
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
-_PREFILL_CHUNK = 512
 
 
 def pick_device(device: str | torch.device = "auto") -> torch.device:
@@ -232,13 +231,22 @@ class BaseModel:
         """A KV cache for `slots` rows of up to `length` positions."""
         return KVCache(self._layer_shapes, slots, length, self.device)
 
-    def prefill(self, cache: KVCache, slot: int, prompt: Tensor) -> Tensor:
-        """Run a prompt `[P]` into `slot`, chunk by chunk; return its hidden states `[P, d]`."""
-        chunks = [
-            self._decoder_hidden(cache, slot, chunk[None], first * _PREFILL_CHUNK)[0]
-            for first, chunk in enumerate(prompt.split(_PREFILL_CHUNK))
-        ]
-        return torch.cat(chunks) if len(chunks) > 1 else chunks[0]
+    def prefill(self, cache: KVCache, slot: int, prompt: Tensor, start: int = 0) -> Tensor:
+        """Run a prompt, or a piece of one, into `slot` in one forward; return its hidden states `[P, d]`.
+
+        Args:
+            cache: Holds `start` committed positions of the slot, on which the prompt follows.
+            slot: Where to.
+            prompt: `[P]`, at least one token.
+            start: Position of the prompt's first token.
+        """
+        tokens = prompt[None]
+        lengths = torch.full((1,), start, dtype=torch.long, device=tokens.device)
+        depths = torch.arange(len(prompt), device=tokens.device)[None]
+        ancestors = torch.ones(1, len(prompt), len(prompt), dtype=torch.bool, device=tokens.device).tril()
+        inputs = self._inputs(cache, slot, tokens, lengths, depths, ancestors, start + len(prompt))
+        # The decoder without its LM head: a prompt's logits are never needed.
+        return self.decoder(**inputs).last_hidden_state[0]  # type: ignore[no-any-return]
 
     def verify(
         self, cache: KVCache, tokens: Tensor, lengths: Tensor, depths: Tensor, ancestors: Tensor, kv_length: int
@@ -261,16 +269,6 @@ class BaseModel:
         hidden, self._head_input = self._head_input, None
         assert hidden is not None
         return logits, hidden
-
-    def _decoder_hidden(self, cache: KVCache, slot: int, tokens: Tensor, start: int) -> Tensor:
-        """Hidden states `[1, P, d]` of `tokens` `[1, P]` that follow `start` committed positions of `slot`."""
-        count = tokens.shape[1]
-        lengths = torch.full((1,), start, dtype=torch.long, device=tokens.device)
-        depths = torch.arange(count, device=tokens.device)[None]
-        ancestors = torch.ones(1, count, count, dtype=torch.bool, device=tokens.device).tril()
-        inputs = self._inputs(cache, slot, tokens, lengths, depths, ancestors, start + count)
-        # The decoder without its LM head: a prompt's logits are never needed.
-        return self.decoder(**inputs).last_hidden_state  # type: ignore[no-any-return]
 
     def _inputs(
         self,

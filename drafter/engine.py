@@ -8,9 +8,7 @@ before the verification, to choose its size, and the walk's outcome after it.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,18 +21,27 @@ from torch import Tensor
 from drafter.base_model import BaseModel
 from drafter.budget import NODE_COUNTS, AdaptiveBudget, Budget, FixedBudget, LatencyTable, batch_sizes
 from drafter.drafters.contract import DraftContext, Drafter
-from drafter.errors import EngineError, LoadError, QueueFullError, RequestError
-from drafter.requests import Request
-from drafter.sampling import SamplingMode, SamplingTable, choose, seen_tokens
-from drafter.slots import Handle, Slot
+from drafter.errors import EngineError, LoadError, RequestError
+from drafter.logprobs import PathLogprobs, path_logprobs
+from drafter.penalties import History
+from drafter.requests import Request, TokenLogprob
+from drafter.sampling import SamplingMode, SamplingTable, choose
+from drafter.slots import Handle, Ids, Slot
+from drafter.stage_times import StageTimes
+from drafter.statistics import EngineState
 from drafter.token_tree import TokenTree, root_only
 from drafter.verification import Walk, walk
+from drafter.waiting import WaitingQueue
 
 T = TypeVar("T")
 
 _KV_BUCKET = 64
 """On a GPU, KV lengths are rounded up to this, so that shapes repeat; a CPU would only read more."""
 _DEFAULT_MAX_LENGTH = 2048
+_PREFILL_CHUNK = 512
+"""Prompt tokens of one forward, and about as many a step takes on while somebody watches a row's tokens come."""
+_LEAST_SHARED = 8
+"""Shorter common beginnings of prompts are computed again: that costs no more than to copy them."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +68,33 @@ class EngineConfig:
             raise ValueError(f"nodes must be 'auto' or an integer of at least 0, not {self.nodes!r}")
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What the base says to a step's trees.
+
+    Args:
+        walk: The way down each tree.
+        hidden: `[B, N, d]` the nodes' hidden states.
+        logprobs: Of the rows that asked for them; None if none did.
+    """
+
+    walk: Walk
+    hidden: Tensor
+    logprobs: PathLogprobs | None
+
+
 class Engine:
-    """The decoding loop. `submit` and `Handle.cancel` may be called from any thread, `step` from one.
+    """The decoding loop. `submit`, `state` and `Handle.cancel` may be called from any thread, `step` from one.
 
     Args:
         base: The base model.
         drafter: Proposes trees.
         tokenizer: Of the base; decodes texts and stop strings.
         config: Sizes.
+
+    Attributes:
+        last_step: When it last gave a sign of life, in monotonic seconds: if it is not idle and this is long ago, it
+            hangs.
 
     Raises:
         LoadError: `max_length` is more than the base has positions.
@@ -97,10 +123,18 @@ class Engine:
         drafter.allocate(slots, self._capacity)
         self._kv_bucket = 1 if device.type == "cpu" else _KV_BUCKET
         self._slots: list[Slot] = []
+        # A request that is being prefilled, in the slot behind the active rows, and how many of its tokens are read.
+        self._entering: Slot | None = None
+        self._read = 0
         self._mode = SamplingMode.of([])
-        self._waiting: deque[Handle] = deque()
-        self._lock = threading.Lock()
-        self._failure: EngineError | None = None
+        # Log-probabilities that rows have asked for: row → how many of the most probable tokens.
+        self._logprobs: dict[int, int] = {}
+        self._waiting = WaitingQueue(config.max_queue)
+        self._rows = config.slots  # may be in slots together; fewer after memory ran out
+        self._times = StageTimes()
+        self._steps = self._row_steps = self._output_tokens = self._preemptions = 0
+        self._prefilled_tokens = self._shared_tokens = 0
+        self.last_step = time.monotonic()
         self._budget: Budget = FixedBudget(0)
         if drafter.tree_size > 1:
             fixed = config.nodes
@@ -117,19 +151,31 @@ class Engine:
             EngineError: The engine has failed before.
         """
         self._refuse_unusable(request)
-        handle = Handle(request, stream=stream)
-        with self._lock:
-            if self._failure is not None:
-                raise self._failure
-            if len(self._waiting) >= self.config.max_queue:
-                raise QueueFullError(f"{self.config.max_queue} requests are waiting already: submit again later")
-            self._waiting.append(handle)
+        handle = Handle(request, stream=stream, on_cancel=self._waiting.look_again)
+        if self.idle:
+            self.last_step = time.monotonic()
+        self._waiting.put(self._new_slot(handle))
         return handle
+
+    def state(self) -> EngineState:
+        """What it is doing and has done. Figures may be a step apart."""
+        return EngineState(
+            active=len(self._slots) + (self._entering is not None),
+            waiting=len(self._waiting),
+            slots=self._rows,
+            steps=self._steps,
+            row_steps=self._row_steps,
+            output_tokens=self._output_tokens,
+            prefilled_tokens=self._prefilled_tokens,
+            shared_tokens=self._shared_tokens,
+            preemptions=self._preemptions,
+            stage_seconds=dict(self._times.seconds),
+        )
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to decode and nothing waiting."""
-        return not self._slots and not self._waiting
+        return not self._slots and self._entering is None and not self._waiting
 
     @property
     def active(self) -> int:
@@ -145,46 +191,71 @@ class Engine:
         """End every request with `error`; later ones are refused."""
         failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
-        with self._lock:
-            self._failure = failure
-            handles = [slot.handle for slot in self._slots] + list(self._waiting)
-            self._slots.clear()
-            self._waiting.clear()
-        for handle in handles:
-            handle.future.set_exception(failure)
+        slots = [*self._in_slots(), *self._waiting.close(failure)]
+        self._slots, self._entering = [], None
+        for slot in slots:
+            slot.handle.future.set_exception(failure)
 
     # ---- the loop
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Decode one step of every active request; requests that wait enter free slots first."""
-        self._drop_cancelled()
-        self._admit()
-        if not self._slots:
-            return
+        """Decode one step of every active request; requests that wait enter free slots first.
+
+        When the device's memory runs out, half of the rows are taken out and decoded later. A row whose memory is not
+        enough even when it is alone is an error like any other.
+        """
+        self.last_step = time.monotonic()
+        self._times.start()
+        if not self._fits():
+            self._preempt()
+        self._times.mark("host")
+        self.last_step = time.monotonic()
+
+    def _fits(self) -> bool:
+        """Do the step, and say whether the device's memory was enough for it."""
+        try:
+            self._drop_unwanted()
+            self._admit()
+            if self._slots:
+                self._decode()
+        except torch.OutOfMemoryError:
+            if len(self._in_slots()) <= 1:
+                raise
+            return False  # and only then go on: the error's traceback holds the step's tensors
+        return True
+
+    def _decode(self) -> None:
         rows = len(self._slots)
         context = self._context(rows)
+        self._times.mark("host")
         begun = time.perf_counter()
         if nodes := min(self._budget.draft(rows), self.drafter.tree_size - 1):
             tree = self.drafter.propose(context, nodes + 1)
             prices = tree.log_prices[:, 1:].cpu().numpy().astype(np.float64)
+            self._times.mark("draft")
             drafted = self._budget.nodes(prices)
             tree = tree.leading(drafted + 1)
+            self._times.mark("host")
         else:
             tree, prices, drafted = root_only(context.pending), None, 0
         between = time.perf_counter()
         verdict = self._verify(tree, rows)
+        self._times.mark("verify")
         if nodes and self.base.device.type == "cpu":  # elsewhere the work has only been queued
             self._budget.clock(rows, nodes, drafted, (between - begun, time.perf_counter() - between))
         self._commit(verdict)
+        self._times.mark("commit")
         self._deliver(verdict, tree, prices, drafted)
+        self._steps += 1
+        self._row_steps += rows
 
     def _context(self, rows: int) -> DraftContext:
         hidden = None if self._hidden is None else self._hidden[:rows]
         return DraftContext(self._tokens[:rows], hidden, self._lengths[:rows], [slot.length for slot in self._slots])
 
-    def _verify(self, tree: TokenTree, rows: int) -> tuple[Walk, Tensor]:
-        """The walk down `tree` `[B, N]`, and the nodes' hidden states `[B, N, d]`."""
+    def _verify(self, tree: TokenTree, rows: int) -> Verdict:
+        """Run the base over `tree` `[B, N]` and walk down."""
         depth = min(self.drafter.depth, tree.size - 1)
         lengths = self._lengths[:rows]
         ancestors = tree.ancestors(depth)
@@ -193,16 +264,19 @@ class Engine:
         logits, hidden = self.base.verify(
             self._cache, tree.tokens.clamp_min(0), lengths, tree.depths, ancestors, kv_length
         )
-        seen = None
+        history = None
         if self._mode.penalties:
-            seen = seen_tokens(self._tokens[:rows], lengths, tree.tokens, ancestors, logits.shape[-1])
+            history = History(self._tokens[:rows], lengths, tree.tokens, tree.depths, ancestors)
         positions = lengths[:, None] + tree.depths + 1 if self._mode.random else None
-        choices = choose(logits, self._sampling, self._mode, positions, seen)
-        return walk(tree, choices, ancestors, depth), hidden
+        step = walk(tree, choose(logits, self._sampling, self._mode, positions, history), ancestors, depth)
+        logprobs = None
+        if self._logprobs:
+            logprobs = path_logprobs(logits, step, list(self._logprobs), max(self._logprobs.values()))
+        return Verdict(step, hidden, logprobs)
 
-    def _commit(self, verdict: tuple[Walk, Tensor]) -> None:
+    def _commit(self, verdict: Verdict) -> None:
         """Move the path's KV, hidden states and tokens to each row's tail; the bonus token becomes pending."""
-        step, hidden = verdict
+        step, hidden = verdict.walk, verdict.hidden
         rows, width = step.path.shape
         lengths = self._lengths[:rows]
         if width > 1:
@@ -215,28 +289,35 @@ class Engine:
             self._hidden[:rows].scatter_(1, places[:, :, None].expand(columns), path_hidden.to(self._hidden.device))
         lengths += step.accepted + 1
 
-    def _deliver(
-        self, verdict: tuple[Walk, Tensor], tree: TokenTree, prices: np.ndarray[Any, Any] | None, drafted: int
-    ) -> None:
+    def _deliver(self, verdict: Verdict, tree: TokenTree, prices: np.ndarray[Any, Any] | None, drafted: int) -> None:
         """Read the outcome, hand out tokens, retire what has ended."""
-        step, _ = verdict
+        step = verdict.walk
         if drafted:
             real = (tree.tokens[:, 1:] >= 0).sum(dim=1, keepdim=True)
             # One transfer for everything the host wants to know.
             outcome = torch.cat([step.accepted[:, None], real, step.path, step.tokens], dim=1).cpu().numpy()
-            path, tokens = outcome[:, 2 : 2 + step.path.shape[1]], outcome[:, 2 + step.path.shape[1] :]
-            for slot, row, accepted, nodes in zip(self._slots, tokens, outcome[:, 0], outcome[:, 1], strict=True):
-                slot.take(row[: accepted + 1].tolist(), int(nodes))
+            self._times.mark("wait")
+            path, rows = outcome[:, 2 : 2 + step.path.shape[1]], outcome[:, 2 + step.path.shape[1] :]
+            tokens = [row[: accepted + 1].tolist() for row, accepted in zip(rows, outcome[:, 0], strict=True)]
+            nodes = outcome[:, 1].tolist()
             assert prices is not None
             on_path = np.zeros((len(path), drafted + 1), dtype=bool)
             np.put_along_axis(on_path, path, True, axis=1)
             self._budget.observe(prices[:, :drafted], on_path[:, 1:])
         else:
-            for slot, row in zip(self._slots, step.tokens.tolist(), strict=True):
-                slot.take(row, 0)
+            tokens, nodes = step.tokens.tolist(), [0] * len(self._slots)
+            self._times.mark("wait")
+        logprobs: dict[int, list[TokenLogprob]] = {}
+        if verdict.logprobs is not None:
+            wanted = [tokens[row] for row in self._logprobs]
+            read = verdict.logprobs.read(wanted, list(self._logprobs.values()))
+            logprobs = dict(zip(self._logprobs, read, strict=True))
+        for row, slot in enumerate(self._slots):
+            self._output_tokens += slot.take(tokens[row], nodes[row], logprobs.get(row))
         for index in range(len(self._slots) - 1, -1, -1):
             if self._slots[index].finish_reason is not None:
-                self._retire(index)
+                generation = self._slots[index].generation()
+                self._free(index).handle.future.set_result(generation)
 
     # ---- entering and leaving
 
@@ -253,75 +334,152 @@ class Engine:
             raise RequestError("the prompt must be token ids: integers")
         if min(ids) < 0 or max(ids) >= self.base.vocab_size:
             raise RequestError(f"the prompt has token ids outside the vocabulary of {self.base.vocab_size}")
+        if (beyond := max(dict(request.sampling.logit_bias), default=0)) >= self.base.vocab_size:
+            raise RequestError(f"logit_bias has token {beyond}, outside the vocabulary of {self.base.vocab_size}")
 
-    def _admit(self) -> None:
-        while len(self._slots) < self.config.slots:
-            with self._lock:
-                if not self._waiting:
-                    return
-                handle = self._waiting.popleft()
-            if handle.cancelled:
-                handle.future.set_result(self._new_slot(handle, cancelled=True).generation())
-                continue
-            self._prefill(handle)
-
-    def _new_slot(self, handle: Handle, *, cancelled: bool = False) -> Slot:
-        request = handle.request
-        prompt, sampling = len(request.prompt_ids), request.sampling
+    def _new_slot(self, handle: Handle) -> Slot:
+        prompt, sampling = len(handle.request.prompt_ids), handle.request.sampling
         return Slot(
             handle,
             limit=min(sampling.max_new_tokens, self.max_length - prompt),
             length=prompt - 1,
             eos=frozenset() if sampling.ignore_eos else self.base.eos_token_ids,
             tokenizer=self.tokenizer,
-            finish_reason="cancelled" if cancelled else None,
         )
 
-    def _prefill(self, handle: Handle) -> None:
-        """Run all but the last prompt token; the last one is the first pending token.
+    def _in_slots(self) -> list[Slot]:
+        return self._slots if self._entering is None else [*self._slots, self._entering]
 
-        So every output token comes from a decode step, and plain decoding has exactly one token a forward.
+    def _admit(self) -> None:
+        """Let requests that wait enter free slots.
+
+        All at once if nobody watches, as full batches are fastest. Otherwise a step takes on only so much, so that the
+        rows that are watched do not stand still for as long as a long prompt takes.
         """
-        index, slot = len(self._slots), self._new_slot(handle)
-        # It is in its slot before anything can fail, so that `fail` finds it.
-        self._slots.append(slot)
-        self._update_mode()
-        prompt = torch.tensor(list(handle.request.prompt_ids), device=self.base.device)
-        self._tokens[index, : len(prompt)] = prompt
-        self._lengths[index] = slot.length
-        self._sampling.set(index, handle.request.sampling, len(prompt), slot.limit)
-        self.drafter.admit(index)
-        if slot.length > 0:
-            hidden = self.base.prefill(self._cache, index, prompt[:-1])
-            if self._hidden is not None:
-                self._hidden[index, : slot.length] = hidden
+        before = self._prefilled_tokens
+        while self._entering is not None or self._enter():
+            self._times.mark("host")
+            self._prefill()
+            self._times.mark("prefill")
+            self.last_step = time.monotonic()
+            watched = any(slot.handle.streams for slot in self._slots)
+            if watched and self._prefilled_tokens - before >= _PREFILL_CHUNK:
+                break
 
-    def _retire(self, index: int) -> None:
-        """End the request at `index`; the last active row takes its place."""
-        slot, last = self._slots[index], len(self._slots) - 1
-        generation = slot.generation()
-        if index != last:
-            length = self._slots[last].length + 1
-            self._cache.move(last, index, length)
-            self._tokens[index, :length] = self._tokens[last, :length]
-            self._lengths[index] = self._lengths[last]
+    def _enter(self) -> bool:
+        """Give the next request the slot behind the active rows, if there are both, and say whether there were.
+
+        What another row begins with is copied from there. A request that has been in a slot before comes with its
+        output.
+        """
+        slot = self._waiting.take() if len(self._slots) < self._rows else None
+        if slot is None:
+            return False
+        # It is in its slot before anything can fail, so that `fail` finds it.
+        self._entering, index = slot, len(self._slots)
+        slot.prefilled = slot.text
+        if slot.entered is None:
+            slot.entered = time.monotonic()
+        request = slot.handle.request
+        self._tokens[index, : slot.length + 1] = torch.from_numpy(slot.prefilled).to(self.base.device)
+        self._sampling.set(index, request.sampling, len(request.prompt_ids), slot.limit)
+        self.drafter.admit(index)
+        donor, self._read = self._longest_shared(slot.prefilled)
+        if self._read:
+            self._copy(donor, index, self._read)
+        self._shared_tokens += self._read
+        return True
+
+    def _prefill(self) -> None:
+        """Run the next tokens of the request that enters; after all but the last it is active.
+
+        The last one is the first pending token. So every output token comes from a decode step, and plain decoding has
+        exactly one token a forward.
+        """
+        slot, index, start = self._entering, len(self._slots), self._read
+        assert slot is not None
+        stop = min(start + _PREFILL_CHUNK, slot.length)
+        if start < stop:
+            hidden = self.base.prefill(self._cache, index, self._tokens[index, start:stop], start)
             if self._hidden is not None:
-                self._hidden[index, :length] = self._hidden[last, :length]
-            self._sampling.move(last, index)
-            self.drafter.move(last, index)
-            self._slots[index] = self._slots[last]
+                self._hidden[index, start:stop] = hidden
+            self._read = stop
+            self._prefilled_tokens += stop - start
+        if stop == slot.length:
+            self._lengths[index] = stop
+            self._slots.append(slot)
+            self._entering = None
+            self._update_mode()
+
+    def _longest_shared(self, text: Ids) -> tuple[int, int]:
+        """The row that begins with most of `text`, and how many tokens that is; 0 if too few to be worth a copy.
+
+        Keys, values and hidden states of a position follow from the tokens up to it alone, in every kind of attention.
+        The last token of either is not counted: as long as it is pending, there is nothing of it to copy.
+        """
+        lengths = [common_prefix(text[:-1], slot.prefilled[:-1]) for slot in self._slots]
+        shared = max(lengths, default=0)
+        return (lengths.index(shared), shared) if shared >= _LEAST_SHARED else (0, 0)
+
+    def _copy(self, source: int, target: int, length: int) -> None:
+        """Copy what the device has of the first `length` positions of slot `source` to slot `target`."""
+        self._cache.move(source, target, length)
+        self._tokens[target, :length] = self._tokens[source, :length]
+        if self._hidden is not None:
+            self._hidden[target, :length] = self._hidden[source, :length]
+
+    def _move(self, source: int, target: int, slot: Slot) -> None:
+        """`slot`, in slot `source`, goes on in slot `target`."""
+        self._copy(source, target, slot.length + 1)
+        self._lengths[target] = self._lengths[source]
+        self._sampling.move(source, target)
+        self.drafter.move(source, target)
+
+    def _free(self, index: int) -> Slot:
+        """Take the request at `index` out; the last active row takes its place, and the one that enters that row's."""
+        slot, last = self._slots[index], len(self._slots) - 1
+        if index != last:
+            self._move(last, index, self._slots[last])
+        if self._entering is not None:
+            self._move(last + 1, last, self._entering)
+        # Last, so that `fail` finds all of them if a move fails.
+        self._slots[index] = self._slots[last]
         self._slots.pop()
         self._update_mode()
-        slot.handle.future.set_result(generation)
+        return slot
 
-    def _drop_cancelled(self) -> None:
+    def _drop_unwanted(self) -> None:
+        """End the requests that are cancelled or out of time."""
+        now = time.monotonic()
         for index in range(len(self._slots) - 1, -1, -1):
-            if self._slots[index].handle.cancelled:
-                self._slots[index].finish_reason = "cancelled"
-                self._retire(index)
+            if self._slots[index].handle.unwanted(now):
+                self._free(index).drop()
+        if self._entering is not None and self._entering.handle.unwanted(now):
+            self._entering.drop()
+            self._entering = None
+        for slot in self._waiting.take_unwanted(now):
+            slot.drop()
+
+    def _preempt(self) -> None:
+        """Put half of the rows back to wait, and be content with the other half from now on.
+
+        A step writes behind a row's committed tokens and moves its length last. So whatever part of the failed step
+        was done, the rows that stay are as they were before it once their lengths are.
+        """
+        rows = self._in_slots()
+        self._rows = (len(rows) + 1) // 2
+        self._slots, self._entering = rows[: self._rows], None
+        self._update_mode()
+        self._lengths[: self._rows] = torch.tensor([slot.length for slot in self._slots], device=self.base.device)
+        self._waiting.put_back(rows[self._rows :])
+        self._preemptions += len(rows) - self._rows
+        if self.base.device.type == "cuda":
+            torch.cuda.empty_cache()  # what is left may be there, but in pieces
 
     def _update_mode(self) -> None:
-        self._mode = SamplingMode.of([slot.handle.request.sampling for slot in self._slots])
+        sampling = [slot.handle.request.sampling for slot in self._slots]
+        self._mode = SamplingMode.of(sampling)
+        self._logprobs = {row: one.logprobs for row, one in enumerate(sampling) if one.logprobs is not None}
 
     # ---- measuring
 
@@ -358,6 +516,13 @@ class Engine:
         if self.base.device.type == "cuda":
             torch.cuda.synchronize(self.base.device)
         return result, time.perf_counter() - start
+
+
+def common_prefix(first: Ids, second: Ids) -> int:
+    """How many tokens two texts have in common from the start."""
+    size = min(len(first), len(second))
+    differs = first[:size] != second[:size]
+    return int(differs.argmax()) if differs.any() else size
 
 
 def _placeholder(length: int) -> Slot:

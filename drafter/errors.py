@@ -7,6 +7,10 @@ class RequestError(ValueError):
     """A request that cannot be generated; nobody else's request is affected."""
 
 
+class RequestTimeoutError(RequestError):
+    """A request that was not done within its own time limit."""
+
+
 class LoadError(ValueError):
     """A base model or a draft head that cannot be loaded or cannot be used."""
 

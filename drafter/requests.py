@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,6 +11,9 @@ from drafter.errors import RequestError
 from drafter.statistics import DecodeCounts
 
 FinishReason = Literal["stop", "length", "cancelled"]
+
+MOST_LOGPROBS = 20
+"""Most probable tokens that a request may ask the log-probabilities of, at each place."""
 
 
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
@@ -22,15 +25,44 @@ def _number(name: str, value: object, low: float, high: float, *, low_open: bool
         raise RequestError(f"{name} must be {span}{f' and at most {high:g}' if high < math.inf else ''}, not {value!r}")
 
 
-def _integer(name: str, value: object, low: int) -> None:
-    """Raise `RequestError` unless `value` is an integer of at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise RequestError(f"{name} must be an integer of at least {low}, not {value!r}")
+def _integer(name: str, value: object, low: int, high: float = math.inf) -> None:
+    """Raise `RequestError` unless `value` is an integer in `[low, high]`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        span = f"of at least {low}{f' and at most {high}' if high < math.inf else ''}"
+        raise RequestError(f"{name} must be an integer {span}, not {value!r}")
+
+
+def _biases(value: object) -> tuple[tuple[int, float], ...]:
+    """(token, bias) pairs by rising token, of a mapping or of such pairs.
+
+    Raises:
+        RequestError: Something else, or a token or a bias that cannot be one.
+    """
+    pairs = value.items() if isinstance(value, Mapping) else value
+    try:
+        found = {_token(token): bias for token, bias in pairs}  # type: ignore[attr-defined]
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"logit_bias must map token ids to numbers, not be {value!r}") from error
+    for token, bias in found.items():
+        _number(f"logit_bias of token {token}", bias, -100.0, 100.0)
+    return tuple(sorted(found.items()))
+
+
+def _token(value: object) -> int:
+    """A token id; JSON has it as text where it is a key."""
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is not a token id")
+    return value
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the base chooses each token, and where it stops. Names and meanings follow transformers' `generate`.
+    """How the base chooses each token, and where it stops.
+
+    Names and meanings follow transformers' `generate`; `presence_penalty`, `frequency_penalty` and `logit_bias` are
+    OpenAI's. `drafter.sampling` says in which order they apply.
 
     Args:
         max_new_tokens: Most tokens to generate; the end-of-sequence token counts.
@@ -39,6 +71,12 @@ class SamplingParams:
         top_p: Keep the smallest set of most probable tokens whose probability reaches this; 1 keeps all.
         min_p: Keep tokens at least this fraction as probable as the most probable one; 0 keeps all.
         repetition_penalty: Divide positive (multiply negative) logits of tokens already seen; 1 leaves them.
+        presence_penalty: Taken off the logit of every token that has been generated, -2 to 2.
+        frequency_penalty: Taken off the logit of a token as often as it has been generated, -2 to 2.
+        logit_bias: Added to the logits of these tokens, -100 to 100: a mapping from token ids, or (token, bias) pairs,
+            as which it is kept.
+        logprobs: Hand out the base's log-probability of each token, and of so many most probable ones in its place:
+            0 to 20, or None for neither. They are the base's own: of its logits before all of the above.
         seed: Tokens are a function of (model, prompt, seed) alone: see `docs/method.md`.
         stop: Strings that end the text; the text is cut before the first one.
         ignore_eos: Generate on past the end-of-sequence token.
@@ -53,6 +91,10 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
     seed: int = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -64,6 +106,11 @@ class SamplingParams:
         _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_open=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MOST_LOGPROBS)
         _integer("seed", self.seed, 0)
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
             raise RequestError(f"stop must be a list of non-empty strings, not {self.stop!r}")
@@ -80,11 +127,50 @@ class Request:
         prompt_ids: Token ids of the prompt, at least one.
         sampling: How to choose tokens and when to stop.
         request_id: The caller's name for it; comes back in `Generation`.
+        timeout: Seconds from submission until it ends with `RequestTimeoutError`; None for no limit.
+
+    Raises:
+        RequestError: `timeout` is not a finite number above 0.
     """
 
     prompt_ids: Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     request_id: str = ""
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout is not None:
+            _number("timeout", self.timeout, 0.0, math.inf, low_open=True)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """How probable a generated token was, in the base's own distribution (before penalties, bias and temperature).
+
+    Args:
+        token_id: The token.
+        logprob: Its natural log-probability.
+        top: (token, log-probability) of the most probable tokens in its place, falling; as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds from a request's submission.
+
+    Args:
+        queued: Until it entered a slot; None if it never did.
+        first_token: Until its first token; None if there was none.
+        total: Until its end.
+    """
+
+    queued: float | None = None
+    first_token: float | None = None
+    total: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -98,6 +184,8 @@ class Generation:
         finish_reason: `stop` (end of sequence or stop string), `length` (limit reached) or `cancelled`.
         prompt_tokens: Number of prompt tokens.
         counts: Raw speculation counts; ratios are derived in `drafter.statistics` only.
+        logprobs: Of each of `token_ids`; None where the request did not ask for them.
+        timing: How long it took.
     """
 
     request_id: str
@@ -106,6 +194,8 @@ class Generation:
     finish_reason: FinishReason
     prompt_tokens: int
     counts: DecodeCounts
+    logprobs: list[TokenLogprob] | None = None
+    timing: Timing = Timing()
 
 
 @dataclass(frozen=True)
@@ -115,7 +205,9 @@ class TokenDelta:
     Args:
         token_ids: Tokens of this step: the accepted draft tokens and the bonus token.
         text: New text; characters whose bytes are still incomplete, or that may begin a stop string, wait.
+        logprobs: Of each of `token_ids`; None where the request did not ask for them.
     """
 
     token_ids: list[int]
     text: str
+    logprobs: list[TokenLogprob] | None = None

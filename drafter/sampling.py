@@ -1,8 +1,8 @@
 """The base's choice at a node: logits, then filters, then one keyed uniform, then a token.
 
 The uniform depends on (seed, position) alone, so a row's tokens are a function of model, prompt and seed: the same
-with speculation and without, at any tree, batch or order. Filters are applied in transformers' order: repetition
-penalty, temperature, top-k, top-p, min-p.
+with speculation and without, at any tree, batch or order. The stages follow one another as in transformers: logit
+bias, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from drafter.penalties import History, penalise
 from drafter.requests import SamplingParams
 
 _MASK_64 = (1 << 64) - 1
@@ -35,8 +37,10 @@ class SamplingTable:
     """Sampling settings of all slots, as tensors.
 
     Args:
-        temperature, top_p, min_p, repetition_penalty: `[S]` float64.
+        temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: `[S]` float64.
         top_k: `[S]` int64.
+        biased_tokens: `[S, K]` int64 tokens with a bias; K is as wide as any request has needed.
+        biases: `[S, K]` float64, 0 in entries that are not used.
         uniforms: `[S, L]` float64, a row's keyed uniforms by output position.
         prompt_lengths: `[S]` int64 prompt tokens.
     """
@@ -46,6 +50,10 @@ class SamplingTable:
     top_p: Tensor
     min_p: Tensor
     repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    biased_tokens: Tensor
+    biases: Tensor
     uniforms: Tensor
     prompt_lengths: Tensor
 
@@ -59,7 +67,19 @@ class SamplingTable:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.long, device=device)
 
-        return cls(full(0), zeros(slots), full(1), full(0), full(1), zeros(slots, length).double(), zeros(slots))
+        return cls(
+            temperature=full(0),
+            top_k=zeros(slots),
+            top_p=full(1),
+            min_p=full(0),
+            repetition_penalty=full(1),
+            presence_penalty=full(0),
+            frequency_penalty=full(0),
+            biased_tokens=zeros(slots, 0),
+            biases=zeros(slots, 0).double(),
+            uniforms=zeros(slots, length).double(),
+            prompt_lengths=zeros(slots),
+        )
 
     def set(self, slot: int, params: SamplingParams, prompt_length: int, new_tokens: int) -> None:
         """Enter a request that may produce `new_tokens` tokens."""
@@ -68,9 +88,20 @@ class SamplingTable:
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
         self.repetition_penalty[slot] = params.repetition_penalty
+        self.presence_penalty[slot] = params.presence_penalty
+        self.frequency_penalty[slot] = params.frequency_penalty
+        self._set_biases(slot, dict(params.logit_bias))
         self.prompt_lengths[slot] = prompt_length
         if params.temperature > 0:
             self.uniforms[slot, :new_tokens] = keyed_uniforms(params.seed, new_tokens).to(self.uniforms.device)
+
+    def _set_biases(self, slot: int, biases: dict[int, float]) -> None:
+        missing = max(0, len(biases) - self.biases.shape[1])
+        self.biased_tokens, self.biases = F.pad(self.biased_tokens, (0, missing)), F.pad(self.biases, (0, missing))
+        self.biased_tokens[slot], self.biases[slot] = 0, 0
+        if biases:
+            self.biased_tokens[slot, : len(biases)] = torch.tensor(list(biases))
+            self.biases[slot, : len(biases)] = torch.tensor(list(biases.values()), dtype=torch.float64)
 
     def move(self, source: int, target: int) -> None:
         """The row of slot `source` goes on in slot `target`."""
@@ -82,6 +113,7 @@ class SamplingTable:
 class SamplingMode:
     """Which work a batch needs, known on the host; a stage that no row asks for is left out."""
 
+    biased: bool
     penalties: bool
     random: bool
     ranked: bool
@@ -91,21 +123,11 @@ class SamplingMode:
         """The union of what the rows need."""
         drawn = [p for p in params if p.temperature > 0]
         return cls(
-            penalties=any(p.repetition_penalty != 1 for p in params),
+            biased=any(p.logit_bias for p in params),
+            penalties=any(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty for p in params),
             random=bool(drawn),
             ranked=any(p.top_k > 0 or p.top_p < 1 for p in drawn),
         )
-
-
-def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
-    """Repetition penalty (Keskar et al. 2019, CTRL).
-
-    Args:
-        logits: `[..., V]`.
-        seen: `[..., V]` bool, the tokens to penalise.
-        penalty: `[..., 1]`.
-    """
-    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def filter_logits(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, ranked: bool) -> Tensor:
@@ -141,32 +163,12 @@ def inverse_cdf(scores: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cdf, (uniform * cdf[:, -1])[:, None], right=True)[:, 0].clamp_max(scores.shape[-1] - 1)
 
 
-def seen_tokens(tokens: Tensor, lengths: Tensor, tree_tokens: Tensor, ancestors: Tensor, vocabulary: int) -> Tensor:
-    """`[B, N, V]` bool: the tokens before each node's choice, in the row so far or on the way to the node.
-
-    Args:
-        tokens: `[B, L]` the rows' tokens.
-        lengths: `[B]` how many of them to count.
-        tree_tokens: `[B, N]` the trees' tokens; `PAD_TOKEN` is no token.
-        ancestors: `[B, N, N]` of the trees.
-        vocabulary: V.
-    """
-    counted = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-    # A column beyond the vocabulary takes what does not count.
-    seen = torch.zeros(tokens.shape[0], vocabulary + 1, dtype=torch.bool, device=tokens.device)
-    seen.scatter_(1, torch.where(counted, tokens, vocabulary), True)
-    nodes = tree_tokens.shape[1]
-    on_path = torch.where(ancestors & (tree_tokens >= 0)[:, None, :], tree_tokens[:, None, :], vocabulary)
-    per_node = seen[:, None, :].repeat(1, nodes, 1).scatter_(2, on_path, True)
-    return per_node[..., :vocabulary]
-
-
 def choose(
     logits: Tensor,
     table: SamplingTable,
     mode: SamplingMode,
     positions: Tensor | None,
-    seen: Tensor | None,
+    history: History | None,
 ) -> Tensor:
     """The base's choice after each node: `[B, N]` token ids. Rows are slots `0..B-1`.
 
@@ -175,22 +177,34 @@ def choose(
         table: Settings of all slots.
         mode: What the batch needs.
         positions: `[B, N]` sequence position of the token that each choice becomes; None where no row is random.
-        seen: `[B, N, V]` from `seen_tokens`, or None where no row has a repetition penalty.
+        history: The tokens before each choice; None where no row has a penalty.
     """
     batch, nodes, _ = logits.shape
-    if not (mode.penalties or mode.random):
+    if not (mode.biased or mode.penalties or mode.random):
         return logits.argmax(-1)
 
     def per_node(setting: Tensor) -> Tensor:
         return setting[:batch, None].expand(batch, nodes).flatten()
 
-    scores = logits.flatten(0, 1).double()
-    if seen is not None:
-        scores = penalise(scores, seen.flatten(0, 1), per_node(table.repetition_penalty)[:, None])
-    greedy = scores.argmax(-1).view(batch, nodes)
+    scores = logits.double()
+    if mode.biased:
+        every_node = (batch, nodes, table.biases.shape[1])
+        tokens, biases = table.biased_tokens[:batch, None], table.biases[:batch, None]
+        scores = scores.scatter_add(2, tokens.expand(every_node), biases.expand(every_node))
+    if history is not None:
+        scores = penalise(
+            scores,
+            history,
+            table.prompt_lengths[:batch],
+            table.repetition_penalty[:batch],
+            table.frequency_penalty[:batch],
+            table.presence_penalty[:batch],
+        )
+    greedy = scores.argmax(-1)
     if not mode.random:
         return greedy
     assert positions is not None
+    scores = scores.flatten(0, 1)
     temperature = per_node(table.temperature)
     # The best score becomes 0 first, so that even the smallest temperature divides it to a number.
     scores = (scores - scores.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1)[:, None]

@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import queue
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from drafter.detokenizer import Detokenizer, cut_at_stop, safe_length
-from drafter.requests import FinishReason, Generation, Request, TokenDelta
+from drafter.errors import RequestTimeoutError
+from drafter.requests import FinishReason, Generation, Request, Timing, TokenDelta, TokenLogprob
 from drafter.statistics import DecodeCounts
+
+Ids = npt.NDArray[np.int64]
 
 
 class Handle:
-    """A submitted request: wait for its result, iterate over its tokens, or cancel it."""
+    """A submitted request: wait for its result, iterate over its tokens, or cancel it.
 
-    def __init__(self, request: Request, *, stream: bool) -> None:
+    From a thread, `result` and `for`; from any asyncio loop, `outcome` and `async for`.
+
+    Args:
+        request: What was submitted.
+        stream: Whether it will be iterated over.
+        on_cancel: Called when it is cancelled.
+    """
+
+    def __init__(self, request: Request, *, stream: bool, on_cancel: Callable[[], object] | None = None) -> None:
         self.request = request
+        self.submitted = time.monotonic()
+        self.deadline = math.inf if request.timeout is None else self.submitted + request.timeout
         self.future: Future[Generation] = Future()
+        # Only the engine ends it: a task that stops waiting must not cancel the future under the engine's hands.
+        self.future.set_running_or_notify_cancel()
         self.cancelled = False
+        self._on_cancel = on_cancel
         self._deltas: queue.SimpleQueue[TokenDelta | None] | None = queue.SimpleQueue() if stream else None
-        self.future.add_done_callback(lambda _: self._end())
+        self._wake: Callable[[], object] | None = None
+        self.future.add_done_callback(lambda _: self._hand_out(None))
 
     @property
     def streams(self) -> bool:
@@ -33,41 +56,82 @@ class Handle:
 
         Raises:
             TimeoutError: It is not done yet.
+            RequestTimeoutError: The request's own time was up.
             EngineError: The engine failed.
         """
         return self.future.result(timeout)
 
+    async def outcome(self) -> Generation:
+        """The same in an asyncio loop. A task that is cancelled while it waits does not cancel the request.
+
+        Raises:
+            RequestTimeoutError: The request's own time was up.
+            EngineError: The engine failed.
+        """
+        return await asyncio.wrap_future(self.future)
+
     def cancel(self) -> None:
         """Free the request's slot at the next step; its result is what there is by then."""
         self.cancelled = True
+        if self._on_cancel is not None:
+            self._on_cancel()
+
+    def unwanted(self, now: float) -> bool:
+        """Whether it is cancelled, or out of time at `now` (monotonic seconds)."""
+        return self.cancelled or now >= self.deadline
 
     def __iter__(self) -> Iterator[TokenDelta]:
         """Tokens step by step, until the request ends; then `result` returns at once, and raises if it failed."""
-        if self._deltas is None:
-            raise TypeError("submit the request with stream=True to iterate over its tokens")
-        while (delta := self._deltas.get()) is not None:
+        deltas = self._streamed()
+        while (delta := deltas.get()) is not None:
             yield delta
+
+    async def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        """The same in an asyncio loop, which the engine's thread wakes."""
+        deltas, loop, arrived = self._streamed(), asyncio.get_running_loop(), asyncio.Event()
+        # Before the first look at the queue: what comes after that look wakes the loop.
+        self._wake = lambda: loop.call_soon_threadsafe(arrived.set)
+        while True:
+            arrived.clear()
+            while not deltas.empty():
+                if (delta := deltas.get_nowait()) is None:
+                    return
+                yield delta
+            await arrived.wait()
 
     def push(self, delta: TokenDelta) -> None:
         """Hand out a step's tokens (the engine calls this)."""
-        if self._deltas is not None:
-            self._deltas.put(delta)
+        self._hand_out(delta)
 
-    def _end(self) -> None:
-        if self._deltas is not None:
-            self._deltas.put(None)
+    def _streamed(self) -> queue.SimpleQueue[TokenDelta | None]:
+        if self._deltas is None:
+            raise TypeError("submit the request with stream=True to iterate over its tokens")
+        return self._deltas
+
+    def _hand_out(self, delta: TokenDelta | None) -> None:
+        if self._deltas is None:
+            return
+        self._deltas.put(delta)
+        if self._wake is not None:
+            try:
+                self._wake()
+            except RuntimeError:  # the loop is closed: nobody listens any more
+                self._wake = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
-    """A request while it is being decoded.
+    """A request's own state: while it waits for a slot, and while it is decoded in one.
 
     Args:
         handle: The caller's end.
         limit: Most tokens to generate, by the request or by the room in the slot.
-        length: Committed tokens.
+        length: Committed tokens: all of `text` but the last, which is pending.
         eos: Tokens that end it.
         tokenizer: Decodes its tokens.
+        entered: When it first entered a slot, in monotonic seconds.
+        first_token: When it got its first token.
+        prefilled: Its tokens when it last entered a slot; all but the last are prefilled.
     """
 
     handle: Handle
@@ -76,8 +140,12 @@ class Slot:
     eos: frozenset[int]
     tokenizer: Any
     output: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     counts: DecodeCounts = field(default_factory=DecodeCounts)
     finish_reason: FinishReason | None = None
+    entered: float | None = None
+    first_token: float | None = None
+    prefilled: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     _shown: int = 0
     _detokenizer: Detokenizer | None = None
 
@@ -85,15 +153,23 @@ class Slot:
         if self.handle.streams or self.handle.request.sampling.stop:
             self._detokenizer = Detokenizer(self.tokenizer)
 
-    def take(self, tokens: list[int], drafted: int) -> None:
-        """Enter a step's tokens one by one and stop exactly where plain decoding would.
+    @property
+    def text(self) -> Ids:
+        """Its tokens so far, prompt and output."""
+        return np.array([*self.handle.request.prompt_ids, *self.output], dtype=np.int64)
+
+    def take(self, tokens: list[int], drafted: int, logprobs: list[TokenLogprob] | None) -> int:
+        """Enter a step's tokens one by one and stop exactly where plain decoding would; return how many were entered.
 
         Args:
             tokens: The accepted draft tokens and the bonus token.
             drafted: Draft tokens verified in the step.
+            logprobs: Of `tokens`, where the request asked for them.
         """
         sampling = self.handle.request.sampling
         before = len(self.output)
+        if self.first_token is None:
+            self.first_token = time.monotonic()
         for token in tokens:
             self.output.append(token)
             if self._detokenizer is not None:
@@ -110,8 +186,25 @@ class Slot:
         self.length += len(tokens)
         # The last of `tokens` is the bonus token; where the row ended before it, every emitted token was drafted.
         self.counts.record_step(emitted=emitted, accepted=min(emitted, len(tokens) - 1), drafted=drafted)
+        if logprobs is not None:
+            logprobs = logprobs[:emitted]
+            self.logprobs += logprobs
         if self.handle.streams:
-            self.handle.push(TokenDelta(self.output[before:], self._new_text()))
+            self.handle.push(TokenDelta(self.output[before:], self._new_text(), logprobs))
+        return emitted
+
+    def drop(self) -> None:
+        """End a request that is unwanted: with what there is if it was cancelled, otherwise as out of time."""
+        if self.handle.cancelled:
+            self.finish_reason = "cancelled"
+            self.handle.future.set_result(self.generation())
+        else:
+            self.handle.future.set_exception(
+                RequestTimeoutError(
+                    f"the request was not done within its {self.handle.request.timeout:g} seconds "
+                    f"({len(self.output)} tokens were): allow more time, or submit less at once"
+                )
+            )
 
     def generation(self) -> Generation:
         """What came of the request; `finish_reason` must be set."""
@@ -126,6 +219,16 @@ class Slot:
             finish_reason=self.finish_reason,
             prompt_tokens=len(request.prompt_ids),
             counts=self.counts,
+            logprobs=self.logprobs if request.sampling.logprobs is not None else None,
+            timing=self._timing(),
+        )
+
+    def _timing(self) -> Timing:
+        since = self.handle.submitted
+        return Timing(
+            queued=None if self.entered is None else self.entered - since,
+            first_token=None if self.first_token is None else self.first_token - since,
+            total=time.monotonic() - since,
         )
 
     def _new_text(self) -> str:

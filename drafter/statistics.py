@@ -46,6 +46,40 @@ class DecodeCounts:
         self.per_step_accepted.append(accepted)
 
 
+@dataclass(frozen=True)
+class EngineState:
+    """What an engine is doing, and sums of what it has done.
+
+    Args:
+        active: Requests in slots, being prefilled or decoded.
+        waiting: Requests that wait for one.
+        slots: Requests that may be in slots together: the configuration's, or fewer after memory ran out.
+        steps: Decode steps done.
+        row_steps: The same, counted once for each request that took part.
+        output_tokens: New tokens handed out.
+        prefilled_tokens: Tokens of prompts that the base has read.
+        shared_tokens: Tokens of prompts that it had read for another request already.
+        preemptions: Requests that gave up their slot because memory ran out, to be taken up again later.
+        stage_seconds: Seconds in each stage of a step; see `drafter.stage_times`.
+    """
+
+    active: int
+    waiting: int
+    slots: int
+    steps: int
+    row_steps: int
+    output_tokens: int
+    prefilled_tokens: int
+    shared_tokens: int
+    preemptions: int
+    stage_seconds: dict[str, float]
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds spent in steps."""
+        return sum(self.stage_seconds.values())
+
+
 def total(counts: Iterable[DecodeCounts]) -> DecodeCounts:
     """Sum counts over requests; `per_step_accepted` is dropped."""
     result = DecodeCounts()

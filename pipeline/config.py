@@ -167,6 +167,7 @@ class GenerateConfig:
         """Plain values, for YAML and JSON."""
         values = dataclasses.asdict(self)
         values["sampling"]["stop"] = list(self.sampling.stop)
+        values["sampling"]["logit_bias"] = [list(pair) for pair in values["sampling"]["logit_bias"]]
         return values
 
     def as_yaml(self) -> str:

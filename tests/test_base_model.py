@@ -84,12 +84,11 @@ def test_unknown_devices_and_dtypes_are_refused() -> None:
     assert pick_dtype("auto", torch.device("cpu")) == torch.float32
 
 
-def test_a_long_prompt_is_prefilled_in_chunks(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_may_be_prefilled_in_pieces(tiny_base: BaseModel) -> None:
     prompt = torch.arange(3, 40)
-    whole_cache, chunked_cache = tiny_base.new_cache(2, 64), tiny_base.new_cache(2, 64)
+    whole_cache, pieces_cache = tiny_base.new_cache(2, 64), tiny_base.new_cache(2, 64)
     whole = tiny_base.prefill(whole_cache, 1, prompt)
-    monkeypatch.setattr("drafter.base_model._PREFILL_CHUNK", 8)
-    chunked = tiny_base.prefill(chunked_cache, 1, prompt)
-    assert torch.allclose(whole, chunked, atol=1e-4)
-    for a, b in zip(whole_cache._buffers, chunked_cache._buffers, strict=True):
+    pieces = [tiny_base.prefill(pieces_cache, 1, prompt[at : at + 8], at) for at in range(0, len(prompt), 8)]
+    assert torch.allclose(whole, torch.cat(pieces), atol=1e-4)
+    for a, b in zip(whole_cache._buffers, pieces_cache._buffers, strict=True):
         assert torch.allclose(a, b, atol=1e-4)

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import gc
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +14,12 @@ from drafter.base_model import BaseModel
 from drafter.budget import AdaptiveBudget, Calibration, FixedBudget, LatencyTable, batch_sizes
 from drafter.drafters.ngram import NgramDrafter, lookup
 from drafter.drafters.plain import PlainDecoding
-from drafter.engine import Engine, EngineConfig
-from drafter.errors import EngineError, LoadError, QueueFullError, RequestError
-from drafter.requests import Request, SamplingParams
-from tests.models import AdversarialDrafter, SpellingTokenizer, random_prompts
+from drafter.engine import Engine, EngineConfig, common_prefix
+from drafter.errors import EngineError, LoadError, QueueFullError, RequestError, RequestTimeoutError
+from drafter.requests import Request, SamplingParams, Timing
+from drafter.stage_times import STAGES
+from tests.heads import make_head
+from tests.models import AdversarialDrafter, SpellingTokenizer, random_prompts, run_engine
 
 
 def engine_of(base: BaseModel, **config: object) -> Engine:
@@ -64,12 +70,107 @@ def test_unusable_prompts_are_refused_at_submission(tiny_base: BaseModel, prompt
         engine_of(tiny_base).submit(Request(prompt))
 
 
+def test_a_bias_outside_the_vocabulary_is_refused_at_submission(tiny_base: BaseModel) -> None:
+    with pytest.raises(RequestError, match="token 97, outside the vocabulary of 97"):
+        engine_of(tiny_base).submit(Request([5], SamplingParams(logit_bias={97: 1.0})))
+
+
 def test_the_queue_is_bounded(tiny_base: BaseModel) -> None:
     engine = engine_of(tiny_base, max_queue=2)
     for _ in range(2):
         engine.submit(Request([5]))
     with pytest.raises(QueueFullError, match="2 requests"):
         engine.submit(Request([5]))
+
+
+def test_a_shared_beginning_is_a_copy_bit_for_bit(tiny_base: BaseModel) -> None:
+    drafter = make_head(tiny_base, "ctc").drafter(tiny_base, tree_size=5)
+    engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(slots=4, nodes=4))
+    beginning = list(range(10, 30))
+    prompts = [[*beginning, 5, 6], [*beginning, 7, 8, 9], [3, *beginning], [*beginning, 5, 6]]
+    for prompt in prompts:
+        engine.submit(Request(prompt, SamplingParams(max_new_tokens=30, ignore_eos=True)))
+    engine.step()
+    # The second row shares the beginning with the first, the fourth its whole prompt; the third begins otherwise.
+    shared = {1: 20, 3: 21}
+    state = engine.state()
+    assert (state.shared_tokens, state.prefilled_tokens) == (41, 21 + 2 + 20 + 0)
+    assert engine._hidden is not None
+    parts = [
+        *(buffer.unflatten(1, (4, -1)).transpose(0, 1) for buffer in engine._cache._buffers),
+        engine._hidden[:, None],
+    ]
+    for buffer in parts:
+        for row, length in shared.items():
+            assert torch.equal(buffer[row, :, :length], buffer[0, :, :length])
+    for row in shared:
+        alone = tiny_base.prefill(tiny_base.new_cache(1, 64), 0, torch.tensor(prompts[row][:-1]))
+        assert torch.allclose(engine._hidden[row, : len(prompts[row]) - 1], alone, atol=1e-4)
+
+
+def test_a_common_beginning_is_counted_in_tokens() -> None:
+    def common(first: list[int], second: list[int]) -> int:
+        return common_prefix(np.array(first, dtype=np.int64), np.array(second, dtype=np.int64))
+
+    assert common([1, 2, 3], [1, 2, 4]) == 2
+    assert common([1, 2], [1, 2, 4]) == 2
+    assert common([2], [1]) == common([], [1]) == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_rows_that_are_watched_do_not_wait_for_a_long_prompt(
+    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr("drafter.engine._PREFILL_CHUNK", 8)
+    engine = engine_of(tiny_base, slots=3)
+    settings = SamplingParams(max_new_tokens=50, ignore_eos=True)
+    first = engine.submit(Request([5], settings), stream=stream)
+    engine.step()
+    long, short = engine.submit(Request(list(range(3, 63)), settings)), engine.submit(Request([6, 7], settings))
+    taken = []
+    while not short.future.done():
+        before = engine.state()
+        engine.step()
+        taken.append(engine.state().prefilled_tokens - before.prefilled_tokens)
+        assert engine.state().row_steps > before.row_steps
+    # 59 tokens of the long prompt and 1 of the short one.
+    assert taken[:9] == ([8, 8, 8, 8, 8, 8, 8, 4, 0] if stream else [60] + [0] * 8)
+    finish(engine)
+    for handle in (first, long, short):
+        alone = run_engine(tiny_base, PlainDecoding(), [handle.request], slots=1)[0]
+        assert handle.result(0).token_ids == alone.token_ids
+
+
+def test_cancelling_while_a_prompt_is_read_makes_room(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafter.engine._PREFILL_CHUNK", 8)
+    engine = engine_of(tiny_base, slots=2)
+    settings = SamplingParams(max_new_tokens=9, ignore_eos=True)
+    watched = engine.submit(Request([5], settings), stream=True)
+    engine.step()
+    long, after = engine.submit(Request(list(range(3, 63)), settings)), engine.submit(Request([6, 7], settings))
+    engine.step()
+    assert (engine.active, engine.state().active, engine.state().waiting) == (1, 2, 1)
+    long.cancel()
+    engine.step()
+    assert long.result(0).token_ids == []
+    assert (engine.active, engine.state().active) == (2, 2)
+    finish(engine)
+    assert len(watched.result(0).token_ids) == len(after.result(0).token_ids) == 9
+
+
+def test_a_failure_reaches_the_request_whose_prompt_is_read(
+    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drafter.engine._PREFILL_CHUNK", 8)
+    engine = engine_of(tiny_base, slots=2)
+    engine.submit(Request([5], SamplingParams(ignore_eos=True)), stream=True)
+    engine.step()
+    long = engine.submit(Request(list(range(3, 63))))
+    engine.step()
+    engine.fail(RuntimeError("device lost"))
+    with pytest.raises(EngineError, match="device lost"):
+        long.result(0)
+    assert engine.idle
 
 
 def test_cancelling_frees_the_slot_within_a_step(tiny_base: BaseModel) -> None:
@@ -89,6 +190,81 @@ def test_cancelling_frees_the_slot_within_a_step(tiny_base: BaseModel) -> None:
     assert len(second.result(0).token_ids) == 100
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Stops the monotonic clock; a call moves it on by so many seconds."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    def move_on(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    return move_on
+
+
+def test_a_request_that_runs_over_ends_alone(tiny_base: BaseModel, clock: Callable[[float], None]) -> None:
+    engine = engine_of(tiny_base, slots=2)
+    endless = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    decoding, free = engine.submit(Request([5], endless, timeout=3.0)), engine.submit(Request([6], endless))
+    waiting = engine.submit(Request([7], endless, timeout=2.5), stream=True)
+    for _ in range(3):  # at 0, 1 and 2 seconds
+        engine.step()
+        clock(1.0)
+    assert not waiting.future.done()  # its time was not up when the last step began
+    engine.step()
+    for handle, seconds, tokens in ((decoding, 3, 3), (waiting, 2.5, 0)):
+        with pytest.raises(RequestTimeoutError, match=rf"within its {seconds:g} seconds \({tokens} tokens"):
+            handle.result(0)
+    assert list(waiting) == []
+    assert (engine.active, engine.state().waiting) == (1, 0)
+    finish(engine)
+    assert len(free.result(0).token_ids) == 60
+
+
+def test_timing_is_since_submission(tiny_base: BaseModel, clock: Callable[[float], None]) -> None:
+    engine = engine_of(tiny_base, slots=1)
+    two = SamplingParams(max_new_tokens=2, ignore_eos=True)
+    first, second, third = (engine.submit(Request([5], two)) for _ in range(3))
+    for _ in range(5):
+        if engine.state().steps == 3:
+            third.cancel()
+        engine.step()
+        clock(1.0)
+    assert first.result(0).timing == Timing(queued=0.0, first_token=0.0, total=1.0)
+    assert second.result(0).timing == Timing(queued=2.0, first_token=2.0, total=3.0)
+    assert third.result(0).timing == Timing(queued=None, first_token=None, total=3.0)
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf"), "1"])
+def test_bad_time_limits_are_refused(timeout: Any) -> None:
+    with pytest.raises(RequestError, match="timeout"):
+        Request([5], timeout=timeout)
+
+
+def test_the_state_says_what_the_engine_is_doing(tiny_base: BaseModel, clock: Callable[[float], None]) -> None:
+    engine = engine_of(tiny_base, slots=2)
+    clock(500.0)
+    for length in (3, 4, 5):
+        engine.submit(Request([5], SamplingParams(max_new_tokens=length, ignore_eos=True)))
+    assert time.monotonic() == engine.last_step  # it has only just got work
+    clock(1.0)
+    before = engine.state()
+    assert (before.active, before.waiting, before.slots, before.steps) == (0, 3, 2, 0)
+    assert before.busy_seconds == 0
+    engine.step()
+    assert engine.last_step == time.monotonic()
+    state = engine.state()
+    assert (state.active, state.waiting, state.steps, state.row_steps, state.output_tokens) == (2, 1, 1, 2, 2)
+    finish(engine)
+    state = engine.state()
+    assert (state.active, state.waiting, state.row_steps, state.output_tokens) == (0, 0, 12, 12)
+    assert list(state.stage_seconds) == list(STAGES)
+    assert state.stage_seconds["verify"] > 0
+    assert state.stage_seconds["draft"] == 0  # plain decoding
+    assert state.busy_seconds == pytest.approx(sum(state.stage_seconds.values()))
+
+
 def test_streamed_pieces_join_to_the_text(tiny_base: BaseModel) -> None:
     engine = engine_of(tiny_base)
     settings = SamplingParams(max_new_tokens=12, ignore_eos=True)
@@ -106,6 +282,36 @@ def test_streamed_pieces_join_to_the_text(tiny_base: BaseModel) -> None:
     assert stop[0] not in stopped.result(0).text
     with pytest.raises(TypeError, match="stream=True"):
         list(plain)
+
+
+def test_log_probabilities_are_the_bases_own(tiny_base: BaseModel) -> None:
+    """Of raw logits, whatever penalties and temperature did to the choice; only for rows that ask."""
+    settings = SamplingParams(6, temperature=1.5, logit_bias={9: 3.0}, presence_penalty=2.0, ignore_eos=True)
+    asked = [None, 0, 3, 20]
+    engine = engine_of(tiny_base, slots=4)
+    prompts = random_prompts(4)
+    handles = [
+        engine.submit(Request(prompt, replace(settings, logprobs=top, seed=row)), stream=True)
+        for row, (prompt, top) in enumerate(zip(prompts, asked, strict=True))
+    ]
+    finish(engine)
+    for prompt, top, handle in zip(prompts, asked, handles, strict=True):
+        found = handle.result(0)
+        pieces = [delta.logprobs for delta in handle]
+        if top is None:
+            assert found.logprobs is None
+            assert pieces == [None] * len(pieces)
+            continue
+        assert found.logprobs is not None
+        assert [one for piece in pieces for one in piece or ()] == found.logprobs
+        logits = tiny_base.model(torch.tensor([prompt + found.token_ids])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1)
+        for token, one, place in zip(found.token_ids, found.logprobs, expected, strict=True):
+            assert one.token_id == token
+            assert one.logprob == pytest.approx(place[token].item(), abs=1e-4)
+            best = place.topk(top)
+            assert [token for token, _ in one.top] == best.indices.tolist()
+            assert [logprob for _, logprob in one.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
 def test_a_failed_step_ends_every_request_with_the_reason(tiny_base: BaseModel) -> None:

@@ -12,12 +12,14 @@ from drafter.drafters.contract import Drafter
 from drafter.drafters.ensemble import EnsembleDrafter
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.plain import PlainDecoding
+from drafter.engine import Engine, EngineConfig
 from drafter.requests import Request, SamplingParams
 from tests.heads import make_head
 from tests.models import (
     FAMILIES,
     AdversarialDrafter,
     OracleDrafter,
+    SpellingTokenizer,
     generate_reference,
     random_model,
     random_prompts,
@@ -33,6 +35,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.0, "min_p": 0.05, "repetition_penalty": 1.2},
     {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
     {"repetition_penalty": 1.3},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.8, "temperature": 0.8},
+    {"frequency_penalty": 2.0, "logit_bias": {5: 4.0, 6: 4.0, 7: -100.0}},
     {},
 ]
 
@@ -69,6 +73,51 @@ def test_greedy_equals_generate(family: str) -> None:
         assert accepted > 0 or name in ("none", "adversarial", "heads")
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_that_begin_alike_are_read_once(family: str) -> None:
+    """Some prompts are the same, some go on differently; the beginning is longer than any window or chunk."""
+    base = base_of(family)
+    beginning = [3 + place * 7 % 90 for place in range(21)]
+    ends = [[], [5, 6], [5, 7, 8, 9], [], [9] * 11, [5, 6]]
+    requests = [
+        Request(beginning + end, SamplingParams(8 + row, temperature=row % 2, seed=row, presence_penalty=0.5))
+        for row, end in enumerate(ends)
+    ]
+    expected = run_engine(base, PlainDecoding(), requests, slots=1)  # alone: nobody to share with
+    texts = [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)]
+    made = drafters(base, texts)
+    for name in ("oracle", "heads"):
+        engine = Engine(base, made[name], SpellingTokenizer(), EngineConfig(slots=4, nodes=10))
+        handles = [engine.submit(request) for request in requests]
+        while not engine.idle:
+            engine.step()
+        assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in expected], name
+        state = engine.state()
+        assert state.shared_tokens >= 3 * 20  # of those that enter together
+        assert state.shared_tokens + state.prefilled_tokens == sum(len(r.prompt_ids) - 1 for r in requests)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "llama4_text"])
+def test_prompts_that_are_read_in_pieces_while_others_are_decoded(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows end, and move, while a prompt is read behind them; some prompts begin like it."""
+    monkeypatch.setattr("drafter.engine._PREFILL_CHUNK", 4)
+    base = base_of(family)
+    prompts = random_prompts(14, seed=12)
+    prompts[::3] = [list(range(10, 40)) + prompt for prompt in prompts[::3]]
+    requests = [
+        Request(prompt, SamplingParams(5 + row % 7, temperature=row % 2, seed=row, frequency_penalty=0.5))
+        for row, prompt in enumerate(prompts)
+    ]
+    expected = run_engine(base, PlainDecoding(), requests, slots=1)
+    made = drafters(base, [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)])
+    for name in ("none", "oracle", "heads"):
+        engine = Engine(base, made[name], SpellingTokenizer(), EngineConfig(slots=4, nodes=10))
+        handles = [engine.submit(request, stream=True) for request in requests]
+        while not engine.idle:
+            engine.step()
+        assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in expected], name
+
+
 @pytest.mark.parametrize("slots", [1, 2, 5, 16])
 @pytest.mark.parametrize("nodes", [0, 3, 10, "auto"])
 def test_greedy_is_the_same_at_every_batch_and_tree_size(slots: int, nodes: Any) -> None:
@@ -96,6 +145,24 @@ def test_sampled_tokens_are_a_function_of_the_seed(family: str) -> None:
         for slots, order in ((1, 1), (6, 1), (14, -1)):
             found = run_engine(base, drafter, requests[::order], slots=slots, nodes=10)[::order]
             assert [one.token_ids for one in found] == expected, (name, slots)
+
+
+def test_log_probabilities_do_not_depend_on_the_drafter() -> None:
+    base = base_of("gemma2")
+    prompts = random_prompts(6, seed=8)
+    requests = [
+        Request(p, SamplingParams(NEW_TOKENS, temperature=row % 2, seed=row, logprobs=[None, 2, 0][row % 3]))
+        for row, p in enumerate(prompts)
+    ]
+    expected = run_engine(base, PlainDecoding(), requests, slots=1)
+    texts = [prompt + one.token_ids for prompt, one in zip(prompts, expected, strict=True)]
+    for name, drafter in drafters(base, texts).items():
+        for found, plain in zip(run_engine(base, drafter, requests, slots=4, nodes=10), expected, strict=True):
+            assert (found.logprobs is None) == (plain.logprobs is None), name
+            for one, other in zip(found.logprobs or (), plain.logprobs or (), strict=True):
+                assert (one.token_id, [t for t, _ in one.top]) == (other.token_id, [t for t, _ in other.top])
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+                assert [p for _, p in one.top] == pytest.approx([p for _, p in other.top], abs=1e-4)
 
 
 def test_another_seed_gives_other_tokens() -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ import torch
 from drafter import EngineConfig, EngineError, LoadError, Request, RequestError, SamplingParams, SpeculativeLM
 from drafter.embedded import EMBEDDED_BASE
 from drafter.llm import Prompt
+from drafter.requests import TokenDelta
+from drafter.slots import Handle
 from tests.models import random_model
 
 QUESTION = "Tom has 3 boxes of 12 pens. He gives 5 pens away. How many pens does he have left?"
@@ -65,6 +69,61 @@ def test_tokens_stream_from_the_running_loop(lm: SpeculativeLM) -> None:
     handle = lm.submit(Request(ids, SamplingParams(max_new_tokens=30)), stream=True)
     text = "".join(delta.text for delta in handle)
     assert text == handle.result(0).text != ""
+
+
+def test_requests_may_be_awaited(lm: SpeculativeLM) -> None:
+    """Streams and results of many requests in one loop; a task that stops waiting takes nothing with it."""
+    ids = lm.encode([{"role": "user", "content": QUESTION}])
+    settings = SamplingParams(max_new_tokens=20)
+    expected = lm.submit(Request(ids, settings)).result(60)
+
+    async def read(handle: Handle) -> list[TokenDelta]:
+        return [delta async for delta in handle]
+
+    async def talk() -> None:
+        streams = [lm.submit(Request(ids, settings), stream=True) for _ in range(9)]
+        silent = lm.submit(Request(ids, settings))
+        impatient = asyncio.create_task(silent.outcome())
+        await asyncio.sleep(0)
+        impatient.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await impatient
+        for stream, deltas in zip(streams, await asyncio.gather(*map(read, streams)), strict=True):
+            assert "".join(delta.text for delta in deltas) == expected.text
+            assert (await stream.outcome()).token_ids == expected.token_ids
+        assert (await silent.outcome()).token_ids == expected.token_ids
+
+    asyncio.run(talk())
+
+
+def test_a_listener_that_leaves_harms_nobody(lm: SpeculativeLM) -> None:
+    """Its loop closes in the middle of the stream; the engine goes on, and the request until it is cancelled."""
+    endless = Request(lm.encode(QUESTION), SamplingParams(max_new_tokens=900, ignore_eos=True))
+    handle = lm.submit(endless, stream=True)
+
+    async def first() -> TokenDelta:
+        return await anext(aiter(handle))
+
+    assert asyncio.run(first()).token_ids
+    assert handle._deltas is not None
+    while handle._deltas.qsize() < 3:  # tokens still come, though nobody can be woken
+        time.sleep(0.01)
+    handle.cancel()
+    assert handle.result(60).finish_reason == "cancelled"
+    assert len(lm.generate(QUESTION, max_new_tokens=3, ignore_eos=True)[0].token_ids) == 3
+
+
+def test_a_failed_stream_ends_and_says_why() -> None:
+    async def read(broken: SpeculativeLM) -> None:
+        endless = Request([5], SamplingParams(max_new_tokens=900, ignore_eos=True))
+        handle = broken.submit(endless, stream=True)
+        async for _ in handle:
+            broken.close()
+        await handle.outcome()
+
+    broken = SpeculativeLM.from_pretrained(drafter="none", device="cpu", config=EngineConfig(slots=1))
+    with pytest.raises(EngineError, match="closed"):
+        asyncio.run(read(broken))
 
 
 def test_wrong_use_is_named(lm: SpeculativeLM, tmp_path: Path) -> None:
