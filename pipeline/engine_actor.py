@@ -12,9 +12,10 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+import uuid
 from concurrent.futures import as_completed
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pyarrow as pa
@@ -23,13 +24,18 @@ import torch
 
 from drafter.engine import EngineConfig
 from drafter.errors import LoadError, RequestError
+from drafter.evaluation.environment import device_name
 from drafter.llm import SpeculativeLM
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.slots import Handle
 from drafter.statistics import DecodeCounts, statistics_columns
 from pipeline.errors import RowError, one_line
+from pipeline.metrics import EngineMetrics, Pulse, RowMetrics
+from pipeline.progress import BEAT_SECONDS, EngineReport, PartReport
 from pipeline.staging import PROBLEM_TYPE
 
+TIMING_COLUMNS = ("generation_seconds", "finished_at")
+"""The output columns that differ when a row is made again: how long it took in its slot, and when that was."""
 _REPORT_SECONDS = 0.25
 
 
@@ -67,10 +73,13 @@ class EngineActor:
     Args:
         spec: What to load.
         progress: A `ProgressBoard` actor, or None.
+        run: The job's name in metrics: its output.
     """
 
-    def __init__(self, spec: EngineSpec, progress: Any = None) -> None:
+    def __init__(self, spec: EngineSpec, progress: Any = None, run: str = "") -> None:
         self._progress = progress
+        self._begun = time.monotonic()
+        self._name = uuid.uuid4().hex
         self._failure: LoadError | None = None
         try:
             self._lm = spec.load()
@@ -83,7 +92,9 @@ class EngineActor:
         if self._failure is not None:
             self._tell("failed", one_line(self._failure))
         else:
-            self._tell("loaded", self._lm.base.fingerprint)
+            tags = {"run": run, "model": spec.model or "embedded", "drafter": spec.drafter}
+            self._metrics, self._rows = EngineMetrics(self._lm.engine, tags), RowMetrics(tags)
+            Pulse(BEAT_SECONDS, self._beat)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Add `generated` (a struct of the output columns) to rows with `prompt_ids` and `sampling`.
@@ -97,20 +108,38 @@ class EngineActor:
         if self._failure is not None:
             raise self._failure
         try:
+            submitted = datetime.now(UTC)
             problems, handles = self._submit(table)
-            self._watch(table["part"][0].as_py(), handles, errors=sum(problem is not None for problem in problems))
+            kinds = [problem["type"] for problem in problems if problem is not None]
+            for kind in kinds:
+                self._rows.failed(kind)
+            self._watch(table["part"][0].as_py(), handles, errors=len(kinds))
             results = {index: handle.result() for index, handle in handles.items()}
         except Exception as error:
             traceback.print_exc()
             self._tell("crashed", f"{type(error).__name__}: {one_line(error)}")
             _die()
         rows = [
-            output_columns(results[index], handles[index].request) if index in results else None
+            output_columns(results[index], handles[index].request, submitted) if index in results else None
             for index in range(table.num_rows)
         ]
         problem = pa.array(problems, PROBLEM_TYPE)
         table = table.set_column(table.schema.get_field_index("problem"), "problem", problem)
         return table.drop_columns(["prompt_ids", "sampling"]).append_column("generated", pa.array(rows, OUTPUT_TYPE))
+
+    def _beat(self) -> None:
+        """Show how the engine is."""
+        self._metrics.publish()
+        base, state = self._lm.base, self._lm.engine.state()
+        report = EngineReport(
+            seconds=time.monotonic() - self._begun,
+            device=device_name(base.device),
+            fingerprint=base.fingerprint,
+            slots=state.slots,
+            active=state.active,
+            waiting=state.waiting,
+        )
+        self._tell("engine", self._name, report)
 
     def _submit(self, table: pa.Table) -> tuple[list[Any], dict[int, Handle]]:
         problems = table["problem"].to_pylist()
@@ -128,14 +157,15 @@ class EngineActor:
 
     def _watch(self, part: str, handles: dict[int, Handle], errors: int) -> None:
         """Wait for all requests, and report how far they are now and then."""
-        rows, tokens, last = errors, 0, 0.0
+        done, last = PartReport(errors, errors), 0.0
         for future in as_completed(handle.future for handle in handles.values()):
-            rows += 1
-            tokens += len(future.result().token_ids)
+            generation = future.result()
+            done = done.plus(PartReport(1, 0, len(generation.token_ids), generation.counts.num_decode_steps))
+            self._rows.generated(generation.finish_reason, generation.timing.total - generation.timing.queued)
             if time.monotonic() - last > _REPORT_SECONDS:
-                self._tell("update", part, rows, errors, tokens)
+                self._tell("update", part, done)
                 last = time.monotonic()
-        self._tell("update", part, rows, errors, tokens)
+        self._tell("update", part, done)
 
     def _tell(self, method: str, *arguments: Any) -> None:
         if self._progress is None:
@@ -151,8 +181,9 @@ def _die() -> None:
     os._exit(1)
 
 
-def output_columns(generation: Generation, request: Request) -> dict[str, Any]:
-    """What a finished request adds to its row."""
+def output_columns(generation: Generation, request: Request, submitted: datetime) -> dict[str, Any]:
+    """What a finished request adds to its row; `submitted` is when the engine was given it."""
+    timing = generation.timing
     return {
         "text": generation.text,
         "prompt_token_ids": list(request.prompt_ids),
@@ -162,18 +193,21 @@ def output_columns(generation: Generation, request: Request) -> dict[str, Any]:
         "num_output_tokens": len(generation.token_ids),
         "seed": request.sampling.seed,
         **statistics_columns(generation.counts),
+        "generation_seconds": timing.total - timing.queued,
+        "finished_at": submitted + timedelta(seconds=timing.total),
     }
 
 
 def _output_type() -> pa.StructType:
-    kinds: dict[type, Callable[[], pa.DataType]] = {str: pa.string, int: pa.int64, float: pa.float64}
-    example = output_columns(Generation("", [], "", "stop", 0, DecodeCounts()), Request([]))
-    return pa.struct(
-        [
-            (name, pa.list_(pa.int64()) if isinstance(value, list) else kinds[type(value)]())
-            for name, value in example.items()
-        ]
-    )
+    kinds: dict[type, pa.DataType] = {
+        str: pa.string(),
+        int: pa.int64(),
+        float: pa.float64(),
+        list: pa.list_(pa.int64()),
+        datetime: pa.timestamp("ms", "UTC"),
+    }
+    example = output_columns(Generation("", [], "", "stop", 0, DecodeCounts()), Request([]), datetime.now(UTC))
+    return pa.struct([(name, kinds[type(value)]) for name, value in example.items()])
 
 
 OUTPUT_TYPE = _output_type()

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import pyarrow.dataset
 import ray
 
 from drafter.engine import EngineConfig
 from pipeline.cluster import HELPER_CPUS, ActorResources, connect, quiet_ray_data, share_out
 from pipeline.config import GenerateConfig
+from pipeline.display import display
 from pipeline.engine_actor import EngineActor, EngineSpec
 from pipeline.errors import InputError, JobError, one_line
 from pipeline.manifest import read_run, save_run
+from pipeline.metrics import JobMetrics
 from pipeline.output import OutputFolder
-from pipeline.progress import ProgressBoard, ProgressDisplay, Snapshot
+from pipeline.progress import Progress, ProgressBoard, ProgressWatch, Tally
 from pipeline.prompts import PromptSettings, make_requests, model_name
 from pipeline.reading import InputListing, PromptSource
 from pipeline.staging import Part, StagedInput, StagedParts, stage
+from pipeline.status import StatusFile
 from pipeline.summary import summarise
 from pipeline.writing import PartsDatasink
 
@@ -38,23 +42,41 @@ def run(
     staged = StagedInput.load(output.staged)
     if staged is None and output.committed():
         raise InputError(f"output {config.output} has results but no list of their rows (_staged): choose another")
-    last = Snapshot()
+    last = Progress()
+    if staged is None or missing_parts(staged, output) or read_run(output.run_file)["state"] != "finished":
+        with StatusFile(output.status_file) as status:
+            last = complete(config, listing, source, output, meant, staged, status)
+    print(summarise(output, last.tokens, last.rows, last.seconds), flush=True)
+
+
+def complete(
+    config: GenerateConfig,
+    listing: InputListing,
+    source: PromptSource,
+    output: OutputFolder,
+    meant: dict[str, Any],
+    staged: StagedInput | None,
+    status: StatusFile,
+) -> Progress:
+    """Do what there is to do, and say in the output that it is done; `run` tells the rest."""
     if staged is None or missing_parts(staged, output):
         save_run(output.run_file, config.as_dict(), meant, state="running")
         may_grow = connect()
         resources = share_out(config.resources, may_grow=may_grow)
+        status.takes(resources)
         if staged is None:
             staged = stage(listing, output.staged, config.reading, source, config.writing.rows_per_file)
-        last = execute(config, source, output, staged, resources, partial(note_base, config, output, meant))
-    run_so_far = read_run(output.run_file)
-    if run_so_far["state"] != "finished":
-        output.delete_temporary()
-        facts = {"rows": staged.rows, "base_fingerprint": run_so_far.get("base_fingerprint")}
-        save_run(output.run_file, config.as_dict(), meant, state="finished", **facts)
-    print(summarise(output, last.tokens, last.rows, last.seconds), flush=True)
+        last = execute(config, source, output, staged, resources, partial(note_base, config, output, meant), status)
+    else:
+        last = Progress("finished", staged.rows, staged.rows, count_errors(output, staged.parts))
+        status.show(last)
+    output.delete_temporary()
+    base = read_run(output.run_file).get("base_fingerprint")
+    save_run(output.run_file, config.as_dict(), meant, state="finished", rows=staged.rows, base_fingerprint=base)
+    return last
 
 
-def note_base(config: GenerateConfig, output: OutputFolder, meant: dict[str, Any], now: Snapshot) -> None:
+def note_base(config: GenerateConfig, output: OutputFolder, meant: dict[str, Any], now: Progress) -> None:
     """Remember whose results these are as soon as it is known: who trains on them must be sure."""
     save_run(output.run_file, config.as_dict(), meant, state="running", base_fingerprint=now.fingerprint)
 
@@ -71,8 +93,9 @@ def execute(
     output: OutputFolder,
     staged: StagedInput,
     resources: ActorResources,
-    on_start: Callable[[Snapshot], None],
-) -> Snapshot:
+    on_start: Callable[[Progress], None],
+    status: StatusFile,
+) -> Progress:
     """Generate what is missing, and show how far it is; `on_start` is called when the first engine is ready.
 
     Raises:
@@ -83,19 +106,30 @@ def execute(
     left = sum(part.rows for part in missing)
     print(f"{left} of {staged.rows} rows to generate", file=sys.stderr, flush=True)
     quiet_ray_data()
-    board = ray.remote(num_cpus=0)(ProgressBoard).remote()
-    display = ProgressDisplay(board, staged.rows, staged.rows - left, on_start)
+    tally = Tally(staged.rows, staged.rows - left, count_errors(output, set(staged.parts) - set(missing)))
+    board = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(ProgressBoard).remote()
+    watch = ProgressWatch(board, tally, on_start, [display(), status, JobMetrics(config.output)])
     try:
-        with display:
+        with watch:
             stream(config, source, output, staged, missing, resources, board)
     except Exception as error:
-        if display.last.failure is not None:
-            raise InputError(display.last.failure) from error
-        if display.last.crash is not None:
-            raise JobError(f"an engine's process ended again and again: {display.last.crash}") from error
+        if watch.last.failure is not None:
+            raise InputError(watch.last.failure) from error
+        if watch.last.crash is not None:
+            raise JobError(f"an engine's process ended again and again: {watch.last.crash}") from error
         cause = getattr(error, "cause", None) or error
         raise JobError(f"{type(cause).__name__}: {one_line(cause)}") from error
-    return display.last
+    return watch.last
+
+
+def count_errors(output: OutputFolder, parts: Collection[Part]) -> int:
+    """Rows of `parts` that could not be generated; they are in the output already."""
+    names = {f"{part.name}.parquet" for part in parts}
+    paths = [info.path for info in output.errors.children() if info.path.rpartition("/")[2] in names]
+    if not paths:
+        return 0
+    filesystem = output.root.filesystem
+    return int(pyarrow.dataset.dataset(paths, filesystem=filesystem, format="parquet").count_rows())
 
 
 def stream(
@@ -142,7 +176,7 @@ def stream(
         compute=pool,
         num_cpus=resources.cpus,
         num_gpus=resources.gpus,
-        fn_constructor_kwargs={"spec": spec, "progress": board},
+        fn_constructor_kwargs={"spec": spec, "progress": board, "run": config.output},
         max_task_retries=config.resources.max_task_retries,
     )
     dataset.write_datasink(PartsDatasink(output), ray_remote_args={"num_cpus": HELPER_CPUS})

@@ -17,6 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from pipeline.engine_actor import TIMING_COLUMNS
 from pipeline.generate import main
 
 TEMPLATE = (
@@ -118,6 +119,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """A Parquet file's rows."""
     rows: list[dict[str, Any]] = pyarrow.parquet.ParquetFile(path).read().to_pylist()
     return rows
+
+
+def untimed(row: dict[str, Any]) -> dict[str, Any]:
+    """What must be the same in a row that is made again."""
+    return {name: value for name, value in row.items() if name not in TIMING_COLUMNS}
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> Path:
