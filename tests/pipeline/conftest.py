@@ -32,7 +32,13 @@ TEMPLATE = (
 def local_ray() -> Iterator[None]:
     os.environ["RAY_ADDRESS"] = "local"  # never somebody else's cluster
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - tests wait for their workers
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        _system_config={"metrics_report_interval_ms": 1000},
+    )
     yield
     ray.shutdown()
     del os.environ["RAY_ADDRESS"]
