@@ -26,7 +26,7 @@ from drafter.engine import EngineConfig
 from drafter.errors import LoadError, RequestError
 from drafter.evaluation.environment import device_name
 from drafter.llm import SpeculativeLM
-from drafter.requests import Generation, Request, SamplingParams
+from drafter.requests import Generation, Request, SamplingParams, Timing
 from drafter.slots import Handle
 from drafter.statistics import DecodeCounts, statistics_columns
 from pipeline.errors import RowError, one_line
@@ -161,7 +161,7 @@ class EngineActor:
         for future in as_completed(handle.future for handle in handles.values()):
             generation = future.result()
             done = done.plus(PartReport(1, 0, len(generation.token_ids), generation.counts.num_decode_steps))
-            self._rows.generated(generation.finish_reason, generation.timing.total - generation.timing.queued)
+            self._rows.generated(generation.finish_reason, slot_seconds(generation.timing))
             if time.monotonic() - last > _REPORT_SECONDS:
                 self._tell("update", part, done)
                 last = time.monotonic()
@@ -193,9 +193,14 @@ def output_columns(generation: Generation, request: Request, submitted: datetime
         "num_output_tokens": len(generation.token_ids),
         "seed": request.sampling.seed,
         **statistics_columns(generation.counts),
-        "generation_seconds": timing.total - timing.queued,
+        "generation_seconds": slot_seconds(timing),
         "finished_at": submitted + timedelta(seconds=timing.total),
     }
+
+
+def slot_seconds(timing: Timing) -> float:
+    """How long a request was in its slot, its prefill and what it waited after a preemption included."""
+    return timing.total - timing.queued if timing.queued is not None else 0.0
 
 
 def _output_type() -> pa.StructType:

@@ -55,14 +55,13 @@ class EngineMetrics:
         Call it every few seconds: gauges that are not set again disappear, as they should when an engine has ended.
         """
         state = self._engine.state()
-        counts = state.counts
         sums = {
             "steps": state.steps,
             "busy_seconds": state.busy_seconds,
-            "tokens": counts.num_output_tokens,
-            "row_steps": counts.num_decode_steps,
-            "draft_tokens": counts.num_draft_tokens,
-            "accepted_tokens": counts.num_accepted_draft_tokens,
+            "tokens": state.output_tokens,
+            "row_steps": state.row_steps,
+            "draft_tokens": state.draft_tokens,
+            "accepted_tokens": state.accepted_tokens,
         }
         for name, value in sums.items():
             self._count(self._counters[name], name, value, self._tags)
