@@ -94,6 +94,8 @@ class EngineActor:
         else:
             tags = {"run": run, "model": spec.model or "embedded", "drafter": spec.drafter}
             self._metrics, self._rows = EngineMetrics(self._lm.engine, tags), RowMetrics(tags)
+            base = self._lm.base
+            self._device, self._fingerprint = device_name(base.device), base.fingerprint
             Pulse(BEAT_SECONDS, self._beat)
 
     def __call__(self, table: pa.Table) -> pa.Table:
@@ -130,11 +132,11 @@ class EngineActor:
     def _beat(self) -> None:
         """Show how the engine is."""
         self._metrics.publish()
-        base, state = self._lm.base, self._lm.engine.state()
+        state = self._lm.engine.state()
         report = EngineReport(
             seconds=time.monotonic() - self._begun,
-            device=device_name(base.device),
-            fingerprint=base.fingerprint,
+            device=self._device,
+            fingerprint=self._fingerprint,
             slots=state.slots,
             active=state.active,
             waiting=state.waiting,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -67,9 +67,11 @@ def complete(
         if staged is None:
             staged = stage(listing, output.staged, config.reading, source, config.writing.rows_per_file)
         last = execute(config, source, output, staged, resources, partial(note_base, config, output, meant), status)
+        # Reports may have got lost; the files know.
+        last = replace(last, errors=count_errors(output, staged.parts) - last.errors_before)
     else:
         last = Progress("finished", staged.rows, staged.rows, count_errors(output, staged.parts))
-        status.show(last)
+    status.show(last)
     output.delete_temporary()
     base = read_run(output.run_file).get("base_fingerprint")
     save_run(output.run_file, config.as_dict(), meant, state="finished", rows=staged.rows, base_fingerprint=base)

@@ -116,9 +116,9 @@ class Report:
             return []
         exactly = [(str(accepted), number / steps) for accepted, number in enumerate(histogram)]
         depths = [(str(depth), share) for depth, share in enumerate(acceptance_by_depth(self.rows.counts), start=1)]
-        charts = [shares("Draft tokens accepted in a step", "draft tokens accepted", exactly)]
+        charts = [shares("Share of steps that accepted so many draft tokens", "draft tokens accepted", exactly)]
         if depths:
-            charts.append(shares("Acceptance by depth: steps that accepted at least so many", "depth", depths))
+            charts.append(shares("By depth: share of steps that accepted at least so many", "depth", depths))
         return charts
 
     @property
