@@ -15,7 +15,7 @@ import traceback
 import uuid
 from concurrent.futures import as_completed
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
@@ -110,21 +110,16 @@ class EngineActor:
         if self._failure is not None:
             raise self._failure
         try:
-            submitted = datetime.now(UTC)
             problems, handles = self._submit(table)
             kinds = [problem["type"] for problem in problems if problem is not None]
             for kind in kinds:
                 self._rows.failed(kind)
-            self._watch(table["part"][0].as_py(), handles, errors=len(kinds))
-            results = {index: handle.result() for index, handle in handles.items()}
+            generated = self._watch(table["part"][0].as_py(), handles, errors=len(kinds))
         except Exception as error:
             traceback.print_exc()
             self._tell("crashed", f"{type(error).__name__}: {one_line(error)}")
             _die()
-        rows = [
-            output_columns(results[index], handles[index].request, submitted) if index in results else None
-            for index in range(table.num_rows)
-        ]
+        rows = [generated.get(index) for index in range(table.num_rows)]
         problem = pa.array(problems, PROBLEM_TYPE)
         table = table.set_column(table.schema.get_field_index("problem"), "problem", problem)
         return table.drop_columns(["prompt_ids", "sampling"]).append_column("generated", pa.array(rows, OUTPUT_TYPE))
@@ -157,17 +152,21 @@ class EngineActor:
                 problems[index] = vars(RowError("Refused", str(error)).problem)
         return problems, handles
 
-    def _watch(self, part: str, handles: dict[int, Handle], errors: int) -> None:
-        """Wait for all requests, and report how far they are now and then."""
+    def _watch(self, part: str, handles: dict[int, Handle], errors: int) -> dict[int, dict[str, Any]]:
+        """Wait for all requests, and report how far they are now and then; return what they add to their rows."""
         done, last = PartReport(errors, errors), 0.0
-        for future in as_completed(handle.future for handle in handles.values()):
-            generation = future.result()
+        places = {handle.future: index for index, handle in handles.items()}
+        rows = {}
+        for future in as_completed(places):
+            generation, index = future.result(), places[future]
+            rows[index] = output_columns(generation, handles[index].request)
             done = done.plus(PartReport(1, 0, len(generation.token_ids), generation.counts.num_decode_steps))
             self._rows.generated(generation.finish_reason, slot_seconds(generation.timing))
             if time.monotonic() - last > _REPORT_SECONDS:
                 self._tell("update", part, done)
                 last = time.monotonic()
         self._tell("update", part, done)
+        return rows
 
     def _tell(self, method: str, *arguments: Any) -> None:
         if self._progress is None:
@@ -183,9 +182,8 @@ def _die() -> None:
     os._exit(1)
 
 
-def output_columns(generation: Generation, request: Request, submitted: datetime) -> dict[str, Any]:
-    """What a finished request adds to its row; `submitted` is when the engine was given it."""
-    timing = generation.timing
+def output_columns(generation: Generation, request: Request) -> dict[str, Any]:
+    """What a request that has just finished adds to its row."""
     return {
         "text": generation.text,
         "prompt_token_ids": list(request.prompt_ids),
@@ -195,8 +193,8 @@ def output_columns(generation: Generation, request: Request, submitted: datetime
         "num_output_tokens": len(generation.token_ids),
         "seed": request.sampling.seed,
         **statistics_columns(generation.counts),
-        "generation_seconds": slot_seconds(timing),
-        "finished_at": submitted + timedelta(seconds=timing.total),
+        "generation_seconds": slot_seconds(generation.timing),
+        "finished_at": datetime.now(UTC),
     }
 
 
@@ -213,7 +211,7 @@ def _output_type() -> pa.StructType:
         list: pa.list_(pa.int64()),
         datetime: pa.timestamp("ms", "UTC"),
     }
-    example = output_columns(Generation("", [], "", "stop", 0, DecodeCounts()), Request([]), datetime.now(UTC))
+    example = output_columns(Generation("", [], "", "stop", 0, DecodeCounts()), Request([]))
     return pa.struct([(name, kinds[type(value)]) for name, value in example.items()])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -68,9 +68,9 @@ def complete(
             staged = stage(listing, output.staged, config.reading, source, config.writing.rows_per_file)
         last = execute(config, source, output, staged, resources, partial(note_base, config, output, meant), status)
         # Reports may have got lost; the files know.
-        last = replace(last, errors=count_errors(output, staged.parts) - last.errors_before)
+        last = replace(last, errors=count_errors(output, []) - last.errors_before)
     else:
-        last = Progress("finished", staged.rows, staged.rows, count_errors(output, staged.parts))
+        last = Progress("finished", staged.rows, staged.rows, count_errors(output, []))
     status.show(last)
     output.delete_temporary()
     base = read_run(output.run_file).get("base_fingerprint")
@@ -108,7 +108,7 @@ def execute(
     left = sum(part.rows for part in missing)
     print(f"{left} of {staged.rows} rows to generate", file=sys.stderr, flush=True)
     quiet_ray_data()
-    tally = Tally(staged.rows, staged.rows - left, count_errors(output, set(staged.parts) - set(missing)))
+    tally = Tally(staged.rows, staged.rows - left, count_errors(output, missing))
     board = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(ProgressBoard).remote()
     watch = ProgressWatch(board, tally, on_start, [display(), status, JobMetrics(config.output)])
     try:
@@ -124,10 +124,10 @@ def execute(
     return watch.last
 
 
-def count_errors(output: OutputFolder, parts: Collection[Part]) -> int:
-    """Rows of `parts` that could not be generated; they are in the output already."""
-    names = {f"{part.name}.parquet" for part in parts}
-    paths = [info.path for info in output.errors.children() if info.path.rpartition("/")[2] in names]
+def count_errors(output: OutputFolder, missing: Sequence[Part]) -> int:
+    """Rows that could not be generated, but for those of parts that are not committed."""
+    uncommitted = {f"{part.name}.parquet" for part in missing}
+    paths = [info.path for info in output.errors.children() if info.path.rpartition("/")[2] not in uncommitted]
     if not paths:
         return 0
     filesystem = output.root.filesystem

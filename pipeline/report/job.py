@@ -35,6 +35,7 @@ _CATEGORY = "category"
 _SLOWEST = 10
 _ERRORS_EACH = 5
 _COMPARED = 100
+_STEPS = "per_step_accepted"
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def report(config: ReportConfig) -> None:
     status = _status(output.status_file)
     full = read_full(output, rows)
     against = _compare(config, run, rows, full) if config.against is not None else None
-    examples, why = _examples(full[: config.examples], run["config"])
+    examples, missing = _examples(full[: config.examples], run["config"])
     found = Report(
         name=config.output,
         run=run,
@@ -104,7 +105,7 @@ def report(config: ReportConfig) -> None:
         against=against,
         category=category,
         examples=examples,
-        tokens_are_ids=why,
+        not_shown=missing,
     )
     page = locate(config.page)
     try:
@@ -181,18 +182,20 @@ def _differences(run: Mapping[str, Any], rows: Rows, other: Mapping[str, Any], t
     return found
 
 
-def _examples(full: Sequence[Mapping[str, Any]], run_config: Mapping[str, Any]) -> tuple[list[Example], str | None]:
-    """Rows with their steps, and why tokens are shown as numbers, if they are."""
+def _examples(full: Sequence[Mapping[str, Any]], run_config: Mapping[str, Any]) -> tuple[list[Example], list[str]]:
+    """Rows with their steps, and what cannot be shown of them."""
     model = model_name(run_config["model"])
-    tokenizer, why = None, None
+    tokenizer, missing = None, []
     try:
         tokenizer = load_tokenizer(model, local_files_only=True)
     except LoadError:
-        why = f"the tokenizer of {model} is not on this machine"
+        missing.append(f"Tokens are shown as numbers: the tokenizer of {model} is not on this machine")
+    if any(_STEPS not in row for row in full):
+        missing.append(f"The steps cannot be shown: the output has no column {_STEPS}")
     examples = []
     for row in full:
         ids = row["prompt_token_ids"]
         prompt = " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
         pieces = text_pieces(tokenizer, row["token_ids"])
-        examples.append(Example(row, prompt, steps_of(pieces, row["per_step_accepted"])))
-    return examples, why
+        examples.append(Example(row, prompt, steps_of(pieces, row.get(_STEPS, [0] * len(pieces)))))
+    return examples, missing

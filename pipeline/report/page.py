@@ -81,7 +81,7 @@ class Report:
         against: Another output to compare with.
         category: What the groups of `rows` are, for people.
         examples: Some rows with their steps.
-        tokens_are_ids: Why tokens are shown as numbers; None if they are not.
+        not_shown: What cannot be shown of the examples, and why.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Report:
     against: Comparison | None
     category: str
     examples: Sequence[Example]
-    tokens_are_ids: str | None
+    not_shown: Sequence[str]
 
     @property
     def groups(self) -> list[tuple[str, Group]]:

@@ -274,7 +274,7 @@ def outputs(local_ray: None, model: Path, tmp_path_factory: pytest.TempPathFacto
     return folder / "drafted", folder / "plain"
 
 
-def test_the_page_of_a_real_job(outputs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_a_real_job(outputs: tuple[Path, Path], model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drafted, plain = outputs
     capsys.readouterr()
     assert job(drafted, "--against", plain) == 0
@@ -311,12 +311,13 @@ def test_the_page_of_a_real_job(outputs: tuple[Path, Path], capsys: pytest.Captu
     assert "7 of 7 rows that were drawn from both have the same tokens" in page.text
     assert "Not the same in both" not in page.text
 
-    # Each example is its row's tokens, step by step.
-    by_text = {row["request_id"]: row for row in rows}
-    assert len(page.answers) == 7
+    # Each example is its row's tokens, step by step; the ends of lines are marked.
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = ["".join(text_pieces(tokenizer, row["token_ids"])).replace("\n", "") for row in rows]
+    assert sorted(answer.replace("↵", "").replace("\n", "") for answer in page.answers) == sorted(texts)
     assert page.tags.count("article") == 7
-    drafted_runs = sum(accepted > 0 for row in by_text.values() for accepted in row["per_step_accepted"])
-    assert text.count('<span class="run ') == drafted_runs
+    runs = sum(accepted > 0 for row in rows for accepted in row["per_step_accepted"])
+    assert text.count('<span class="run ') == page.tags.count("sup") == runs > 0
 
 
 def test_what_is_not_known_is_said(outputs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -335,6 +336,27 @@ def test_what_is_not_known_is_said(outputs: tuple[Path, Path], tmp_path: Path) -
     said = Page(page.read_text()).text
     assert "What " + str(drafted) + " cost is not known" in said
     assert "nothing was drafted" in said
+
+
+def test_steps_and_texts_that_are_lost_are_said(tmp_path: Path) -> None:
+    output = write_output(tmp_path / "out", [[{"id": "a", "accepted": [1, 1]}]], [])
+    sampling = {"temperature": 0.0, "max_new_tokens": 4, "seed": 0}
+    config = {"input": "in", "model": "no/such-model", "drafter": "x", "reading": {"id_column": "id"}}
+    versions = dict.fromkeys(["drafter", "torch", "transformers", "ray"])
+    run = {"config": {**config, "sampling": sampling}, "state": "running", "versions": versions, "git_commit": None}
+    output.run_file.write_text(json.dumps({**run, "meaning": {}}))
+    assert job(tmp_path / "out") == 0
+    page = Page((tmp_path / "out" / "report.html").read_text())
+    assert "Tokens are shown as numbers: the tokenizer of no/such-model is not on this machine" in page.text
+    assert page.answers == ["30 30 30 30 "]
+    assert page.tags.count("sup") == 2
+    (path,) = (tmp_path / "out" / "data").iterdir()
+    pa.parquet.write_table(pa.parquet.read_table(path).drop_columns("per_step_accepted"), path)
+    assert job(tmp_path / "out") == 0
+    page = Page((tmp_path / "out" / "report.html").read_text())
+    assert "The steps cannot be shown: the output has no column per_step_accepted" in page.text
+    assert page.answers == ["30 30 30 30 "]
+    assert "sup" not in page.tags
 
 
 def test_bad_input_of_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ def block(part: str, rows: list[dict[str, Any]], problems: list[Any], part_rows:
         counts.record_step(emitted=accepted + 1, accepted=accepted, drafted=4)
     generation = Generation("", [1] * 7, "text", "stop", 3, counts)
     request = Request([1, 2, 3], SamplingParams(seed=5))
-    generated = [None if problem else output_columns(generation, request, datetime.now(UTC)) for problem in problems]
+    generated = [None if problem else output_columns(generation, request) for problem in problems]
     return pa.table(
         {
             "request_id": pa.array([f"{part}:{index}" for index in range(len(rows))]),
