@@ -31,6 +31,8 @@ _GAUGES = {
     "slots_active": "Requests being decoded.",
     "requests_waiting": "Requests that wait for a slot.",
 }
+_FINISH_REASONS = ("stop", "length")
+_ERROR_TYPES = ("BadRow", "BadPrompt", "BadSampling", "Refused")
 _ROW_SECONDS = [0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0]
 
 
@@ -48,6 +50,8 @@ class EngineMetrics:
         self._stages = Counter("drafter_stage_seconds", "Seconds of a step's stages.", (*TAGS, "stage"))
         self._gauges = {name: Gauge(f"drafter_{name}", what, TAGS) for name, what in _GAUGES.items()}
         self._published: dict[str, float] = {}
+        for counter in self._counters.values():
+            begin(counter, self._tags)
 
     def publish(self) -> None:
         """Export what has come since the last call, and the state as it is.
@@ -81,6 +85,11 @@ class EngineMetrics:
             self._published[name] = value
 
 
+def begin(counter: Counter, tags: Mapping[str, str]) -> None:
+    """Export a counter at 0: `rate` in PromQL does not see the step to a first value."""
+    counter._record(0.0, dict(tags))  # `inc` refuses 0
+
+
 class RowMetrics:
     """Counts a generation job's rows as an engine ends them.
 
@@ -93,6 +102,10 @@ class RowMetrics:
         self._rows = Counter("drafter_rows", "Rows generated.", (*TAGS, "finish_reason"))
         self._errors = Counter("drafter_errors", "Rows that could not be generated.", (*TAGS, "type"))
         self._seconds = Histogram("drafter_row_seconds", "Seconds of a row in its slot.", _ROW_SECONDS, TAGS)
+        for reason in _FINISH_REASONS:
+            begin(self._rows, {**self._tags, "finish_reason": reason})
+        for kind in _ERROR_TYPES:
+            begin(self._errors, {**self._tags, "type": kind})
 
     def generated(self, finish_reason: str, seconds: float) -> None:
         """A row is done."""
