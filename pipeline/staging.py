@@ -27,7 +27,9 @@ from pipeline.errors import InputError, RowProblem
 from pipeline.files import Location
 from pipeline.reading import Chunk, InputFile, InputListing, PromptSource, check_types, read_file
 
-PROBLEM_TYPE = pa.struct([("type", pa.string()), ("message", pa.string()), ("input", pa.string())])
+PROBLEM_TYPE = pa.struct(
+    [("type", pa.string()), ("message", pa.string()), ("input", pa.string()), ("attempts", pa.int64())]
+)
 """Why a row goes to `errors/`: a `RowProblem`, null where there is none."""
 _GROUP_BYTES = 256 << 20
 """One task stages about this much of the input."""
@@ -91,7 +93,7 @@ def stage(
         InputError: A damaged file, a column missing or of the wrong type, an id that is not unique, or no rows.
     """
     folder.filesystem.create_dir(folder.path, recursive=True)
-    task = ray.remote(num_cpus=0.5)(stage_files)
+    task = ray.remote(num_cpus=0.5, max_retries=-1)(stage_files)
     groups = [list(listing.files)] if reading.limit or reading.skip else _groups(listing.files)
     work = [
         task.remote(replace_files(listing, files), f"{index:05d}", folder, reading, source, rows_per_part)

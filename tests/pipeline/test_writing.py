@@ -20,7 +20,7 @@ from pipeline.summary import histogram_lines, read_totals, summarise
 from pipeline.writing import PartsDatasink, commit_part, free_name
 from tests.pipeline.conftest import read_rows
 
-BAD = {"type": "BadPrompt", "message": "empty", "input": None}
+BAD = {"type": "BadPrompt", "message": "empty", "input": None, "attempts": 0}
 
 
 def block(part: str, rows: list[dict[str, Any]], problems: list[Any], part_rows: int | None = None) -> pa.Table:
@@ -66,6 +66,7 @@ def test_a_part_becomes_one_file_of_rows_and_one_of_errors(output: OutputFolder,
         "input": '{"prompt": "", "a.b": 2}',
         "error_type": "BadPrompt",
         "message": "empty",
+        "attempts": 0,
     }
     assert output.committed() == {"p1"}
 
@@ -134,7 +135,7 @@ def test_the_summary_is_what_the_files_say(output: OutputFolder) -> None:
     totals = read_totals(output)
     assert (totals.rows, totals.errors) == (5, 1)
     assert (totals.counts.num_output_tokens, totals.counts.num_decode_steps) == (35, 15)
-    text = summarise(output, new_tokens=35, new_rows=6, seconds=10)
+    text = summarise(output, totals, new_tokens=35, new_rows=6, seconds=10)
     assert "5 finished, 1 errors" in text
     assert "2.33 tokens a base forward" in text
     assert "33% of 60 draft tokens accepted" in text

@@ -1,0 +1,180 @@
+"""What is in flight: rows in engines, finished rows of parts that are not committed, and the deaths under each row.
+
+One small actor beside the driver keeps it, outside of every engine's process. A row is entered before an engine sees
+it and leaves with its result, so whatever ends an engine's process, it is known which rows were in it, and those that
+had finished are not generated again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pipeline.errors import RowError
+
+_HOPELESS = 20
+"""An engine whose process ends so often without finishing one row is not the rows' fault: the machine's, or ours."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a row: one of the two.
+
+    Args:
+        generated: The columns that a finished row gets.
+        problem: A `RowProblem`'s fields.
+    """
+
+    generated: dict[str, Any] | None = None
+    problem: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class RowKey:
+    """A row's place.
+
+    Args:
+        part: The part it belongs to.
+        request_id: Its name.
+    """
+
+    part: str
+    request_id: str
+
+
+@dataclass
+class PartRecord:
+    """A part that is not committed.
+
+    Args:
+        wanted: Rows that an engine has to see; None before an engine has begun with the part.
+        inside: Those that are in an engine now.
+        outcomes: Those that have left it.
+        deaths: How often a row's engine died with the row inside.
+    """
+
+    wanted: int | None = None
+    inside: set[str] = field(default_factory=set)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    deaths: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all rows have left the engine; only the commit is missing."""
+        return len(self.outcomes) == self.wanted
+
+
+@dataclass(frozen=True)
+class LedgerCounts:
+    """What happened in this submission.
+
+    Args:
+        inside: Rows that are in engines now.
+        uncommitted: Parts whose rows have all finished and that are not committed.
+        engine_deaths: Processes of engines that ended and were replaced.
+        rows_again: Rows that entered an engine once more because it died.
+    """
+
+    inside: int
+    uncommitted: int
+    engine_deaths: int
+    rows_again: int
+
+
+class Ledger:
+    """Keeps the record; a Ray actor, but nothing in it needs Ray.
+
+    Args:
+        row_attempts: A row that was in an engine at so many deaths is set aside: it gets an error for its outcome.
+        saved: What an earlier submission left (`save`), if it left anything.
+    """
+
+    def __init__(self, row_attempts: int, saved: str | None = None) -> None:
+        self._row_attempts = row_attempts
+        self._parts: dict[str, PartRecord] = {}
+        self._open = True
+        self._starts: Counter[str] = Counter()
+        self._engine_deaths = self._rows_again = 0
+        for name, rows in json.loads(saved or "{}").items():
+            outcomes = {request_id: Outcome(**outcome) for request_id, outcome in rows["outcomes"].items()}
+            self._parts[name] = PartRecord(outcomes=outcomes, deaths=Counter(rows["deaths"]))
+
+    def arrive(self, engine: str) -> bool:
+        """An engine's process begins.
+
+        Args:
+            engine: The same name for every process that replaces a dead one.
+
+        Returns:
+            Whether to go on: not after `_HOPELESS` processes without one finished row.
+        """
+        self._engine_deaths += engine in self._starts
+        self._starts[engine] += 1
+        return self._starts[engine] <= _HOPELESS
+
+    def open_part(self, part: str, wanted: int) -> tuple[dict[str, Outcome], dict[str, int]]:
+        """An engine begins with a part, or begins again: then the process that had it before has died.
+
+        Returns:
+            The outcomes that are there already, set-aside rows' included, and the deaths under each row that had any.
+        """
+        record = self._parts.setdefault(part, PartRecord())
+        record.wanted = wanted
+        record.deaths.update(record.inside)
+        self._rows_again += len(record.inside)
+        record.inside.clear()
+        for request_id, deaths in record.deaths.items():
+            if deaths >= self._row_attempts:
+                record.outcomes.setdefault(request_id, Outcome(problem=vars(_set_aside(deaths).problem)))
+        return record.outcomes, dict(record.deaths)
+
+    def exchange(self, engine: str, left: Mapping[RowKey, Outcome], entering: Iterable[RowKey]) -> bool:
+        """Rows leave an engine, and others are about to enter it.
+
+        Returns:
+            Whether they may: not any more when the job is being stopped.
+        """
+        for key, outcome in left.items():
+            record = self._parts.setdefault(key.part, PartRecord())
+            record.inside.discard(key.request_id)
+            record.outcomes[key.request_id] = outcome
+            self._starts[engine] = 1
+        if self._open:
+            for key in entering:
+                self._parts.setdefault(key.part, PartRecord()).inside.add(key.request_id)
+        return self._open
+
+    def commit(self, part: str) -> None:
+        """A part is in the output: nothing need be known of it any more."""
+        self._parts.pop(part, None)
+
+    def drain(self) -> None:
+        """Let no more rows into engines."""
+        self._open = False
+
+    def counts(self) -> LedgerCounts:
+        """How things stand."""
+        records = self._parts.values()
+        return LedgerCounts(
+            inside=sum(len(record.inside) for record in records),
+            uncommitted=sum(record.complete for record in records),
+            engine_deaths=self._engine_deaths,
+            rows_again=self._rows_again,
+        )
+
+    def save(self) -> str:
+        """All that the next submission can use, as JSON; rows inside an engine count as cut off, not as a death."""
+        return json.dumps(
+            {
+                name: {"outcomes": {key: asdict(one) for key, one in part.outcomes.items()}, "deaths": part.deaths}
+                for name, part in self._parts.items()
+                if part.outcomes or part.deaths
+            }
+        )
+
+
+def _set_aside(deaths: int) -> RowError:
+    return RowError("EngineDied", f"its engine's process ended {deaths} times with it, at last with it alone", deaths)
