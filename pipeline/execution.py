@@ -29,6 +29,7 @@ from pipeline.reading import InputListing, PromptSource
 from pipeline.staging import Part, StagedInput, StagedParts, stage
 from pipeline.stopping import Stopping, StopRequestedError
 from pipeline.summary import read_totals, summarise
+from pipeline.unfinished import delete_unfinished, read_unfinished, write_unfinished
 from pipeline.writing import PartsDatasink
 
 _DRAIN_PULSE_SECONDS = 0.2
@@ -96,7 +97,7 @@ def finish(
         last = execute(config, source, output, staged, resources, stopping, on_start)
     facts = {"rows": staged.rows, "base_fingerprint": read_run(output.run_file).get("base_fingerprint")}
     output.delete_temporary()
-    output.delete_unfinished()
+    delete_unfinished(output)
     save_run(output.run_file, config.as_dict(), meant, state="finished", **facts)
     return last
 
@@ -133,7 +134,7 @@ def execute(
     quiet_ray_data()
     actor = {"num_cpus": 0, "scheduling_strategy": beside_driver(), "max_restarts": -1, "max_task_retries": -1}
     board = ray.remote(**actor)(ProgressBoard).remote()
-    ledger = ray.remote(**actor)(Ledger).remote(config.limits.row_attempts, output.read_unfinished())
+    ledger = ray.remote(**actor)(Ledger).remote(config.limits.row_attempts, read_unfinished(output))
     display = ProgressDisplay(board, staged.rows, staged.rows - left, on_start)
     try:
         with display, stopping.draining(partial(drain, ledger, config.limits.drain_seconds)):
@@ -164,7 +165,7 @@ def drain(ledger: Any, seconds: float) -> None:
 def keep_unfinished(output: OutputFolder, ledger: Any) -> None:
     """Save the finished rows of unfinished parts for the next submission."""
     try:
-        output.unfinished.write_text(ray.get(ledger.save.remote(), timeout=60))
+        write_unfinished(output, ray.get(ledger.save.remote(), timeout=60))
     except (ray.exceptions.RayError, OSError) as error:
         print(f"finished rows of unfinished parts are lost: {one_line(error)}", file=sys.stderr, flush=True)
 

@@ -7,10 +7,9 @@ had finished are not generated again.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.errors import RowError
@@ -68,6 +67,25 @@ class PartRecord:
 
 
 @dataclass(frozen=True)
+class SavedRow:
+    """What one submission tells the next of a row whose part is not committed.
+
+    Args:
+        part: See `RowKey`.
+        request_id: See `RowKey`.
+        generated: See `Outcome`.
+        problem: See `Outcome`.
+        deaths: See `PartRecord`.
+    """
+
+    part: str
+    request_id: str
+    generated: dict[str, Any] | None
+    problem: dict[str, Any] | None
+    deaths: int
+
+
+@dataclass(frozen=True)
 class LedgerCounts:
     """What happened in this submission.
 
@@ -89,18 +107,21 @@ class Ledger:
 
     Args:
         row_attempts: A row that was in an engine at so many deaths is set aside: it gets an error for its outcome.
-        saved: What an earlier submission left (`save`), if it left anything.
+        saved: What an earlier submission left (`save`).
     """
 
-    def __init__(self, row_attempts: int, saved: str | None = None) -> None:
+    def __init__(self, row_attempts: int, saved: Sequence[SavedRow] = ()) -> None:
         self._row_attempts = row_attempts
         self._parts: dict[str, PartRecord] = {}
         self._open = True
         self._starts: Counter[str] = Counter()
         self._engine_deaths = self._rows_again = 0
-        for name, rows in json.loads(saved or "{}").items():
-            outcomes = {request_id: Outcome(**outcome) for request_id, outcome in rows["outcomes"].items()}
-            self._parts[name] = PartRecord(outcomes=outcomes, deaths=Counter(rows["deaths"]))
+        for row in saved:
+            record = self._parts.setdefault(row.part, PartRecord())
+            if row.deaths:
+                record.deaths[row.request_id] = row.deaths
+            if row.generated is not None or row.problem is not None:
+                record.outcomes[row.request_id] = Outcome(row.generated, row.problem)
 
     def arrive(self, engine: str) -> bool:
         """An engine's process begins.
@@ -165,15 +186,14 @@ class Ledger:
             rows_again=self._rows_again,
         )
 
-    def save(self) -> str:
-        """All that the next submission can use, as JSON; rows inside an engine count as cut off, not as a death."""
-        return json.dumps(
-            {
-                name: {"outcomes": {key: asdict(one) for key, one in part.outcomes.items()}, "deaths": part.deaths}
-                for name, part in self._parts.items()
-                if part.outcomes or part.deaths
-            }
-        )
+    def save(self) -> list[SavedRow]:
+        """All that the next submission can use; that rows are inside an engine now is no death."""
+        return [
+            SavedRow(part, name, outcome.generated, outcome.problem, record.deaths[name])
+            for part, record in self._parts.items()
+            for name in record.outcomes.keys() | record.deaths.keys()
+            for outcome in [record.outcomes.get(name, Outcome())]
+        ]
 
 
 def _set_aside(deaths: int) -> RowError:

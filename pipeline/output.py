@@ -5,8 +5,6 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 
-from pyarrow import fs
-
 from pipeline.errors import InputError, one_line
 from pipeline.files import Location
 
@@ -47,7 +45,7 @@ class OutputFolder:
     @property
     def unfinished(self) -> Location:
         """Finished rows of parts that are not committed, as a submission that was stopped left them."""
-        return self.root / "_unfinished.json"
+        return self.root / "_unfinished.parquet"
 
     @property
     def lease(self) -> Location:
@@ -77,15 +75,6 @@ class OutputFolder:
     def delete_temporary(self) -> None:
         """Delete what others were writing when they ended; for the only submission at work."""
         self.temporary.filesystem.delete_dir_contents(self.temporary.path, missing_dir_ok=True)
-
-    def read_unfinished(self) -> str | None:
-        """What an earlier submission left there; None if it left nothing."""
-        return self.unfinished.read_text() if self.unfinished.type == fs.FileType.File else None
-
-    def delete_unfinished(self) -> None:
-        """Delete it; it is in the output by now."""
-        if self.unfinished.type == fs.FileType.File:
-            self.unfinished.filesystem.delete_file(self.unfinished.path)
 
     def committed(self) -> set[str]:
         """Names of the parts that are in the output."""

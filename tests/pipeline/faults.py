@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class FragileEngine(EngineSpec):
             step()
             time.sleep(self.step_seconds)
             if any(self.deadly in slot.handle.request.prompt_ids for slot in engine._slots):
-                os.kill(os.getpid(), signal.SIGKILL)
+                kill_me()
 
         def noted_prefill(handle: Any) -> None:
             with (self.notes / "entered").open("a") as file:
@@ -49,27 +50,33 @@ class FragileEngine(EngineSpec):
         return lm
 
 
+def kill_me() -> None:
+    """End this process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class DeadlyFiles(fs.FileSystemHandler):  # type: ignore[misc]
-    """The local file system, but that the process of the nth and the (n + 1)th call of some kinds is killed.
+    """The local file system, but that something happens at some points of a commit, once at each.
 
     Args:
-        folder: Counts the calls, over all processes.
-        deadly: Names of points, such as `before move errors`, at which a process ends once.
+        folder: For a file named by each point that was come to, by any process.
+        points: `before writing`, `while writing`, and `before` and `after` the move to `errors` and `data`.
+        happens: What.
     """
 
-    def __init__(self, folder: str, deadly: tuple[str, ...]) -> None:
-        self._folder, self._deadly, self._real = Path(folder), deadly, fs.LocalFileSystem()
+    def __init__(self, folder: str, points: tuple[str, ...], happens: Callable[[], None]) -> None:
+        self._folder, self._points, self._happens, self._real = Path(folder), points, happens, fs.LocalFileSystem()
 
     def __reduce__(self) -> Any:
-        return DeadlyFiles, (str(self._folder), self._deadly)
+        return DeadlyFiles, (str(self._folder), self._points, self._happens)
 
     def _at(self, point: str) -> None:
-        if point in self._deadly:
+        if point in self._points:
             try:
                 (self._folder / point.replace(" ", "-")).touch(exist_ok=False)
             except FileExistsError:
                 return
-            os.kill(os.getpid(), signal.SIGKILL)
+            self._happens()
 
     def move(self, src: str, dest: str) -> None:
         kind = Path(dest).parent.name
@@ -78,10 +85,10 @@ class DeadlyFiles(fs.FileSystemHandler):  # type: ignore[misc]
         self._at(f"after {kind}")
 
     def open_output_stream(self, path: str, metadata: Any) -> Any:
-        if "_temporary" in path:
+        if path.endswith(".parquet"):
             self._at("before writing")
         stream = self._real.open_output_stream(path, metadata=metadata)
-        if "_temporary" in path:
+        if path.endswith(".parquet"):
             self._at("while writing")
         return stream
 
