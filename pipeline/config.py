@@ -119,14 +119,20 @@ class LimitsConfig:
     Args:
         row_attempts: A row that was in an engine whose process ended, so often, is set aside with an error; it had the
             engine to itself the last times.
+        row_seconds: A row that an engine has had for so long gets an error; by default there is no limit.
+        step_seconds: A step of an engine that takes longer hangs: the engine's process is ended.
         drain_seconds: After SIGTERM, how long rows may go on that have begun.
     """
 
     row_attempts: int = 4
+    row_seconds: float | None = None
+    step_seconds: float = 600.0
     drain_seconds: float = 60.0
 
     def __post_init__(self) -> None:
         at_least("limits.row_attempts", self.row_attempts, 2)
+        at_least("limits.row_seconds", self.row_seconds, 0, above=True)
+        at_least("limits.step_seconds", self.step_seconds, 0, above=True)
         at_least("limits.drain_seconds", self.drain_seconds, 0)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ from pipeline.errors import JobError, one_line
 from pipeline.feeder import Feeder
 from pipeline.ledger import Outcome, RowKey
 from pipeline.staging import PROBLEM_TYPE
+from pipeline.watchdog import watch
+
+_LOAD_AGAIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,14 @@ class RemoteLedger:
         """See `Ledger.arrive`; a process that replaces a dead one has its actor's name."""
         return bool(ray.get(self._actor.arrive.remote(self._engine)))
 
+    def loaded(self) -> None:
+        """See `Ledger.loaded`."""
+        ray.get(self._actor.loaded.remote())
+
+    def has_loaded(self) -> bool:
+        """See `Ledger.has_loaded`."""
+        return bool(ray.get(self._actor.has_loaded.remote()))
+
     def open_part(self, part: str, wanted: int) -> tuple[dict[str, Outcome], dict[str, int]]:
         """See `Ledger.open_part`."""
         outcomes, deaths = ray.get(self._actor.open_part.remote(part, wanted))
@@ -110,10 +122,17 @@ class EngineActor:
         except Exception as error:  # out of memory, say
             traceback.print_exc()
             self._failure = LoadError(f"the models cannot be loaded: {type(error).__name__}: {error}")
+        if self._failure is not None and remote_ledger.has_loaded():  # then this machine is at fault: try another
+            time.sleep(_LOAD_AGAIN_SECONDS)
+            self._end(self._failure)
         if self._failure is not None:
             self._tell("failed", one_line(self._failure))
             return
+        remote_ledger.loaded()
         self._feeder = Feeder(self._lm.submit, output_columns, remote_ledger, spec.config.slots, limits.row_attempts)
+        self._row_seconds = limits.row_seconds
+        stuck = RuntimeError(f"a step took longer than limits.step_seconds, {limits.step_seconds:g}")
+        watch(self._lm.engine, limits.step_seconds, partial(self._end, stuck))
         self._tell("loaded", self._lm.base.fingerprint)
 
     def __call__(self, table: pa.Table) -> pa.Table:
@@ -135,8 +154,7 @@ class EngineActor:
             outcomes = self._feeder.generate(part, requests, partial(self._report, part, errors))
         except Exception as error:
             traceback.print_exc()
-            self._tell("crashed", f"{type(error).__name__}: {one_line(error)}")
-            _die()
+            self._end(error)
         names = table["request_id"].to_pylist()
         rows = [outcomes[name].generated if name in outcomes else None for name in names]
         problems = [
@@ -151,7 +169,7 @@ class EngineActor:
         """The rows without a problem, by their names."""
         rows = zip(*(table[name].to_pylist() for name in ("request_id", "prompt_ids", "sampling")), strict=True)
         return {
-            request_id: Request(prompt_ids, SamplingParams(**json.loads(sampling)), request_id)
+            request_id: Request(prompt_ids, SamplingParams(**json.loads(sampling)), request_id, self._row_seconds)
             for (request_id, prompt_ids, sampling), problem in zip(rows, problems, strict=True)
             if problem is None
         }
@@ -162,6 +180,10 @@ class EngineActor:
         failed = errors + len(outcomes) - len(generated)
         tokens = sum(len(columns["token_ids"]) for columns in generated)
         self._tell("update", part, errors + len(outcomes), failed, tokens)
+
+    def _end(self, why: Exception) -> None:
+        self._tell("crashed", f"{type(why).__name__}: {one_line(why)}")
+        _die()
 
     def _tell(self, method: str, *arguments: Any) -> None:
         call = getattr(self._progress, method).remote(*arguments)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from drafter.errors import RequestError
+from drafter.errors import RequestError, RequestTimeoutError
 from drafter.requests import Generation, Request
 from drafter.slots import Handle
 from pipeline.errors import RowError
@@ -188,7 +188,10 @@ class Feeder:
     def _outcome(self, row: _Row, came: Handle | RowError) -> Outcome:
         if isinstance(came, RowError):
             return Outcome(problem=vars(came.problem))
-        return Outcome(generated=self._columns(came.result(), row.request))
+        try:
+            return Outcome(generated=self._columns(came.result(), row.request))
+        except RequestTimeoutError as error:
+            return Outcome(problem=vars(RowError("TimedOut", str(error), row.deaths + 1).problem))
 
 
 def _expected_length(request: Request) -> int:

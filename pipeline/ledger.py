@@ -113,7 +113,7 @@ class Ledger:
     def __init__(self, row_attempts: int, saved: Sequence[SavedRow] = ()) -> None:
         self._row_attempts = row_attempts
         self._parts: dict[str, PartRecord] = {}
-        self._open = True
+        self._open, self._loaded = True, False
         self._starts: Counter[str] = Counter()
         self._engine_deaths = self._rows_again = 0
         for row in saved:
@@ -135,6 +135,14 @@ class Ledger:
         self._engine_deaths += engine in self._starts
         self._starts[engine] += 1
         return self._starts[engine] <= _HOPELESS
+
+    def loaded(self) -> None:
+        """An engine has loaded its models, so they can be."""
+        self._loaded = True
+
+    def has_loaded(self) -> bool:
+        """Whether any engine has loaded its models."""
+        return self._loaded
 
     def open_part(self, part: str, wanted: int) -> tuple[dict[str, Outcome], dict[str, int]]:
         """An engine begins with a part, or begins again: then the process that had it before has died.

@@ -13,6 +13,8 @@ from typing import Any
 from pyarrow import fs
 
 from drafter.llm import SpeculativeLM
+from drafter.requests import Request
+from drafter.slots import Handle
 from pipeline.engine_actor import EngineSpec
 
 
@@ -32,7 +34,7 @@ class FragileEngine(EngineSpec):
 
     def load(self) -> SpeculativeLM:
         lm = super().load()
-        engine, step, prefill = lm.engine, lm.engine.step, lm.engine._prefill
+        engine, step, submit = lm.engine, lm.engine.step, lm.engine.submit
 
         def fragile_step() -> None:
             step()
@@ -40,12 +42,12 @@ class FragileEngine(EngineSpec):
             if any(self.deadly in slot.handle.request.prompt_ids for slot in engine._slots):
                 kill_me()
 
-        def noted_prefill(handle: Any) -> None:
+        def noted_submit(request: Request, *, stream: bool = False) -> Handle:
             with (self.notes / "entered").open("a") as file:
-                file.write(f"{handle.request.request_id}\n")
-            prefill(handle)
+                file.write(f"{request.request_id}\n")
+            return submit(request, stream=stream)
 
-        engine.step, engine._prefill = fragile_step, noted_prefill  # type: ignore[method-assign]
+        engine.step, engine.submit = fragile_step, noted_submit  # type: ignore[method-assign]
         (self.notes / f"{os.getpid()}.pid").touch()
         return lm
 
@@ -55,7 +57,7 @@ def kill_me() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class DeadlyFiles(fs.FileSystemHandler):  # type: ignore[misc]
+class DeadlyFiles(fs.FileSystemHandler):
     """The local file system, but that something happens at some points of a commit, once at each.
 
     Args:
