@@ -139,6 +139,10 @@ def execute(
     try:
         with display, stopping.draining(partial(drain, ledger, config.limits.drain_seconds)):
             stream(config, source, output, staged, missing, resources, board, ledger)
+        counts: LedgerCounts = ray.get(ledger.counts.remote())
+        if counts.engine_deaths:
+            deaths = f"{counts.engine_deaths} times an engine's process ended and was replaced"
+            print(f"{deaths}; {counts.rows_again} rows were generated again", file=sys.stderr, flush=True)
     except Exception as error:
         if display.last.failure is not None:
             raise InputError(display.last.failure) from error
@@ -197,6 +201,8 @@ def stream(
         # Ray adds actors when more than 1.75 calls wait for each that can run.
         max_tasks_in_flight_per_actor=2 * calls if resources.max_actors > resources.min_actors else calls + 1,
     )
+    # The longest first: what is left for the end, when engines run empty, is short.
+    missing = sorted(missing, key=lambda part: part.nbytes, reverse=True)
     dataset = ray.data.read_datasource(
         StagedParts(staged, missing), override_num_blocks=len(missing), num_cpus=HELPER_CPUS
     )

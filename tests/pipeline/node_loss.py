@@ -23,7 +23,7 @@ def lose_nodes(cluster: Cluster, nodes: list[object], data: Path) -> None:
     wait_for_parts(data, 2)
     for node in nodes:
         cluster.remove_node(node, allow_graceful=False)
-    cluster.add_node(num_cpus=2)
+    cluster.add_node(wait=False, num_cpus=2)
     print(f"nodes lost: 1, {len(nodes)}, back: 1", flush=True)
 
 

@@ -130,10 +130,13 @@ def test_drivers_killed_and_stopped(run: Run, lm: SpeculativeLM, model: Path, tm
         command = [sys.executable, "-m", "jobs.generate", "--input", source, "--output", out, "--model", model]
         command += ["--drafter", "ngram", "--resources.cpus_per_actor", "1", *settings]
         job = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True)
-        while job.poll() is None and committed(out) < before + 2:
-            time.sleep(0.02)
-        job.send_signal(number)
-        printed = job.communicate(timeout=120)[1]
+        try:
+            while job.poll() is None and committed(out) < before + 2:
+                time.sleep(0.02)
+            job.send_signal(number)
+            printed = job.communicate(timeout=120)[1]
+        finally:
+            job.kill()
         return job.returncode, printed, committed(out)
 
     code, _, first = stop(signal.SIGKILL)

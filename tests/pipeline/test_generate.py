@@ -139,6 +139,8 @@ def test_submitting_again_goes_on_where_the_job_stopped(run: Run, finished: tupl
     source_now = source.read_bytes()
     source.write_bytes(source_now + b'{"prompt": "one more"}\n')
     assert "input was" in run(source, *again).error
+    source.write_bytes(source_now.replace(b" 7", b" 8"))
+    assert "input was" in run(source, *again).error
     source.write_bytes(source_now)
     assert snapshot(done.folder) == before
 
