@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -110,8 +111,8 @@ def steady(looks: Path) -> Steady:
     return Steady(change["time"], change["tokens"], change["steps"], change["row_steps"], end["slots"])
 
 
-def run_bare(spec: WatchedEngine, questions: list[Any], sampling: SamplingParams) -> list[list[int]]:
-    """All questions through an engine of this process."""
+def run_bare(spec: WatchedEngine, questions: list[Any], sampling: SamplingParams, folder: Path) -> list[list[int]]:
+    """All questions through an engine of this process; `folder` is not needed."""
     with spec.load() as lm:
         return [one.token_ids for one in lm.generate(questions, sampling)]
 
@@ -121,13 +122,10 @@ def run_job(spec: WatchedEngine, questions: list[Any], sampling: SamplingParams,
     source = folder / "in.jsonl"
     source.write_text("".join(json.dumps({"messages": one}) + "\n" for one in questions), encoding="utf-8")
 
-    def watched(*arguments: Any) -> WatchedEngine:
-        return WatchedEngine(*arguments, looks=spec.looks)
-
     arguments = ["--input", source, "--output", folder / "out", "--drafter", spec.drafter]
     arguments += ["--sampling.max_new_tokens", sampling.max_new_tokens, "--engine.slots", spec.config.slots]
     arguments += ["--engine.nodes", spec.config.nodes]
-    with patch("pipeline.execution.EngineSpec", watched):
+    with patch("pipeline.execution.EngineSpec", partial(WatchedEngine, looks=spec.looks)):
         code = generate([str(one) for one in arguments])
     ray.shutdown()
     if code:
@@ -156,8 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 config = EngineConfig(slots=args.slots, nodes=args.nodes)
                 spec = WatchedEngine(None, "auto", {}, config, args.threads, Path(folder) / "looks.jsonl")
-                given = [spec, questions, sampling, *([Path(folder)] if name == "job" else [])]
-                tokens[name] = run(*given)  # type: ignore[operator]
+                tokens[name] = run(spec, questions, sampling, Path(folder))
                 runs[name].append(steady(spec.looks))
             print(f"{name}: {runs[name][-1].rate:.0f} tokens/s, {runs[name][-1].occupancy:.1%} of slots", flush=True)
     rates = {name: sum(one.tokens for one in some) / sum(one.seconds for one in some) for name, some in runs.items()}
