@@ -36,7 +36,7 @@ def wait_for_parts(data: Path, more: int) -> None:
 
 if __name__ == "__main__":
     source, out, model = sys.argv[1:]
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     nodes: list[object] = [cluster.add_node(num_cpus=2) for _ in range(3)]
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     threading.Thread(target=lose_nodes, args=[cluster, nodes, Path(out) / "data"], daemon=True).start()
