@@ -79,9 +79,9 @@ class RemoteLedger:
         """See `Ledger.arrive`; a process that replaces a dead one has its actor's name."""
         return bool(ray.get(self._actor.arrive.remote(self._engine)))
 
-    def loaded(self) -> None:
+    def loaded(self, base: str) -> str:
         """See `Ledger.loaded`."""
-        ray.get(self._actor.loaded.remote())
+        return str(ray.get(self._actor.loaded.remote(base)))
 
     def has_loaded(self) -> bool:
         """See `Ledger.has_loaded`."""
@@ -115,25 +115,33 @@ class EngineActor:
         if not remote_ledger.arrive():
             self._failure = JobError("an engine's process ended again and again without finishing a row")
             return
-        try:
-            self._lm = spec.load()
-        except LoadError as error:
-            self._failure = error
-        except Exception as error:  # out of memory, say
-            traceback.print_exc()
-            self._failure = LoadError(f"the models cannot be loaded: {type(error).__name__}: {error}")
-        if self._failure is not None and remote_ledger.has_loaded():  # then this machine is at fault: try another
-            time.sleep(_LOAD_AGAIN_SECONDS)
-            self._end(self._failure)
+        self._failure = self._load(spec, remote_ledger)
         if self._failure is not None:
             self._tell("failed", one_line(self._failure))
             return
-        remote_ledger.loaded()
         self._feeder = Feeder(self._lm.submit, output_columns, remote_ledger, spec.config.slots, limits.row_attempts)
         self._row_seconds = limits.row_seconds
         stuck = RuntimeError(f"a step took longer than limits.step_seconds, {limits.step_seconds:g}")
         watch(self._lm.engine, limits.step_seconds, partial(self._end, stuck))
         self._tell("loaded", self._lm.base.fingerprint)
+
+    def _load(self, spec: EngineSpec, ledger: RemoteLedger) -> LoadError | None:
+        """Load the models; where others could, a failure is this machine's, and ends the process to try another."""
+        try:
+            self._lm = spec.load()
+        except Exception as error:
+            failure = LoadError(f"the models cannot be loaded: {type(error).__name__}: {error}")  # out of memory, say
+            if isinstance(error, LoadError):
+                failure = error
+            traceback.print_exc()
+            if ledger.has_loaded():
+                time.sleep(_LOAD_AGAIN_SECONDS)
+                self._end(failure)
+            return failure
+        here, first = self._lm.base.fingerprint, ledger.loaded(self._lm.base.fingerprint)
+        if here != first:
+            return LoadError(f"the model's weights ({here}) are not those of the output's other rows ({first})")
+        return None
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Add `generated` (a struct of the output columns) to rows with `prompt_ids` and `sampling`.

@@ -87,7 +87,8 @@ def finish(
         raise InputError(f"output {config.output} has results but no list of their rows (_staged): choose another")
     last = Snapshot()
     if staged is None or missing_parts(staged, output):
-        save_run(output.run_file, config.as_dict(), meant, state="running")
+        base = read_run(output.run_file).get("base_fingerprint")
+        save_run(output.run_file, config.as_dict(), meant, state="running", base_fingerprint=base)
         may_grow = connect()
         stopping.take_over()
         resources = share_out(config.resources, may_grow=may_grow)
@@ -134,7 +135,8 @@ def execute(
     quiet_ray_data()
     actor = {"num_cpus": 0, "scheduling_strategy": beside_driver(), "max_restarts": -1, "max_task_retries": -1}
     board = ray.remote(**actor)(ProgressBoard).remote()
-    ledger = ray.remote(**actor)(Ledger).remote(config.limits.row_attempts, read_unfinished(output))
+    base = read_run(output.run_file).get("base_fingerprint")
+    ledger = ray.remote(**actor)(Ledger).remote(config.limits.row_attempts, read_unfinished(output), base)
     display = ProgressDisplay(board, staged.rows, staged.rows - left, on_start)
     try:
         with display, stopping.draining(partial(drain, ledger, config.limits.drain_seconds)):

@@ -108,12 +108,14 @@ class Ledger:
     Args:
         row_attempts: A row that was in an engine at so many deaths is set aside: it gets an error for its outcome.
         saved: What an earlier submission left (`save`).
+        base: Fingerprint of the base that an earlier submission generated with.
     """
 
-    def __init__(self, row_attempts: int, saved: Sequence[SavedRow] = ()) -> None:
+    def __init__(self, row_attempts: int, saved: Sequence[SavedRow] = (), base: str | None = None) -> None:
         self._row_attempts = row_attempts
         self._parts: dict[str, PartRecord] = {}
-        self._open, self._loaded = True, False
+        self._base = base
+        self._open = True
         self._starts: Counter[str] = Counter()
         self._engine_deaths = self._rows_again = 0
         for row in saved:
@@ -136,13 +138,14 @@ class Ledger:
         self._starts[engine] += 1
         return self._starts[engine] <= _HOPELESS
 
-    def loaded(self) -> None:
-        """An engine has loaded its models, so they can be."""
-        self._loaded = True
+    def loaded(self, base: str) -> str:
+        """An engine has loaded a base with this fingerprint; returns that of the first one, which all must have."""
+        self._base = self._base or base
+        return self._base
 
     def has_loaded(self) -> bool:
-        """Whether any engine has loaded its models."""
-        return self._loaded
+        """Whether any engine has loaded its models, so that they can be."""
+        return self._base is not None
 
     def open_part(self, part: str, wanted: int) -> tuple[dict[str, Outcome], dict[str, int]]:
         """An engine begins with a part, or begins again: then the process that had it before has died.

@@ -15,6 +15,7 @@ import pytest
 import ray
 
 from drafter import EngineConfig, SamplingParams, SpeculativeLM
+from drafter.errors import LoadError
 from drafter.statistics import DecodeCounts, statistics_columns
 from pipeline.config import LimitsConfig
 from pipeline.engine_actor import OUTPUT_TYPE, EngineActor, EngineSpec
@@ -200,9 +201,9 @@ def actor(local_ray: None, model: Path) -> EngineActor:
     return make_actor(model, "ngram")
 
 
-def make_actor(model: Path, drafter: str) -> EngineActor:
+def make_actor(model: Path, drafter: str, base: str | None = None) -> EngineActor:
     spec = EngineSpec(str(model), drafter, {}, EngineConfig(slots=2, nodes=3), threads=1)
-    board, ledger = ray.remote(num_cpus=0)(ProgressBoard).remote(), ray.remote(num_cpus=0)(Ledger).remote(4)
+    board, ledger = ray.remote(num_cpus=0)(ProgressBoard).remote(), ray.remote(num_cpus=0)(Ledger).remote(4, (), base)
     return EngineActor(spec, LimitsConfig(), ledger, board)
 
 
@@ -254,6 +255,12 @@ def test_an_engine_that_fails_ends_its_process(local_ray: None, model: Path, mon
     monkeypatch.setattr("pipeline.engine_actor._die", died)
     monkeypatch.setattr(actor._lm.base, "verify", broken)
     with pytest.raises(SystemExit, match="died"):
+        actor(staged_table([[7, 8]]))
+
+
+def test_an_engine_with_other_weights_than_the_first_is_refused(local_ray: None, model: Path) -> None:
+    actor = make_actor(model, "none", base="another")
+    with pytest.raises(LoadError, match=r"weights \(.*\) are not those of the output's other rows \(another\)"):
         actor(staged_table([[7, 8]]))
 
 

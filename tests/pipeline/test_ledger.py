@@ -54,6 +54,15 @@ def test_an_engine_that_never_finishes_a_row_is_given_up() -> None:
     assert ledger.counts().engine_deaths == 21
 
 
+def test_all_engines_have_the_base_of_the_first() -> None:
+    ledger = Ledger(row_attempts=4)
+    assert not ledger.has_loaded()
+    assert ledger.loaded("x") == "x"
+    assert ledger.loaded("y") == "x"
+    assert ledger.has_loaded()
+    assert Ledger(4, base="x").loaded("y") == "x"
+
+
 def test_nothing_enters_while_the_job_is_stopping() -> None:
     ledger = Ledger(row_attempts=4)
     ledger.open_part("p", 2)
