@@ -53,10 +53,7 @@ def run(
                 last = finish(config, listing, source, output, meant, stopping)
     except StopRequestedError as stop:
         raise JobStopped(str(stop)) from None
-    totals = read_totals(output)
-    if totals.rows + totals.errors != read_run(output.run_file)["rows"]:
-        raise JobError(f"output {config.output} has {totals.rows} rows and {totals.errors} errors, which are not all")
-    print(summarise(output, totals, last.tokens, last.rows, last.seconds), flush=True)
+    print(summarise(output, read_totals(output), last.tokens, last.rows, last.seconds), flush=True)
 
 
 def finished(output: OutputFolder) -> bool:
@@ -96,6 +93,10 @@ def finish(
             staged = stage(listing, output.staged, config.reading, source, config.writing.rows_per_file)
         on_start = partial(note_base, config, output, meant)
         last = execute(config, source, output, staged, resources, stopping, on_start)
+    totals = read_totals(output)
+    if totals.rows + totals.errors != staged.rows:
+        found = f"{totals.rows} rows and {totals.errors} errors"
+        raise JobError(f"output {config.output} has {found} instead of {staged.rows} in all: choose another output")
     facts = {"rows": staged.rows, "base_fingerprint": read_run(output.run_file).get("base_fingerprint")}
     output.delete_temporary()
     delete_unfinished(output)
@@ -136,7 +137,8 @@ def execute(
     actor = {"num_cpus": 0, "scheduling_strategy": beside_driver(), "max_restarts": -1, "max_task_retries": -1}
     board = ray.remote(**actor)(ProgressBoard).remote()
     base = read_run(output.run_file).get("base_fingerprint")
-    ledger = ray.remote(**actor)(Ledger).remote(config.limits.row_attempts, read_unfinished(output), base)
+    unfinished = [row for row in read_unfinished(output) if row.part in {part.name for part in missing}]
+    ledger = ray.remote(**actor)(Ledger).remote(config.limits.row_attempts, unfinished, base)
     display = ProgressDisplay(board, staged.rows, staged.rows - left, on_start)
     try:
         with display, stopping.draining(partial(drain, ledger, config.limits.drain_seconds)):

@@ -19,14 +19,14 @@ from drafter.slots import Handle
 from pipeline.errors import RowError
 from pipeline.ledger import Outcome, RowKey
 
-_PULSE_SECONDS = 0.02
+_PULSE_SECONDS = 0.01
 """While the engine is full, the ledger hears of several rows at once."""
 _REPORT_SECONDS = 0.25
 
 
 def places(slots: int) -> int:
     """Rows to keep in an engine: those that it decodes, and enough waiting that a slot is never empty for a pulse."""
-    return slots + max(4, slots // 4)
+    return slots + max(4, slots // 2)
 
 
 def alone_from(row_attempts: int) -> int:

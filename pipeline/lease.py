@@ -43,6 +43,9 @@ class Holder:
     pid: int
     beat: int = 0
 
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
     @property
     def known_dead(self) -> bool:
         """Whether it was on this host and is gone; the pid of another process tells nothing."""
@@ -103,8 +106,8 @@ class Lease:
     def _refuse_unless(self, mine: bool, holder: Holder) -> None:
         if not mine:
             raise InputError(
-                f"another submission works on output {self._file.path.rpartition('/')[0]} (process {holder.pid} on "
-                f"{holder.host}): wait for its end, or stop it"
+                f"another submission works on output {self._file.path.rpartition('/')[0]} ({holder}): "
+                "wait for its end, or stop it"
             )
 
     def _run(self) -> None:
