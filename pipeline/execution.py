@@ -28,7 +28,7 @@ from pipeline.prompts import PromptSettings, make_requests, model_name
 from pipeline.reading import InputListing, PromptSource
 from pipeline.staging import Part, StagedInput, StagedParts, stage
 from pipeline.stopping import Stopping, StopRequestedError
-from pipeline.summary import read_totals, summarise
+from pipeline.summary import count_rows, read_totals, summarise
 from pipeline.unfinished import delete_unfinished, read_unfinished, write_unfinished
 from pipeline.writing import PartsDatasink
 
@@ -93,9 +93,9 @@ def finish(
             staged = stage(listing, output.staged, config.reading, source, config.writing.rows_per_file)
         on_start = partial(note_base, config, output, meant)
         last = execute(config, source, output, staged, resources, stopping, on_start)
-    totals = read_totals(output)
-    if totals.rows + totals.errors != staged.rows:
-        found = f"{totals.rows} rows and {totals.errors} errors"
+    rows, errors = count_rows(output)
+    if rows + errors != staged.rows:
+        found = f"{rows} rows and {errors} errors"
         raise JobError(f"output {config.output} has {found} instead of {staged.rows} in all: choose another output")
     facts = {"rows": staged.rows, "base_fingerprint": read_run(output.run_file).get("base_fingerprint")}
     output.delete_temporary()

@@ -52,6 +52,11 @@ def read_totals(output: OutputFolder) -> OutputTotals:
     return OutputTotals(rows, _dataset(output.errors).count_rows(), summed)
 
 
+def count_rows(output: OutputFolder) -> tuple[int, int]:
+    """Finished rows and errors, by the files' own account."""
+    return _dataset(output.data).count_rows(), _dataset(output.errors).count_rows()
+
+
 def _dataset(folder: Location) -> pyarrow.dataset.Dataset:
     return pyarrow.dataset.dataset(folder.path, filesystem=folder.filesystem, format="parquet")
 
