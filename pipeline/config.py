@@ -97,14 +97,12 @@ class ResourcesConfig:
         gpus_per_actor: GPUs of an engine, a fraction allowed; by default 1 where there are GPUs, otherwise 0.
         cpus_per_actor: CPU cores of an engine, and so its threads; by default 1 beside a GPU, otherwise all but half
             a core, shared by `max_actors`.
-        max_task_retries: How often a file's rows are tried again after their engine's process died.
     """
 
     min_actors: int = 1
     max_actors: int | None = None
     gpus_per_actor: float | None = None
     cpus_per_actor: float | None = None
-    max_task_retries: int = 3
 
     def __post_init__(self) -> None:
         at_least("resources.min_actors", self.min_actors, 1)
@@ -112,7 +110,30 @@ class ResourcesConfig:
             at_least("resources.max_actors", self.max_actors, self.min_actors)
         at_least("resources.gpus_per_actor", self.gpus_per_actor, 0)
         at_least("resources.cpus_per_actor", self.cpus_per_actor, 0, above=True)
-        at_least("resources.max_task_retries", self.max_task_retries, 0)
+
+
+@dataclass(frozen=True)
+class LimitsConfig:
+    """What is given up, and when.
+
+    Args:
+        row_attempts: A row that was in an engine whose process ended, so often, is set aside with an error; it had the
+            engine to itself the last times.
+        row_seconds: A row that an engine has had for so long gets an error; by default there is no limit.
+        step_seconds: A step of an engine that takes longer hangs: the engine's process is ended.
+        drain_seconds: After SIGTERM, how long rows may go on that have begun.
+    """
+
+    row_attempts: int = 4
+    row_seconds: float | None = None
+    step_seconds: float = 600.0
+    drain_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        at_least("limits.row_attempts", self.row_attempts, 2)
+        at_least("limits.row_seconds", self.row_seconds, 0, above=True)
+        at_least("limits.step_seconds", self.step_seconds, 0, above=True)
+        at_least("limits.drain_seconds", self.drain_seconds, 0)
 
 
 @dataclass(frozen=True)
@@ -144,6 +165,7 @@ class GenerateConfig:
         sampling: How tokens are chosen.
         engine: How much an engine does at once.
         resources: What of the cluster the job takes.
+        limits: What is given up, and when.
         writing: How results are written.
     """
 
@@ -156,6 +178,7 @@ class GenerateConfig:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     engine: EngineSettings = field(default_factory=EngineSettings)
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
     writing: WritingConfig = field(default_factory=WritingConfig)
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
 
 from pipeline.errors import InputError, one_line
@@ -42,6 +43,16 @@ class OutputFolder:
         return self.root / "_temporary"
 
     @property
+    def unfinished(self) -> Location:
+        """Finished rows of parts that are not committed, as a submission that was stopped left them."""
+        return self.root / "_unfinished.parquet"
+
+    @property
+    def lease(self) -> Location:
+        """Says which submission is at work."""
+        return self.root / "_lease.json"
+
+    @property
     def run_file(self) -> Location:
         """What was run."""
         return self.root / RUN_FILE
@@ -55,13 +66,14 @@ class OutputFolder:
         try:
             for folder in (self.data, self.errors, self.temporary):
                 folder.filesystem.create_dir(folder.path, recursive=True)
-            (self.temporary / "probe").write_text("")
-            self.delete_temporary()
+            probe = self.temporary / f"probe-{uuid.uuid4().hex}"
+            probe.write_text("")
+            probe.filesystem.delete_file(probe.path)
         except OSError as error:
             raise InputError(f"output {self.root.path} cannot be written to: {one_line(error)}") from error
 
     def delete_temporary(self) -> None:
-        """Delete what an earlier submission was writing when it ended."""
+        """Delete what others were writing when they ended; for the only submission at work."""
         self.temporary.filesystem.delete_dir_contents(self.temporary.path, missing_dir_ok=True)
 
     def committed(self) -> set[str]:

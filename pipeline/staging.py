@@ -27,7 +27,9 @@ from pipeline.errors import InputError, RowProblem
 from pipeline.files import Location
 from pipeline.reading import Chunk, InputFile, InputListing, PromptSource, check_types, read_file
 
-PROBLEM_TYPE = pa.struct([("type", pa.string()), ("message", pa.string()), ("input", pa.string())])
+PROBLEM_TYPE = pa.struct(
+    [("type", pa.string()), ("message", pa.string()), ("input", pa.string()), ("attempts", pa.int64())]
+)
 """Why a row goes to `errors/`: a `RowProblem`, null where there is none."""
 _GROUP_BYTES = 256 << 20
 """One task stages about this much of the input."""
@@ -40,10 +42,12 @@ class Part:
     Args:
         name: Without its suffix; the committed files have it too.
         rows: How many it holds.
+        nbytes: How much they are in memory; 0 if nobody asked.
     """
 
     name: str
     rows: int
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class StagedInput:
     def save(self) -> None:
         """Write the list of parts: from now on the input is staged."""
         row_type = base64.b64encode(pa.schema(list(self.row_type)).serialize().to_pybytes()).decode()
-        parts = [[part.name, part.rows] for part in self.parts]
+        parts = [[part.name, part.rows, part.nbytes] for part in self.parts]
         (self.folder / "parts.json").write_text(json.dumps({"row_type": row_type, "parts": parts}))
 
     @classmethod
@@ -79,7 +83,7 @@ class StagedInput:
         except FileNotFoundError:
             return None
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(saved["row_type"])))
-        return cls(folder, tuple(Part(name, rows) for name, rows in saved["parts"]), pa.struct(list(schema)))
+        return cls(folder, tuple(Part(*part) for part in saved["parts"]), pa.struct(list(schema)))
 
 
 def stage(
@@ -91,7 +95,7 @@ def stage(
         InputError: A damaged file, a column missing or of the wrong type, an id that is not unique, or no rows.
     """
     folder.filesystem.create_dir(folder.path, recursive=True)
-    task = ray.remote(num_cpus=0.5)(stage_files)
+    task = ray.remote(num_cpus=0.5, max_retries=-1)(stage_files)
     groups = [list(listing.files)] if reading.limit or reading.skip else _groups(listing.files)
     work = [
         task.remote(replace_files(listing, files), f"{index:05d}", folder, reading, source, rows_per_part)
@@ -143,7 +147,7 @@ def stage_files(
     parts: list[Part] = []
     schemas: list[list[pa.Field]] = []
     for table in _repacked(_staged_chunks(listing, reading, source, rows_per_part), rows_per_part):
-        part = Part(f"{group}-{len(parts):06d}", table.num_rows)
+        part = Part(f"{group}-{len(parts):06d}", table.num_rows, table.nbytes)
         path = (folder / f"{part.name}.parquet").path
         pa.parquet.write_table(table, path, filesystem=folder.filesystem, compression="zstd")
         parts.append(part)

@@ -52,20 +52,25 @@ def read_totals(output: OutputFolder) -> OutputTotals:
     return OutputTotals(rows, _dataset(output.errors).count_rows(), summed)
 
 
+def count_rows(output: OutputFolder) -> tuple[int, int]:
+    """Finished rows and errors, by the files' own account."""
+    return _dataset(output.data).count_rows(), _dataset(output.errors).count_rows()
+
+
 def _dataset(folder: Location) -> pyarrow.dataset.Dataset:
     return pyarrow.dataset.dataset(folder.path, filesystem=folder.filesystem, format="parquet")
 
 
-def summarise(output: OutputFolder, new_tokens: int, new_rows: int, seconds: float) -> str:
+def summarise(output: OutputFolder, found: OutputTotals, new_tokens: int, new_rows: int, seconds: float) -> str:
     """The summary for a person.
 
     Args:
-        output: Its files are read.
+        output: Where everything is.
+        found: What is in it.
         new_tokens: Tokens that this submission generated.
         new_rows: Rows that this submission finished, errors included.
         seconds: How long it generated, without starting up.
     """
-    found = read_totals(output)
     counts = found.counts
     lines = [
         f"rows        {found.rows:,} finished, {found.errors:,} errors",

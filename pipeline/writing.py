@@ -9,22 +9,29 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet
 from pyarrow import fs
-from ray.data.datasource import Datasink, WriteResult
+from ray.data.datasource import Datasink
 
 from pipeline.output import OutputFolder
 
 ERROR_SCHEMA = pa.schema(
-    [("request_id", pa.string()), ("input", pa.string()), ("error_type", pa.string()), ("message", pa.string())]
+    [
+        ("request_id", pa.string()),
+        ("input", pa.string()),
+        ("error_type", pa.string()),
+        ("message", pa.string()),
+        ("attempts", pa.int64()),
+    ]
 )
-"""Columns of the errors dataset: the row's name, the row as it was read (JSON), what kind of error, what is wrong."""
+"""Columns of the errors dataset: the row's name, the row as it was read (JSON), what kind of error, what is wrong, and
+how often an engine had it."""
 
 
 def data_table(table: pa.Table) -> pa.Table:
@@ -74,6 +81,7 @@ def error_table(table: pa.Table) -> pa.Table:
             "input": pa.array(inputs, pa.string()),
             "error_type": pa.array([problem["type"] for problem in problems], pa.string()),
             "message": pa.array([problem["message"] for problem in problems], pa.string()),
+            "attempts": pa.array([problem["attempts"] for problem in problems], pa.int64()),
         },
         schema=ERROR_SCHEMA,
     )
@@ -85,11 +93,11 @@ class PartsDatasink(Datasink[None]):
 
     Args:
         output: Where to.
-        rows: Rows and errors written by this submission, known when all is written.
+        committed: Called with each part's name after its commit, on a worker.
     """
 
     output: OutputFolder
-    rows: int = field(default=0, init=False)
+    committed: Callable[[str], None] = lambda part: None
 
     def write(self, blocks: Iterable[pa.Table], ctx: Any) -> None:
         """Commit every part in `blocks`; runs on a worker."""
@@ -99,10 +107,7 @@ class PartsDatasink(Datasink[None]):
                 if rows.num_rows != rows["part_rows"][0].as_py():
                     raise RuntimeError(f"part {name} came in pieces: {rows.num_rows} of {rows['part_rows'][0]} rows")
                 commit_part(self.output, name, rows)
-
-    def on_write_complete(self, write_result: WriteResult[None]) -> None:
-        """Remember how much was written; runs on the driver."""
-        self.rows = int(write_result.num_rows)
+                self.committed(name)
 
 
 def commit_part(output: OutputFolder, name: str, rows: pa.Table) -> None:
