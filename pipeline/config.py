@@ -23,7 +23,8 @@ class ReadingConfig:
     """How rows become prompts.
 
     Args:
-        format: Of the input files; `auto` goes by their names (.jsonl, .parquet, .csv, .txt; .gz and the like too).
+        format: Of the input files; `auto` goes by their names (.jsonl, .parquet, .csv, .txt; .gz and the like too) and
+            sees whether JSON lines are an OpenAI batch; `openai` says that they are.
         prompt_column: Column of text prompts; by default `prompt`, if `messages_column` is not set either.
         messages_column: Column of chat messages: a list of {role, content}, or that as JSON text.
         id_column: Column whose value names a row, each once; by default a row is named by its file and place.
@@ -31,9 +32,10 @@ class ReadingConfig:
         chat: Put a text prompt as a user's message through the chat template; by default wherever there is a template.
         skip: Leave out so many rows at the beginning.
         limit: Take only so many rows.
+        samples: Texts to generate for each row, each with a seed of its own and a row named `ID#0`, `ID#1`, ….
     """
 
-    format: Literal["auto", "jsonl", "parquet", "csv", "text"] = "auto"
+    format: Literal["auto", "jsonl", "parquet", "csv", "text", "openai"] = "auto"
     prompt_column: str | None = None
     messages_column: str | None = None
     id_column: str | None = None
@@ -41,12 +43,14 @@ class ReadingConfig:
     chat: bool | None = None
     skip: int = 0
     limit: int | None = None
+    samples: int = 1
 
     def __post_init__(self) -> None:
         if self.prompt_column is not None and self.messages_column is not None:
             raise InputError("reading.prompt_column and reading.messages_column are both set: a row has one prompt")
         at_least("reading.skip", self.skip, 0)
         at_least("reading.limit", self.limit, 1)
+        at_least("reading.samples", self.samples, 1)
 
 
 @dataclass(frozen=True)
@@ -121,9 +125,11 @@ class WritingConfig:
 
     Args:
         rows_per_file: Rows of an output file, which is also what is committed at once and redone after a failure.
+        per_step_accepted: Write how many draft tokens each step of a row accepted.
     """
 
     rows_per_file: int = 128
+    per_step_accepted: bool = True
 
     def __post_init__(self) -> None:
         at_least("writing.rows_per_file", self.rows_per_file, 1)

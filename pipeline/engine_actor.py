@@ -28,6 +28,7 @@ from drafter.requests import Generation, Request, SamplingParams
 from drafter.slots import Handle
 from drafter.statistics import DecodeCounts, statistics_columns
 from pipeline.errors import RowError, one_line
+from pipeline.logprobs import LOGPROBS_TYPE, logprobs_value
 from pipeline.staging import PROBLEM_TYPE
 
 _REPORT_SECONDS = 0.25
@@ -162,6 +163,8 @@ def output_columns(generation: Generation, request: Request) -> dict[str, Any]:
         "num_output_tokens": len(generation.token_ids),
         "seed": request.sampling.seed,
         **statistics_columns(generation.counts),
+        "per_step_accepted": list(generation.counts.per_step_accepted),
+        "logprobs": logprobs_value(generation.logprobs),
     }
 
 
@@ -172,7 +175,9 @@ def _output_type() -> pa.StructType:
         [
             (name, pa.list_(pa.int64()) if isinstance(value, list) else kinds[type(value)]())
             for name, value in example.items()
+            if name != "logprobs"
         ]
+        + [("logprobs", LOGPROBS_TYPE)]
     )
 
 

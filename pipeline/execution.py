@@ -11,7 +11,9 @@ from typing import Any
 
 import ray
 
+from drafter.base_model import load_tokenizer
 from drafter.engine import EngineConfig
+from pipeline.batch_output import write_batch
 from pipeline.cluster import HELPER_CPUS, ActorResources, connect, quiet_ray_data, share_out
 from pipeline.config import GenerateConfig
 from pipeline.engine_actor import EngineActor, EngineSpec
@@ -48,6 +50,8 @@ def run(
         last = execute(config, source, output, staged, resources, partial(note_base, config, output, meant))
     run_so_far = read_run(output.run_file)
     if run_so_far["state"] != "finished":
+        if source.kind == "openai":
+            write_batch(output, staged, partial(load_tokenizer, model_name(config.model)))
         output.delete_temporary()
         facts = {"rows": staged.rows, "base_fingerprint": run_so_far.get("base_fingerprint")}
         save_run(output.run_file, config.as_dict(), meant, state="finished", **facts)
@@ -63,6 +67,16 @@ def missing_parts(staged: StagedInput, output: OutputFolder) -> list[Part]:
     """The parts that are not in the output yet."""
     committed = output.committed()
     return [part for part in staged.parts if part.name not in committed]
+
+
+def unwanted_columns(config: GenerateConfig, source: PromptSource, staged: StagedInput) -> list[str]:
+    """Optional columns that were not asked for, and cannot be by any row."""
+    rows_may_ask = source.kind == "openai" or staged.row_type.get_field_index(config.reading.sampling_column) >= 0
+    wanted = {
+        "logprobs": config.sampling.logprobs is not None or rows_may_ask,
+        "per_step_accepted": config.writing.per_step_accepted,
+    }
+    return [name for name, is_wanted in wanted.items() if not is_wanted]
 
 
 def execute(
@@ -145,4 +159,5 @@ def stream(
         fn_constructor_kwargs={"spec": spec, "progress": board},
         max_task_retries=config.resources.max_task_retries,
     )
-    dataset.write_datasink(PartsDatasink(output), ray_remote_args={"num_cpus": HELPER_CPUS})
+    sink = PartsDatasink(output, left_out=unwanted_columns(config, source, staged))
+    dataset.write_datasink(sink, ray_remote_args={"num_cpus": HELPER_CPUS})

@@ -46,6 +46,16 @@ class OutputFolder:
         """What was run."""
         return self.root / RUN_FILE
 
+    @property
+    def batch_output(self) -> Location:
+        """Answers to the requests of an OpenAI batch, a line each."""
+        return self.root / "batch_output.jsonl"
+
+    @property
+    def batch_errors(self) -> Location:
+        """Requests of an OpenAI batch that were not answered, and why, a line each."""
+        return self.root / "batch_errors.jsonl"
+
     def create(self) -> None:
         """Make the folders.
 

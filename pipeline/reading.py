@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.csv
@@ -65,11 +65,17 @@ class PromptSource:
 
     Args:
         column: Its column.
-        chat: Whether it holds messages instead of text.
+        kind: What it holds: text, chat messages, or the body of a request to OpenAI.
+        id_column: The column that names a row; None where its place does.
     """
 
     column: str
-    chat: bool
+    kind: Literal["text", "messages", "openai"] = "text"
+    id_column: str | None = None
+
+
+BATCH = PromptSource("body", "openai", "custom_id")
+"""OpenAI's batch lines."""
 
 
 @dataclass
@@ -103,6 +109,8 @@ def list_input(uri: str, format: str = "auto") -> InputListing:
     Raises:
         InputError: Nothing there, nothing readable there, or names that leave the format open.
     """
+    if format == "openai":
+        format = "jsonl"
     root = locate(glob_base(uri) if has_glob(uri) and not _exists(uri) else uri)
     try:
         info = root.filesystem.get_file_info(root.path)
@@ -155,8 +163,12 @@ def find_prompts(listing: InputListing, config: ReadingConfig) -> PromptSource:
     Raises:
         InputError: There are no rows, they lack a column that was asked for, or it holds neither text nor messages.
     """
+    if config.format == "openai":
+        return BATCH
     for file in listing.files:
         for chunk in read_file(listing.filesystem, file, rows=100):
+            if _is_batch(file, chunk.columns.column_names, config):
+                return BATCH
             if len(chunk.problems) == len(chunk.numbers):
                 problem = chunk.problems[0]
                 raise InputError(f"no row at the start of {file.path} can be read: {problem.message}")
@@ -164,24 +176,30 @@ def find_prompts(listing: InputListing, config: ReadingConfig) -> PromptSource:
     raise InputError(f"input has no rows: {', '.join(file.path for file in listing.files[:3])}")
 
 
+def _is_batch(file: InputFile, columns: list[str], config: ReadingConfig) -> bool:
+    """Whether rows are OpenAI's requests, and nothing was said that would make something else of them."""
+    unsaid = config.prompt_column is None and config.messages_column is None and config.id_column is None
+    return config.format == "auto" and file.format == "jsonl" and unsaid and {"custom_id", "url", "body"} <= {*columns}
+
+
 def _choose_source(file: InputFile, schema: pa.Schema, config: ReadingConfig) -> PromptSource:
     if config.messages_column is not None:
-        source = PromptSource(config.messages_column, chat=True)
+        source = PromptSource(config.messages_column, "messages", config.id_column)
     elif config.prompt_column is None and "prompt" not in schema.names and "messages" in schema.names:
-        source = PromptSource("messages", chat=True)
+        source = PromptSource("messages", "messages", config.id_column)
     else:
-        source = PromptSource(config.prompt_column or "prompt", chat=False)
-    setting = "messages_column" if source.chat else "prompt_column"
-    for column, name in ((source.column, setting), (config.id_column, "id_column")):
+        source = PromptSource(config.prompt_column or "prompt", "text", config.id_column)
+    setting = "messages_column" if source.kind == "messages" else "prompt_column"
+    for column, name in ((source.column, setting), (source.id_column, "id_column")):
         if column is not None and column not in schema.names:
             raise InputError(
                 f"{file.path} has no column {column!r} (it has {', '.join(schema.names)}): set reading.{name}"
             )
-    check_types(file, schema, source, config.id_column)
+    check_types(file, schema, source)
     return source
 
 
-def check_types(file: InputFile, schema: pa.Schema, source: PromptSource, id_column: str | None) -> None:
+def check_types(file: InputFile, schema: pa.Schema, source: PromptSource) -> None:
     """Refuse columns of a typed file that cannot hold prompts or ids.
 
     Raises:
@@ -189,18 +207,18 @@ def check_types(file: InputFile, schema: pa.Schema, source: PromptSource, id_col
     """
     if file.format in ("jsonl", "text"):  # every row has types of its own, and is judged alone
         return
-    for column in filter(None, (source.column, id_column)):
+    for column in filter(None, (source.column, source.id_column)):
         if column not in schema.names:
             raise InputError(f"{file.path} has no column {column!r} (it has {', '.join(schema.names)})")
     kind = schema.field(source.column).type
-    messages = source.chat and (pa.types.is_list(kind) or pa.types.is_large_list(kind))
+    messages = source.kind == "messages" and (pa.types.is_list(kind) or pa.types.is_large_list(kind))
     if not (_is_text(kind) or messages or pa.types.is_null(kind)):
-        wanted = "chat messages" if source.chat else "text"
+        wanted = "chat messages" if source.kind == "messages" else "text"
         raise InputError(f"column {source.column!r} of {file.path} holds {kind}, not {wanted}")
-    if id_column is not None:
-        kind = schema.field(id_column).type
+    if source.id_column is not None:
+        kind = schema.field(source.id_column).type
         if not (_is_text(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind)):
-            raise InputError(f"column {id_column!r} of {file.path} holds {kind}: ids are text or integers")
+            raise InputError(f"column {source.id_column!r} of {file.path} holds {kind}: ids are text or integers")
 
 
 def _is_text(kind: pa.DataType) -> bool:

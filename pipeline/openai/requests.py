@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import TypeIs
 
 from drafter.errors import RequestError
 from drafter.requests import SamplingParams
 from pipeline.openai.errors import OpenAIError
 
-Prompt = str | list[int] | list[dict[str, Any]]
+Messages = list[dict[str, Any]]
+Prompt = str | list[int] | Messages
 """A text, token ids, or chat messages."""
 
 _SEEDS = 2**63
@@ -86,6 +88,11 @@ class ParsedRequest:
         except RequestError as error:
             param = str(error).split()[0]
             raise _refusal(f"Invalid value: {error}", param, "invalid_value") from error
+
+
+def is_messages(prompt: Prompt) -> TypeIs[Messages]:
+    """Whether a prompt is chat messages."""
+    return isinstance(prompt, list) and isinstance(prompt[0], dict)
 
 
 def parse_chat(body: dict[str, Any]) -> ParsedRequest:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from drafter.requests import Generation
+from drafter.requests import Generation, TokenLogprob
 from pipeline.openai.requests import ParsedRequest
-
-if TYPE_CHECKING:
-    from drafter.requests import TokenLogprob
 
 TokenText = Callable[[int], str]
 """The text of a token by itself."""
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+    """The text of a token inside a text, which may begin with a space; `\ufffd` stands for half a character."""
+    # Tokenisers that put words together leave out the space before the first one, so the second one tells.
+    once, twice = (str(tokenizer.decode([token] * times, clean_up_tokenization_spaces=False)) for times in (1, 2))
+    return twice[len(once) :]
 
 
 def chat_response(
@@ -31,7 +35,7 @@ def chat_response(
         {
             "index": index,
             "message": {"role": "assistant", "content": generation.text, "refusal": None},
-            "logprobs": chat_logprobs(getattr(generation, "logprobs", None), token_text),
+            "logprobs": chat_logprobs(generation.logprobs, token_text),
             "finish_reason": generation.finish_reason,
         }
         for index, generation in enumerate(generations)
@@ -47,7 +51,7 @@ def completion_response(
         {
             "index": index,
             "text": generation.text,
-            "logprobs": completion_logprobs(getattr(generation, "logprobs", None), token_text),
+            "logprobs": completion_logprobs(generation.logprobs, token_text),
             "finish_reason": generation.finish_reason,
         }
         for index, generation in enumerate(generations)
