@@ -163,7 +163,6 @@ def output_columns(generation: Generation, request: Request) -> dict[str, Any]:
         "num_output_tokens": len(generation.token_ids),
         "seed": request.sampling.seed,
         **statistics_columns(generation.counts),
-        "per_step_accepted": list(generation.counts.per_step_accepted),
         "logprobs": logprobs_value(generation.logprobs),
     }
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from pyarrow import fs
 
@@ -102,22 +103,32 @@ def locate(uri: str) -> Location:
     if "://" not in uri:
         return Location(fs.LocalFileSystem(), str(Path(uri).expanduser().absolute()))
     try:
-        filesystem, path = fs.FileSystem.from_uri(uri)
+        path, query = split_query(uri)
+        filesystem, path = fs.FileSystem.from_uri(quote(path, safe="/:@%") + query)
     except (OSError, ValueError, NotImplementedError) as error:
         raise InputError(f"{uri} cannot be opened: {one_line(error)}") from error
     return Location(filesystem, path)
 
 
+def split_query(uri: str) -> tuple[str, str]:
+    """A path, or a URI in two: up to its first `?`, which is no wildcard there, and the rest."""
+    if "://" not in uri:
+        return uri, ""
+    path, mark, query = uri.partition("?")
+    return path, mark + query
+
+
 def has_glob(uri: str) -> bool:
     """Whether a path has `*`, `?` or `[…]` in it."""
-    return _GLOB.search(uri) is not None
+    return _GLOB.search(split_query(uri)[0]) is not None
 
 
 def glob_base(pattern: str) -> str:
     """The folder above a pattern's first wildcard."""
-    first = _GLOB.search(pattern)
+    path, query = split_query(pattern)
+    first = _GLOB.search(path)
     assert first is not None
-    return pattern[: first.start()].rpartition("/")[0] or "/"
+    return (path[: first.start()].rpartition("/")[0] or "/") + query
 
 
 def glob_regex(pattern: str) -> re.Pattern[str]:
