@@ -14,7 +14,7 @@ from drafter.requests import SamplingParams
 from pipeline.command_line import at_least, make_parser, parse, readable
 from pipeline.errors import InputError
 
-Format = Literal["jsonl", "parquet", "csv", "text"]
+Format = Literal["jsonl", "parquet", "csv", "text", "arrow"]
 _at_least, _readable = at_least, readable  # used by pipeline/evaluation/config.py until it moves to command_line
 
 
@@ -25,6 +25,8 @@ class ReadingConfig:
     Args:
         format: Of the input files; `auto` goes by their names (.jsonl, .parquet, .csv, .txt; .gz and the like too) and
             sees whether JSON lines are an OpenAI batch; `openai` says that they are.
+        split: Which split of a Hugging Face dataset, such as `train`; by default the only one.
+        subset: Which subset of a Hugging Face dataset; by default the only one, or `default`.
         prompt_column: Column of text prompts; by default `prompt`, if `messages_column` is not set either.
         messages_column: Column of chat messages: a list of {role, content}, or that as JSON text.
         id_column: Column whose value names a row, each once; by default a row is named by its file and place.
@@ -35,7 +37,9 @@ class ReadingConfig:
         samples: Texts to generate for each row, each with a seed of its own and a row named `ID#0`, `ID#1`, ….
     """
 
-    format: Literal["auto", "jsonl", "parquet", "csv", "text", "openai"] = "auto"
+    format: Literal["auto", "jsonl", "parquet", "csv", "text", "arrow", "openai"] = "auto"
+    split: str | None = None
+    subset: str | None = None
     prompt_column: str | None = None
     messages_column: str | None = None
     id_column: str | None = None
@@ -126,13 +130,17 @@ class WritingConfig:
     Args:
         rows_per_file: Rows of an output file, which is also what is committed at once and redone after a failure.
         per_step_accepted: Write how many draft tokens each step of a row accepted.
+        compact_mb: At the end, merge files of results until each has so many megabytes; by default they stay as they
+            are.
     """
 
     rows_per_file: int = 128
     per_step_accepted: bool = True
+    compact_mb: float | None = None
 
     def __post_init__(self) -> None:
         at_least("writing.rows_per_file", self.rows_per_file, 1)
+        at_least("writing.compact_mb", self.compact_mb, 0, above=True)
 
 
 @dataclass(frozen=True)
@@ -140,7 +148,8 @@ class GenerateConfig:
     """A generation job.
 
     Args:
-        input: A file, a folder, a pattern (`data/**/*.jsonl`), or a URI such as `s3://bucket/folder`.
+        input: A file, a folder, a pattern (`data/**/*.jsonl`), or a URI such as `s3://bucket/folder` or
+            `hf://datasets/owner/name`.
         output: Folder or URI for the results; new, empty, or of an earlier submission of the same job.
         model: Base model: hub id or folder; by default the embedded demonstration model.
         drafter: What proposes tokens: `none`, `ngram`, a draft head's folder or hub id, `ctc` (the embedded head), two

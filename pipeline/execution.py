@@ -15,6 +15,7 @@ from drafter.base_model import load_tokenizer
 from drafter.engine import EngineConfig
 from pipeline.batch_output import write_batch
 from pipeline.cluster import HELPER_CPUS, ActorResources, connect, quiet_ray_data, share_out
+from pipeline.compaction import compact
 from pipeline.config import GenerateConfig
 from pipeline.engine_actor import EngineActor, EngineSpec
 from pipeline.errors import InputError, JobError, one_line
@@ -50,6 +51,7 @@ def run(
         last = execute(config, source, output, staged, resources, partial(note_base, config, output, meant))
     run_so_far = read_run(output.run_file)
     if run_so_far["state"] != "finished":
+        compact(output, None if config.writing.compact_mb is None else int(config.writing.compact_mb * 2**20))
         if source.kind == "openai":
             write_batch(output, staged, partial(load_tokenizer, model_name(config.model)))
         output.delete_temporary()

@@ -104,7 +104,8 @@ def locate(uri: str) -> Location:
         return Location(fs.LocalFileSystem(), str(Path(uri).expanduser().absolute()))
     try:
         path, query = split_query(uri)
-        filesystem, path = fs.FileSystem.from_uri(quote(path, safe="/:@%") + query)
+        plain = uri.startswith("hf://")  # the hub's paths are no parts of a URI
+        filesystem, path = fs.FileSystem.from_uri(uri if plain else quote(path, safe="/:@%") + query)
     except (OSError, ValueError, NotImplementedError) as error:
         raise InputError(f"{uri} cannot be opened: {one_line(error)}") from error
     return Location(filesystem, path)

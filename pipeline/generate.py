@@ -26,7 +26,8 @@ def generate(config: GenerateConfig) -> None:
         JobError: The job failed on the way.
     """
     # Everything that can be checked without a cluster or a model comes first.
-    listing = list_input(config.input, config.reading.format)
+    reading = config.reading
+    listing = list_input(config.input, reading.format, reading.split, reading.subset)
     source = find_prompts(listing, config.reading)
     if source.kind == "openai":
         check_batch(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from pipeline.errors import InputError, one_line
@@ -9,6 +10,19 @@ from pipeline.files import Location
 
 RUN_FILE = "run.json"
 """What was run, in every job's output."""
+
+
+@dataclass(frozen=True)
+class CompactionPlan:
+    """Which files become one: parts by the name of the merged file, without suffixes.
+
+    Args:
+        data: In `data/`.
+        errors: In `errors/`.
+    """
+
+    data: dict[str, list[str]]
+    errors: dict[str, list[str]]
 
 
 @dataclass(frozen=True)
@@ -40,6 +54,11 @@ class OutputFolder:
     def temporary(self) -> Location:
         """Files that are being written."""
         return self.root / "_temporary"
+
+    @property
+    def compaction_file(self) -> Location:
+        """Which parts' files become one."""
+        return self.root / "_compaction.json"
 
     @property
     def run_file(self) -> Location:
@@ -74,7 +93,17 @@ class OutputFolder:
         """Delete what an earlier submission was writing when it ended."""
         self.temporary.filesystem.delete_dir_contents(self.temporary.path, missing_dir_ok=True)
 
+    def compaction(self) -> CompactionPlan | None:
+        """Which parts' files become one; None where none do."""
+        try:
+            return CompactionPlan(**json.loads(self.compaction_file.read_text()))
+        except FileNotFoundError:
+            return None
+
     def committed(self) -> set[str]:
         """Names of the parts that are in the output."""
-        names = (info.path.rpartition("/")[2] for info in self.data.children())
-        return {name.removesuffix(".parquet") for name in names if name.endswith(".parquet")}
+        paths = (info.path.rpartition("/")[2] for info in self.data.children())
+        names = {name.removesuffix(".parquet") for name in paths if name.endswith(".parquet")}
+        plan = self.compaction()
+        merges = {} if plan is None else plan.data
+        return names.difference(merges).union(*(merges[merged] for merged in names.intersection(merges)))

@@ -48,7 +48,7 @@ def staged(
 ) -> tuple[list[list[str]], list[dict[str, Any]], dict[str, str]]:
     """Stage an input in this process: request ids by part, rows, and messages of problems by request id."""
     reading = ReadingConfig(**settings)
-    listing = list_input(str(source), reading.format)
+    listing = list_input(str(source), reading.format, reading.split, reading.subset)
     place = locate(str(folder))
     folder.mkdir(exist_ok=True)
     prompts = find_prompts(listing, reading)
