@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -81,13 +82,11 @@ def _merge(folder: Location, merged: str, parts: list[str], aside: Location) -> 
 
 def _write(stream: pa.NativeFile, files: Iterable[Location]) -> None:
     """The rows of all files, in row groups that are worth their reading."""
-    writer = None
-    for table in _gathered(files):
-        if writer is None:
-            writer = pa.parquet.ParquetWriter(stream, table.schema, compression="zstd")
-        writer.write_table(table)
-    if writer is not None:
-        writer.close()
+    tables = _gathered(files)
+    first = next(tables)
+    with pa.parquet.ParquetWriter(stream, first.schema, compression="zstd") as writer:
+        for table in chain([first], tables):
+            writer.write_table(table)
 
 
 def _gathered(files: Iterable[Location]) -> Iterator[pa.Table]:
