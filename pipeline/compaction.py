@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 
 import pyarrow as pa
@@ -36,10 +37,10 @@ def compact(output: OutputFolder, target_bytes: int | None) -> None:
             return
         plan = CompactionPlan(*(merges(_sizes(folder), target_bytes) for folder in (output.data, output.errors)))
         output.compaction_file.write_text(json.dumps(vars(plan)))
-    work = [(output.data, *merge) for merge in plan.data.items()]
-    work += [(output.errors, *merge) for merge in plan.errors.items()]
     with ThreadPoolExecutor(_THREADS) as threads:
-        list(threads.map(lambda merge: _merge(*merge, aside=output.temporary), work))
+        for folder, planned in ((output.data, plan.data), (output.errors, plan.errors)):
+            merge = partial(_merge, folder, output.temporary)
+            list(threads.map(merge, planned.keys(), planned.values()))
 
 
 def merges(sizes: Iterable[tuple[str, int]], target_bytes: int) -> dict[str, list[str]]:
@@ -69,7 +70,7 @@ def _sizes(folder: Location) -> list[tuple[str, int]]:
     ]
 
 
-def _merge(folder: Location, merged: str, parts: list[str], aside: Location) -> None:
+def _merge(folder: Location, aside: Location, merged: str, parts: list[str]) -> None:
     there = {name for name, _ in _sizes(folder)}
     place = folder / f"{merged}.parquet"
     if merged not in there:

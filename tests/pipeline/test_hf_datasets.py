@@ -157,7 +157,7 @@ def test_a_dataset_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "data/test-00000-of-00001.parquet",
     )
 
-    class Stub(DirFileSystem):  # type: ignore[misc]
+    class Stub(DirFileSystem):
         """The hub's files, on disk."""
 
         protocol = "hf"

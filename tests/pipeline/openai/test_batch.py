@@ -83,11 +83,10 @@ def test_a_batch_is_answered_as_openai_answers(run: Run, lm: SpeculativeLM, tmp_
     rows = {row["request_id"]: row for row in done.rows}
     details = chat.usage.completion_tokens_details
     assert details is not None
-    assert details.accepted_prediction_tokens == rows["greedy#0"]["num_accepted_draft_tokens"]
-    assert (
-        details.accepted_prediction_tokens + (details.rejected_prediction_tokens or 0)
-        == (rows["greedy#0"]["num_draft_tokens"])
-    )
+    row = rows["greedy#0"]
+    rejected = row["num_draft_tokens"] - row["num_accepted_draft_tokens"]
+    assert details.accepted_prediction_tokens == row["num_accepted_draft_tokens"]
+    assert details.rejected_prediction_tokens == rejected
 
     # OpenAI's default temperature, a seed for each choice, and log-probabilities.
     chat = ChatCompletion.model_validate(answers["sampled"], strict=True)
@@ -119,13 +118,11 @@ def test_a_batch_is_answered_as_openai_answers(run: Run, lm: SpeculativeLM, tmp_
     assert tokens.usage is not None
     assert tokens.usage.prompt_tokens == 3
     assert rows["tokens#0"]["prompt_token_ids"] == [7, 8, 9]
-    assert answers["parts"]["choices"] == [
-        {**answers["parts"]["choices"][0], "message": {"role": "assistant", "content": texts_of(lm), "refusal": None}}
-    ]
+    assert answers["parts"]["choices"][0]["message"]["content"] == lm.generate([HELLO], max_new_tokens=12)[0].text
 
     # Errors in OpenAI's shape, by name.
-    told = {one["custom_id"]: one for one in errors}
-    refused = told["tools"]["response"]
+    failed = {one["custom_id"]: one for one in errors}
+    refused = failed["tools"]["response"]
     assert refused["status_code"] == 400
     assert refused["body"]["error"] == {
         "message": "Unsupported parameter: 'tools' is not supported.",
@@ -133,10 +130,10 @@ def test_a_batch_is_answered_as_openai_answers(run: Run, lm: SpeculativeLM, tmp_
         "param": "tools",
         "code": "unsupported_parameter",
     }
-    assert "tokens" in told["long"]["response"]["body"]["error"]["message"]
-    assert "tokens" in told["partly"]["response"]["body"]["error"]["message"]
-    assert told["url"]["response"]["body"]["error"]["param"] == "url"
-    assert told["bodyless"]["response"]["body"]["error"]["param"] == "body"
+    assert "tokens" in failed["long"]["response"]["body"]["error"]["message"]
+    assert "tokens" in failed["partly"]["response"]["body"]["error"]["message"]
+    assert failed["url"]["response"]["body"]["error"]["param"] == "url"
+    assert failed["bodyless"]["response"]["body"]["error"]["param"] == "body"
     nameless = [one["error"] for one in errors if one["custom_id"] is None]
     assert [error["message"].split(": ")[0] for error in nameless] == [f"batch.jsonl:{n}" for n in (9, 10, 11)]
     assert all(one["response"] is None for one in errors if one["custom_id"] is None)
@@ -152,10 +149,6 @@ def test_a_batch_is_answered_as_openai_answers(run: Run, lm: SpeculativeLM, tmp_
     stamp = (done.folder / "batch_output.jsonl").stat().st_mtime_ns
     assert run(source, "--sampling.seed", 3).code == 0
     assert (done.folder / "batch_output.jsonl").stat().st_mtime_ns == stamp
-
-
-def texts_of(lm: SpeculativeLM) -> str:
-    return lm.generate([HELLO], max_new_tokens=12)[0].text
 
 
 def test_twin_custom_ids_are_refused_with_their_lines(run: Run, tmp_path: Path) -> None:

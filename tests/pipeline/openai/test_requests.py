@@ -84,7 +84,13 @@ def test_null_is_not_set() -> None:
         "response_format",
     ]
     assert parse_chat(chat(**dict.fromkeys(names))) == parse_chat(chat())
-    copied = {"role": "assistant", "content": "Hi", "refusal": None, "tool_calls": None, "annotations": []}
+    copied: dict[str, Any] = {
+        "role": "assistant",
+        "content": "Hi",
+        "refusal": None,
+        "tool_calls": None,
+        "annotations": [],
+    }
     assert parse_chat(chat(messages=[*HELLO, copied])).prompts[0][1] == {"role": "assistant", "content": "Hi"}
 
 
