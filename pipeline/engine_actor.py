@@ -30,6 +30,7 @@ from pipeline.config import LimitsConfig
 from pipeline.errors import JobError, one_line
 from pipeline.feeder import Feeder
 from pipeline.ledger import Outcome, RowKey
+from pipeline.logprobs import LOGPROBS_TYPE, logprobs_value
 from pipeline.staging import PROBLEM_TYPE
 from pipeline.watchdog import watch
 
@@ -216,6 +217,7 @@ def output_columns(generation: Generation, request: Request) -> dict[str, Any]:
         "num_output_tokens": len(generation.token_ids),
         "seed": request.sampling.seed,
         **statistics_columns(generation.counts),
+        "logprobs": logprobs_value(generation.logprobs),
     }
 
 
@@ -226,7 +228,9 @@ def _output_type() -> pa.StructType:
         [
             (name, pa.list_(pa.int64()) if isinstance(value, list) else kinds[type(value)]())
             for name, value in example.items()
+            if name != "logprobs"
         ]
+        + [("logprobs", LOGPROBS_TYPE)]
     )
 
 

@@ -13,8 +13,11 @@ from typing import Any
 import ray
 from pyarrow import fs
 
+from drafter.base_model import load_tokenizer
 from drafter.engine import EngineConfig
+from pipeline.batch_output import write_batch
 from pipeline.cluster import HELPER_CPUS, ActorResources, beside_driver, connect, quiet_ray_data, share_out
+from pipeline.compaction import compact
 from pipeline.config import GenerateConfig
 from pipeline.engine_actor import EngineActor, EngineSpec
 from pipeline.errors import InputError, JobError, JobStopped, one_line
@@ -93,10 +96,13 @@ def finish(
             staged = stage(listing, output.staged, config.reading, source, config.writing.rows_per_file)
         on_start = partial(note_base, config, output, meant)
         last = execute(config, source, output, staged, resources, stopping, on_start)
+    compact(output, None if config.writing.compact_mb is None else int(config.writing.compact_mb * 2**20))
     rows, errors = count_rows(output)
     if rows + errors != staged.rows:
         found = f"{rows} rows and {errors} errors"
         raise JobError(f"output {config.output} has {found} instead of {staged.rows} in all: choose another output")
+    if source.kind == "openai":
+        write_batch(output, staged, partial(load_tokenizer, model_name(config.model)))
     facts = {"rows": staged.rows, "base_fingerprint": read_run(output.run_file).get("base_fingerprint")}
     output.delete_temporary()
     delete_unfinished(output)
@@ -113,6 +119,16 @@ def missing_parts(staged: StagedInput, output: OutputFolder) -> list[Part]:
     """The parts that are not in the output yet."""
     committed = output.committed()
     return [part for part in staged.parts if part.name not in committed]
+
+
+def unwanted_columns(config: GenerateConfig, source: PromptSource, staged: StagedInput) -> list[str]:
+    """Optional columns that were not asked for, and cannot be by any row."""
+    rows_may_ask = source.kind == "openai" or staged.row_type.get_field_index(config.reading.sampling_column) >= 0
+    wanted = {
+        "logprobs": config.sampling.logprobs is not None or rows_may_ask,
+        "per_step_accepted": config.writing.per_step_accepted,
+    }
+    return [name for name, is_wanted in wanted.items() if not is_wanted]
 
 
 def execute(
@@ -228,4 +244,5 @@ def stream(
         num_gpus=resources.gpus,
         fn_constructor_kwargs={"spec": spec, "limits": config.limits, "ledger": ledger, "progress": board},
     )
-    dataset.write_datasink(PartsDatasink(output, ledger.commit.remote), ray_remote_args={"num_cpus": HELPER_CPUS})
+    sink = PartsDatasink(output, unwanted_columns(config, source, staged), ledger.commit.remote)
+    dataset.write_datasink(sink, ray_remote_args={"num_cpus": HELPER_CPUS})

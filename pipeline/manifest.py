@@ -101,6 +101,7 @@ def meaning(config: GenerateConfig, listing: InputListing, base: str, heads: dic
         "heads": heads,
         "sampling": config.as_dict()["sampling"],
         "max_length": config.engine.max_length,
+        "per_step_accepted": config.writing.per_step_accepted,
     }
 
 

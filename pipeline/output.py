@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from dataclasses import dataclass
 
@@ -10,6 +11,19 @@ from pipeline.files import Location
 
 RUN_FILE = "run.json"
 """What was run, in every job's output."""
+
+
+@dataclass(frozen=True)
+class CompactionPlan:
+    """Which files become one: parts by the name of the merged file, without suffixes.
+
+    Args:
+        data: In `data/`.
+        errors: In `errors/`.
+    """
+
+    data: dict[str, list[str]]
+    errors: dict[str, list[str]]
 
 
 @dataclass(frozen=True)
@@ -53,9 +67,24 @@ class OutputFolder:
         return self.root / "_lease.json"
 
     @property
+    def compaction_file(self) -> Location:
+        """Which parts' files become one."""
+        return self.root / "_compaction.json"
+
+    @property
     def run_file(self) -> Location:
         """What was run."""
         return self.root / RUN_FILE
+
+    @property
+    def batch_output(self) -> Location:
+        """Answers to the requests of an OpenAI batch, a line each."""
+        return self.root / "batch_output.jsonl"
+
+    @property
+    def batch_errors(self) -> Location:
+        """Requests of an OpenAI batch that were not answered, and why, a line each."""
+        return self.root / "batch_errors.jsonl"
 
     def create(self) -> None:
         """Make the folders.
@@ -76,7 +105,17 @@ class OutputFolder:
         """Delete what others were writing when they ended; for the only submission at work."""
         self.temporary.filesystem.delete_dir_contents(self.temporary.path, missing_dir_ok=True)
 
+    def compaction(self) -> CompactionPlan | None:
+        """Which parts' files become one; None where none do."""
+        try:
+            return CompactionPlan(**json.loads(self.compaction_file.read_text()))
+        except FileNotFoundError:
+            return None
+
     def committed(self) -> set[str]:
         """Names of the parts that are in the output."""
-        names = (info.path.rpartition("/")[2] for info in self.data.children())
-        return {name.removesuffix(".parquet") for name in names if name.endswith(".parquet")}
+        paths = (info.path.rpartition("/")[2] for info in self.data.children())
+        names = {name.removesuffix(".parquet") for name in paths if name.endswith(".parquet")}
+        plan = self.compaction()
+        merges = {} if plan is None else plan.data
+        return names.difference(merges).union(*(merges[merged] for merged in names.intersection(merges)))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pyarrow.dataset
+from pyarrow import fs
 from tqdm import tqdm
 
 from drafter.statistics import DecodeCounts, draft_acceptance_rate, mean_acceptance_length, total
@@ -87,6 +88,9 @@ def summarise(output: OutputFolder, found: OutputTotals, new_tokens: int, new_ro
     lines.append(f"results     {(output.data).path}")
     if found.errors:
         lines.append(f"errors      {output.errors.path}")
+    for place in (output.batch_output, output.batch_errors):
+        if place.type == fs.FileType.File:
+            lines.append(f"batch       {place.path}")
     lines.append(f"run         {output.run_file.path}")
     return "\n".join(lines)
 

@@ -1,15 +1,15 @@
 """Results on disk: a part is in the output as a whole, once, or not at all.
 
-A part's rows and errors are written under temporary names. Then the errors are moved to their place, and last the
-rows: that one rename commits the part. Names follow from the parts, so a write that is repeated replaces its own
-files and adds nothing.
+A part's errors are written first, and then its rows: that they appear commits the part. Each file appears as a whole,
+by a rename, or by itself on an object store (`Location.open_whole`). Names follow from the parts, so a write that is
+repeated replaces its own files and adds nothing.
 """
 
 from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import pyarrow.parquet
 from pyarrow import fs
 from ray.data.datasource import Datasink
 
+from pipeline.files import Location
 from pipeline.output import OutputFolder
 
 ERROR_SCHEMA = pa.schema(
@@ -34,22 +35,23 @@ ERROR_SCHEMA = pa.schema(
 how often an engine had it."""
 
 
-def data_table(table: pa.Table) -> pa.Table:
-    """The finished rows of a part, flat: `request_id`, the input's columns, the generated ones.
+def data_table(table: pa.Table, left_out: Collection[str] = ()) -> pa.Table:
+    """The finished rows of a part, flat: `request_id`, the input's columns, the generated ones but for `left_out`.
 
     An input column with the name of one of ours becomes `input_NAME`.
     """
     table = table.filter(pa.compute.is_null(table["problem"]))
     generated = table.schema.field("generated").type
     columns = {"request_id": table["request_id"]}
-    ours = {"request_id", *(one.name for one in generated)}
+    ours = {"request_id", *(one.name for one in generated)} - {*left_out}
     rows = table["row"].combine_chunks()
     theirs = [one.name for one in table.schema.field("row").type]
     for name in theirs:
         columns[free_name(name, ours, theirs)] = pa.compute.struct_field(rows, name_path(rows.type, name))
     results = table["generated"].combine_chunks()
     for index, one in enumerate(generated):
-        columns[one.name] = pa.compute.struct_field(results, [index])
+        if one.name not in left_out:
+            columns[one.name] = pa.compute.struct_field(results, [index])
     return pa.table(columns)
 
 
@@ -93,10 +95,12 @@ class PartsDatasink(Datasink[None]):
 
     Args:
         output: Where to.
+        left_out: Generated columns that are not wanted.
         committed: Called with each part's name after its commit, on a worker.
     """
 
     output: OutputFolder
+    left_out: Collection[str] = ()
     committed: Callable[[str], None] = lambda part: None
 
     def write(self, blocks: Iterable[pa.Table], ctx: Any) -> None:
@@ -106,23 +110,22 @@ class PartsDatasink(Datasink[None]):
                 rows = block.filter(pa.compute.equal(block["part"], name))
                 if rows.num_rows != rows["part_rows"][0].as_py():
                     raise RuntimeError(f"part {name} came in pieces: {rows.num_rows} of {rows['part_rows'][0]} rows")
-                commit_part(self.output, name, rows)
+                commit_part(self.output, name, rows, self.left_out)
                 self.committed(name)
 
 
-def commit_part(output: OutputFolder, name: str, rows: pa.Table) -> None:
+def commit_part(output: OutputFolder, name: str, rows: pa.Table, left_out: Collection[str] = ()) -> None:
     """Write a part's rows and errors, both or neither."""
     filesystem = output.root.filesystem
-    data, errors = data_table(rows), error_table(rows)
-    place = (output.errors / f"{name}.parquet").path
+    data, errors = data_table(rows, left_out), error_table(rows)
+    place = output.errors / f"{name}.parquet"
     if errors.num_rows:
-        filesystem.move(_write_temporary(output, errors), place)
-    elif filesystem.get_file_info(place).type == fs.FileType.File:
-        filesystem.delete_file(place)  # of an attempt that was not committed
-    filesystem.move(_write_temporary(output, data), (output.data / f"{name}.parquet").path)
+        _write(output, errors, place)
+    elif place.type == fs.FileType.File:
+        filesystem.delete_file(place.path)  # of an attempt that was not committed
+    _write(output, data, output.data / f"{name}.parquet")
 
 
-def _write_temporary(output: OutputFolder, table: pa.Table) -> str:
-    path = (output.temporary / f"{uuid.uuid4().hex}.parquet").path
-    pa.parquet.write_table(table, path, filesystem=output.root.filesystem, compression="zstd")
-    return str(path)
+def _write(output: OutputFolder, table: pa.Table, place: Location) -> None:
+    with place.open_whole(aside=output.temporary / f"{uuid.uuid4().hex}.parquet") as stream:
+        pa.parquet.write_table(table, stream, compression="zstd")
