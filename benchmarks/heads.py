@@ -111,7 +111,9 @@ def measure(head: DraftHead, base: BaseModel, texts: Sequence[RegeneratedText]) 
 def write_table(folder: Path) -> str:
     """Write `heads.md` from `heads.json` in `folder`; return the tables."""
     record = json.loads((folder / HEADS_FILE).read_text(encoding="utf-8"))
-    tables = f"{beta_table(record['heads'])}\n\n{ratio_table(record['heads'])}"
+    tables = beta_table(record["heads"])
+    if {"ctc"} < {head["algorithm"] for head in record["heads"].values()}:
+        tables += f"\n\n{ratio_table(record['heads'])}"
     page = (
         f"# Draft heads\n\nβ on {record['questions']} held-out GSM8K questions ({record['answer_tokens']:,} tokens), "
         f"greedy, at equal numbers of draft nodes. `{record['environment']['command']}`, commit "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -11,23 +12,34 @@ from typing import Any
 
 import pyarrow.dataset
 import ray
+from pyarrow import fs
 
+from drafter.base_model import load_tokenizer
 from drafter.engine import EngineConfig
-from pipeline.cluster import HELPER_CPUS, ActorResources, connect, quiet_ray_data, share_out
+from pipeline.batch_output import write_batch
+from pipeline.cluster import HELPER_CPUS, ActorResources, beside_driver, connect, quiet_ray_data, share_out
+from pipeline.compaction import compact
 from pipeline.config import GenerateConfig
 from pipeline.display import display
 from pipeline.engine_actor import EngineActor, EngineSpec
-from pipeline.errors import InputError, JobError, one_line
+from pipeline.errors import InputError, JobError, JobStopped, one_line
+from pipeline.feeder import places
+from pipeline.lease import Lease
+from pipeline.ledger import Ledger, LedgerCounts, SavedRow
 from pipeline.manifest import read_run, save_run
 from pipeline.metrics import JobMetrics
 from pipeline.output import OutputFolder
-from pipeline.progress import Progress, ProgressBoard, ProgressWatch, Tally
+from pipeline.progress import PartReport, Progress, ProgressBoard, ProgressWatch, Tally
 from pipeline.prompts import PromptSettings, make_requests, model_name
 from pipeline.reading import InputListing, PromptSource
 from pipeline.staging import Part, StagedInput, StagedParts, stage
 from pipeline.status import StatusFile
-from pipeline.summary import summarise
+from pipeline.stopping import Stopping, StopRequestedError
+from pipeline.summary import count_rows, read_totals, summarise
+from pipeline.unfinished import delete_unfinished, read_unfinished, write_unfinished
 from pipeline.writing import PartsDatasink
+
+_DRAIN_PULSE_SECONDS = 0.2
 
 
 def run(
@@ -38,43 +50,73 @@ def run(
     Raises:
         InputError: The input, the models or the output cannot be used.
         JobError: The job failed on the way.
+        JobStopped: It was told to stop.
     """
-    staged = StagedInput.load(output.staged)
-    if staged is None and output.committed():
-        raise InputError(f"output {config.output} has results but no list of their rows (_staged): choose another")
     last = Progress()
-    if staged is None or missing_parts(staged, output) or read_run(output.run_file)["state"] != "finished":
-        with StatusFile(output.status_file) as status:
-            last = complete(config, listing, source, output, meant, staged, status)
-    print(summarise(output, last.tokens, last.rows, last.seconds), flush=True)
+    stopping = Stopping()
+    try:
+        if not finished(output):
+            lease = Lease(output.lease, lost=lambda by: stopping.stop(f"{by} works on the output now"))
+            with stopping, lease, StatusFile(output.status_file) as status:
+                last = finish(config, listing, source, output, meant, stopping, status)
+    except StopRequestedError as stop:
+        raise JobStopped(str(stop)) from None
+    print(summarise(output, read_totals(output), last.tokens, last.rows, last.seconds), flush=True)
 
 
-def complete(
+def finished(output: OutputFolder) -> bool:
+    """Whether an earlier submission came to the end, and nothing was taken away since."""
+    if output.run_file.type != fs.FileType.File or read_run(output.run_file)["state"] != "finished":
+        return False
+    staged = StagedInput.load(output.staged)
+    return staged is not None and not missing_parts(staged, output)
+
+
+def finish(
     config: GenerateConfig,
     listing: InputListing,
     source: PromptSource,
     output: OutputFolder,
     meant: dict[str, Any],
-    staged: StagedInput | None,
+    stopping: Stopping,
     status: StatusFile,
 ) -> Progress:
-    """Do what there is to do, and say in the output that it is done; `run` tells the rest."""
+    """Do what is still to be done, as the only submission at work; leave nothing but the results.
+
+    Raises:
+        InputError: The input or the models cannot be used.
+        JobError: The execution failed.
+    """
+    output.delete_temporary()
+    staged = StagedInput.load(output.staged)
+    if staged is None and output.committed():
+        raise InputError(f"output {config.output} has results but no list of their rows (_staged): choose another")
+    last = Progress()
     if staged is None or missing_parts(staged, output):
-        save_run(output.run_file, config.as_dict(), meant, state="running")
+        base = read_run(output.run_file).get("base_fingerprint")
+        save_run(output.run_file, config.as_dict(), meant, state="running", base_fingerprint=base)
         may_grow = connect()
+        stopping.take_over()
         resources = share_out(config.resources, may_grow=may_grow)
         status.takes(resources)
         if staged is None:
             staged = stage(listing, output.staged, config.reading, source, config.writing.rows_per_file)
-        last = execute(config, source, output, staged, resources, partial(note_base, config, output, meant), status)
-        # Reports may have got lost; the files know.
-        last = replace(last, errors=count_errors(output, []) - last.errors_before)
-    else:
-        last = Progress("finished", staged.rows, staged.rows, count_errors(output, []))
-    status.show(last)
+        on_start = partial(note_base, config, output, meant)
+        last = execute(config, source, output, staged, resources, stopping, on_start, status)
+    compact(output, None if config.writing.compact_mb is None else int(config.writing.compact_mb * 2**20))
+    rows, errors = count_rows(output)
+    if rows + errors != staged.rows:
+        found = f"{rows} rows and {errors} errors"
+        raise JobError(f"output {config.output} has {found} instead of {staged.rows} in all: choose another output")
+    # Reports may have got lost on the way; the files know.
+    before = staged.rows - last.rows
+    status.show(replace(last, total=staged.rows, before=before, errors=errors - last.errors_before))
+    if source.kind == "openai":
+        write_batch(output, staged, partial(load_tokenizer, model_name(config.model)))
+    facts = {"rows": staged.rows, "base_fingerprint": read_run(output.run_file).get("base_fingerprint")}
     output.delete_temporary()
-    base = read_run(output.run_file).get("base_fingerprint")
-    save_run(output.run_file, config.as_dict(), meant, state="finished", rows=staged.rows, base_fingerprint=base)
+    delete_unfinished(output)
+    save_run(output.run_file, config.as_dict(), meant, state="finished", **facts)
     return last
 
 
@@ -89,12 +131,23 @@ def missing_parts(staged: StagedInput, output: OutputFolder) -> list[Part]:
     return [part for part in staged.parts if part.name not in committed]
 
 
+def unwanted_columns(config: GenerateConfig, source: PromptSource, staged: StagedInput) -> list[str]:
+    """Optional columns that were not asked for, and cannot be by any row."""
+    rows_may_ask = source.kind == "openai" or staged.row_type.get_field_index(config.reading.sampling_column) >= 0
+    wanted = {
+        "logprobs": config.sampling.logprobs is not None or rows_may_ask,
+        "per_step_accepted": config.writing.per_step_accepted,
+    }
+    return [name for name, is_wanted in wanted.items() if not is_wanted]
+
+
 def execute(
     config: GenerateConfig,
     source: PromptSource,
     output: OutputFolder,
     staged: StagedInput,
     resources: ActorResources,
+    stopping: Stopping,
     on_start: Callable[[Progress], None],
     status: StatusFile,
 ) -> Progress:
@@ -108,20 +161,45 @@ def execute(
     left = sum(part.rows for part in missing)
     print(f"{left} of {staged.rows} rows to generate", file=sys.stderr, flush=True)
     quiet_ray_data()
-    tally = Tally(staged.rows, staged.rows - left, count_errors(output, missing))
-    board = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(ProgressBoard).remote()
-    watch = ProgressWatch(board, tally, on_start, [display(), status, JobMetrics(config.output)])
+    actor = {"num_cpus": 0, "scheduling_strategy": beside_driver(), "max_restarts": -1, "max_task_retries": -1}
+    board = ray.remote(**actor)(ProgressBoard).remote()
+    base = read_run(output.run_file).get("base_fingerprint")
+    unfinished = [row for row in read_unfinished(output) if row.part in {part.name for part in missing}]
+    ledger = ray.remote(**actor)(Ledger).remote(config.limits.row_attempts, unfinished, base)
+    kept = kept_rows(unfinished)
+    rows_before = staged.rows - left + sum(part.rows for part in kept.values())
+    errors_before = count_errors(output, missing) + sum(part.errors for part in kept.values())
+    tally = Tally(staged.rows, rows_before, errors_before, kept)
+    progress = ProgressWatch(board, tally, on_start, [display(), status, JobMetrics(config.output)])
     try:
-        with watch:
-            stream(config, source, output, staged, missing, resources, board)
+        with progress, stopping.draining(partial(drain, ledger, config.limits.drain_seconds)):
+            stream(config, source, output, staged, missing, resources, board, ledger)
+        counts: LedgerCounts = ray.get(ledger.counts.remote())
+        if counts.engine_deaths:
+            deaths = f"{counts.engine_deaths} times an engine's process ended and was replaced"
+            print(f"{deaths}; {counts.rows_again} rows were generated again", file=sys.stderr, flush=True)
     except Exception as error:
-        if watch.last.failure is not None:
-            raise InputError(watch.last.failure) from error
-        if watch.last.crash is not None:
-            raise JobError(f"an engine's process ended again and again: {watch.last.crash}") from error
+        if progress.last.failure is not None:
+            raise InputError(progress.last.failure) from error
         cause = getattr(error, "cause", None) or error
-        raise JobError(f"{type(cause).__name__}: {one_line(cause)}") from error
-    return watch.last
+        why = str(cause) if isinstance(cause, JobError) else f"{type(cause).__name__}: {one_line(cause)}"
+        raise JobError(f"{why}: {progress.last.crash}" if progress.last.crash else why) from error
+    finally:
+        keep_unfinished(output, ledger)
+    return progress.last
+
+
+def kept_rows(unfinished: Sequence[SavedRow]) -> dict[str, PartReport]:
+    """What earlier submissions have done of parts that are not committed; engines will report it again."""
+    kept: dict[str, PartReport] = {}
+    for row in unfinished:
+        done = PartReport()
+        if row.generated is not None:
+            done = PartReport(1, 0, row.generated["num_output_tokens"], row.generated["num_decode_steps"])
+        elif row.problem is not None:
+            done = PartReport(1, 1)
+        kept[row.part] = kept.get(row.part, PartReport()).plus(done)
+    return kept
 
 
 def count_errors(output: OutputFolder, missing: Sequence[Part]) -> int:
@@ -134,6 +212,26 @@ def count_errors(output: OutputFolder, missing: Sequence[Part]) -> int:
     return int(pyarrow.dataset.dataset(paths, filesystem=filesystem, format="parquet").count_rows())
 
 
+def drain(ledger: Any, seconds: float) -> None:
+    """Let no more rows begin, and wait until those that have are finished, and finished parts committed."""
+    print("stopping: rows that have begun are finished first", file=sys.stderr, flush=True)
+    deadline = time.monotonic() + seconds
+    ray.get(ledger.drain.remote())
+    while time.monotonic() < deadline:
+        counts: LedgerCounts = ray.get(ledger.counts.remote())
+        if not counts.inside and not counts.uncommitted:
+            break
+        time.sleep(_DRAIN_PULSE_SECONDS)
+
+
+def keep_unfinished(output: OutputFolder, ledger: Any) -> None:
+    """Save the finished rows of unfinished parts for the next submission."""
+    try:
+        write_unfinished(output, ray.get(ledger.save.remote(), timeout=60))
+    except (ray.exceptions.RayError, OSError) as error:
+        print(f"finished rows of unfinished parts are lost: {one_line(error)}", file=sys.stderr, flush=True)
+
+
 def stream(
     config: GenerateConfig,
     source: PromptSource,
@@ -142,6 +240,7 @@ def stream(
     missing: list[Part],
     resources: ActorResources,
     board: Any,
+    ledger: Any,
 ) -> None:
     """The streaming execution: staged parts → requests (CPU tasks) → engines (actors) → committed parts."""
     settings = PromptSettings(
@@ -150,7 +249,7 @@ def stream(
     longest = max(part.rows for part in missing)
     # While one part's last rows are decoded, those of the next ones must fill the other slots.
     calls = 2 + math.ceil(config.engine.slots / longest)
-    engine = EngineConfig(**asdict(config.engine), max_queue=calls * longest)
+    engine = EngineConfig(**asdict(config.engine), max_queue=places(config.engine.slots))
     spec = EngineSpec(config.model, config.drafter, asdict(config.loading), engine, math.ceil(resources.cpus))
     pool = ray.data.ActorPoolStrategy(
         min_size=resources.min_actors,
@@ -160,6 +259,8 @@ def stream(
         # Ray adds actors when more than 1.75 calls wait for each that can run.
         max_tasks_in_flight_per_actor=2 * calls if resources.max_actors > resources.min_actors else calls + 1,
     )
+    # The longest first: what is left for the end, when engines run empty, is short.
+    missing = sorted(missing, key=lambda part: part.nbytes, reverse=True)
     dataset = ray.data.read_datasource(
         StagedParts(staged, missing), override_num_blocks=len(missing), num_cpus=HELPER_CPUS
     )
@@ -170,6 +271,7 @@ def stream(
         fn_kwargs={"settings": settings},
         num_cpus=HELPER_CPUS,
     )
+    # Ray replaces an engine's process, and gives it its parts again, without end: the ledger knows when to give up.
     # `map_batches` asks for a batch size beside GPUs, and would then cut parts to it; a call takes a part as it is.
     dataset = dataset.map_batches_internal(
         EngineActor,
@@ -178,7 +280,13 @@ def stream(
         compute=pool,
         num_cpus=resources.cpus,
         num_gpus=resources.gpus,
-        fn_constructor_kwargs={"spec": spec, "progress": board, "run": config.output},
-        max_task_retries=config.resources.max_task_retries,
+        fn_constructor_kwargs={
+            "spec": spec,
+            "limits": config.limits,
+            "ledger": ledger,
+            "progress": board,
+            "run": config.output,
+        },
     )
-    dataset.write_datasink(PartsDatasink(output), ray_remote_args={"num_cpus": HELPER_CPUS})
+    sink = PartsDatasink(output, unwanted_columns(config, source, staged), ledger.commit.remote)
+    dataset.write_datasink(sink, ray_remote_args={"num_cpus": HELPER_CPUS})

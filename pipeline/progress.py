@@ -11,8 +11,8 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import TracebackType
+from dataclasses import InitVar, dataclass, field, replace
+from types import MappingProxyType, TracebackType
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import ray
@@ -250,11 +250,13 @@ class Tally:
         total: Rows of the input.
         before: Rows of earlier submissions.
         errors_before: Their errors.
+        kept: Those of them that are in no finished part; reports of these parts will have them too.
     """
 
     total: int
     before: int
     errors_before: int
+    kept: InitVar[Mapping[str, PartReport]] = field(default=MappingProxyType({}))
     life: str = ""
     number: int = 0
     _parts: dict[str, PartReport] = field(default_factory=dict)
@@ -265,6 +267,9 @@ class Tally:
     _failure: str | None = None
     _crash: str | None = None
     _samples: deque[tuple[float, int, int]] = field(default_factory=deque)
+
+    def __post_init__(self, kept: Mapping[str, PartReport]) -> None:
+        self._parts.update(kept)  # and not to the sum: it took this submission no time
 
     def take(self, mail: Mail, now: float) -> None:
         """Enter the board's mail, at `now` of the clock on the wall."""

@@ -253,7 +253,7 @@ class CTCHead(FrameHead):
 
         def looked_up(labels: Tensor) -> Tensor:
             bags = F.embedding_bag((labels + offsets).flatten(0, 1), table, mode="sum")
-            return bags.unflatten(0, labels.shape[:2])
+            return bags.view(*labels.shape[:2], -1)
 
         return lambda states, recent, size: self._search_lattice(states, recent, lender, size, looked_up)
 

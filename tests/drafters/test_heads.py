@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from drafter.base_model import BaseModel
 from drafter.drafters.contract import DraftContext
+from drafter.drafters.ctc import CTCHead
 from drafter.drafters.plain import PlainDecoding
 from drafter.drafters.registry import HEADS
 from drafter.losses import hard_labels
@@ -191,6 +192,7 @@ def test_what_labels_add_is_the_same_from_the_table(
 ) -> None:
     head = make_head(tiny_base, kind)
     states = torch.randn(3, head.config.num_frames, tiny_base.hidden_size)
+    assert isinstance(head, CTCHead)
     recent = torch.randint(0, tiny_base.vocab_size, (3, head.recent_tokens))
     looked_up = head.prepared_search(tiny_base, "exact")(states, recent, 9)
     monkeypatch.setattr("drafter.drafters.ctc._TABLE_ENTRIES", 0)

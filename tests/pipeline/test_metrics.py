@@ -17,9 +17,11 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 
 from drafter.engine import EngineConfig
+from pipeline.config import LimitsConfig
 from pipeline.engine_actor import EngineActor, EngineSpec
+from pipeline.ledger import Ledger
 from pipeline.metrics import JobMetrics
-from pipeline.progress import Progress
+from pipeline.progress import Progress, ProgressBoard
 from tests.pipeline.test_generate import staged_table
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "dashboards" / "drafter.json").read_text())
@@ -68,7 +70,8 @@ def scrape() -> list[Sample]:
 def exported(local_ray: None) -> Iterator[Exported]:
     """An engine of a real actor has generated ten rows and refused two."""
     spec = EngineSpec(None, "ctc", {}, EngineConfig(slots=4, nodes=8), threads=1)
-    actor = ray.remote(num_cpus=1)(EngineActor).remote(spec, None, RUN)
+    board, ledger = ray.remote(num_cpus=0)(ProgressBoard).remote(), ray.remote(num_cpus=0)(Ledger).remote(4)
+    actor = ray.remote(num_cpus=1)(EngineActor).remote(spec, LimitsConfig(), ledger, board, RUN)
     prompts: list[list[int] | None] = [list(range(20, 24 + n)) for n in range(10)]
     table = ray.get(actor.__call__.remote(staged_table([*prompts, [], []], tokens=40)))
     job = JobMetrics(RUN)

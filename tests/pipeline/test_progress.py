@@ -71,6 +71,17 @@ def test_mail_that_got_lost_is_sent_again() -> None:
     assert board.mail(tally.life, tally.number).parts == {}  # what has arrived is kept no longer
 
 
+def test_rows_that_were_kept_of_unfinished_parts_took_no_time() -> None:
+    kept = {"p1": PartReport(rows=3, errors=1, tokens=20, steps=10)}
+    board, tally = ProgressBoard(), Tally(total=9, before=5, errors_before=1, kept=kept)
+    board.engine("e1", engine())
+    board.update("p1", PartReport(rows=3, errors=1, tokens=20, steps=10))
+    assert fetch(board, tally, time.time()).done == 5
+    board.update("p1", PartReport(rows=4, errors=1, tokens=27, steps=12))
+    now = fetch(board, tally, time.time())
+    assert (now.done, now.rows, now.errors, now.tokens) == (6, 1, 0, 7)
+
+
 def test_engines_that_fell_silent_do_not_count_but_their_time_does() -> None:
     board, tally = ProgressBoard(), Tally(total=9, before=0, errors_before=0)
     begun = time.time()
