@@ -41,8 +41,7 @@ def run(
     last = Snapshot()
     if staged is None or missing_parts(staged, output):
         save_run(output.run_file, config.as_dict(), meant, state="running")
-        may_grow = connect()
-        resources = share_out(config.resources, may_grow=may_grow)
+        resources = share_out(config.resources, connect())
         if staged is None:
             staged = stage(listing, output.staged, config.reading, source, config.writing.rows_per_file)
         last = execute(config, source, output, staged, resources, partial(note_base, config, output, meant))
@@ -115,14 +114,16 @@ def stream(
     # While one part's last rows are decoded, those of the next ones must fill the other slots.
     calls = 2 + math.ceil(config.engine.slots / longest)
     engine = EngineConfig(**asdict(config.engine), max_queue=calls * longest)
-    spec = EngineSpec(config.model, config.drafter, asdict(config.loading), engine, math.ceil(resources.cpus))
+    spec = EngineSpec(config.model, config.drafter, asdict(config.loading), engine, resources.threads)
+    # An engine without a part would only hold its node.
+    most = max(min(resources.max_actors or len(missing), len(missing)), resources.min_actors)
     pool = ray.data.ActorPoolStrategy(
         min_size=resources.min_actors,
-        max_size=resources.max_actors,
+        max_size=most,
         enable_true_multi_threading=True,
         max_concurrent_calls_per_actor=calls,
         # Ray adds actors when more than 1.75 calls wait for each that can run.
-        max_tasks_in_flight_per_actor=2 * calls if resources.max_actors > resources.min_actors else calls + 1,
+        max_tasks_in_flight_per_actor=2 * calls if most > resources.min_actors else calls + 1,
     )
     dataset = ray.data.read_datasource(
         StagedParts(staged, missing), override_num_blocks=len(missing), num_cpus=HELPER_CPUS
