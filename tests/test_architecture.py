@@ -12,7 +12,7 @@ FORBIDDEN = {
     "drafter": {"ray", "pipeline", "jobs", "recipes", "benchmarks", "tests"},
     "pipeline": {"jobs", "recipes", "benchmarks", "tests"},
     "jobs": {"drafter", "ray", "recipes", "benchmarks", "tests"},
-    "benchmarks": {"ray", "pipeline", "jobs", "tests"},
+    "benchmarks": {"jobs", "tests"},
 }
 
 
