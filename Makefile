@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint format benchmark clean
+.PHONY: demo test lint format benchmark chaos clean
 
 demo: $(INSTALLED) ## Decode GSM8K questions with the embedded model and write Parquet.
 	@rm -rf build/demo # or the job would find its work done
@@ -27,6 +27,11 @@ benchmark: $(INSTALLED) ## Measure β and speed of the embedded heads, then make
 	$(BIN)/python -m benchmarks.heads drafter/embedded/heads --output benchmarks/results/embedded-heads
 	$(BIN)/python -m jobs.evaluate --config examples/evaluate.yaml --output benchmarks/results/evaluation
 	$(BIN)/python -m benchmarks.report
+
+chaos: $(INSTALLED) ## Kill the processes of a generation job again and again; measure what Ray and a resume cost.
+	$(BIN)/python -m benchmarks.chaos --output benchmarks/results/chaos.json
+	$(BIN)/python -m benchmarks.overhead --output benchmarks/results/overhead.json
+	$(BIN)/python -m benchmarks.resume --output benchmarks/results/resume.json
 
 clean: ## Remove the environment and what the tools cache.
 	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

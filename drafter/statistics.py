@@ -131,6 +131,7 @@ def statistics_columns(counts: DecodeCounts) -> dict[str, Any]:
         "num_draft_tokens": counts.num_draft_tokens,
         "num_accepted_draft_tokens": counts.num_accepted_draft_tokens,
         "acceptance_histogram": list(counts.acceptance_histogram),
+        "per_step_accepted": list(counts.per_step_accepted),
         "mean_acceptance_length": mean_acceptance_length(counts),
         "draft_acceptance_rate": draft_acceptance_rate(counts),
     }

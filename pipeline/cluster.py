@@ -94,6 +94,13 @@ def quiet_ray_data() -> None:
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.execution_no_progress_timeout_s = 6 * 3600
+    context.max_consecutive_actor_init_deaths = 3
+
+
+def beside_driver() -> Any:
+    """A scheduling strategy: on the driver's own node, which a job cannot lose and go on."""
+    node = ray.get_runtime_context().get_node_id()
+    return ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
 
 
 def share_out(

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from jsonargparse import ArgumentParser, Namespace
 
 from drafter.errors import RequestError
-from pipeline.errors import InputError, JobError, one_line
+from pipeline.errors import InputError, JobError, JobStopped, one_line
 
 Config = TypeVar("Config")
 
@@ -24,7 +24,8 @@ def run_job(job: Callable[[Sequence[str] | None], None], arguments: Sequence[str
     """Run a job and say in one line what stopped it.
 
     Returns:
-        0 when it is done, 2 for a mistake in the configuration or the input, 1 for a job that failed.
+        0 when it is done, 2 for a mistake in the configuration or the input, 1 for a job that failed, 143 and 130 for
+        one that was stopped by SIGTERM and SIGINT.
     """
     try:
         job(arguments)
@@ -34,6 +35,9 @@ def run_job(job: Callable[[Sequence[str] | None], None], arguments: Sequence[str
     except JobError as error:
         print(f"error: the job failed: {one_line(error)}; submit it again to go on", file=sys.stderr)
         return 1
+    except JobStopped as stopped:
+        print(f"stopped: {one_line(stopped)}; submit the job again to go on", file=sys.stderr)
+        return 143
     except KeyboardInterrupt:
         print("interrupted; submit the job again to go on", file=sys.stderr)
         return 130

@@ -14,7 +14,7 @@ from drafter.requests import SamplingParams
 from pipeline.command_line import at_least, make_parser, parse, readable
 from pipeline.errors import InputError
 
-Format = Literal["jsonl", "parquet", "csv", "text"]
+Format = Literal["jsonl", "parquet", "csv", "text", "arrow"]
 _at_least, _readable = at_least, readable  # used by pipeline/evaluation/config.py until it moves to command_line
 
 
@@ -23,7 +23,10 @@ class ReadingConfig:
     """How rows become prompts.
 
     Args:
-        format: Of the input files; `auto` goes by their names (.jsonl, .parquet, .csv, .txt; .gz and the like too).
+        format: Of the input files; `auto` goes by their names (.jsonl, .parquet, .csv, .txt; .gz and the like too) and
+            sees whether JSON lines are an OpenAI batch; `openai` says that they are.
+        split: Which split of a Hugging Face dataset, such as `train`; by default the only one.
+        subset: Which subset of a Hugging Face dataset; by default the only one, or `default`.
         prompt_column: Column of text prompts; by default `prompt`, if `messages_column` is not set either.
         messages_column: Column of chat messages: a list of {role, content}, or that as JSON text.
         id_column: Column whose value names a row, each once; by default a row is named by its file and place.
@@ -31,9 +34,12 @@ class ReadingConfig:
         chat: Put a text prompt as a user's message through the chat template; by default wherever there is a template.
         skip: Leave out so many rows at the beginning.
         limit: Take only so many rows.
+        samples: Texts to generate for each row, each with a seed of its own and a row named `ID#0`, `ID#1`, ….
     """
 
-    format: Literal["auto", "jsonl", "parquet", "csv", "text"] = "auto"
+    format: Literal["auto", "jsonl", "parquet", "csv", "text", "arrow", "openai"] = "auto"
+    split: str | None = None
+    subset: str | None = None
     prompt_column: str | None = None
     messages_column: str | None = None
     id_column: str | None = None
@@ -41,12 +47,14 @@ class ReadingConfig:
     chat: bool | None = None
     skip: int = 0
     limit: int | None = None
+    samples: int = 1
 
     def __post_init__(self) -> None:
         if self.prompt_column is not None and self.messages_column is not None:
             raise InputError("reading.prompt_column and reading.messages_column are both set: a row has one prompt")
         at_least("reading.skip", self.skip, 0)
         at_least("reading.limit", self.limit, 1)
+        at_least("reading.samples", self.samples, 1)
 
 
 @dataclass(frozen=True)
@@ -97,14 +105,12 @@ class ResourcesConfig:
         gpus_per_actor: GPUs of an engine, a fraction allowed; by default 1 where there are GPUs, otherwise 0.
         cpus_per_actor: CPU cores of an engine, and so its threads; by default 1 beside a GPU, otherwise all but half
             a core, shared by `max_actors`.
-        max_task_retries: How often a file's rows are tried again after their engine's process died.
     """
 
     min_actors: int = 1
     max_actors: int | None = None
     gpus_per_actor: float | None = None
     cpus_per_actor: float | None = None
-    max_task_retries: int = 3
 
     def __post_init__(self) -> None:
         at_least("resources.min_actors", self.min_actors, 1)
@@ -112,7 +118,30 @@ class ResourcesConfig:
             at_least("resources.max_actors", self.max_actors, self.min_actors)
         at_least("resources.gpus_per_actor", self.gpus_per_actor, 0)
         at_least("resources.cpus_per_actor", self.cpus_per_actor, 0, above=True)
-        at_least("resources.max_task_retries", self.max_task_retries, 0)
+
+
+@dataclass(frozen=True)
+class LimitsConfig:
+    """What is given up, and when.
+
+    Args:
+        row_attempts: A row that was in an engine whose process ended, so often, is set aside with an error; it had the
+            engine to itself the last times.
+        row_seconds: A row that an engine has had for so long gets an error; by default there is no limit.
+        step_seconds: A step of an engine that takes longer hangs: the engine's process is ended.
+        drain_seconds: After SIGTERM, how long rows may go on that have begun.
+    """
+
+    row_attempts: int = 4
+    row_seconds: float | None = None
+    step_seconds: float = 600.0
+    drain_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        at_least("limits.row_attempts", self.row_attempts, 2)
+        at_least("limits.row_seconds", self.row_seconds, 0, above=True)
+        at_least("limits.step_seconds", self.step_seconds, 0, above=True)
+        at_least("limits.drain_seconds", self.drain_seconds, 0)
 
 
 @dataclass(frozen=True)
@@ -121,12 +150,18 @@ class WritingConfig:
 
     Args:
         rows_per_file: Rows of an output file, which is also what is committed at once and redone after a failure.
+        per_step_accepted: Write how many draft tokens each step of a row accepted.
+        compact_mb: At the end, merge files of results until each has so many megabytes; by default they stay as they
+            are.
     """
 
     rows_per_file: int = 128
+    per_step_accepted: bool = True
+    compact_mb: float | None = None
 
     def __post_init__(self) -> None:
         at_least("writing.rows_per_file", self.rows_per_file, 1)
+        at_least("writing.compact_mb", self.compact_mb, 0, above=True)
 
 
 @dataclass(frozen=True)
@@ -134,7 +169,8 @@ class GenerateConfig:
     """A generation job.
 
     Args:
-        input: A file, a folder, a pattern (`data/**/*.jsonl`), or a URI such as `s3://bucket/folder`.
+        input: A file, a folder, a pattern (`data/**/*.jsonl`), or a URI such as `s3://bucket/folder` or
+            `hf://datasets/owner/name`.
         output: Folder or URI for the results; new, empty, or of an earlier submission of the same job.
         model: Base model: hub id or folder; by default the embedded demonstration model.
         drafter: What proposes tokens: `none`, `ngram`, a draft head's folder or hub id, `ctc` (the embedded head), two
@@ -144,6 +180,7 @@ class GenerateConfig:
         sampling: How tokens are chosen.
         engine: How much an engine does at once.
         resources: What of the cluster the job takes.
+        limits: What is given up, and when.
         writing: How results are written.
     """
 
@@ -156,6 +193,7 @@ class GenerateConfig:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     engine: EngineSettings = field(default_factory=EngineSettings)
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
     writing: WritingConfig = field(default_factory=WritingConfig)
 
     def __post_init__(self) -> None:

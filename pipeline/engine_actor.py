@@ -1,7 +1,7 @@
 """Ray Data's actor around the engine.
 
-Several calls run at once, each with one part; all submit into one engine, so that its slots stay full while one part
-ends and the next begins. A call returns its rows in the order they came, as one block: a call that Ray repeats after
+Several calls run at once, each with one part; all feed one engine, so that its slots stay full while one part ends
+and the next begins. A call returns its rows in the order they came, as one block: a call that Ray repeats after
 a death must give the same rows in the same blocks.
 """
 
@@ -12,9 +12,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from concurrent.futures import as_completed
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -22,15 +22,19 @@ import ray
 import torch
 
 from drafter.engine import EngineConfig
-from drafter.errors import LoadError, RequestError
+from drafter.errors import LoadError
 from drafter.llm import SpeculativeLM
 from drafter.requests import Generation, Request, SamplingParams
-from drafter.slots import Handle
 from drafter.statistics import DecodeCounts, statistics_columns
-from pipeline.errors import RowError, one_line
+from pipeline.config import LimitsConfig
+from pipeline.errors import JobError, one_line
+from pipeline.feeder import Feeder
+from pipeline.ledger import Outcome, RowKey
+from pipeline.logprobs import LOGPROBS_TYPE, logprobs_value
 from pipeline.staging import PROBLEM_TYPE
+from pipeline.watchdog import watch
 
-_REPORT_SECONDS = 0.25
+_LOAD_AGAIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -61,85 +65,136 @@ class EngineSpec:
         return SpeculativeLM.from_pretrained(self.model, self.drafter, config=self.config, **self.loading)
 
 
+class RemoteLedger:
+    """The ledger, as an engine's process sees it.
+
+    Args:
+        actor: A `Ledger` actor.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._engine = ray.get_runtime_context().get_actor_id()
+
+    def arrive(self) -> bool:
+        """See `Ledger.arrive`; a process that replaces a dead one has its actor's name."""
+        return bool(ray.get(self._actor.arrive.remote(self._engine)))
+
+    def loaded(self, base: str) -> str:
+        """See `Ledger.loaded`."""
+        return str(ray.get(self._actor.loaded.remote(base)))
+
+    def has_loaded(self) -> bool:
+        """See `Ledger.has_loaded`."""
+        return bool(ray.get(self._actor.has_loaded.remote()))
+
+    def open_part(self, part: str, wanted: int) -> tuple[dict[str, Outcome], dict[str, int]]:
+        """See `Ledger.open_part`."""
+        outcomes, deaths = ray.get(self._actor.open_part.remote(part, wanted))
+        return outcomes, deaths
+
+    def exchange(self, left: Mapping[RowKey, Outcome], entering: list[RowKey]) -> bool:
+        """See `Ledger.exchange`."""
+        return bool(ray.get(self._actor.exchange.remote(self._engine, left, entering)))
+
+
 class EngineActor:
     """Generates for tables of requests.
 
     Args:
         spec: What to load.
-        progress: A `ProgressBoard` actor, or None.
+        limits: When a row, or a step of the engine, is given up.
+        ledger: A `Ledger` actor.
+        progress: A `ProgressBoard` actor.
     """
 
-    def __init__(self, spec: EngineSpec, progress: Any = None) -> None:
+    def __init__(self, spec: EngineSpec, limits: LimitsConfig, ledger: Any, progress: Any) -> None:
         self._progress = progress
-        self._failure: LoadError | None = None
-        try:
-            self._lm = spec.load()
-        except LoadError as error:
-            self._failure = error
-        except Exception as error:  # out of memory, say
-            traceback.print_exc()
-            self._failure = LoadError(f"the models cannot be loaded: {type(error).__name__}: {error}")
+        self._failure: Exception | None = None
+        remote_ledger = RemoteLedger(ledger)
         # An error here would have Ray retry what cannot succeed, so it is raised by the first call.
+        if not remote_ledger.arrive():
+            self._failure = JobError("an engine's process ended again and again without finishing a row")
+            return
+        self._failure = self._load(spec, remote_ledger)
         if self._failure is not None:
             self._tell("failed", one_line(self._failure))
-        else:
-            self._tell("loaded", self._lm.base.fingerprint)
+            return
+        self._feeder = Feeder(self._lm.submit, output_columns, remote_ledger, spec.config.slots, limits.row_attempts)
+        self._row_seconds = limits.row_seconds
+        stuck = RuntimeError(f"a step took longer than limits.step_seconds, {limits.step_seconds:g}")
+        watch(self._lm.engine, limits.step_seconds, partial(self._end, stuck))
+        self._tell("loaded", self._lm.base.fingerprint)
+
+    def _load(self, spec: EngineSpec, ledger: RemoteLedger) -> LoadError | None:
+        """Load the models; where others could, a failure is this machine's, and ends the process to try another."""
+        try:
+            self._lm = spec.load()
+        except Exception as error:
+            failure = LoadError(f"the models cannot be loaded: {type(error).__name__}: {error}")  # out of memory, say
+            if isinstance(error, LoadError):
+                failure = error
+            traceback.print_exc()
+            if ledger.has_loaded():
+                time.sleep(_LOAD_AGAIN_SECONDS)
+                self._end(failure)
+            return failure
+        here, first = self._lm.base.fingerprint, ledger.loaded(self._lm.base.fingerprint)
+        if here != first:
+            return LoadError(f"the model's weights ({here}) are not those of the output's other rows ({first})")
+        return None
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Add `generated` (a struct of the output columns) to rows with `prompt_ids` and `sampling`.
 
-        Rows that the engine refuses get a `problem` and a null instead. An engine that fails ends the process, so
+        Rows that cannot be generated get a `problem` and a null instead. An engine that fails ends the process, so
         that Ray starts another and gives it the rows again.
 
         Raises:
             LoadError: The models could not be loaded.
+            JobError: The engine's process ends again and again.
         """
         if self._failure is not None:
             raise self._failure
+        problems = table["problem"].to_pylist()
+        requests, part = self._requests(table, problems), table["part"][0].as_py()
+        errors = sum(problem is not None for problem in problems)
         try:
-            problems, handles = self._submit(table)
-            self._watch(table["part"][0].as_py(), handles, errors=sum(problem is not None for problem in problems))
-            results = {index: handle.result() for index, handle in handles.items()}
+            outcomes = self._feeder.generate(part, requests, partial(self._report, part, errors))
         except Exception as error:
             traceback.print_exc()
-            self._tell("crashed", f"{type(error).__name__}: {one_line(error)}")
-            _die()
-        rows = [
-            output_columns(results[index], handles[index].request) if index in results else None
-            for index in range(table.num_rows)
+            self._end(error)
+        names = table["request_id"].to_pylist()
+        rows = [outcomes[name].generated if name in outcomes else None for name in names]
+        problems = [
+            outcomes[name].problem if name in outcomes else problem
+            for name, problem in zip(names, problems, strict=True)
         ]
         problem = pa.array(problems, PROBLEM_TYPE)
         table = table.set_column(table.schema.get_field_index("problem"), "problem", problem)
         return table.drop_columns(["prompt_ids", "sampling"]).append_column("generated", pa.array(rows, OUTPUT_TYPE))
 
-    def _submit(self, table: pa.Table) -> tuple[list[Any], dict[int, Handle]]:
-        problems = table["problem"].to_pylist()
-        handles: dict[int, Handle] = {}
-        requests = zip(*(table[name].to_pylist() for name in ("request_id", "prompt_ids", "sampling")), strict=True)
-        for index, (request_id, prompt_ids, sampling) in enumerate(requests):
-            if problems[index] is not None:
-                continue
-            try:
-                request = Request(prompt_ids, SamplingParams(**json.loads(sampling)), request_id)
-                handles[index] = self._lm.submit(request)
-            except RequestError as error:
-                problems[index] = vars(RowError("Refused", str(error)).problem)
-        return problems, handles
+    def _requests(self, table: pa.Table, problems: list[Any]) -> dict[str, Request]:
+        """The rows without a problem, by their names."""
+        rows = zip(*(table[name].to_pylist() for name in ("request_id", "prompt_ids", "sampling")), strict=True)
+        return {
+            request_id: Request(prompt_ids, SamplingParams(**json.loads(sampling)), request_id, self._row_seconds)
+            for (request_id, prompt_ids, sampling), problem in zip(rows, problems, strict=True)
+            if problem is None
+        }
 
-    def _watch(self, part: str, handles: dict[int, Handle], errors: int) -> None:
-        """Wait for all requests, and report how far they are now and then."""
-        rows, tokens, last = errors, 0, 0.0
-        for future in as_completed(handle.future for handle in handles.values()):
-            rows += 1
-            tokens += len(future.result().token_ids)
-            if time.monotonic() - last > _REPORT_SECONDS:
-                self._tell("update", part, rows, errors, tokens)
-                last = time.monotonic()
-        self._tell("update", part, rows, errors, tokens)
+    def _report(self, part: str, errors: int, outcomes: Mapping[str, Outcome]) -> None:
+        """Say how far a part is; `errors` of its rows no engine has to see."""
+        generated = [outcome.generated for outcome in outcomes.values() if outcome.generated is not None]
+        failed = errors + len(outcomes) - len(generated)
+        tokens = sum(len(columns["token_ids"]) for columns in generated)
+        self._tell("update", part, errors + len(outcomes), failed, tokens)
+
+    def _end(self, why: Exception) -> None:
+        self._tell("crashed", f"{type(why).__name__}: {one_line(why)}")
+        _die()
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        if self._progress is None:
-            return
         call = getattr(self._progress, method).remote(*arguments)
         if method in ("failed", "crashed"):  # the process ends after it
             ray.wait([call], timeout=5)
@@ -162,6 +217,7 @@ def output_columns(generation: Generation, request: Request) -> dict[str, Any]:
         "num_output_tokens": len(generation.token_ids),
         "seed": request.sampling.seed,
         **statistics_columns(generation.counts),
+        "logprobs": logprobs_value(generation.logprobs),
     }
 
 
@@ -172,7 +228,9 @@ def _output_type() -> pa.StructType:
         [
             (name, pa.list_(pa.int64()) if isinstance(value, list) else kinds[type(value)]())
             for name, value in example.items()
+            if name != "logprobs"
         ]
+        + [("logprobs", LOGPROBS_TYPE)]
     )
 
 

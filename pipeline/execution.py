@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import ray
+from pyarrow import fs
 
+from drafter.base_model import load_tokenizer
 from drafter.engine import EngineConfig
-from pipeline.cluster import HELPER_CPUS, ActorResources, connect, quiet_ray_data, share_out
+from pipeline.batch_output import write_batch
+from pipeline.cluster import HELPER_CPUS, ActorResources, beside_driver, connect, quiet_ray_data, share_out
+from pipeline.compaction import compact
 from pipeline.config import GenerateConfig
 from pipeline.engine_actor import EngineActor, EngineSpec
-from pipeline.errors import InputError, JobError, one_line
+from pipeline.errors import InputError, JobError, JobStopped, one_line
+from pipeline.feeder import places
+from pipeline.lease import Lease
+from pipeline.ledger import Ledger, LedgerCounts
 from pipeline.manifest import read_run, save_run
 from pipeline.output import OutputFolder
 from pipeline.progress import ProgressBoard, ProgressDisplay, Snapshot
 from pipeline.prompts import PromptSettings, make_requests, model_name
 from pipeline.reading import InputListing, PromptSource
 from pipeline.staging import Part, StagedInput, StagedParts, stage
-from pipeline.summary import summarise
+from pipeline.stopping import Stopping, StopRequestedError
+from pipeline.summary import count_rows, read_totals, summarise
+from pipeline.unfinished import delete_unfinished, read_unfinished, write_unfinished
 from pipeline.writing import PartsDatasink
+
+_DRAIN_PULSE_SECONDS = 0.2
 
 
 def run(
@@ -34,24 +46,68 @@ def run(
     Raises:
         InputError: The input, the models or the output cannot be used.
         JobError: The job failed on the way.
+        JobStopped: It was told to stop.
     """
+    last = Snapshot()
+    stopping = Stopping()
+    try:
+        if not finished(output):
+            with stopping, Lease(output.lease, lost=lambda by: stopping.stop(f"{by} works on the output now")):
+                last = finish(config, listing, source, output, meant, stopping)
+    except StopRequestedError as stop:
+        raise JobStopped(str(stop)) from None
+    print(summarise(output, read_totals(output), last.tokens, last.rows, last.seconds), flush=True)
+
+
+def finished(output: OutputFolder) -> bool:
+    """Whether an earlier submission came to the end, and nothing was taken away since."""
+    if output.run_file.type != fs.FileType.File or read_run(output.run_file)["state"] != "finished":
+        return False
+    staged = StagedInput.load(output.staged)
+    return staged is not None and not missing_parts(staged, output)
+
+
+def finish(
+    config: GenerateConfig,
+    listing: InputListing,
+    source: PromptSource,
+    output: OutputFolder,
+    meant: dict[str, Any],
+    stopping: Stopping,
+) -> Snapshot:
+    """Do what is still to be done, as the only submission at work; leave nothing but the results.
+
+    Raises:
+        InputError: The input or the models cannot be used.
+        JobError: The execution failed.
+    """
+    output.delete_temporary()
     staged = StagedInput.load(output.staged)
     if staged is None and output.committed():
         raise InputError(f"output {config.output} has results but no list of their rows (_staged): choose another")
     last = Snapshot()
     if staged is None or missing_parts(staged, output):
-        save_run(output.run_file, config.as_dict(), meant, state="running")
+        base = read_run(output.run_file).get("base_fingerprint")
+        save_run(output.run_file, config.as_dict(), meant, state="running", base_fingerprint=base)
         may_grow = connect()
+        stopping.take_over()
         resources = share_out(config.resources, may_grow=may_grow)
         if staged is None:
             staged = stage(listing, output.staged, config.reading, source, config.writing.rows_per_file)
-        last = execute(config, source, output, staged, resources, partial(note_base, config, output, meant))
-    run_so_far = read_run(output.run_file)
-    if run_so_far["state"] != "finished":
-        output.delete_temporary()
-        facts = {"rows": staged.rows, "base_fingerprint": run_so_far.get("base_fingerprint")}
-        save_run(output.run_file, config.as_dict(), meant, state="finished", **facts)
-    print(summarise(output, last.tokens, last.rows, last.seconds), flush=True)
+        on_start = partial(note_base, config, output, meant)
+        last = execute(config, source, output, staged, resources, stopping, on_start)
+    compact(output, None if config.writing.compact_mb is None else int(config.writing.compact_mb * 2**20))
+    rows, errors = count_rows(output)
+    if rows + errors != staged.rows:
+        found = f"{rows} rows and {errors} errors"
+        raise JobError(f"output {config.output} has {found} instead of {staged.rows} in all: choose another output")
+    if source.kind == "openai":
+        write_batch(output, staged, partial(load_tokenizer, model_name(config.model)))
+    facts = {"rows": staged.rows, "base_fingerprint": read_run(output.run_file).get("base_fingerprint")}
+    output.delete_temporary()
+    delete_unfinished(output)
+    save_run(output.run_file, config.as_dict(), meant, state="finished", **facts)
+    return last
 
 
 def note_base(config: GenerateConfig, output: OutputFolder, meant: dict[str, Any], now: Snapshot) -> None:
@@ -65,12 +121,23 @@ def missing_parts(staged: StagedInput, output: OutputFolder) -> list[Part]:
     return [part for part in staged.parts if part.name not in committed]
 
 
+def unwanted_columns(config: GenerateConfig, source: PromptSource, staged: StagedInput) -> list[str]:
+    """Optional columns that were not asked for, and cannot be by any row."""
+    rows_may_ask = source.kind == "openai" or staged.row_type.get_field_index(config.reading.sampling_column) >= 0
+    wanted = {
+        "logprobs": config.sampling.logprobs is not None or rows_may_ask,
+        "per_step_accepted": config.writing.per_step_accepted,
+    }
+    return [name for name, is_wanted in wanted.items() if not is_wanted]
+
+
 def execute(
     config: GenerateConfig,
     source: PromptSource,
     output: OutputFolder,
     staged: StagedInput,
     resources: ActorResources,
+    stopping: Stopping,
     on_start: Callable[[Snapshot], None],
 ) -> Snapshot:
     """Generate what is missing, and show how far it is; `on_start` is called when the first engine is ready.
@@ -83,19 +150,48 @@ def execute(
     left = sum(part.rows for part in missing)
     print(f"{left} of {staged.rows} rows to generate", file=sys.stderr, flush=True)
     quiet_ray_data()
-    board = ray.remote(num_cpus=0)(ProgressBoard).remote()
+    actor = {"num_cpus": 0, "scheduling_strategy": beside_driver(), "max_restarts": -1, "max_task_retries": -1}
+    board = ray.remote(**actor)(ProgressBoard).remote()
+    base = read_run(output.run_file).get("base_fingerprint")
+    unfinished = [row for row in read_unfinished(output) if row.part in {part.name for part in missing}]
+    ledger = ray.remote(**actor)(Ledger).remote(config.limits.row_attempts, unfinished, base)
     display = ProgressDisplay(board, staged.rows, staged.rows - left, on_start)
     try:
-        with display:
-            stream(config, source, output, staged, missing, resources, board)
+        with display, stopping.draining(partial(drain, ledger, config.limits.drain_seconds)):
+            stream(config, source, output, staged, missing, resources, board, ledger)
+        counts: LedgerCounts = ray.get(ledger.counts.remote())
+        if counts.engine_deaths:
+            deaths = f"{counts.engine_deaths} times an engine's process ended and was replaced"
+            print(f"{deaths}; {counts.rows_again} rows were generated again", file=sys.stderr, flush=True)
     except Exception as error:
         if display.last.failure is not None:
             raise InputError(display.last.failure) from error
-        if display.last.crash is not None:
-            raise JobError(f"an engine's process ended again and again: {display.last.crash}") from error
         cause = getattr(error, "cause", None) or error
-        raise JobError(f"{type(cause).__name__}: {one_line(cause)}") from error
+        why = str(cause) if isinstance(cause, JobError) else f"{type(cause).__name__}: {one_line(cause)}"
+        raise JobError(f"{why}: {display.last.crash}" if display.last.crash else why) from error
+    finally:
+        keep_unfinished(output, ledger)
     return display.last
+
+
+def drain(ledger: Any, seconds: float) -> None:
+    """Let no more rows begin, and wait until those that have are finished, and finished parts committed."""
+    print("stopping: rows that have begun are finished first", file=sys.stderr, flush=True)
+    deadline = time.monotonic() + seconds
+    ray.get(ledger.drain.remote())
+    while time.monotonic() < deadline:
+        counts: LedgerCounts = ray.get(ledger.counts.remote())
+        if not counts.inside and not counts.uncommitted:
+            break
+        time.sleep(_DRAIN_PULSE_SECONDS)
+
+
+def keep_unfinished(output: OutputFolder, ledger: Any) -> None:
+    """Save the finished rows of unfinished parts for the next submission."""
+    try:
+        write_unfinished(output, ray.get(ledger.save.remote(), timeout=60))
+    except (ray.exceptions.RayError, OSError) as error:
+        print(f"finished rows of unfinished parts are lost: {one_line(error)}", file=sys.stderr, flush=True)
 
 
 def stream(
@@ -106,6 +202,7 @@ def stream(
     missing: list[Part],
     resources: ActorResources,
     board: Any,
+    ledger: Any,
 ) -> None:
     """The streaming execution: staged parts → requests (CPU tasks) → engines (actors) → committed parts."""
     settings = PromptSettings(
@@ -114,7 +211,7 @@ def stream(
     longest = max(part.rows for part in missing)
     # While one part's last rows are decoded, those of the next ones must fill the other slots.
     calls = 2 + math.ceil(config.engine.slots / longest)
-    engine = EngineConfig(**asdict(config.engine), max_queue=calls * longest)
+    engine = EngineConfig(**asdict(config.engine), max_queue=places(config.engine.slots))
     spec = EngineSpec(config.model, config.drafter, asdict(config.loading), engine, math.ceil(resources.cpus))
     pool = ray.data.ActorPoolStrategy(
         min_size=resources.min_actors,
@@ -124,6 +221,8 @@ def stream(
         # Ray adds actors when more than 1.75 calls wait for each that can run.
         max_tasks_in_flight_per_actor=2 * calls if resources.max_actors > resources.min_actors else calls + 1,
     )
+    # The longest first: what is left for the end, when engines run empty, is short.
+    missing = sorted(missing, key=lambda part: part.nbytes, reverse=True)
     dataset = ray.data.read_datasource(
         StagedParts(staged, missing), override_num_blocks=len(missing), num_cpus=HELPER_CPUS
     )
@@ -134,6 +233,7 @@ def stream(
         fn_kwargs={"settings": settings},
         num_cpus=HELPER_CPUS,
     )
+    # Ray replaces an engine's process, and gives it its parts again, without end: the ledger knows when to give up.
     # `map_batches` asks for a batch size beside GPUs, and would then cut parts to it; a call takes a part as it is.
     dataset = dataset.map_batches_internal(
         EngineActor,
@@ -142,7 +242,7 @@ def stream(
         compute=pool,
         num_cpus=resources.cpus,
         num_gpus=resources.gpus,
-        fn_constructor_kwargs={"spec": spec, "progress": board},
-        max_task_retries=config.resources.max_task_retries,
+        fn_constructor_kwargs={"spec": spec, "limits": config.limits, "ledger": ledger, "progress": board},
     )
-    dataset.write_datasink(PartsDatasink(output), ray_remote_args={"num_cpus": HELPER_CPUS})
+    sink = PartsDatasink(output, unwanted_columns(config, source, staged), ledger.commit.remote)
+    dataset.write_datasink(sink, ray_remote_args={"num_cpus": HELPER_CPUS})

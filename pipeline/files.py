@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from pyarrow import fs
 
 from pipeline.errors import InputError, one_line
 
 _GLOB = re.compile(r"[*?\[]")
+_OBJECT_STORES = ("s3", "gcs", "abfs")
+_COPY_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,14 @@ class Location:
         return self.path.rstrip("/").rpartition("/")[2]
 
     @property
+    def info(self) -> fs.FileInfo:
+        """What the file system knows of it."""
+        return self.filesystem.get_file_info(self.path)
+
+    @property
     def type(self) -> fs.FileType:
         """Whether there is a file, a folder, or nothing."""
-        return self.filesystem.get_file_info(self.path).type
+        return self.info.type
 
     def children(self) -> list[fs.FileInfo]:
         """What a folder holds, by name; nothing where there is no folder."""
@@ -54,18 +63,32 @@ class Location:
 
     def write_text(self, text: str) -> None:
         """Write a small UTF-8 file as a whole or not at all."""
-        with self._written_aside() as stream:
+        with self.open_whole() as stream:
             stream.write(text.encode("utf-8"))
 
     def copy_from(self, file: Path) -> None:
         """Copy a local file here, as a whole or not at all."""
-        with file.open("rb") as source, self._written_aside() as stream:
-            shutil.copyfileobj(source, stream, 1 << 20)
+        with file.open("rb") as source, self.open_whole() as stream:
+            shutil.copyfileobj(source, stream, _COPY_BYTES)
 
     @contextmanager
-    def _written_aside(self) -> Iterator[Any]:
-        """A stream whose file takes this place when all is written."""
-        partial = f"{self.path}.partial"
+    def open_whole(self, aside: Location | None = None) -> Iterator[Any]:
+        """A stream of bytes to a file that appears as a whole when all is written, or not at all.
+
+        On a file system it is written aside and takes its place by one rename. Object stores have no rename, only
+        copies, but an object appears by itself when all of it has arrived: so it is collected first, and put at once.
+
+        Args:
+            aside: Where to write it until then; by default beside it.
+        """
+        if self.filesystem.type_name in _OBJECT_STORES:
+            with tempfile.TemporaryFile() as collected:
+                yield collected
+                collected.seek(0)
+                with self.filesystem.open_output_stream(self.path, compression=None) as stream:
+                    shutil.copyfileobj(collected, stream, _COPY_BYTES)
+            return
+        partial = f"{self.path}.partial" if aside is None else aside.path
         with self.filesystem.open_output_stream(partial, compression=None) as stream:
             yield stream
         self.filesystem.move(partial, self.path)
@@ -80,22 +103,33 @@ def locate(uri: str) -> Location:
     if "://" not in uri:
         return Location(fs.LocalFileSystem(), str(Path(uri).expanduser().absolute()))
     try:
-        filesystem, path = fs.FileSystem.from_uri(uri)
+        path, query = split_query(uri)
+        plain = uri.startswith("hf://")  # the hub's paths are no parts of a URI
+        filesystem, path = fs.FileSystem.from_uri(uri if plain else quote(path, safe="/:@%") + query)
     except (OSError, ValueError, NotImplementedError) as error:
         raise InputError(f"{uri} cannot be opened: {one_line(error)}") from error
     return Location(filesystem, path)
 
 
+def split_query(uri: str) -> tuple[str, str]:
+    """A path, or a URI in two: up to its first `?`, which is no wildcard there, and the rest."""
+    if "://" not in uri:
+        return uri, ""
+    path, mark, query = uri.partition("?")
+    return path, mark + query
+
+
 def has_glob(uri: str) -> bool:
     """Whether a path has `*`, `?` or `[…]` in it."""
-    return _GLOB.search(uri) is not None
+    return _GLOB.search(split_query(uri)[0]) is not None
 
 
 def glob_base(pattern: str) -> str:
     """The folder above a pattern's first wildcard."""
-    first = _GLOB.search(pattern)
+    path, query = split_query(pattern)
+    first = _GLOB.search(path)
     assert first is not None
-    return pattern[: first.start()].rpartition("/")[0] or "/"
+    return (path[: first.start()].rpartition("/")[0] or "/") + query
 
 
 def glob_regex(pattern: str) -> re.Pattern[str]:

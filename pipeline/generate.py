@@ -26,8 +26,11 @@ def generate(config: GenerateConfig) -> None:
         JobError: The job failed on the way.
     """
     # Everything that can be checked without a cluster or a model comes first.
-    listing = list_input(config.input, config.reading.format)
+    reading = config.reading
+    listing = list_input(config.input, reading.format, reading.split, reading.subset)
     source = find_prompts(listing, config.reading)
+    if source.kind == "openai":
+        check_batch(config)
     model = check_model(config, source)
     meant = meaning(config, listing, model, check_drafter(config))
     output = open_output(config, meant)
@@ -35,6 +38,28 @@ def generate(config: GenerateConfig) -> None:
     from pipeline.execution import run  # Ray takes seconds to import, too
 
     run(config, listing, source, output, meant)
+
+
+def check_batch(config: GenerateConfig) -> None:
+    """Refuse settings that the requests of an OpenAI batch have themselves.
+
+    Raises:
+        InputError: Such a setting.
+    """
+    reading = config.reading
+    given = {
+        "reading.prompt_column": reading.prompt_column is not None,
+        "reading.messages_column": reading.messages_column is not None,
+        "reading.id_column": reading.id_column is not None,
+        "reading.chat": reading.chat is not None,
+        "reading.samples": reading.samples > 1,
+        "sampling.temperature": config.sampling.temperature > 0,
+    }
+    for name, is_set in given.items():
+        if is_set:
+            raise InputError(
+                f"input {config.input} is an OpenAI batch, whose requests say it themselves: leave out {name}"
+            )
 
 
 def check_model(config: GenerateConfig, source: PromptSource) -> str:
@@ -53,7 +78,7 @@ def check_model(config: GenerateConfig, source: PromptSource) -> str:
         tokenizer = load_tokenizer(name, trust_remote_code=config.loading.trust_remote_code)
     except LoadError as error:
         raise InputError(str(error)) from error
-    if (source.chat or config.reading.chat) and tokenizer.chat_template is None:
+    if (source.kind == "messages" or config.reading.chat) and tokenizer.chat_template is None:
         raise InputError(f"model {name} has no chat template: give text prompts, with reading.chat false")
     return fingerprint
 

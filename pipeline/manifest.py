@@ -7,6 +7,7 @@ import json
 import platform
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -19,10 +20,11 @@ from pipeline.config import GenerateConfig
 from pipeline.errors import InputError, one_line
 from pipeline.files import Location, locate
 from pipeline.output import RUN_FILE, OutputFolder
-from pipeline.reading import InputListing
+from pipeline.reading import InputFile, InputListing
 
 _PACKAGES = ("drafter", "torch", "transformers", "tokenizers", "ray", "pyarrow")
 _SAMPLE_BYTES = 1 << 20
+_READERS = 16
 
 
 def folder_fingerprint(folder: Path) -> str:
@@ -34,11 +36,35 @@ def folder_fingerprint(folder: Path) -> str:
         size = path.stat().st_size
         digest.update(f"{path.name}\0{size}\0".encode())
         with path.open("rb") as file:
-            digest.update(file.read(_SAMPLE_BYTES))
-            if size > 2 * _SAMPLE_BYTES:
-                file.seek(-_SAMPLE_BYTES, 2)
-            digest.update(file.read())
+            digest.update(_sample(file, size))
     return digest.hexdigest()[:16]
+
+
+def input_fingerprints(listing: InputListing) -> list[list[Any]]:
+    """Each file's name, size, and 16 hex digits of its content: all of a small file, beginning and end of a large one.
+
+    Raises:
+        InputError: A file cannot be read.
+    """
+
+    def fingerprint(one: InputFile) -> list[Any]:
+        try:
+            with listing.filesystem.open_input_file(one.path) as file:
+                return [one.name, one.size, hashlib.sha256(_sample(file, one.size)).hexdigest()[:16]]
+        except OSError as error:
+            raise InputError(f"input {one.path} cannot be read: {one_line(error)}") from error
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        return list(pool.map(fingerprint, listing.files))
+
+
+def _sample(file: Any, size: int) -> bytes:
+    """What a fingerprint is made of."""
+    if size <= 2 * _SAMPLE_BYTES:
+        return bytes(file.read())
+    beginning = bytes(file.read(_SAMPLE_BYTES))
+    file.seek(size - _SAMPLE_BYTES)
+    return beginning + bytes(file.read())
 
 
 def model_fingerprint(name: str) -> str:
@@ -67,7 +93,7 @@ def meaning(config: GenerateConfig, listing: InputListing, base: str, heads: dic
         heads: Fingerprints of draft heads by name.
     """
     return {
-        "input": [[file.name, file.size] for file in listing.files],
+        "input": input_fingerprints(listing),
         "reading": asdict(config.reading),
         "model": base,
         "dtype": config.loading.dtype,
@@ -75,6 +101,7 @@ def meaning(config: GenerateConfig, listing: InputListing, base: str, heads: dic
         "heads": heads,
         "sampling": config.as_dict()["sampling"],
         "max_length": config.engine.max_length,
+        "per_step_accepted": config.writing.per_step_accepted,
     }
 
 
@@ -101,6 +128,8 @@ def open_output(config: GenerateConfig, meant: dict[str, Any]) -> OutputFolder:
         raise InputError(f"output {config.output} lies in the input: results would become input")
     check_output(config.output, output.root, meant)
     output.create()
+    if output.run_file.type != fs.FileType.File:
+        save_run(output.run_file, config.as_dict(), meant, state="running")
     return output
 
 
@@ -113,7 +142,7 @@ def check_output(uri: str, root: Location, meant: dict[str, Any]) -> None:
     try:
         if root.type == fs.FileType.File:
             raise InputError(f"output {uri} is a file: give a folder")
-        holds = root.children()
+        holds = [info for info in root.children() if not _is_beginning(root / info.base_name)]
     except OSError as error:
         raise InputError(f"output {uri} cannot be read: {one_line(error)}") from error
     run_file = root / RUN_FILE
@@ -126,6 +155,11 @@ def check_output(uri: str, root: Location, meant: dict[str, Any]) -> None:
             raise InputError(f"output {uri} belongs to another job ({'; '.join(different[:3])}): choose another output")
     elif holds:
         raise InputError(f"output {uri} is not empty and has no run.json: choose a new folder")
+
+
+def _is_beginning(found: Location) -> bool:
+    """Whether a submission that ended before it could write `run.json` may have made this: it holds nothing."""
+    return found.name == f"{RUN_FILE}.partial" or (found.type == fs.FileType.Directory and not found.children())
 
 
 def read_run(run_file: Location) -> dict[str, Any]:

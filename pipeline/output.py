@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import uuid
 from dataclasses import dataclass
 
 from pipeline.errors import InputError, one_line
@@ -9,6 +11,19 @@ from pipeline.files import Location
 
 RUN_FILE = "run.json"
 """What was run, in every job's output."""
+
+
+@dataclass(frozen=True)
+class CompactionPlan:
+    """Which files become one: parts by the name of the merged file, without suffixes.
+
+    Args:
+        data: In `data/`.
+        errors: In `errors/`.
+    """
+
+    data: dict[str, list[str]]
+    errors: dict[str, list[str]]
 
 
 @dataclass(frozen=True)
@@ -42,9 +57,34 @@ class OutputFolder:
         return self.root / "_temporary"
 
     @property
+    def unfinished(self) -> Location:
+        """Finished rows of parts that are not committed, as a submission that was stopped left them."""
+        return self.root / "_unfinished.parquet"
+
+    @property
+    def lease(self) -> Location:
+        """Says which submission is at work."""
+        return self.root / "_lease.json"
+
+    @property
+    def compaction_file(self) -> Location:
+        """Which parts' files become one."""
+        return self.root / "_compaction.json"
+
+    @property
     def run_file(self) -> Location:
         """What was run."""
         return self.root / RUN_FILE
+
+    @property
+    def batch_output(self) -> Location:
+        """Answers to the requests of an OpenAI batch, a line each."""
+        return self.root / "batch_output.jsonl"
+
+    @property
+    def batch_errors(self) -> Location:
+        """Requests of an OpenAI batch that were not answered, and why, a line each."""
+        return self.root / "batch_errors.jsonl"
 
     def create(self) -> None:
         """Make the folders.
@@ -55,16 +95,27 @@ class OutputFolder:
         try:
             for folder in (self.data, self.errors, self.temporary):
                 folder.filesystem.create_dir(folder.path, recursive=True)
-            (self.temporary / "probe").write_text("")
-            self.delete_temporary()
+            probe = self.temporary / f"probe-{uuid.uuid4().hex}"
+            probe.write_text("")
+            probe.filesystem.delete_file(probe.path)
         except OSError as error:
             raise InputError(f"output {self.root.path} cannot be written to: {one_line(error)}") from error
 
     def delete_temporary(self) -> None:
-        """Delete what an earlier submission was writing when it ended."""
+        """Delete what others were writing when they ended; for the only submission at work."""
         self.temporary.filesystem.delete_dir_contents(self.temporary.path, missing_dir_ok=True)
+
+    def compaction(self) -> CompactionPlan | None:
+        """Which parts' files become one; None where none do."""
+        try:
+            return CompactionPlan(**json.loads(self.compaction_file.read_text()))
+        except FileNotFoundError:
+            return None
 
     def committed(self) -> set[str]:
         """Names of the parts that are in the output."""
-        names = (info.path.rpartition("/")[2] for info in self.data.children())
-        return {name.removesuffix(".parquet") for name in names if name.endswith(".parquet")}
+        paths = (info.path.rpartition("/")[2] for info in self.data.children())
+        names = {name.removesuffix(".parquet") for name in paths if name.endswith(".parquet")}
+        plan = self.compaction()
+        merges = {} if plan is None else plan.data
+        return names.difference(merges).union(*(merges[merged] for merged in names.intersection(merges)))

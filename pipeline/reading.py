@@ -1,4 +1,4 @@
-"""Input files of four formats, as chunks of rows.
+"""Input files of several formats, as chunks of rows.
 
 A file that cannot be read stops the job before anything is generated. A line that is not a record does not: it
 goes to `errors/` with the row's place, and the others are unharmed.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.csv
@@ -21,14 +22,17 @@ from pyarrow import fs
 from pipeline.columns import as_text, infer_column
 from pipeline.config import Format, ReadingConfig
 from pipeline.errors import InputError, RowProblem, one_line
-from pipeline.files import glob_base, glob_regex, has_glob, locate
+from pipeline.files import Location, glob_base, glob_regex, has_glob, locate
+from pipeline.hf_datasets import HUB, dataset_files
 
 SUFFIXES: dict[Format, tuple[str, ...]] = {
     "jsonl": (".jsonl", ".ndjson", ".json"),
     "parquet": (".parquet", ".pq"),
     "csv": (".csv",),
     "text": (".txt", ".text"),
+    "arrow": (".arrow",),
 }
+_ARROW_FILE = b"ARROW1"
 _COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
 TEXT_COLUMN = "prompt"
 """The only column of a text file."""
@@ -65,11 +69,17 @@ class PromptSource:
 
     Args:
         column: Its column.
-        chat: Whether it holds messages instead of text.
+        kind: What it holds: text, chat messages, or the body of a request to OpenAI.
+        id_column: The column that names a row; None where its place does.
     """
 
     column: str
-    chat: bool
+    kind: Literal["text", "messages", "openai"] = "text"
+    id_column: str | None = None
+
+
+BATCH = PromptSource("body", "openai", "custom_id")
+"""OpenAI's batch lines."""
 
 
 @dataclass
@@ -95,54 +105,102 @@ def format_of(name: str) -> Format | None:
     return next((found for found, suffixes in SUFFIXES.items() if lower.endswith(suffixes)), None)
 
 
-def list_input(uri: str, format: str = "auto") -> InputListing:
+def list_input(uri: str, format: str = "auto", split: str | None = None, subset: str | None = None) -> InputListing:
     """The files behind a path, a folder, a pattern or a URI.
 
     In folders and patterns, files whose path has a part that begins with `.` or `_` are left out.
 
+    Args:
+        uri: The input.
+        format: Of its files, or `auto`.
+        split: Which split of a Hugging Face dataset.
+        subset: Which subset of one.
+
     Raises:
         InputError: Nothing there, nothing readable there, or names that leave the format open.
     """
-    root = locate(glob_base(uri) if has_glob(uri) and not _exists(uri) else uri)
-    try:
-        info = root.filesystem.get_file_info(root.path)
+    kind = "jsonl" if format == "openai" else format
+    found = _find(uri)
+    if found.is_folder:
+        names = _dataset_names(uri, found, split, subset)
+    elif split is None and subset is None:
+        names = None
+    else:
+        raise InputError(f"input {uri} is not a dataset's folder: leave out reading.split and reading.subset")
+    files = []
+    for name, info in found.files.items():
+        if names is not None and name not in names:
+            continue
+        guess = format_of(name)
+        chosen = guess if kind == "auto" else kind
+        if found.is_folder and names is None and (guess is None or guess != chosen):
+            continue
+        if chosen is None:
+            raise InputError(f"the name of input {info.path} does not tell its format: set reading.format")
+        files.append(InputFile(info.path, name, info.size, chosen))  # type: ignore[arg-type]
+    if not files:
+        suffixes = [suffix for one, some in SUFFIXES.items() if kind in ("auto", one) for suffix in some]
+        looked = f"holds no readable file (looked for {', '.join(suffixes)})"
+        raise InputError(f"input {uri} {looked if found.is_folder else 'matches no file'}")
+    formats = sorted({file.format for file in files})
+    if found.is_folder and len(formats) > 1:
+        raise InputError(f"input {uri} holds files of several formats ({', '.join(formats)}): set reading.format")
+    return InputListing(found.root.filesystem, tuple(files))
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What is behind an input's name.
+
+    Args:
+        root: The file, or the folder.
+        is_folder: Whether a folder was asked for, and not a file or a pattern.
+        files: By their path below the folder, in the order of those; hidden ones are left out.
+    """
+
+    root: Location
+    is_folder: bool
+    files: dict[str, fs.FileInfo]
+
+
+def _find(uri: str) -> _Found:
+    is_pattern = has_glob(uri) and not _exists(uri)
+    root = locate(glob_base(uri) if is_pattern else uri)
+    with _listing(uri):
+        info = root.info
         if info.type == fs.FileType.NotFound:
             raise InputError(f"input {uri} does not exist")
         if info.type == fs.FileType.File:
-            found = [info]
-            base = root.path.rpartition("/")[0]
-        else:
-            found = root.filesystem.get_file_info(fs.FileSelector(root.path, recursive=True))
-            base = root.path
-    except OSError as error:
+            return _Found(root, False, {root.name: info})
+        infos = root.filesystem.get_file_info(fs.FileSelector(root.path, recursive=True))
+    pattern = glob_regex(locate(uri).path) if is_pattern else None
+    files = {}
+    for info in sorted(infos, key=lambda info: str(info.path)):
+        name = str(info.path[len(root.path) :].lstrip("/"))
+        hidden = any(part[0] in "._" for part in name.split("/"))
+        if info.type == fs.FileType.File and not hidden and (pattern is None or pattern.fullmatch(info.path)):
+            files[name] = info
+    return _Found(root, not is_pattern, files)
+
+
+def _dataset_names(uri: str, found: _Found, split: str | None, subset: str | None) -> set[str] | None:
+    with _listing(uri):
+        names = dataset_files(uri, found.root, list(found.files), split, subset)
+    return None if names is None else set(names)
+
+
+@contextmanager
+def _listing(uri: str) -> Iterator[None]:
+    """Errors in reading a folder are the input's."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        # The hub's client has errors of its own; the others are of folders that are no datasets after all.
+        if not uri.startswith(HUB) and not isinstance(error, (OSError, ValueError, LookupError, TypeError)):
+            raise
         raise InputError(f"input {uri} cannot be listed: {one_line(error)}") from error
-    single = info.type == fs.FileType.File
-    pattern = None if single or root.path == locate(uri).path else glob_regex(locate(uri).path)
-    files = []
-    for one in sorted(found, key=lambda one: str(one.path)):
-        name = one.path[len(base) :].lstrip("/")
-        if one.type != fs.FileType.File or (pattern is not None and not pattern.fullmatch(one.path)):
-            continue
-        if not single and any(part[0] in "._" for part in name.split("/")):
-            continue
-        guess = format_of(name)
-        if single or pattern is not None:
-            chosen = guess if format == "auto" else format
-            if chosen is None:
-                raise InputError(f"the name of input {one.path} does not tell its format: set reading.format")
-        elif guess is None or format not in ("auto", guess):
-            continue
-        else:
-            chosen = guess
-        files.append(InputFile(one.path, name, one.size, chosen))  # type: ignore[arg-type]
-    if not files:
-        suffixes = [suffix for kind, some in SUFFIXES.items() if format in ("auto", kind) for suffix in some]
-        what = "matches no file" if pattern else f"holds no readable file (looked for {', '.join(suffixes)})"
-        raise InputError(f"input {uri} {what}")
-    formats = sorted({file.format for file in files})
-    if pattern is None and format == "auto" and len(formats) > 1:
-        raise InputError(f"input {uri} holds files of several formats ({', '.join(formats)}): set reading.format")
-    return InputListing(root.filesystem, tuple(files))
 
 
 def _exists(uri: str) -> bool:
@@ -155,8 +213,12 @@ def find_prompts(listing: InputListing, config: ReadingConfig) -> PromptSource:
     Raises:
         InputError: There are no rows, they lack a column that was asked for, or it holds neither text nor messages.
     """
+    if config.format == "openai":
+        return BATCH
     for file in listing.files:
         for chunk in read_file(listing.filesystem, file, rows=100):
+            if _is_batch(file, chunk.columns.column_names, config):
+                return BATCH
             if len(chunk.problems) == len(chunk.numbers):
                 problem = chunk.problems[0]
                 raise InputError(f"no row at the start of {file.path} can be read: {problem.message}")
@@ -164,24 +226,30 @@ def find_prompts(listing: InputListing, config: ReadingConfig) -> PromptSource:
     raise InputError(f"input has no rows: {', '.join(file.path for file in listing.files[:3])}")
 
 
+def _is_batch(file: InputFile, columns: list[str], config: ReadingConfig) -> bool:
+    """Whether rows are OpenAI's requests, and nothing was said that would make something else of them."""
+    unsaid = config.prompt_column is None and config.messages_column is None and config.id_column is None
+    return config.format == "auto" and file.format == "jsonl" and unsaid and {"custom_id", "url", "body"} <= {*columns}
+
+
 def _choose_source(file: InputFile, schema: pa.Schema, config: ReadingConfig) -> PromptSource:
     if config.messages_column is not None:
-        source = PromptSource(config.messages_column, chat=True)
+        source = PromptSource(config.messages_column, "messages", config.id_column)
     elif config.prompt_column is None and "prompt" not in schema.names and "messages" in schema.names:
-        source = PromptSource("messages", chat=True)
+        source = PromptSource("messages", "messages", config.id_column)
     else:
-        source = PromptSource(config.prompt_column or "prompt", chat=False)
-    setting = "messages_column" if source.chat else "prompt_column"
-    for column, name in ((source.column, setting), (config.id_column, "id_column")):
+        source = PromptSource(config.prompt_column or "prompt", "text", config.id_column)
+    setting = "messages_column" if source.kind == "messages" else "prompt_column"
+    for column, name in ((source.column, setting), (source.id_column, "id_column")):
         if column is not None and column not in schema.names:
             raise InputError(
                 f"{file.path} has no column {column!r} (it has {', '.join(schema.names)}): set reading.{name}"
             )
-    check_types(file, schema, source, config.id_column)
+    check_types(file, schema, source)
     return source
 
 
-def check_types(file: InputFile, schema: pa.Schema, source: PromptSource, id_column: str | None) -> None:
+def check_types(file: InputFile, schema: pa.Schema, source: PromptSource) -> None:
     """Refuse columns of a typed file that cannot hold prompts or ids.
 
     Raises:
@@ -189,18 +257,18 @@ def check_types(file: InputFile, schema: pa.Schema, source: PromptSource, id_col
     """
     if file.format in ("jsonl", "text"):  # every row has types of its own, and is judged alone
         return
-    for column in filter(None, (source.column, id_column)):
+    for column in filter(None, (source.column, source.id_column)):
         if column not in schema.names:
             raise InputError(f"{file.path} has no column {column!r} (it has {', '.join(schema.names)})")
     kind = schema.field(source.column).type
-    messages = source.chat and (pa.types.is_list(kind) or pa.types.is_large_list(kind))
+    messages = source.kind == "messages" and (pa.types.is_list(kind) or pa.types.is_large_list(kind))
     if not (_is_text(kind) or messages or pa.types.is_null(kind)):
-        wanted = "chat messages" if source.chat else "text"
+        wanted = "chat messages" if source.kind == "messages" else "text"
         raise InputError(f"column {source.column!r} of {file.path} holds {kind}, not {wanted}")
-    if id_column is not None:
-        kind = schema.field(id_column).type
+    if source.id_column is not None:
+        kind = schema.field(source.id_column).type
         if not (_is_text(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind)):
-            raise InputError(f"column {id_column!r} of {file.path} holds {kind}: ids are text or integers")
+            raise InputError(f"column {source.id_column!r} of {file.path} holds {kind}: ids are text or integers")
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -233,9 +301,14 @@ def read_file(
         elif file.format == "text":
             yield from _read_lines(filesystem, file, rows, lambda line: {TEXT_COLUMN: _decode(line)})
         else:
-            tables = _parquet_tables if file.format == "parquet" else _csv_tables
+            tables = {"parquet": _parquet_tables, "csv": _csv_tables, "arrow": _arrow_tables}[file.format]
             yield from _numbered(tables(filesystem, file, rows))
-    except (OSError, pa.ArrowException, EOFError) as error:
+    except InputError:
+        raise
+    except Exception as error:
+        on_hub = filesystem.type_name == "py::fsspec+hf"  # whose client has errors of its own
+        if not isinstance(error, (OSError, pa.ArrowException, EOFError)) and not on_hub:
+            raise
         raise InputError(f"{file.path} cannot be read as {file.format}: {one_line(error, 300)}") from error
 
 
@@ -317,6 +390,18 @@ def _parquet_tables(filesystem: fs.FileSystem, file: InputFile, rows: int) -> It
         _refuse_twins(file, parquet.schema_arrow.names)
         for batch in parquet.iter_batches(batch_size=rows):
             yield _decoded(pa.Table.from_batches([batch]))
+
+
+def _arrow_tables(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator[pa.Table]:
+    with filesystem.open_input_file(file.path) as stream:
+        is_file = stream.read(len(_ARROW_FILE)) == _ARROW_FILE  # or a stream, as datasets are saved
+        stream.seek(0)
+        with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(stream) as reader:
+            _refuse_twins(file, reader.schema.names)
+            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+            for batch in batches:
+                for start in range(0, batch.num_rows, rows):
+                    yield _decoded(pa.Table.from_batches([batch.slice(start, rows)]))
 
 
 def _csv_tables(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator[pa.Table]:

@@ -25,10 +25,17 @@ from pipeline.columns import conform_struct, unify_fields
 from pipeline.config import ReadingConfig
 from pipeline.errors import InputError, RowProblem
 from pipeline.files import Location
+from pipeline.openai.batch import parse_line
+from pipeline.openai.errors import OpenAIError
 from pipeline.reading import Chunk, InputFile, InputListing, PromptSource, check_types, read_file
+from pipeline.samples import expand
 
-PROBLEM_TYPE = pa.struct([("type", pa.string()), ("message", pa.string()), ("input", pa.string())])
+PROBLEM_TYPE = pa.struct(
+    [("type", pa.string()), ("message", pa.string()), ("input", pa.string()), ("attempts", pa.int64())]
+)
 """Why a row goes to `errors/`: a `RowProblem`, null where there is none."""
+BAD_REQUEST = "BadRequest"
+"""The kind of error of a batch's line that is not a request that can be answered."""
 _GROUP_BYTES = 256 << 20
 """One task stages about this much of the input."""
 
@@ -40,10 +47,12 @@ class Part:
     Args:
         name: Without its suffix; the committed files have it too.
         rows: How many it holds.
+        nbytes: How much they are in memory; 0 if nobody asked.
     """
 
     name: str
     rows: int
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,8 @@ class StagedInput:
     """The staged rows of an input.
 
     Args:
-        folder: Holds one file a part, of columns `request_id`, `row` (a struct of the input's columns), `problem`.
+        folder: Holds one file a part, of columns `request_id`, `place` (file and line), `row` (a struct of the input's
+            columns) and `problem`.
         parts: The files.
         row_type: The type of `row` that fits them all.
     """
@@ -65,10 +75,22 @@ class StagedInput:
         """Rows of all parts."""
         return sum(part.rows for part in self.parts)
 
+    @property
+    def created(self) -> int:
+        """When the input was staged, in seconds since 1970."""
+        return int((self.folder / "parts.json").info.mtime_ns // 10**9)
+
+    def names(self) -> Iterator[str]:
+        """The `request_id` of every row, in order."""
+        for part in self.parts:
+            path = (self.folder / f"{part.name}.parquet").path
+            table = pa.parquet.read_table(path, columns=["request_id"], filesystem=self.folder.filesystem)
+            yield from table["request_id"].to_pylist()
+
     def save(self) -> None:
         """Write the list of parts: from now on the input is staged."""
         row_type = base64.b64encode(pa.schema(list(self.row_type)).serialize().to_pybytes()).decode()
-        parts = [[part.name, part.rows] for part in self.parts]
+        parts = [[part.name, part.rows, part.nbytes] for part in self.parts]
         (self.folder / "parts.json").write_text(json.dumps({"row_type": row_type, "parts": parts}))
 
     @classmethod
@@ -79,7 +101,7 @@ class StagedInput:
         except FileNotFoundError:
             return None
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(saved["row_type"])))
-        return cls(folder, tuple(Part(name, rows) for name, rows in saved["parts"]), pa.struct(list(schema)))
+        return cls(folder, tuple(Part(*part) for part in saved["parts"]), pa.struct(list(schema)))
 
 
 def stage(
@@ -91,7 +113,7 @@ def stage(
         InputError: A damaged file, a column missing or of the wrong type, an id that is not unique, or no rows.
     """
     folder.filesystem.create_dir(folder.path, recursive=True)
-    task = ray.remote(num_cpus=0.5)(stage_files)
+    task = ray.remote(num_cpus=0.5, max_retries=-1)(stage_files)
     groups = [list(listing.files)] if reading.limit or reading.skip else _groups(listing.files)
     work = [
         task.remote(replace_files(listing, files), f"{index:05d}", folder, reading, source, rows_per_part)
@@ -107,8 +129,8 @@ def stage(
     if not parts:
         raise InputError("the input has no rows")
     result = StagedInput(folder, parts, pa.struct(unify_fields(fields for _, fields in staged)))
-    if reading.id_column is not None:
-        _refuse_twin_ids(result, reading.id_column)
+    if source.id_column is not None:
+        _refuse_twin_ids(result, source.id_column, named_apart=source.kind == "openai" or reading.samples > 1)
     result.save()
     return result
 
@@ -143,9 +165,9 @@ def stage_files(
     parts: list[Part] = []
     schemas: list[list[pa.Field]] = []
     for table in _repacked(_staged_chunks(listing, reading, source, rows_per_part), rows_per_part):
-        part = Part(f"{group}-{len(parts):06d}", table.num_rows)
-        path = (folder / f"{part.name}.parquet").path
-        pa.parquet.write_table(table, path, filesystem=folder.filesystem, compression="zstd")
+        part = Part(f"{group}-{len(parts):06d}", table.num_rows, table.nbytes)
+        with (folder / f"{part.name}.parquet").open_whole() as stream:
+            pa.parquet.write_table(table, stream, compression="zstd")
         parts.append(part)
         schemas.append(list(table.schema.field("row").type))
     return parts, unify_fields(schemas)
@@ -155,14 +177,15 @@ def _staged_chunks(
     listing: InputListing, reading: ReadingConfig, source: PromptSource, rows: int
 ) -> Iterator[pa.Table]:
     ahead, left = reading.skip, reading.limit
-    text_column = None if source.chat else source.column
+    text_column = {"text": source.column, "openai": source.id_column}.get(source.kind)
+    json_column = source.column if source.kind == "openai" else reading.sampling_column
     for file in listing.files:
-        for chunk in read_file(listing.filesystem, file, rows, text_column, reading.sampling_column):
-            check_types(file, chunk.columns.schema, source, reading.id_column)
-            table = _named(file, chunk, reading.id_column)
+        for chunk in read_file(listing.filesystem, file, rows, text_column, json_column):
+            check_types(file, chunk.columns.schema, source)
+            table = _named(file, chunk, source.id_column)
             passed, ahead = ahead, max(ahead - table.num_rows, 0)
             table = table.slice(passed)
-            yield table if left is None else table.slice(0, left)
+            yield _expanded(table if left is None else table.slice(0, left), source, reading.samples)
             if left is not None:
                 left -= table.num_rows
                 if left <= 0:
@@ -170,7 +193,7 @@ def _staged_chunks(
 
 
 def _named(file: InputFile, chunk: Chunk, id_column: str | None) -> pa.Table:
-    """A chunk as columns `request_id`, `row` and `problem`."""
+    """A chunk as columns `request_id`, `place`, `row` and `problem`."""
     places = [f"{file.name}:{number}" for number in chunk.numbers]
     problems = dict(chunk.problems)
     ids = places
@@ -187,7 +210,30 @@ def _named(file: InputFile, chunk: Chunk, id_column: str | None) -> pa.Table:
         [column.combine_chunks() for column in chunk.columns.columns], fields=list(chunk.columns.schema)
     )
     problem = [vars(problems[index]) if index in problems else None for index in range(len(ids))]
-    return pa.table({"request_id": pa.array(ids, pa.string()), "row": row, "problem": pa.array(problem, PROBLEM_TYPE)})
+    return pa.table(
+        {
+            "request_id": pa.array(ids, pa.string()),
+            "place": pa.array(places, pa.string()),
+            "row": row,
+            "problem": pa.array(problem, PROBLEM_TYPE),
+        }
+    )
+
+
+def _expanded(table: pa.Table, source: PromptSource, samples: int) -> pa.Table:
+    """A row for each text that is wanted; rows with problems stay one."""
+    problems = table["problem"].to_pylist()
+    if source.kind != "openai":
+        return table if samples == 1 else expand(table, [samples if one is None else 1 for one in problems])
+    counts = [1] * table.num_rows
+    for index, line in enumerate(table["row"].to_pylist()):
+        if problems[index] is None:
+            try:
+                counts[index] = parse_line(line).choices
+            except OpenAIError as error:
+                problems[index] = vars(RowProblem(BAD_REQUEST, error.message))
+    problem = pa.array(problems, PROBLEM_TYPE)
+    return expand(table.set_column(table.schema.get_field_index("problem"), "problem", problem), counts)
 
 
 def _repacked(tables: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:
@@ -216,14 +262,24 @@ def _with_row_type(table: pa.Table, row_type: pa.StructType) -> pa.Table:
     return table.set_column(table.schema.get_field_index("row"), "row", row)
 
 
-def _refuse_twin_ids(staged: StagedInput, column: str) -> None:
+def _refuse_twin_ids(staged: StagedInput, column: str, *, named_apart: bool) -> None:
+    """Refuse ids that stand for several rows; where `named_apart`, a row's texts have names of their own."""
     paths = [(staged.folder / f"{part.name}.parquet").path for part in staged.parts]
-    ids = pa.parquet.read_table(paths, columns=["request_id"], filesystem=staged.folder.filesystem)["request_id"]
+    filesystem = staged.folder.filesystem
+    ids = pa.parquet.read_table(paths, columns=["request_id"], filesystem=filesystem)["request_id"]
     counts = pa.compute.value_counts(ids)
-    twins = counts.filter(pa.compute.greater(counts.field("counts"), 1))
-    if len(twins):
-        examples = ", ".join(map(repr, twins.field("values").to_pylist()[:3]))
-        raise InputError(f"column {column!r} does not name rows: {len(twins)} ids stand for several rows ({examples})")
+    twins = counts.filter(pa.compute.greater(counts.field("counts"), 1)).field("values")
+    if not len(twins):
+        return
+    named = pa.parquet.read_table(paths, columns=["request_id", "place"], filesystem=filesystem)
+    places: dict[str, list[str]] = {}
+    for row in named.filter(pa.compute.is_in(named["request_id"], twins)).to_pylist():
+        name = row["request_id"].rpartition("#")[0] if named_apart else row["request_id"]
+        lines = places.setdefault(name, [])
+        if row["place"] not in lines:
+            lines.append(row["place"])
+    examples = "; ".join(f"{name!r}: {', '.join(lines)}" for name, lines in list(places.items())[:3])
+    raise InputError(f"column {column!r} does not name rows: {len(places)} ids stand for several rows ({examples})")
 
 
 class StagedParts(Datasource):
@@ -258,7 +314,8 @@ class StagedParts(Datasource):
 
 
 def _read_part(folder: Location, part: Part, row_type: pa.StructType) -> list[pa.Table]:
-    table = pa.parquet.read_table((folder / f"{part.name}.parquet").path, filesystem=folder.filesystem)
+    path = (folder / f"{part.name}.parquet").path
+    table = pa.parquet.read_table(path, columns=["request_id", "row", "problem"], filesystem=folder.filesystem)
     table = _with_row_type(table, row_type)
     name = pa.array([part.name] * part.rows, pa.string())
     rows = pa.array([part.rows] * part.rows, pa.int64())

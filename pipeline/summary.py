@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pyarrow.dataset
+from pyarrow import fs
 from tqdm import tqdm
 
 from drafter.statistics import DecodeCounts, draft_acceptance_rate, mean_acceptance_length, total
@@ -52,20 +53,25 @@ def read_totals(output: OutputFolder) -> OutputTotals:
     return OutputTotals(rows, _dataset(output.errors).count_rows(), summed)
 
 
+def count_rows(output: OutputFolder) -> tuple[int, int]:
+    """Finished rows and errors, by the files' own account."""
+    return _dataset(output.data).count_rows(), _dataset(output.errors).count_rows()
+
+
 def _dataset(folder: Location) -> pyarrow.dataset.Dataset:
     return pyarrow.dataset.dataset(folder.path, filesystem=folder.filesystem, format="parquet")
 
 
-def summarise(output: OutputFolder, new_tokens: int, new_rows: int, seconds: float) -> str:
+def summarise(output: OutputFolder, found: OutputTotals, new_tokens: int, new_rows: int, seconds: float) -> str:
     """The summary for a person.
 
     Args:
-        output: Its files are read.
+        output: Where everything is.
+        found: What is in it.
         new_tokens: Tokens that this submission generated.
         new_rows: Rows that this submission finished, errors included.
         seconds: How long it generated, without starting up.
     """
-    found = read_totals(output)
     counts = found.counts
     lines = [
         f"rows        {found.rows:,} finished, {found.errors:,} errors",
@@ -82,6 +88,9 @@ def summarise(output: OutputFolder, new_tokens: int, new_rows: int, seconds: flo
     lines.append(f"results     {(output.data).path}")
     if found.errors:
         lines.append(f"errors      {output.errors.path}")
+    for place in (output.batch_output, output.batch_errors):
+        if place.type == fs.FileType.File:
+            lines.append(f"batch       {place.path}")
     lines.append(f"run         {output.run_file.path}")
     return "\n".join(lines)
 

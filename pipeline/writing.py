@@ -1,48 +1,57 @@
 """Results on disk: a part is in the output as a whole, once, or not at all.
 
-A part's rows and errors are written under temporary names. Then the errors are moved to their place, and last the
-rows: that one rename commits the part. Names follow from the parts, so a write that is repeated replaces its own
-files and adds nothing.
+A part's errors are written first, and then its rows: that they appear commits the part. Each file appears as a whole,
+by a rename, or by itself on an object store (`Location.open_whole`). Names follow from the parts, so a write that is
+repeated replaces its own files and adds nothing.
 """
 
 from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet
 from pyarrow import fs
-from ray.data.datasource import Datasink, WriteResult
+from ray.data.datasource import Datasink
 
+from pipeline.files import Location
 from pipeline.output import OutputFolder
 
 ERROR_SCHEMA = pa.schema(
-    [("request_id", pa.string()), ("input", pa.string()), ("error_type", pa.string()), ("message", pa.string())]
+    [
+        ("request_id", pa.string()),
+        ("input", pa.string()),
+        ("error_type", pa.string()),
+        ("message", pa.string()),
+        ("attempts", pa.int64()),
+    ]
 )
-"""Columns of the errors dataset: the row's name, the row as it was read (JSON), what kind of error, what is wrong."""
+"""Columns of the errors dataset: the row's name, the row as it was read (JSON), what kind of error, what is wrong, and
+how often an engine had it."""
 
 
-def data_table(table: pa.Table) -> pa.Table:
-    """The finished rows of a part, flat: `request_id`, the input's columns, the generated ones.
+def data_table(table: pa.Table, left_out: Collection[str] = ()) -> pa.Table:
+    """The finished rows of a part, flat: `request_id`, the input's columns, the generated ones but for `left_out`.
 
     An input column with the name of one of ours becomes `input_NAME`.
     """
     table = table.filter(pa.compute.is_null(table["problem"]))
     generated = table.schema.field("generated").type
     columns = {"request_id": table["request_id"]}
-    ours = {"request_id", *(one.name for one in generated)}
+    ours = {"request_id", *(one.name for one in generated)} - {*left_out}
     rows = table["row"].combine_chunks()
     theirs = [one.name for one in table.schema.field("row").type]
     for name in theirs:
         columns[free_name(name, ours, theirs)] = pa.compute.struct_field(rows, name_path(rows.type, name))
     results = table["generated"].combine_chunks()
     for index, one in enumerate(generated):
-        columns[one.name] = pa.compute.struct_field(results, [index])
+        if one.name not in left_out:
+            columns[one.name] = pa.compute.struct_field(results, [index])
     return pa.table(columns)
 
 
@@ -74,6 +83,7 @@ def error_table(table: pa.Table) -> pa.Table:
             "input": pa.array(inputs, pa.string()),
             "error_type": pa.array([problem["type"] for problem in problems], pa.string()),
             "message": pa.array([problem["message"] for problem in problems], pa.string()),
+            "attempts": pa.array([problem["attempts"] for problem in problems], pa.int64()),
         },
         schema=ERROR_SCHEMA,
     )
@@ -85,11 +95,13 @@ class PartsDatasink(Datasink[None]):
 
     Args:
         output: Where to.
-        rows: Rows and errors written by this submission, known when all is written.
+        left_out: Generated columns that are not wanted.
+        committed: Called with each part's name after its commit, on a worker.
     """
 
     output: OutputFolder
-    rows: int = field(default=0, init=False)
+    left_out: Collection[str] = ()
+    committed: Callable[[str], None] = lambda part: None
 
     def write(self, blocks: Iterable[pa.Table], ctx: Any) -> None:
         """Commit every part in `blocks`; runs on a worker."""
@@ -98,26 +110,22 @@ class PartsDatasink(Datasink[None]):
                 rows = block.filter(pa.compute.equal(block["part"], name))
                 if rows.num_rows != rows["part_rows"][0].as_py():
                     raise RuntimeError(f"part {name} came in pieces: {rows.num_rows} of {rows['part_rows'][0]} rows")
-                commit_part(self.output, name, rows)
-
-    def on_write_complete(self, write_result: WriteResult[None]) -> None:
-        """Remember how much was written; runs on the driver."""
-        self.rows = int(write_result.num_rows)
+                commit_part(self.output, name, rows, self.left_out)
+                self.committed(name)
 
 
-def commit_part(output: OutputFolder, name: str, rows: pa.Table) -> None:
+def commit_part(output: OutputFolder, name: str, rows: pa.Table, left_out: Collection[str] = ()) -> None:
     """Write a part's rows and errors, both or neither."""
     filesystem = output.root.filesystem
-    data, errors = data_table(rows), error_table(rows)
-    place = (output.errors / f"{name}.parquet").path
+    data, errors = data_table(rows, left_out), error_table(rows)
+    place = output.errors / f"{name}.parquet"
     if errors.num_rows:
-        filesystem.move(_write_temporary(output, errors), place)
-    elif filesystem.get_file_info(place).type == fs.FileType.File:
-        filesystem.delete_file(place)  # of an attempt that was not committed
-    filesystem.move(_write_temporary(output, data), (output.data / f"{name}.parquet").path)
+        _write(output, errors, place)
+    elif place.type == fs.FileType.File:
+        filesystem.delete_file(place.path)  # of an attempt that was not committed
+    _write(output, data, output.data / f"{name}.parquet")
 
 
-def _write_temporary(output: OutputFolder, table: pa.Table) -> str:
-    path = (output.temporary / f"{uuid.uuid4().hex}.parquet").path
-    pa.parquet.write_table(table, path, filesystem=output.root.filesystem, compression="zstd")
-    return str(path)
+def _write(output: OutputFolder, table: pa.Table, place: Location) -> None:
+    with place.open_whole(aside=output.temporary / f"{uuid.uuid4().hex}.parquet") as stream:
+        pa.parquet.write_table(table, stream, compression="zstd")

@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FORBIDDEN = {
     "drafter": {"ray", "pipeline", "jobs", "recipes", "benchmarks", "tests"},
     "pipeline": {"jobs", "recipes", "benchmarks", "tests"},
+    "pipeline/openai": {"ray", "pyarrow", "fastapi", "starlette"},
     "jobs": {"drafter", "ray", "recipes", "benchmarks", "tests"},
     "benchmarks": {"ray", "pipeline", "jobs", "tests"},
 }

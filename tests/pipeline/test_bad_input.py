@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
     ),
     "ids that are not unique": (
         lambda d: [write_jsonl(d / "a.jsonl", [*GOOD, GOOD[0]]), "--reading.id_column", "id"],
-        "1 ids stand for several rows ('1')",
+        "1 ids stand for several rows ('1': a.jsonl:1, a.jsonl:3)",
     ),
     "not Parquet": (lambda d: [text(d / "a.parquet", "prompt\nx\n")], "cannot be read as parquet"),
     "Parquet cut short": (

@@ -12,10 +12,15 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet
 import pytest
+import ray
 
 from drafter import EngineConfig, SamplingParams, SpeculativeLM
+from drafter.errors import LoadError
 from drafter.statistics import DecodeCounts, statistics_columns
+from pipeline.config import LimitsConfig
 from pipeline.engine_actor import OUTPUT_TYPE, EngineActor, EngineSpec
+from pipeline.ledger import Ledger
+from pipeline.progress import ProgressBoard
 from pipeline.prompts import row_seed
 from pipeline.staging import PROBLEM_TYPE
 from tests.pipeline.conftest import Outcome, Run, write_jsonl
@@ -135,6 +140,8 @@ def test_submitting_again_goes_on_where_the_job_stopped(run: Run, finished: tupl
     source_now = source.read_bytes()
     source.write_bytes(source_now + b'{"prompt": "one more"}\n')
     assert "input was" in run(source, *again).error
+    source.write_bytes(source_now.replace(b" 7", b" 8"))
+    assert "input was" in run(source, *again).error
     source.write_bytes(source_now)
     assert snapshot(done.folder) == before
 
@@ -189,15 +196,21 @@ def staged_table(prompts: list[list[int] | None], part: str = "p", tokens: int =
 
 
 @pytest.fixture(scope="module")
-def actor(model: Path) -> EngineActor:
+def actor(local_ray: None, model: Path) -> EngineActor:
     """An actor's object, in this process."""
-    return EngineActor(EngineSpec(str(model), "ngram", {}, EngineConfig(slots=2, nodes=3), threads=1))
+    return make_actor(model, "ngram")
+
+
+def make_actor(model: Path, drafter: str, base: str | None = None) -> EngineActor:
+    spec = EngineSpec(str(model), drafter, {}, EngineConfig(slots=2, nodes=3), threads=1)
+    board, ledger = ray.remote(num_cpus=0)(ProgressBoard).remote(), ray.remote(num_cpus=0)(Ledger).remote(4, (), base)
+    return EngineActor(spec, LimitsConfig(), ledger, board)
 
 
 def test_a_call_returns_its_rows_in_their_order_and_the_same_again(actor: EngineActor) -> None:
     prompts: list[list[int] | None] = [[7, 8, 9] * (1 + n % 3) for n in range(7)]
-    first, second = actor(staged_table(prompts)), actor(staged_table(prompts))
-    assert first.equals(second)
+    first, second = actor(staged_table(prompts)), actor(staged_table(prompts, "q"))
+    assert first.drop_columns(["part"]).equals(second.drop_columns(["part"]))
     assert first["request_id"].to_pylist() == [str(n) for n in range(7)]
     assert first.schema.field("generated").type == OUTPUT_TYPE
     assert "prompt_ids" not in first.column_names
@@ -214,15 +227,15 @@ def test_parts_share_the_engine_across_their_borders(actor: EngineActor, monkeyp
 
     monkeypatch.setattr(engine, "step", watched)
     with ThreadPoolExecutor(2) as pool:
-        calls = [pool.submit(actor, staged_table([[7, 8, 9]], f"p{n}", tokens=200)) for n in range(2)]
+        calls = [pool.submit(actor, staged_table([[7, 8, 9]], f"border{n}", tokens=200)) for n in range(2)]
         results = [call.result() for call in calls]
     assert 2 in active
-    assert [result["part"].to_pylist() for result in results] == [["p0"], ["p1"]]
+    assert [result["part"].to_pylist() for result in results] == [["border0"], ["border1"]]
     assert results[0]["generated"].equals(results[1]["generated"])
 
 
 def test_rows_that_the_engine_refuses_do_not_harm_others(actor: EngineActor) -> None:
-    result = actor(staged_table([[7, 8], [], [10_000], [7] * 300, [7, 8]]))
+    result = actor(staged_table([[7, 8], [], [10_000], [7] * 300, [7, 8]], "refused"))
     kinds = [problem and problem["type"] for problem in result["problem"].to_pylist()]
     assert kinds == [None, "Refused", "Refused", "Refused", None]
     generated = result["generated"].to_pylist()
@@ -230,8 +243,8 @@ def test_rows_that_the_engine_refuses_do_not_harm_others(actor: EngineActor) -> 
     assert generated[0] == generated[4]
 
 
-def test_an_engine_that_fails_ends_its_process(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    actor = EngineActor(EngineSpec(str(model), "none", {}, EngineConfig(slots=2), threads=1))
+def test_an_engine_that_fails_ends_its_process(local_ray: None, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = make_actor(model, "none")
 
     def died() -> None:
         raise SystemExit("died")
@@ -242,6 +255,12 @@ def test_an_engine_that_fails_ends_its_process(model: Path, monkeypatch: pytest.
     monkeypatch.setattr("pipeline.engine_actor._die", died)
     monkeypatch.setattr(actor._lm.base, "verify", broken)
     with pytest.raises(SystemExit, match="died"):
+        actor(staged_table([[7, 8]]))
+
+
+def test_an_engine_with_other_weights_than_the_first_is_refused(local_ray: None, model: Path) -> None:
+    actor = make_actor(model, "none", base="another")
+    with pytest.raises(LoadError, match=r"weights \(.*\) are not those of the output's other rows \(another\)"):
         actor(staged_table([[7, 8]]))
 
 
@@ -256,7 +275,7 @@ def test_output_columns_have_the_types_of_their_values() -> None:
         "num_output_tokens",
         "seed",
     ]
-    assert names[7:] == list(statistics_columns(DecodeCounts()))
+    assert names[7:] == [*statistics_columns(DecodeCounts()), "logprobs"]
     assert OUTPUT_TYPE.field("acceptance_histogram").type == pa.list_(pa.int64())
     assert OUTPUT_TYPE.field("draft_acceptance_rate").type == pa.float64()
 

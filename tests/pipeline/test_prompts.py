@@ -121,14 +121,14 @@ def test_messages_as_lists_and_as_text_are_the_same() -> None:
 
 
 def test_prompts_go_through_the_template_where_there_is_one(model: Path, tmp_path: Path) -> None:
-    source = PromptSource("prompt", chat=False)
+    source = PromptSource("prompt")
     rows = [{"prompt": "how many"}]
     bare = requests(model, rows, source, chat=False)[0]["prompt_ids"]
     chat = requests(model, rows, source)[0]["prompt_ids"]
     user, end, assistant = 2, 0, 3
     assert chat == [user, *bare, end, assistant]
     messages = [{"messages": [{"role": "user", "content": "how many"}]}]
-    assert requests(model, messages, PromptSource("messages", chat=True))[0]["prompt_ids"] == chat
+    assert requests(model, messages, PromptSource("messages", "messages"))[0]["prompt_ids"] == chat
 
 
 def test_rows_that_cannot_be_requests_keep_their_place(model: Path) -> None:
@@ -138,7 +138,7 @@ def test_rows_that_cannot_be_requests_keep_their_place(model: Path) -> None:
         {"messages": '[{"role": "user", "content": "a"}]', "sampling": '{"top_k": -1}'},
         {"messages": "", "sampling": None},
     ]
-    made = requests(model, rows, PromptSource("messages", chat=True))
+    made = requests(model, rows, PromptSource("messages", "messages"))
     assert [row["request_id"] for row in made] == ["0", "1", "2", "3"]
     assert [row["problem"] and row["problem"]["type"] for row in made] == [
         None,

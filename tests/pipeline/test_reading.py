@@ -48,7 +48,7 @@ def staged(
 ) -> tuple[list[list[str]], list[dict[str, Any]], dict[str, str]]:
     """Stage an input in this process: request ids by part, rows, and messages of problems by request id."""
     reading = ReadingConfig(**settings)
-    listing = list_input(str(source), reading.format)
+    listing = list_input(str(source), reading.format, reading.split, reading.subset)
     place = locate(str(folder))
     folder.mkdir(exist_ok=True)
     prompts = find_prompts(listing, reading)
@@ -136,9 +136,7 @@ def test_parquet_types_pass_through_and_csv_values_stay_text(tmp_path: Path) -> 
     )
     pa.parquet.write_table(nested, tmp_path / "a.parquet")
     listing = list_input(str(tmp_path / "a.parquet"))
-    _, fields = stage_files(
-        listing, "0", locate(str(tmp_path)), ReadingConfig(), PromptSource("prompt", chat=False), 10
-    )
+    _, fields = stage_files(listing, "0", locate(str(tmp_path)), ReadingConfig(), PromptSource("prompt"), 10)
     types = {one.name: one.type for one in fields}
     assert types["when"] == pa.timestamp("us")
     assert types["small"] == pa.int8()
@@ -227,10 +225,10 @@ def test_where_prompts_are_looked_for(tmp_path: Path) -> None:
         return find_prompts(listing, ReadingConfig(**settings))
 
     chat = [{"role": "user", "content": "x"}]
-    assert source({"prompt": "x", "messages": chat}) == PromptSource("prompt", chat=False)
-    assert source({"messages": chat}) == PromptSource("messages", chat=True)
-    assert source({"prompt": "x", "messages": chat}, messages_column="messages") == PromptSource("messages", chat=True)
-    assert source({"q": "x"}, prompt_column="q") == PromptSource("q", chat=False)
+    assert source({"prompt": "x", "messages": chat}) == PromptSource("prompt")
+    assert source({"messages": chat}) == PromptSource("messages", "messages")
+    assert source({"prompt": "x", "messages": chat}, messages_column="messages") == PromptSource("messages", "messages")
+    assert source({"q": "x"}, prompt_column="q") == PromptSource("q")
     with pytest.raises(InputError, match=r"has no column 'prompt' \(it has q\): set reading.prompt_column"):
         source({"q": "x"})
 

@@ -8,19 +8,21 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from pyarrow import fs
 
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
 from pipeline.engine_actor import OUTPUT_TYPE, output_columns
-from pipeline.files import locate
+from pipeline.files import Location, locate
 from pipeline.output import OutputFolder
 from pipeline.progress import ProgressBoard
 from pipeline.staging import PROBLEM_TYPE
 from pipeline.summary import histogram_lines, read_totals, summarise
 from pipeline.writing import PartsDatasink, commit_part, free_name
 from tests.pipeline.conftest import read_rows
+from tests.pipeline.faults import DeadlyFiles
 
-BAD = {"type": "BadPrompt", "message": "empty", "input": None}
+BAD = {"type": "BadPrompt", "message": "empty", "input": None, "attempts": 0}
 
 
 def block(part: str, rows: list[dict[str, Any]], problems: list[Any], part_rows: int | None = None) -> pa.Table:
@@ -66,6 +68,7 @@ def test_a_part_becomes_one_file_of_rows_and_one_of_errors(output: OutputFolder,
         "input": '{"prompt": "", "a.b": 2}',
         "error_type": "BadPrompt",
         "message": "empty",
+        "attempts": 0,
     }
     assert output.committed() == {"p1"}
 
@@ -78,30 +81,37 @@ def test_a_repeated_write_replaces_its_own_files(output: OutputFolder, tmp_path:
     assert len(read_rows(tmp_path / "data" / "p1.parquet")) == 2
 
 
-def test_a_write_that_dies_commits_nothing(
-    output: OutputFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stopped at each of its steps in turn, a write leaves no row in `data/`; repeated, it leaves all of them once."""
+@pytest.mark.parametrize(
+    ("point", "is_there"),
+    [
+        ("before writing", False),
+        ("while writing", False),
+        ("before errors", False),
+        ("after errors", False),
+        ("before data", False),
+        ("after data", True),
+    ],
+)
+def test_a_write_that_ends_anywhere_commits_all_or_nothing(tmp_path: Path, point: str, is_there: bool) -> None:
+    """Stopped at any of its steps, a write leaves no row in `data/` or all of them; repeated, all of them once."""
+    points = tmp_path / "points"
+    points.mkdir()
+
+    def stop() -> None:
+        raise OSError("stopped")
+
+    root = Location(fs.PyFileSystem(DeadlyFiles(str(points), (point,), stop)), str(tmp_path / "out"))
+    output = OutputFolder(root)
+    output.create()
     whole = block("p1", [{"prompt": "a"}, {"prompt": "b"}], [None, BAD])
-    real = pa.parquet.write_table
-    for fatal in (1, 2):
-        calls = 0
-
-        def dying(*arguments: Any, fatal: int = fatal, **named: Any) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == fatal:
-                raise OSError("disk full")
-            real(*arguments, **named)
-
-        monkeypatch.setattr(pa.parquet, "write_table", dying)
-        with pytest.raises(OSError, match="disk full"):
-            commit_part(output, "p1", whole)
-        assert output.committed() == set()
-    monkeypatch.setattr(pa.parquet, "write_table", real)
+    with pytest.raises(OSError, match="stopped"):
+        commit_part(output, "p1", whole)
+    assert output.committed() == ({"p1"} if is_there else set())
     commit_part(output, "p1", whole)
     output.delete_temporary()
-    assert files(tmp_path) == ["data/p1.parquet", "errors/p1.parquet"]
+    assert files(tmp_path / "out") == ["data/p1.parquet", "errors/p1.parquet"]
+    assert len(read_rows(tmp_path / "out" / "data" / "p1.parquet")) == 1
+    assert [path.name for path in points.iterdir()] == [point.replace(" ", "-")]
 
 
 def test_a_part_of_only_errors_is_committed_too(output: OutputFolder, tmp_path: Path) -> None:
@@ -134,7 +144,7 @@ def test_the_summary_is_what_the_files_say(output: OutputFolder) -> None:
     totals = read_totals(output)
     assert (totals.rows, totals.errors) == (5, 1)
     assert (totals.counts.num_output_tokens, totals.counts.num_decode_steps) == (35, 15)
-    text = summarise(output, new_tokens=35, new_rows=6, seconds=10)
+    text = summarise(output, totals, new_tokens=35, new_rows=6, seconds=10)
     assert "5 finished, 1 errors" in text
     assert "2.33 tokens a base forward" in text
     assert "33% of 60 draft tokens accepted" in text

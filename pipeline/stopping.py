@@ -1,0 +1,78 @@
+"""A job that is told to stop: SIGTERM, as before a spot machine is taken away, lets rows finish first."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
+
+_BY_SIGNAL = "by SIGTERM"
+
+
+class StopRequestedError(BaseException):
+    """Raised in the main thread when it is time to end. Like KeyboardInterrupt, it is nobody's to handle on the way."""
+
+
+class Stopping:
+    """For a `with` block in the main thread, ends the block with `StopRequestedError` on SIGTERM or `stop`."""
+
+    def __init__(self) -> None:
+        self._drain: Callable[[], None] | None = None
+        self._main = threading.main_thread()
+        self._reason: str | None = None
+        self._draining = self._active = False
+        self._lock = threading.Lock()
+        self._before: Any = None
+
+    def stop(self, reason: str) -> None:
+        """End the block now, if it has not ended; safe from any thread."""
+        self._reason = reason
+        with self._lock:
+            if self._active and self._main.ident is not None:
+                signal.pthread_kill(self._main.ident, signal.SIGTERM)  # wakes the main thread from any wait
+
+    @contextmanager
+    def draining(self, drain: Callable[[], None]) -> Iterator[None]:
+        """A part of the block that goes on, on SIGTERM, until `drain` returns, which is called in another thread."""
+        self._drain = drain
+        try:
+            yield
+        finally:
+            self._drain = None
+
+    def __enter__(self) -> Stopping:
+        if threading.current_thread() is self._main:  # no other may handle signals
+            self._before = signal.getsignal(signal.SIGTERM)
+            self._active = True
+            self.take_over()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            active, self._active = self._active, False
+        if active:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def take_over(self) -> None:
+        """Handle SIGTERM again: Ray puts its own handler there when it starts."""
+        if self._active:
+            signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        drain, self._drain = self._drain, None
+        if self._reason is not None or (drain is None and not self._draining):
+            raise StopRequestedError(self._reason or _BY_SIGNAL)
+        if drain is not None:
+            self._draining = True
+            threading.Thread(target=self._drain_and_stop, args=[drain], name="drain", daemon=True).start()
+
+    def _drain_and_stop(self, drain: Callable[[], None]) -> None:
+        try:
+            drain()
+        finally:
+            self.stop(_BY_SIGNAL)

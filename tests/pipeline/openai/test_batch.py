@@ -1,0 +1,210 @@
+"""OpenAI's batch files, in and out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+
+from drafter import EngineConfig, SamplingParams, SpeculativeLM
+from pipeline.config import ReadingConfig
+from pipeline.errors import InputError
+from pipeline.openai.batch import parse_line
+from pipeline.openai.errors import OpenAIError
+from pipeline.openai.responses import token_text
+from pipeline.prompts import row_seed
+from pipeline.reading import BATCH, PromptSource, find_prompts, list_input
+from pipeline.samples import sample_seed
+from tests.pipeline.conftest import Run, write_jsonl
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "how many apples"}]
+
+
+def line(custom_id: Any, url: str = CHAT, **body: Any) -> dict[str, Any]:
+    prompt = {"messages": HELLO} if url == CHAT else {"prompt": "how many"}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "gpt-4o", **prompt, **body}}
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def lm(model: Path) -> Any:
+    """The engine that the job must agree with."""
+    with SpeculativeLM.from_pretrained(model, "none", config=EngineConfig(slots=2)) as lm:
+        yield lm
+
+
+BATCH_LINES: list[Any] = [
+    line("greedy", temperature=0, max_tokens=6),
+    line("sampled", n=3, seed=5, max_completion_tokens=5, logprobs=True, top_logprobs=2),
+    line("unseeded", n=2),
+    line("tools", tools=[{"type": "function", "function": {"name": "f"}}]),
+    line("texts", COMPLETION, prompt=["how many", "does she"], n=2, temperature=0, max_tokens=4, logprobs=1),
+    line("tokens", COMPLETION, prompt=[7, 8, 9], temperature=0, stop="a"),
+    line("long", messages=[{"role": "user", "content": "x " * 400}]),
+    line("partly", COMPLETION, prompt=["how many", "x " * 400], temperature=0),
+    "{broken",
+    {"method": "POST", "url": CHAT, "body": {}},
+    line(7),
+    {"custom_id": "url", "method": "POST", "url": "/v1/embeddings", "body": {"input": "x"}},
+    {"custom_id": "bodyless", "method": "POST", "url": CHAT},
+    line("parts", temperature=0, messages=[{"role": "user", "content": [{"type": "text", "text": "how many apples"}]}]),
+]
+
+
+def test_a_batch_is_answered_as_openai_answers(run: Run, lm: SpeculativeLM, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "batch.jsonl", BATCH_LINES)
+    done = run(source, "--writing.rows_per_file", 4, "--sampling.seed", 3)
+    assert done.code == 0, done.stderr
+    output, errors = (read_lines(done.folder / name) for name in ("batch_output.jsonl", "batch_errors.jsonl"))
+
+    # Every line is answered or explained, in the order of the input.
+    assert [one["custom_id"] for one in output] == ["greedy", "sampled", "unseeded", "texts", "tokens", "parts"]
+    assert [one["custom_id"] for one in errors] == ["tools", "long", "partly", None, None, None, "url", "bodyless"]
+    assert len({one["id"] for one in output + errors}) == len(BATCH_LINES)
+    answers = {one["custom_id"]: one["response"]["body"] for one in output}
+    assert all(one["response"]["status_code"] == 200 and one["error"] is None for one in output)
+
+    # Token for token what the engine gives.
+    chat = ChatCompletion.model_validate(answers["greedy"], strict=True)
+    alone = lm.generate([HELLO], max_new_tokens=6)[0]
+    assert chat.choices[0].message.content == alone.text
+    assert chat.choices[0].finish_reason == alone.finish_reason
+    assert chat.model == "gpt-4o"
+    assert chat.usage is not None
+    assert (chat.usage.prompt_tokens, chat.usage.completion_tokens) == (alone.prompt_tokens, len(alone.token_ids))
+    rows = {row["request_id"]: row for row in done.rows}
+    details = chat.usage.completion_tokens_details
+    assert details is not None
+    row = rows["greedy#0"]
+    rejected = row["num_draft_tokens"] - row["num_accepted_draft_tokens"]
+    assert details.accepted_prediction_tokens == row["num_accepted_draft_tokens"]
+    assert details.rejected_prediction_tokens == rejected
+
+    # OpenAI's default temperature, a seed for each choice, and log-probabilities.
+    chat = ChatCompletion.model_validate(answers["sampled"], strict=True)
+    for index, choice in enumerate(chat.choices):
+        settings = SamplingParams(5, temperature=1, seed=sample_seed(5, index), logprobs=2)
+        alone = lm.generate([HELLO], settings)[0]
+        assert choice.message.content == alone.text
+        assert rows[f"sampled#{index}"]["seed"] == settings.seed
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert alone.logprobs is not None
+        told = choice.logprobs.content
+        assert [one.logprob for one in told] == pytest.approx([one.logprob for one in alone.logprobs], abs=1e-4)
+        assert [len(one.top_logprobs) for one in told] == [2] * len(told)
+        assert [one.token for one in told] == [token_text(lm.tokenizer, one.token_id) for one in alone.logprobs]
+    assert chat.usage is not None
+    assert chat.usage.prompt_tokens == alone.prompt_tokens
+    assert rows["unseeded#1"]["seed"] == row_seed(3, "unseeded#1")
+    # The run's limit where the request has none.
+    assert all(rows[f"unseeded#{n}"]["num_output_tokens"] <= 12 for n in range(2))
+
+    # Text completions: no chat template; the prompts' choices one after the other.
+    completion = Completion.model_validate(answers["texts"], strict=True)
+    texts = [lm.generate(prompt, max_new_tokens=4)[0].text for prompt in ("how many", "does she")]
+    assert [choice.text for choice in completion.choices] == [texts[0], texts[0], texts[1], texts[1]]
+    assert [choice.index for choice in completion.choices] == [0, 1, 2, 3]
+    assert all(choice.logprobs is not None and choice.logprobs.top_logprobs for choice in completion.choices)
+    tokens = Completion.model_validate(answers["tokens"], strict=True)
+    assert tokens.usage is not None
+    assert tokens.usage.prompt_tokens == 3
+    assert rows["tokens#0"]["prompt_token_ids"] == [7, 8, 9]
+    assert answers["parts"]["choices"][0]["message"]["content"] == lm.generate([HELLO], max_new_tokens=12)[0].text
+
+    # Errors in OpenAI's shape, by name.
+    failed = {one["custom_id"]: one for one in errors}
+    refused = failed["tools"]["response"]
+    assert refused["status_code"] == 400
+    assert refused["body"]["error"] == {
+        "message": "Unsupported parameter: 'tools' is not supported.",
+        "type": "invalid_request_error",
+        "param": "tools",
+        "code": "unsupported_parameter",
+    }
+    assert "tokens" in failed["long"]["response"]["body"]["error"]["message"]
+    assert "tokens" in failed["partly"]["response"]["body"]["error"]["message"]
+    assert failed["url"]["response"]["body"]["error"]["param"] == "url"
+    assert failed["bodyless"]["response"]["body"]["error"]["param"] == "body"
+    nameless = [one["error"] for one in errors if one["custom_id"] is None]
+    assert [error["message"].split(": ")[0] for error in nameless] == [f"batch.jsonl:{n}" for n in (9, 10, 11)]
+    assert all(one["response"] is None for one in errors if one["custom_id"] is None)
+
+    # Submitted again, it writes nothing; what is lost is written again, the same to the byte.
+    before = (done.folder / "batch_output.jsonl").read_bytes()
+    (done.folder / "batch_output.jsonl").unlink()
+    state = json.loads((done.folder / "run.json").read_text())
+    (done.folder / "run.json").write_text(json.dumps({**state, "state": "running"}))
+    again = run(source, "--sampling.seed", 3)
+    assert again.code == 0, again.stderr
+    assert (done.folder / "batch_output.jsonl").read_bytes() == before
+    stamp = (done.folder / "batch_output.jsonl").stat().st_mtime_ns
+    assert run(source, "--sampling.seed", 3).code == 0
+    assert (done.folder / "batch_output.jsonl").stat().st_mtime_ns == stamp
+
+
+def test_twin_custom_ids_are_refused_with_their_lines(run: Run, tmp_path: Path) -> None:
+    lines = [line("a"), line("b", n=2), line("a", n=3), line("c"), line("b", n=2)]
+    done = run(write_jsonl(tmp_path / "batch.jsonl", lines))
+    assert done.code == 2
+    assert "'custom_id' does not name rows: 2 ids" in done.error
+    assert "'a': batch.jsonl:1, batch.jsonl:3" in done.error
+    assert "'b': batch.jsonl:2, batch.jsonl:5" in done.error
+
+
+@pytest.mark.parametrize(
+    "setting", [("reading.samples", 2), ("sampling.temperature", 0.5), ("reading.chat", "true")], ids=lambda one: one[0]
+)
+def test_settings_that_requests_have_themselves(run: Run, tmp_path: Path, setting: tuple[str, Any]) -> None:
+    done = run(write_jsonl(tmp_path / "batch.jsonl", [line("a")]), f"--{setting[0]}", setting[1])
+    assert done.code == 2
+    assert f"leave out {setting[0]}" in done.error
+
+
+def test_how_a_batch_is_known(tmp_path: Path) -> None:
+    def source(lines: list[Any], **settings: Any) -> PromptSource:
+        reading = ReadingConfig(**settings)
+        return find_prompts(list_input(str(write_jsonl(tmp_path / "a.jsonl", lines)), reading.format), reading)
+
+    assert source([line("a")]) == BATCH
+    assert source(["{broken", line("a")]) == BATCH
+    assert source(["{broken"], format="openai") == BATCH
+    row = {**line("a"), "prompt": "x"}
+    assert source([row], prompt_column="prompt") == PromptSource("prompt")
+    assert source([row], format="jsonl") == PromptSource("prompt")
+    with pytest.raises(InputError, match="no column 'prompt'"):
+        source([{"custom_id": "a", "prompts": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"method": "GET"}, "method"),
+        ({"method": None}, "method"),
+        ({"url": None}, "url"),
+        ({"url": "/v1/responses"}, "url"),
+        ({"url": COMPLETION}, "prompt"),
+        ({"body": "[1]"}, None),
+        ({"body": "{"}, None),
+        ({"body": json.dumps({"model": "m", "messages": HELLO, "stream": True})}, "stream"),
+    ],
+)
+def test_lines_that_are_no_requests(changes: dict[str, Any], param: str | None) -> None:
+    with pytest.raises(OpenAIError) as caught:
+        parse_line({**line("a"), "body": json.dumps({"model": "m"}), **changes})
+    assert caught.value.param == param
+
+
+def test_the_example_is_a_batch() -> None:
+    listing = list_input("examples/openai-batch.jsonl")
+    assert find_prompts(listing, ReadingConfig()) == BATCH
+    lines = read_lines(Path("examples/openai-batch.jsonl"))
+    assert [parse_line({**one, "body": json.dumps(one["body"])}).choices for one in lines] == [1, 2, 2]
