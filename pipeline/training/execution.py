@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +13,7 @@ from pyarrow import fs
 from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchTrainer
 
-from pipeline.cluster import ActorResources, connect, quiet_ray_data, share_out
+from pipeline.cluster import ActorResources, Cluster, connect, quiet_ray_data, share_out
 from pipeline.config import ResourcesConfig
 from pipeline.errors import InputError, JobError, one_line
 from pipeline.manifest import read_run, save_run, versions
@@ -58,7 +57,7 @@ def run(config: TrainConfig, model: str, texts: Texts, folder: TrainingFolder, m
     if not finished(folder):
         facts: dict[str, Any] = {"base_fingerprint": texts.base_fingerprint}
         save_run(folder.run_file, config.as_dict(), meant, state="running", **facts)
-        resources = share_workers(config.workers, may_grow=connect())
+        resources = share_workers(config.workers, connect())
         quiet_ray_data()
         staged = StagedTexts.load(folder.staged)
         if staged is None:
@@ -84,14 +83,14 @@ def finished(folder: TrainingFolder) -> bool:
     return folder.run_file.type == fs.FileType.File and bool(read_run(folder.run_file)["state"] == "finished")
 
 
-def share_workers(config: WorkersConfig, *, may_grow: bool) -> ActorResources:
+def share_workers(config: WorkersConfig, cluster: Cluster) -> ActorResources:
     """Divide the cluster among the workers.
 
     Raises:
         InputError: There is not enough for the fewest, and there will not be more.
     """
     wanted = ResourcesConfig(config.fewest, config.most, config.gpus, config.cpus)
-    return share_out(wanted, may_grow=may_grow, what="workers", settings="workers.{} or workers.number")
+    return share_out(wanted, cluster, what="workers", settings="workers.{} or workers.number")
 
 
 def execute(
@@ -122,7 +121,7 @@ def execute(
             "versions": versions("deepspeed"),
         },
         board=board,
-        threads=math.ceil(resources.cpus),
+        threads=resources.threads,
     )
     forget_torn_list(folder.checkpoints)
     trainer = TorchTrainer(
