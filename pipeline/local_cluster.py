@@ -76,9 +76,11 @@ class LocalCluster:
     ) -> None:
         self._nodes, self._growing, self._idle_seconds = nodes, growing or {}, idle_seconds
         self._folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # paths of sockets must be short
-        self._gcs, self._dashboard = _free_ports(2)
+        self._gcs, self._dashboard, self._client = _free_ports(3)
+        self._head: list[int] = []
         self.environment: dict[str, str] = {
             **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+            "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",  # `python` is this one in jobs
             "RAY_ADDRESS": f"{_HERE}:{self._gcs}",
             "RAY_API_SERVER_ADDRESS": self.jobs_address,
             "RAY_AUTH_MODE": "token",
@@ -96,6 +98,7 @@ class LocalCluster:
     def __enter__(self) -> LocalCluster:
         try:
             self._start_head()
+            self._head = self._raylets()
             for node in self._nodes:
                 self._start("--address", f"{_HERE}:{self._gcs}", *_has(node))
         except BaseException:
@@ -108,15 +111,17 @@ class LocalCluster:
     ) -> None:
         self._end()
 
-    def raylets(self) -> list[int]:
-        """Process ids of the nodes, the head's first."""
-        found = [pid for pid in self._processes() if _command(pid).startswith("raylet")]
-        return sorted(found)
+    def nodes(self) -> list[int]:
+        """Process ids of the nodes' raylets, without the head's: a node ends with its raylet."""
+        return [pid for pid in self._raylets() if pid not in self._head]
+
+    def _raylets(self) -> list[int]:
+        return [pid for pid in self._processes() if _command(pid) == "raylet"]
 
     def _start_head(self) -> None:
         head = NodeType(cpus=0)
         options = ["--head", "--port", self._gcs, "--dashboard-host", _HERE, "--dashboard-port", self._dashboard]
-        options += ["--temp-dir", self._folder]
+        options += ["--ray-client-server-port", self._client, "--temp-dir", self._folder]
         extra: dict[str, str] = {}
         if self._growing:
             config = self._folder / "autoscaler.json"
@@ -165,7 +170,8 @@ class LocalCluster:
     def _start(self, *options: Any, environment: Mapping[str, str] | None = None) -> None:
         """Start a node, and wait until it stands."""
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--node-ip-address", _HERE]
-        command += ["--object-store-memory", _OBJECT_STORE_BYTES, "--min-worker-port", 0, "--max-worker-port", 0, *options]
+        command += ["--object-store-memory", _OBJECT_STORE_BYTES, "--min-worker-port", 0, "--max-worker-port", 0]
+        command += ["--dashboard-agent-listen-port", 0, *options]
         log = self._folder / "start.log"
         with log.open("ab") as output:
             started = subprocess.run(
@@ -208,7 +214,7 @@ def _fake_head_id() -> str:
 
 def _command(pid: int) -> str:
     with suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text()
+        return Path(f"/proc/{pid}/comm").read_text().strip()
     return ""
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shlex
 import sys
+import time
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +23,9 @@ from pipeline.errors import InputError, JobError, one_line
 _MISTAKE = 2
 """Exit code of a job whose configuration or input cannot be used: submitting it again would not help."""
 _EXCLUDED = (".git", ".venv", "build")
-_POLL_SECONDS = 1.0
+_POLL_SECONDS = 2.0
+_PATIENCE = 30
+"""So many times in a row the cluster may not answer."""
 
 
 @dataclass(frozen=True)
@@ -103,22 +107,15 @@ def submit(config: SubmitConfig, command: str) -> None:
     """Submit a command until it ends well.
 
     Raises:
-        InputError: The job says that its configuration or input cannot be used.
+        InputError: The job cannot be sent, or says that its configuration or input cannot be used.
         JobError: No cluster there, or the job failed as often as it may, or was stopped.
     """
     environment = config.environment()
-    from ray.job_submission import JobStatus, JobSubmissionClient  # Ray takes seconds to import
+    client = _connect(config.address)
+    from ray.job_submission import JobStatus
 
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    try:
-        client = JobSubmissionClient(config.address)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise JobError(f"no cluster takes jobs at {config.address or 'the default address'}: {one_line(error)}") from error
     for number in range(1, config.submissions + 1):
-        try:
-            name = client.submit_job(entrypoint=command, runtime_env=environment)
-        except (RuntimeError, ValueError) as error:
-            raise JobError(f"the cluster did not take the job: {one_line(error)}") from error
+        name = _hand_over(client, command, environment)
         _say(f"submitted as {name} ({number} of at most {config.submissions}): {command}")
         try:
             ended = asyncio.run(_follow(client, name))
@@ -135,21 +132,53 @@ def submit(config: SubmitConfig, command: str) -> None:
     raise JobError(f"{config.submissions} submissions did not finish it")
 
 
-async def _follow(client: Any, name: str) -> Any:
-    """Show a job's log to its end; return its details."""
-    shown = 0
-    while True:
-        passed = 0
+def _connect(address: str | None) -> Any:
+    from ray.job_submission import JobSubmissionClient  # Ray takes seconds to import
+
+    for name in ("dashboard_sdk", "job.sdk"):
+        logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.ERROR)
+    if address is not None:
+        os.environ["RAY_API_SERVER_ADDRESS"] = address  # Ray would prefer what is there to what it is given
+    try:
+        return JobSubmissionClient(address)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise JobError(f"no cluster takes jobs at {address or 'the default address'}: {one_line(error)}") from error
+
+
+def _hand_over(client: Any, command: str, environment: dict[str, Any]) -> str:
+    """Submit once; a head that has just been started may not be ready yet."""
+    for failures in range(_PATIENCE):
         try:
-            async for text in client.tail_job_logs(name):  # from the beginning, after a broken connection too
+            return str(client.submit_job(entrypoint=command, runtime_env=environment))
+        except ValueError as error:  # too large a folder, say
+            raise InputError(f"the job cannot be submitted: {one_line(error)}") from error
+        except (RuntimeError, OSError) as error:
+            if failures == _PATIENCE - 1:
+                raise JobError(f"the cluster did not take the job: {one_line(error)}") from error
+            time.sleep(_POLL_SECONDS)
+    raise AssertionError
+
+
+async def _follow(client: Any, name: str) -> Any:
+    """Show a job's log to its end, over broken connections too; return the job's details."""
+    from aiohttp import ClientError
+
+    shown = failures = 0
+    while True:
+        passed = 0  # a log begins anew with each connection
+        try:
+            async for text in client.tail_job_logs(name):
                 print(text[max(shown - passed, 0) :], end="", flush=True)
                 passed += len(text)
                 shown = max(shown, passed)
             details = client.get_job_info(name)
-        except (RuntimeError, OSError) as error:
-            raise JobError(f"the cluster does not answer any more: {one_line(error)}") from error
-        if details.status.is_terminal():
-            return details
+            failures = 0
+            if details.status.is_terminal():
+                return details
+        except (RuntimeError, OSError, ClientError) as error:
+            failures += 1
+            if failures > _PATIENCE:
+                raise JobError(f"the cluster does not answer, and {name} may still run: {one_line(error)}") from error
         await asyncio.sleep(_POLL_SECONDS)
 
 
