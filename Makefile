@@ -5,11 +5,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint format benchmark chaos clean
+.PHONY: install demo cluster-demo test lint format benchmark chaos clean
+
+install: $(INSTALLED) ## Set up the environment.
 
 demo: $(INSTALLED) ## Decode GSM8K questions with the embedded model and write Parquet.
 	@rm -rf build/demo # or the job would find its work done
 	$(BIN)/python -m jobs.generate --config examples/demo.yaml
+
+cluster-demo: $(INSTALLED) ## Start a cluster of several nodes on this machine, submit a job, see it grow and shrink.
+	$(BIN)/python -m examples.cluster_demo
 
 test: $(INSTALLED) ## Run the tests.
 	$(BIN)/python -m pytest

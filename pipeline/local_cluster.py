@@ -80,7 +80,8 @@ class LocalCluster:
         self._head: list[int] = []
         self.environment: dict[str, str] = {
             **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
-            "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",  # `python` is this one in jobs
+            # In a job's command, `python` is this one.
+            "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
             "RAY_ADDRESS": f"{_HERE}:{self._gcs}",
             "RAY_API_SERVER_ADDRESS": self.jobs_address,
             "RAY_AUTH_MODE": "token",

@@ -8,7 +8,6 @@ import os
 import shlex
 import sys
 import time
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +61,7 @@ class SubmitConfig:
             except (OSError, ValueError, yaml.YAMLError) as error:
                 raise InputError(f"runtime_env {self.runtime_env} cannot be read: {one_line(error)}") from error
             if not isinstance(more, dict):
-                raise InputError(f"runtime_env {self.runtime_env} is not a mapping, such as `env_vars: {{NAME: value}}`")
+                raise InputError(f"runtime_env {self.runtime_env} is not a mapping such as `env_vars: {{NAME: value}}`")
         return {"working_dir": self.working_dir, "excludes": list(_EXCLUDED), **more}
 
 

@@ -26,7 +26,7 @@ MOST_NODES = 2
 def cluster() -> Iterator[LocalCluster]:
     """A head without work, and an autoscaler for up to two GPU nodes."""
     growing = LocalCluster(growing={"gpu": NodeType(cpus=2, gpus=1, most=MOST_NODES)}, idle_seconds=3)
-    growing.environment["RAY_DATA_MIN_GAP_BETWEEN_AUTOSCALING_REQUESTS"] = "1"  # seconds; 10 for nodes that take minutes
+    growing.environment["RAY_DATA_MIN_GAP_BETWEEN_AUTOSCALING_REQUESTS"] = "1"  # seconds, not 10: these start quickly
     with growing:
         yield growing
 
@@ -93,7 +93,10 @@ def test_nodes_come_with_the_work_and_go_with_it(cluster: LocalCluster, job: Pat
 
 
 def test_what_is_submitted_again_and_how_often(cluster: LocalCluster, tmp_path: Path) -> None:
-    fails_once = "import pathlib, sys; p = pathlib.Path(sys.argv[1]); n = p.exists(); p.touch(); print('now', n); sys.exit(not n)"
+    fails_once = (
+        "import pathlib, sys; mark = pathlib.Path(sys.argv[1]); again = mark.exists(); mark.touch();"
+        "print('now', again); sys.exit(not again)"
+    )
     started = {
         "a mistake": submit(cluster, tmp_path, "-c", "import sys; sys.exit(2)"),
         "it fails once": submit(cluster, tmp_path, "-c", fails_once, str(tmp_path / "was here")),
