@@ -170,7 +170,7 @@ class LocalCluster:
 
     def _start(self, *options: Any, environment: Mapping[str, str] | None = None) -> None:
         """Start a node, and wait until it stands."""
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--node-ip-address", _HERE]
+        command: list[Any] = [sys.executable, "-m", "ray.scripts.scripts", "start", "--node-ip-address", _HERE]
         command += ["--object-store-memory", _OBJECT_STORE_BYTES, "--min-worker-port", 0, "--max-worker-port", 0]
         command += ["--dashboard-agent-listen-port", 0, *options]
         log = self._folder / "start.log"
