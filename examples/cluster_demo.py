@@ -7,6 +7,7 @@ Starts a real Ray cluster whose autoscaler adds nodes with a logical GPU each, s
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ JOB = [
 
 def main() -> int:
     """Run the demonstration; return the job's exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the cluster would outlive this process
     shutil.rmtree(OUTPUT, ignore_errors=True)  # or the job would find its work done
     growing = {"gpu": NodeType(cpus=2, gpus=1, most=NODES)}
     with LocalCluster(growing=growing) as cluster:
