@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from pyarrow import fs
 from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
-from ray.train.torch import TorchTrainer
+from ray.train.torch import TorchConfig, TorchTrainer
 
 from pipeline.cluster import ActorResources, Cluster, connect, quiet_ray_data, share_out
 from pipeline.config import ResourcesConfig
@@ -127,6 +128,7 @@ def execute(
     trainer = TorchTrainer(
         train_worker,
         train_loop_config={"task": task},
+        torch_config=TorchConfig(backend="nccl" if have_cuda(resources) else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=config.workers.number,
             use_gpu=resources.gpus > 0,
@@ -154,6 +156,13 @@ def execute(
         raise (InputError if of_input else JobError)(message) from failure
     if failure is not None:
         raise JobError(_reason(failure)) from failure
+
+
+def have_cuda(resources: ActorResources) -> bool:
+    """Whether the GPUs that workers get are there: on clusters for tests they are only counted."""
+    if not resources.gpus:
+        return False
+    return bool(ray.get(ray.remote(num_cpus=0, num_gpus=resources.gpus)(torch.cuda.is_available).remote()))
 
 
 def _reason(failure: Exception) -> str:
