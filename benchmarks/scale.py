@@ -14,7 +14,6 @@ import resource
 import shlex
 import sys
 import tempfile
-import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -54,7 +53,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Costs:
-    """What was measured. Seconds are of wall-clock time, but for the driver's.
+    """What was measured. Seconds are a processor's: what disks and networks add is their own.
 
     Args:
         stage_seconds: To stage a part.
@@ -64,12 +63,12 @@ class Costs:
         list_seconds: To read a part's entry of the list.
         look_seconds: To find out whether a part is committed, on local disk.
         task_bytes: Of a part's read task.
-        begin_seconds: From a dataset of the parts to its first block, for each part.
+        begin_seconds: Of the driver for a part, before the first of all is read.
         requests_bytes: Of a part's requests in the object store.
         results_bytes: Of a part's results in the object store.
         commit_seconds: To write and commit a part.
         committed_bytes: Of a committed part on disk.
-        driver_seconds: Processor seconds of the driver for a part on its way through the job.
+        driver_seconds: Of the driver for a part on its way through the job.
     """
 
     stage_seconds: float
@@ -302,10 +301,10 @@ def some_parts(count: int) -> tuple[Part, ...]:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds that it took."""
-    begun = time.perf_counter()
+    """Processor seconds that it took in this process: what other processes do at the time does not count."""
+    begun = processor_seconds()
     work()
-    return time.perf_counter() - begun
+    return processor_seconds() - begun
 
 
 def processor_seconds() -> float:

@@ -24,6 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
+
 from pipeline.errors import JobError
 
 _MARK = "DRAFTER_LOCAL_CLUSTER"
@@ -131,8 +133,8 @@ class LocalCluster:
             extra = {
                 "RAY_FAKE_CLUSTER": "1",
                 "RAY_enable_autoscaler_v2": "1",
-                "RAY_CLOUD_INSTANCE_ID": _fake_head_id(),
-                "RAY_OVERRIDE_NODE_ID_FOR_TESTING": _fake_head_id(),
+                "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
+                "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
                 "AUTOSCALER_UPDATE_INTERVAL_S": "1",
             }
         self._start(*options, *_has(head), environment=extra)
@@ -157,7 +159,7 @@ class LocalCluster:
                 "type": "external",  # under its own name, the provider wants a file that is not in the wheel
                 "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
                 "gcs_address": f"{_HERE}:{self._gcs}",
-                "head_node_id": _fake_head_id(),
+                "head_node_id": FAKE_HEAD_NODE_ID,
                 "launch_multiple": True,
                 "disable_node_updaters": True,
             },
@@ -205,12 +207,6 @@ class LocalCluster:
 
 def _has(node: NodeType) -> list[Any]:
     return ["--num-cpus", node.cpus, "--num-gpus", node.gpus]
-
-
-def _fake_head_id() -> str:
-    from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
-
-    return str(FAKE_HEAD_NODE_ID)
 
 
 def _command(pid: int) -> str:
