@@ -197,5 +197,5 @@ async def _read(
         async for delta in handle:
             arrived.put_nowait((index, delta))
         arrived.put_nowait((index, await handle.outcome()))
-    except (EngineError, RequestError) as error:
+    except Exception as error:  # who reads the queue must hear of it, whatever it is
         arrived.put_nowait((index, error))

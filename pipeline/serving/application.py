@@ -14,7 +14,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from drafter.engine import EngineConfig
-from pipeline.cluster import HELPER_CPUS, connect, share_out
+from pipeline.cluster import HELPER_CPUS, ActorResources, Cluster, connect, share_out
 from pipeline.config import ResourcesConfig
 from pipeline.engine_actor import EngineSpec
 from pipeline.serving.app import create_app
@@ -53,11 +53,15 @@ def build(args: dict[str, Any]) -> serve.Application:
     Raises:
         InputError: They cannot be used.
     """
-    return application(parse_application(args))
+    return application(parse_application(args), connect())
 
 
-def application(config: ApplicationConfig) -> serve.Application:
-    """The application. Ray must be there: replicas are cut to the cluster's size.
+def application(config: ApplicationConfig, cluster: Cluster) -> serve.Application:
+    """The application, its replicas cut to the cluster's size.
+
+    Args:
+        config: What is served.
+        cluster: Where it is to run.
 
     Raises:
         InputError: The keys cannot be read, or the cluster is too small.
@@ -65,7 +69,14 @@ def application(config: ApplicationConfig) -> serve.Application:
     drafters = {config.served_name: config.drafter}
     if config.plain:
         drafters[f"{config.served_name}-{PLAIN}"] = "none"
-    engines = {name: _engines(config, drafter, len(drafters)) for name, drafter in drafters.items()}
+    replicas = config.replicas
+    least, most = len(drafters) * replicas.min, len(drafters) * (replicas.max or replicas.min)
+    wanted = ResourcesConfig(least, most, replicas.gpus, replicas.cpus)
+    share = share_out(wanted, cluster, what="replicas", settings="replicas.{}")
+    engines = {
+        name: _engines(config, drafter, "Engine" if place == 0 else "Plain", share)
+        for place, (name, drafter) in enumerate(drafters.items())
+    }
     deployment = serve.deployment(
         Ingress,
         name="Ingress",
@@ -76,12 +87,10 @@ def application(config: ApplicationConfig) -> serve.Application:
     return deployment.bind(engines, read_keys(config.keys_file), config.limits)
 
 
-def _engines(config: ApplicationConfig, drafter: str, kinds: int) -> serve.Application:
-    """The deployment of one model, which shares the cluster with others: `kinds` in all."""
+def _engines(config: ApplicationConfig, drafter: str, name: str, share: ActorResources) -> serve.Application:
+    """The deployment of one model."""
     limits, replicas, slots = config.limits, config.replicas, config.engine.slots
     most = replicas.max or replicas.min
-    wanted = ResourcesConfig(kinds * replicas.min, kinds * most, replicas.gpus, replicas.cpus)
-    share = share_out(wanted, may_grow=connect(), what="replicas", settings="replicas.{}")
     scaled: dict[str, Any] = {"num_replicas": replicas.min}
     if most > replicas.min:
         scaled = {
@@ -96,7 +105,7 @@ def _engines(config: ApplicationConfig, drafter: str, kinds: int) -> serve.Appli
     spec = EngineSpec(config.model, drafter, asdict(config.loading), engine, threads=1)
     deployment = serve.deployment(
         EngineReplica,
-        name="Plain" if drafter == "none" and kinds > 1 else "Engine",
+        name=name,
         max_ongoing_requests=slots + limits.queue,
         max_queued_requests=limits.queue,
         health_check_period_s=_HEALTH_SECONDS,

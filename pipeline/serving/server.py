@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Sequence
@@ -36,19 +39,25 @@ def serve_until_signal(config: ServeConfig) -> None:
     """
     keys = read_keys(config.keys_file)
     check_models(config)
-    connect()
-    from ray import serve  # after `connect`, which decides how Ray is run
+    # What proxy, ingress and replicas say to each other is small and often: it need not go through the object store.
+    os.environ.setdefault("RAY_SERVE_USE_GRPC_BY_DEFAULT", "1")
+    cluster = connect()
+    if not cluster.may_grow:
+        check_port(config)
+    from ray import serve  # which reads the environment as it is imported
 
     from pipeline.serving.application import application
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
         serve.start(http_options={"host": config.host, "port": config.port})
-        serve.run(application(config), name=_NAME, route_prefix="/", blocking=False)
+        serve.run(application(config, cluster), name=_NAME, route_prefix="/", blocking=False)
     except InputError:
         raise
-    except Exception as error:  # Ray raises bare ones
+    except Exception as error:  # Ray raises bare ones, with the replicas' own errors somewhere in the text
         serve.shutdown()
+        if refusal := re.search(r"LoadError: (.+)", str(error)):
+            raise InputError(refusal[1]) from error
         raise JobError(f"the endpoint cannot be started: {one_line(error)}") from error
     print(f"serving {config.served_name} at http://{config.host}:{config.port}", flush=True)
     if not keys:
@@ -59,6 +68,19 @@ def serve_until_signal(config: ServeConfig) -> None:
     stop.wait()
     print("stopping: open requests may end", file=sys.stderr, flush=True)
     serve.shutdown()
+
+
+def check_port(config: ServeConfig) -> None:
+    """Check that the address can be listened on.
+
+    Raises:
+        InputError: It cannot.
+    """
+    try:
+        socket.create_server((config.host, config.port)).close()
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(f"{config.host}:{config.port} cannot be listened on: {reason}; choose another port") from error
 
 
 def check_models(config: ServeConfig) -> None:
