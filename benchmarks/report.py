@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import scale
+from benchmarks import scale, serving
 from benchmarks.heads import HEADS_FILE, write_table
 from drafter.evaluation.report import write_report
 from drafter.evaluation.results import RESULTS_FILE, Results
@@ -30,8 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write_table(folder)
         elif (folder / scale.SCALE_FILE).is_file():
             scale.write_table(folder)
+        elif (folder / serving.SERVING_FILE).is_file():
+            serving.write_table(folder)
         else:
-            known = ", ".join((RESULTS_FILE, HEADS_FILE, scale.SCALE_FILE))
+            known = ", ".join((RESULTS_FILE, HEADS_FILE, scale.SCALE_FILE, serving.SERVING_FILE))
             raise SystemExit(f"error: {folder} has none of {known}: give a folder of results")
         print(f"made again: {folder}")
 
