@@ -5,11 +5,19 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint format benchmark chaos clean
+.PHONY: install demo serve cluster-demo test lint format benchmark chaos clean
+
+install: $(INSTALLED) ## Set up the environment.
 
 demo: $(INSTALLED) ## Decode GSM8K questions with the embedded model and write Parquet.
 	@rm -rf build/demo # or the job would find its work done
 	$(BIN)/python -m jobs.generate --config examples/demo.yaml
+
+serve: $(INSTALLED) ## Serve the embedded model by OpenAI's API at http://127.0.0.1:8000, with a page to try it.
+	$(BIN)/python -m jobs.serve --plain true
+
+cluster-demo: $(INSTALLED) ## Start a cluster of several nodes on this machine, submit a job, see it grow and shrink.
+	$(BIN)/python -m examples.cluster_demo
 
 test: $(INSTALLED) ## Run the tests.
 	$(BIN)/python -m pytest

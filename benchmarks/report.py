@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import scale, serving
 from benchmarks.heads import HEADS_FILE, write_table
 from drafter.evaluation.report import write_report
 from drafter.evaluation.results import RESULTS_FILE, Results
@@ -27,8 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write_report(Results.load(folder), folder)
         elif (folder / HEADS_FILE).is_file():
             write_table(folder)
+        elif (folder / scale.SCALE_FILE).is_file():
+            scale.write_table(folder)
+        elif (folder / serving.SERVING_FILE).is_file():
+            serving.write_table(folder)
         else:
-            raise SystemExit(f"error: {folder} has neither {RESULTS_FILE} nor {HEADS_FILE}: give a folder of results")
+            known = ", ".join((RESULTS_FILE, HEADS_FILE, scale.SCALE_FILE, serving.SERVING_FILE))
+            raise SystemExit(f"error: {folder} has none of {known}: give a folder of results")
         print(f"made again: {folder}")
 
 

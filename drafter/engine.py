@@ -181,6 +181,11 @@ class Engine:
         return not self._slots and self._entering is None and not self._waiting
 
     @property
+    def failure(self) -> EngineError | None:
+        """Why it decodes no more; None while it does."""
+        return self._waiting.closed
+
+    @property
     def active(self) -> int:
         """Requests being decoded."""
         return len(self._slots)

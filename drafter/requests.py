@@ -205,9 +205,11 @@ class TokenDelta:
     Args:
         token_ids: Tokens of this step: the accepted draft tokens and the bonus token.
         text: New text; characters whose bytes are still incomplete, or that may begin a stop string, wait.
+        accepted: How many of `token_ids` were drafted.
         logprobs: Of each of `token_ids`; None where the request did not ask for them.
     """
 
     token_ids: list[int]
     text: str
+    accepted: int
     logprobs: list[TokenLogprob] | None = None

@@ -96,8 +96,8 @@ class SamplingTable:
             self.uniforms[slot, :new_tokens] = keyed_uniforms(params.seed, new_tokens).to(self.uniforms.device)
 
     def _set_biases(self, slot: int, biases: dict[int, float]) -> None:
-        missing = max(0, len(biases) - self.biases.shape[1])
-        self.biased_tokens, self.biases = F.pad(self.biased_tokens, (0, missing)), F.pad(self.biases, (0, missing))
+        if (missing := len(biases) - self.biases.shape[1]) > 0:
+            self.biased_tokens, self.biases = F.pad(self.biased_tokens, (0, missing)), F.pad(self.biases, (0, missing))
         self.biased_tokens[slot], self.biases[slot] = 0, 0
         if biases:
             self.biased_tokens[slot, : len(biases)] = torch.tensor(list(biases))

@@ -185,12 +185,13 @@ class Slot:
         emitted = len(self.output) - before
         self.length += len(tokens)
         # The last of `tokens` is the bonus token; where the row ended before it, every emitted token was drafted.
-        self.counts.record_step(emitted=emitted, accepted=min(emitted, len(tokens) - 1), drafted=drafted)
+        accepted = min(emitted, len(tokens) - 1)
+        self.counts.record_step(emitted=emitted, accepted=accepted, drafted=drafted)
         if logprobs is not None:
             logprobs = logprobs[:emitted]
             self.logprobs += logprobs
         if self.handle.streams:
-            self.handle.push(TokenDelta(self.output[before:], self._new_text(), logprobs))
+            self.handle.push(TokenDelta(self.output[before:], self._new_text(), accepted, logprobs))
         return emitted
 
     def drop(self) -> None:

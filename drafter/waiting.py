@@ -16,13 +16,16 @@ class WaitingQueue:
 
     Args:
         limit: Most requests that may wait.
+
+    Attributes:
+        closed: Why later requests are refused; None while they are not.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._waiting: deque[Slot] = deque()
         self._lock = threading.Lock()
-        self._closed: EngineError | None = None
+        self.closed: EngineError | None = None
         # Nobody becomes unwanted before this (monotonic seconds): most steps need not look at all who wait.
         self._check_at = math.inf
 
@@ -37,8 +40,8 @@ class WaitingQueue:
             EngineError: The queue is closed.
         """
         with self._lock:
-            if self._closed is not None:
-                raise self._closed
+            if self.closed is not None:
+                raise self.closed
             if len(self._waiting) >= self._limit:
                 raise QueueFullError(f"{self._limit} requests are waiting already: submit again later")
             self._waiting.append(slot)
@@ -74,7 +77,7 @@ class WaitingQueue:
     def close(self, error: EngineError) -> list[Slot]:
         """Refuse later requests with `error`; return those that wait."""
         with self._lock:
-            self._closed = error
+            self.closed = error
             waiting = list(self._waiting)
             self._waiting.clear()
         return waiting

@@ -111,7 +111,7 @@ def _error_line(row: Row, created: int) -> dict[str, Any]:
         custom_id = line["custom_id"]
     except (ValueError, TypeError, KeyError):  # the line is no record
         line, custom_id = {}, None
-    if not isinstance(custom_id, str):
+    if not isinstance(custom_id, str) or not custom_id:
         return failure_line(None, place, created, "invalid_line", f"{place}: {row['message']}")
     if row["error_type"] not in _REFUSED:
         return failure_line(custom_id, place, created, row["error_type"], row["message"])

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,33 @@ from pipeline.errors import InputError, JobError, one_line
 HELPER_CPUS = 0.25
 """Cores of a task that reads, tokenises or writes: they work in short bursts beside the engines."""
 _RESERVED_CPUS = 0.5
+"""Cores of a node that engines leave to the helpers."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """What Ray may use of a machine.
+
+    Args:
+        cpus: Cores.
+        gpus: GPUs.
+    """
+
+    cpus: float
+    gpus: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines there are.
+
+    Args:
+        nodes: Those of now.
+        may_grow: Others may join, or be started by an autoscaler. Which ones, Ray does not tell.
+    """
+
+    nodes: tuple[Node, ...]
+    may_grow: bool
 
 
 @dataclass(frozen=True)
@@ -30,24 +57,33 @@ class ActorResources:
         cpus: Cores of one.
         gpus: GPUs of one.
         min_actors: Fewest of them.
-        max_actors: Most of them.
+        max_actors: Most of them; None is as many as there is work and room for.
     """
 
     cpus: float
     gpus: float
     min_actors: int
-    max_actors: int
+    max_actors: int | None
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of one."""
+        return max(1, math.ceil(self.cpus))
 
 
-def connect() -> bool:
+def connect() -> Cluster:
     """Join the cluster of `RAY_ADDRESS`, `ray job submit` or `ray start`, or start one here; quietly.
-
-    Returns:
-        Whether the cluster may be larger than this machine, or become so.
 
     Raises:
         JobError: There is no cluster at the address.
     """
+    may_grow = _join_or_start()
+    alive = (node["Resources"] for node in ray.nodes() if node["Alive"])
+    return Cluster(tuple(Node(has.get("CPU", 0.0), has.get("GPU", 0.0)) for has in alive), may_grow)
+
+
+def _join_or_start() -> bool:
+    """Whether it is a cluster that was there before."""
     if ray.is_initialized():
         return True
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -105,38 +141,62 @@ def beside_driver() -> Any:
 
 def share_out(
     config: ResourcesConfig,
+    cluster: Cluster,
     *,
-    may_grow: bool,
     what: str = "engines",
     settings: str = "resources.{}_per_actor or resources.min_actors",
 ) -> ActorResources:
-    """Divide the cluster among equal actors; what the configuration says goes first.
+    """Divide a cluster among equal actors; what the configuration says goes first.
+
+    Where nothing can run yet, as on a head that only waits for its autoscaler, an actor takes a GPU.
 
     Args:
         config: What is wanted.
-        may_grow: There may be more later than there is now.
+        cluster: What there is.
         what: The actors' name, for the person who asked for too much.
         settings: What to lower then; `{}` stands for `cpus` or `gpus`.
 
     Raises:
         InputError: There is not enough for the fewest actors, and there will not be more.
     """
-    total = ray.cluster_resources()
-    cpus, gpus = total.get("CPU", 0.0), total.get("GPU", 0.0)
-    gpu_share = config.gpus_per_actor if config.gpus_per_actor is not None else float(gpus > 0)
+    useful = [node for node in cluster.nodes if node.cpus >= 1 or node.gpus]
+    gpus = sum(node.gpus for node in useful)
+    gpu_share = config.gpus_per_actor
+    if gpu_share is None:
+        gpu_share = float(gpus > 0 or (cluster.may_grow and not useful))
     most = config.max_actors
-    if most is None:
+    if most is None and not cluster.may_grow:
         most = max(config.min_actors, math.floor(gpus / gpu_share)) if gpu_share else config.min_actors
     cpu_share = config.cpus_per_actor
     if cpu_share is None:
-        cpu_share = 1.0 if gpu_share else max((cpus - _RESERVED_CPUS) / most, 0.5)
-    for name, unit, share, have, spare in (
-        ("cpus", "CPU cores", cpu_share, cpus, HELPER_CPUS),
-        ("gpus", "GPUs", gpu_share, gpus, 0.0),
+        cpu_share = _cpu_share(useful, gpu_share, most or config.min_actors)
+    found = ActorResources(cpu_share, gpu_share, config.min_actors, most)
+    if not cluster.may_grow:
+        _refuse_too_much(found, cluster, what, settings)
+    elif not any(node.cpus >= cpu_share and node.gpus >= gpu_share for node in cluster.nodes):
+        wanted = f"{cpu_share:g} CPU cores" + (f" and {gpu_share:g} GPUs" if gpu_share else "")
+        print(f"no node has {wanted} for one of the {what} yet: waiting for the cluster to grow", file=sys.stderr)
+    return found
+
+
+def _cpu_share(nodes: Sequence[Node], gpu_share: float, actors: int) -> float:
+    """Cores of an actor: one beside its GPUs; without GPUs, all that the smallest node has, shared by those on it."""
+    if gpu_share:
+        shares = [(node.cpus - _RESERVED_CPUS) * gpu_share / node.gpus for node in nodes if node.gpus >= gpu_share]
+        return max(min([1.0, *shares]), 0.0)
+    smallest = min((node.cpus for node in nodes if node.cpus), default=1.0 + _RESERVED_CPUS)
+    on_one = math.ceil(actors / max(len(nodes), 1))
+    return max((smallest - _RESERVED_CPUS) / on_one, 0.5)
+
+
+def _refuse_too_much(wanted: ActorResources, cluster: Cluster, what: str, settings: str) -> None:
+    for name, unit, share, spare in (
+        ("cpus", "CPU cores", wanted.cpus, HELPER_CPUS),
+        ("gpus", "GPUs", wanted.gpus, 0.0),
     ):
-        if not may_grow and share * config.min_actors + spare > have:
+        have = sum(getattr(node, name) for node in cluster.nodes)
+        if share * wanted.min_actors + spare > have:
             raise InputError(
-                f"{config.min_actors} × {share:g} {unit} for the {what} are more than the {have:g} of this machine"
+                f"{wanted.min_actors} × {share:g} {unit} for the {what} are more than the {have:g} of this machine"
                 f"{' (a little is kept for reading and writing)' if spare else ''}: lower {settings.format(name)}"
             )
-    return ActorResources(cpu_share, gpu_share, config.min_actors, most)

@@ -7,7 +7,7 @@ import math
 import re
 import sys
 from argparse import ArgumentError
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jsonargparse import ArgumentParser, Namespace
@@ -72,8 +72,23 @@ def parse(config_class: type[Config], parser: ArgumentParser, arguments: Sequenc
         InputError: An unknown setting, a value of the wrong type or out of range, or a file that cannot be read.
         SystemExit: `--help` or `--print_config` was asked for, and is done.
     """
+    return _checked(config_class, parser, lambda: parser.parse_args(arguments))
+
+
+def parse_object(config_class: type[Config], parser: ArgumentParser, settings: Mapping[str, Any]) -> Config:
+    """The configuration that settings from elsewhere ask for, groups as mappings in the mapping.
+
+    Raises:
+        InputError: An unknown setting, or a value of the wrong type or out of range.
+    """
+    if "config" in settings:  # which only a command line has
+        raise InputError("Option 'config' is not accepted")
+    return _checked(config_class, parser, lambda: parser.parse_object(dict(settings)))
+
+
+def _checked(config_class: type[Config], parser: ArgumentParser, read: Callable[[], Namespace]) -> Config:
     try:
-        parsed = parser.parse_args(arguments)
+        parsed = read()
         for group in dataclasses.fields(config_class):  # type: ignore[arg-type]
             # A factory that is a class makes a group of settings.
             if dataclasses.is_dataclass(group.default_factory) and not isinstance(parsed[group.name], Namespace):

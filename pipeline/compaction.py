@@ -39,7 +39,7 @@ def compact(output: OutputFolder, target_bytes: int | None) -> None:
         output.compaction_file.write_text(json.dumps(vars(plan)))
     with ThreadPoolExecutor(_THREADS) as threads:
         for folder, planned in ((output.data, plan.data), (output.errors, plan.errors)):
-            merge = partial(_merge, folder, output.temporary)
+            merge = partial(_merge, folder, {name for name, _ in _sizes(folder)}, output.temporary)
             list(threads.map(merge, planned.keys(), planned.values()))
 
 
@@ -70,8 +70,7 @@ def _sizes(folder: Location) -> list[tuple[str, int]]:
     ]
 
 
-def _merge(folder: Location, aside: Location, merged: str, parts: list[str]) -> None:
-    there = {name for name, _ in _sizes(folder)}
+def _merge(folder: Location, there: set[str], aside: Location, merged: str, parts: list[str]) -> None:
     place = folder / f"{merged}.parquet"
     if merged not in there:
         with place.open_whole(aside / f"{folder.name}-{merged}.parquet") as stream:

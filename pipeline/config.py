@@ -101,10 +101,12 @@ class ResourcesConfig:
 
     Args:
         min_actors: Engines to start with.
-        max_actors: Most engines; by default one for each GPU (or share of one), or `min_actors` where there is none.
-        gpus_per_actor: GPUs of an engine, a fraction allowed; by default 1 where there are GPUs, otherwise 0.
-        cpus_per_actor: CPU cores of an engine, and so its threads; by default 1 beside a GPU, otherwise all but half
-            a core, shared by `max_actors`.
+        max_actors: Most engines; by default, on a cluster, as many as there is work and room for; on one machine, one
+            for each GPU (or share of one), or `min_actors` where there is none.
+        gpus_per_actor: GPUs of an engine, a fraction allowed; by default 1 where there are GPUs, or nothing can run
+            yet; otherwise 0. Say it for a cluster that has only CPUs now and is to get GPUs.
+        cpus_per_actor: CPU cores of an engine, and so its threads; by default at most 1 beside a GPU, otherwise all of
+            a node but half a core, shared by the node's engines.
     """
 
     min_actors: int = 1
@@ -117,6 +119,8 @@ class ResourcesConfig:
         if self.max_actors is not None:
             at_least("resources.max_actors", self.max_actors, self.min_actors)
         at_least("resources.gpus_per_actor", self.gpus_per_actor, 0)
+        if self.gpus_per_actor is not None and self.gpus_per_actor > 1 and self.gpus_per_actor % 1:
+            raise InputError(f"resources.gpus_per_actor must be whole above 1, not {self.gpus_per_actor:g}")
         at_least("resources.cpus_per_actor", self.cpus_per_actor, 0, above=True)
 
 
@@ -200,6 +204,11 @@ class GenerateConfig:
         for name in ("input", "output", "drafter"):
             if not getattr(self, name).strip():
                 raise InputError(f"{name} is empty")
+        if (self.resources.gpus_per_actor or 0) > 1 and self.loading.device_map is None:
+            raise InputError(
+                f"an engine would use one of resources.gpus_per_actor = {self.resources.gpus_per_actor:g} GPUs: "
+                "set loading.device_map to auto, or take 1"
+            )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for YAML and JSON."""

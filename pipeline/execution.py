@@ -95,9 +95,9 @@ def finish(
     if staged is None or missing_parts(staged, output):
         base = read_run(output.run_file).get("base_fingerprint")
         save_run(output.run_file, config.as_dict(), meant, state="running", base_fingerprint=base)
-        may_grow = connect()
+        cluster = connect()
         stopping.take_over()
-        resources = share_out(config.resources, may_grow=may_grow)
+        resources = share_out(config.resources, cluster)
         status.takes(resources)
         if staged is None:
             staged = stage(listing, output.staged, config.reading, source, config.writing.rows_per_file)
@@ -250,14 +250,16 @@ def stream(
     # While one part's last rows are decoded, those of the next ones must fill the other slots.
     calls = 2 + math.ceil(config.engine.slots / longest)
     engine = EngineConfig(**asdict(config.engine), max_queue=places(config.engine.slots))
-    spec = EngineSpec(config.model, config.drafter, asdict(config.loading), engine, math.ceil(resources.cpus))
+    spec = EngineSpec(config.model, config.drafter, asdict(config.loading), engine, resources.threads)
+    # An engine without a part would only hold its node.
+    most = max(min(resources.max_actors or len(missing), len(missing)), resources.min_actors)
     pool = ray.data.ActorPoolStrategy(
         min_size=resources.min_actors,
-        max_size=resources.max_actors,
+        max_size=most,
         enable_true_multi_threading=True,
         max_concurrent_calls_per_actor=calls,
         # Ray adds actors when more than 1.75 calls wait for each that can run.
-        max_tasks_in_flight_per_actor=2 * calls if resources.max_actors > resources.min_actors else calls + 1,
+        max_tasks_in_flight_per_actor=2 * calls if most > resources.min_actors else calls + 1,
     )
     # The longest first: what is left for the end, when engines run empty, is short.
     missing = sorted(missing, key=lambda part: part.nbytes, reverse=True)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from drafter.errors import RequestError, RequestTimeoutError
@@ -58,7 +58,11 @@ class _Row:
 @dataclass
 class _Call:
     wanted: int
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    outcomes: dict[str, Outcome]
+
+    @property
+    def done(self) -> bool:
+        return len(self.outcomes) == self.wanted
 
 
 class Feeder:
@@ -116,14 +120,16 @@ class Feeder:
             for row in rows:
                 (self._suspects if row.deaths >= self._alone_from else self._company).append(row)
             self._changed.notify_all()
-            while len(call.outcomes) < call.wanted:
-                self._changed.wait(_REPORT_SECONDS)
+        done = False
+        while not done:
+            with self._changed:
+                self._changed.wait_for(lambda: call.done or self._failure is not None, _REPORT_SECONDS)
                 if self._failure is not None:
                     raise self._failure
-                report(call.outcomes)
-        report(call.outcomes)
+                outcomes, done = dict(call.outcomes), call.done
+            report(outcomes)
         del self._calls[part]
-        return call.outcomes
+        return outcomes
 
     def _run(self) -> None:
         try:

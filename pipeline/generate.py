@@ -32,7 +32,7 @@ def generate(config: GenerateConfig) -> None:
     if source.kind == "openai":
         check_batch(config)
     model = check_model(config, source)
-    meant = meaning(config, listing, model, check_drafter(config))
+    meant = meaning(config, listing, model, check_drafter(config.model, config.drafter))
     output = open_output(config, meant)
     print(config.as_yaml(), end="", file=sys.stderr, flush=True)
     from pipeline.execution import run  # Ray takes seconds to import, too
@@ -83,15 +83,16 @@ def check_model(config: GenerateConfig, source: PromptSource) -> str:
     return fingerprint
 
 
-def check_drafter(config: GenerateConfig) -> dict[str, str]:
-    """Fingerprints of the draft heads in folders, the embedded ones included.
+def check_drafter(model: str | None, drafter: str) -> dict[str, str]:
+    """Fingerprints of the draft heads in folders, the embedded ones included, that `drafter` names for `model`.
 
     Raises:
         InputError: A path with no head.
     """
     from drafter.embedded import EMBEDDED_HEADS
 
-    drafter = "ctc" if config.drafter == "auto" and config.model is None else config.drafter
+    if drafter == "auto" and model is None:
+        drafter = "ctc"
     found = {}
     for name in [drafter] if Path(drafter).exists() else drafter.split("+"):
         embedded = EMBEDDED_HEADS / name

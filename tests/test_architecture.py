@@ -13,7 +13,7 @@ FORBIDDEN = {
     "pipeline": {"jobs", "recipes", "benchmarks", "tests"},
     "pipeline/openai": {"ray", "pyarrow", "fastapi", "starlette"},
     "jobs": {"drafter", "ray", "recipes", "benchmarks", "tests"},
-    "benchmarks": {"ray", "pipeline", "jobs", "tests"},
+    "benchmarks": {"jobs", "tests"},
 }
 
 

@@ -5,7 +5,6 @@ One Ray task measures everything side by side; it takes a GPU where there is one
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 import time
@@ -62,7 +61,7 @@ def evaluate(config: EvaluateConfig, command: str) -> None:
     folder = Path(config.output).expanduser()
     earlier = open_output(folder)
     wanted = ResourcesConfig(gpus_per_actor=config.gpus)
-    resources = share_out(wanted, may_grow=connect(), what="evaluation", settings="{}")
+    resources = share_out(wanted, connect(), what="evaluation", settings="{}")
     done = frozenset(cell.place for cell in earlier.cells) if earlier is not None else frozenset()
     results = collect(measure_on(resources, config, questions, command, done), folder, earlier)
     files = write_report(results, folder)
@@ -109,7 +108,7 @@ def measure_on(
         config.questions,
         command,
         done,
-        math.ceil(resources.cpus),
+        resources.threads,
     )
     try:
         for item in stream:

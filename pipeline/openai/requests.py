@@ -23,6 +23,7 @@ Prompt = str | list[int] | Messages
 """A text, token ids, or chat messages."""
 
 _SEEDS = 2**63
+_TOKENS = 2**31
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles that a chat template knows; `developer` is OpenAI's newer name for `system`."""
 _MESSAGE_FIELDS = {"role", "content", "name"}
@@ -277,7 +278,7 @@ def _stop(value: Any) -> tuple[str, ...]:
 
 def _logit_bias(value: dict[str, float]) -> dict[int, float]:
     for token, bias in value.items():
-        if not (token.isascii() and token.isdigit()) or not -100 <= bias <= 100:
+        if not (token.isascii() and token.isdigit() and len(token) < 10) or not -100 <= bias <= 100:
             message = f"Invalid 'logit_bias': token ids with numbers of -100 to 100, not {_shown({token: bias})}."
             raise _refusal(message, "logit_bias", "invalid_value")
     return {int(token): bias for token, bias in value.items()}
@@ -345,4 +346,6 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
 
 
 def _is_tokens(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int and token >= 0 for token in value)
+    return (
+        isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token < _TOKENS for token in value)
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from pyarrow import fs
 from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
-from ray.train.torch import TorchTrainer
+from ray.train.torch import TorchConfig, TorchTrainer
 
-from pipeline.cluster import ActorResources, connect, quiet_ray_data, share_out
+from pipeline.cluster import ActorResources, Cluster, connect, quiet_ray_data, share_out
 from pipeline.config import ResourcesConfig
 from pipeline.errors import InputError, JobError, one_line
 from pipeline.manifest import read_run, save_run, versions
@@ -58,7 +58,7 @@ def run(config: TrainConfig, model: str, texts: Texts, folder: TrainingFolder, m
     if not finished(folder):
         facts: dict[str, Any] = {"base_fingerprint": texts.base_fingerprint}
         save_run(folder.run_file, config.as_dict(), meant, state="running", **facts)
-        resources = share_workers(config.workers, may_grow=connect())
+        resources = share_workers(config.workers, connect())
         quiet_ray_data()
         staged = StagedTexts.load(folder.staged)
         if staged is None:
@@ -84,14 +84,14 @@ def finished(folder: TrainingFolder) -> bool:
     return folder.run_file.type == fs.FileType.File and bool(read_run(folder.run_file)["state"] == "finished")
 
 
-def share_workers(config: WorkersConfig, *, may_grow: bool) -> ActorResources:
+def share_workers(config: WorkersConfig, cluster: Cluster) -> ActorResources:
     """Divide the cluster among the workers.
 
     Raises:
         InputError: There is not enough for the fewest, and there will not be more.
     """
     wanted = ResourcesConfig(config.fewest, config.most, config.gpus, config.cpus)
-    return share_out(wanted, may_grow=may_grow, what="workers", settings="workers.{} or workers.number")
+    return share_out(wanted, cluster, what="workers", settings="workers.{} or workers.number")
 
 
 def execute(
@@ -122,12 +122,13 @@ def execute(
             "versions": versions("deepspeed"),
         },
         board=board,
-        threads=math.ceil(resources.cpus),
+        threads=resources.threads,
     )
     forget_torn_list(folder.checkpoints)
     trainer = TorchTrainer(
         train_worker,
         train_loop_config={"task": task},
+        torch_config=TorchConfig(backend="nccl" if have_cuda(resources) else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=config.workers.number,
             use_gpu=resources.gpus > 0,
@@ -155,6 +156,13 @@ def execute(
         raise (InputError if of_input else JobError)(message) from failure
     if failure is not None:
         raise JobError(_reason(failure)) from failure
+
+
+def have_cuda(resources: ActorResources) -> bool:
+    """Whether the GPUs that workers get are there: on clusters for tests they are only counted."""
+    if not resources.gpus:
+        return False
+    return bool(ray.get(ray.remote(num_cpus=0, num_gpus=resources.gpus)(torch.cuda.is_available).remote()))
 
 
 def _reason(failure: Exception) -> str:

@@ -41,7 +41,8 @@ def run(task: WorkerTask) -> None:
     torch.set_num_threads(task.threads)
     context = ray.train.get_context()
     config, settings = task.config, task.config.training
-    device = ray.train.torch.get_device()
+    # Ray would name a GPU that is only counted.
+    device = ray.train.torch.get_device() if torch.cuda.is_available() else torch.device("cpu")
     base = load_base(task, device)
     rank, workers = context.get_world_rank(), context.get_world_size()
     if config.texts.store_hidden:

@@ -153,5 +153,5 @@ def test_a_report_is_made_again_from_its_json(tmp_path: Path) -> None:
     make_again([str(tmp_path)])
     assert (tmp_path / "table.md").read_text() == page(results(cells()))
     assert (tmp_path / "stage_times.png").is_file()
-    with pytest.raises(SystemExit, match=r"neither results.json nor heads.json"):
+    with pytest.raises(SystemExit, match=r"none of results.json, heads.json, scale.json"):
         make_again([str(tmp_path / "elsewhere")])

@@ -5,44 +5,43 @@ A program of its own, because a process can be in one cluster only.
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
-import ray
 from ray.cluster_utils import Cluster
 
-from pipeline.generate import main
 
-
-def lose_nodes(cluster: Cluster, nodes: list[object], data: Path) -> None:
-    """Take one node away, then all, then give one back, each when more is committed than before."""
-    wait_for_parts(data, 2)
-    cluster.remove_node(nodes.pop(), allow_graceful=False)
-    wait_for_parts(data, 2)
-    for node in nodes:
-        cluster.remove_node(node, allow_graceful=False)
-    cluster.add_node(wait=False, num_cpus=2)
-    print(f"nodes lost: 1, {len(nodes)}, back: 1", flush=True)
-
-
-def wait_for_parts(data: Path, more: int) -> None:
-    """Until so many more are committed."""
+def wait_for_parts(job: subprocess.Popen[bytes], data: Path, more: int) -> None:
+    """Until so many more are committed, or the job has ended."""
     before = len(list(data.glob("*.parquet")))
-    while len(list(data.glob("*.parquet"))) < before + more:
+    while job.poll() is None and len(list(data.glob("*.parquet"))) < before + more:
         time.sleep(0.05)
 
 
-if __name__ == "__main__":
-    source, out, model = sys.argv[1:]
+def main(source: str, out: str, model: str) -> int:
+    """Take one of three nodes away, then the other two, then give one back; return the job's exit code."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    nodes: list[object] = [cluster.add_node(num_cpus=2) for _ in range(3)]
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-    threading.Thread(target=lose_nodes, args=[cluster, nodes, Path(out) / "data"], daemon=True).start()
-    arguments = ["--input", source, "--output", out, "--model", model, "--drafter", "ngram", "--engine.slots", "4"]
-    arguments += ["--sampling.max_new_tokens", "12", "--writing.rows_per_file", "8", "--resources.min_actors", "2"]
-    code = main([*arguments, "--resources.cpus_per_actor", "1"])
-    ray.shutdown()
-    cluster.shutdown()
-    sys.exit(code)
+    nodes = [cluster.add_node(num_cpus=2) for _ in range(3)]
+    command = [sys.executable, "-m", "jobs.generate", "--input", source, "--output", out, "--model", model]
+    command += ["--drafter", "ngram", "--engine.slots", "4", "--sampling.max_new_tokens", "12"]
+    command += ["--writing.rows_per_file", "8", "--resources.min_actors", "2", "--resources.cpus_per_actor", "1"]
+    job = subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": cluster.address})
+    try:
+        for lost in (1, 2):
+            wait_for_parts(job, Path(out) / "data", 2)
+            for node in nodes[:lost]:
+                cluster.remove_node(node, allow_graceful=False)
+            del nodes[:lost]
+            print(f"{lost} lost, {job.poll() is None}", flush=True)
+        cluster.add_node(num_cpus=2)
+        return job.wait()
+    finally:
+        job.kill()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

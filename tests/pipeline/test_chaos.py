@@ -165,5 +165,5 @@ def test_lost_nodes(lm: SpeculativeLM, model: Path, tmp_path: Path) -> None:
     source, out = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts]), tmp_path / "out"
     command = [sys.executable, "-m", "tests.pipeline.node_loss", source, out, model]
     job = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=280)
-    assert "nodes lost: 1, 2, back: 1" in job.stdout, job.stderr
+    assert job.stdout.startswith("1 lost, True\n2 lost, True\n"), job.stderr  # while it ran
     assert_whole(Outcome(job.returncode, job.stdout, job.stderr, out), lm, prompts)

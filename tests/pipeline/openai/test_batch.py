@@ -53,6 +53,7 @@ BATCH_LINES: list[Any] = [
     "{broken",
     {"method": "POST", "url": CHAT, "body": {}},
     line(7),
+    line(""),
     {"custom_id": "url", "method": "POST", "url": "/v1/embeddings", "body": {"input": "x"}},
     {"custom_id": "bodyless", "method": "POST", "url": CHAT},
     line("parts", temperature=0, messages=[{"role": "user", "content": [{"type": "text", "text": "how many apples"}]}]),
@@ -67,7 +68,17 @@ def test_a_batch_is_answered_as_openai_answers(run: Run, lm: SpeculativeLM, tmp_
 
     # Every line is answered or explained, in the order of the input.
     assert [one["custom_id"] for one in output] == ["greedy", "sampled", "unseeded", "texts", "tokens", "parts"]
-    assert [one["custom_id"] for one in errors] == ["tools", "long", "partly", None, None, None, "url", "bodyless"]
+    assert [one["custom_id"] for one in errors] == [
+        "tools",
+        "long",
+        "partly",
+        None,
+        None,
+        None,
+        None,
+        "url",
+        "bodyless",
+    ]
     assert len({one["id"] for one in output + errors}) == len(BATCH_LINES)
     answers = {one["custom_id"]: one["response"]["body"] for one in output}
     assert all(one["response"]["status_code"] == 200 and one["error"] is None for one in output)
@@ -135,7 +146,7 @@ def test_a_batch_is_answered_as_openai_answers(run: Run, lm: SpeculativeLM, tmp_
     assert failed["url"]["response"]["body"]["error"]["param"] == "url"
     assert failed["bodyless"]["response"]["body"]["error"]["param"] == "body"
     nameless = [one["error"] for one in errors if one["custom_id"] is None]
-    assert [error["message"].split(": ")[0] for error in nameless] == [f"batch.jsonl:{n}" for n in (9, 10, 11)]
+    assert [error["message"].split(": ")[0] for error in nameless] == [f"batch.jsonl:{n}" for n in (9, 10, 11, 12)]
     assert all(one["response"] is None for one in errors if one["custom_id"] is None)
 
     # Submitted again, it writes nothing; what is lost is written again, the same to the byte.

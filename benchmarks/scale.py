@@ -1,0 +1,322 @@
+"""What a generation job costs beside its engines: seconds and bytes a part, as the number of parts grows.
+
+    python -m benchmarks.scale --output benchmarks/results/scale
+
+Everything is measured with the job's own code on local disk and in one driver; a second table multiplies it up to a
+job of many rows on many GPUs, so that what would break first can be seen on paper.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shlex
+import sys
+import tempfile
+import tracemalloc
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import ray
+
+from drafter.base_model import BaseModel
+from drafter.embedded import EMBEDDED_BASE
+from drafter.evaluation.environment import environment
+from drafter.evaluation.results import write_json
+from drafter.evaluation.tables import markdown_table
+from drafter.requests import Generation, Request, SamplingParams
+from drafter.statistics import DecodeCounts
+from pipeline.cluster import connect
+from pipeline.config import ReadingConfig, WritingConfig
+from pipeline.engine_actor import OUTPUT_TYPE, output_columns
+from pipeline.execution import missing_parts
+from pipeline.files import locate
+from pipeline.generate import main as generate
+from pipeline.output import OutputFolder
+from pipeline.reading import find_prompts, list_input
+from pipeline.staging import Part, StagedInput, StagedParts, stage_files
+from pipeline.writing import commit_part
+
+SCALE_FILE = "scale.json"
+TABLE_FILE = "scale.md"
+ROWS_PER_PART = WritingConfig().rows_per_file
+_PROMPT = "Tom has 3 boxes of 12 pens and gives 5 pens to each of his 4 friends. How many pens are left? " * 4
+_PROMPT_TOKENS, _OUTPUT_TOKENS = 100, 256
+_JOB_ROWS_PER_PART = 2
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What was measured. Seconds are a processor's: what disks and networks add is their own.
+
+    Args:
+        stage_seconds: To stage a part.
+        staged_bytes: Of a staged part on disk.
+        list_bytes: Of a part in the list of all, on disk.
+        list_memory_bytes: Of a part in the list, in memory.
+        list_seconds: To read a part's entry of the list.
+        look_seconds: To find out whether a part is committed, on local disk.
+        task_bytes: Of a part's read task.
+        begin_seconds: Of the driver for a part, before the first of all is read.
+        requests_bytes: Of a part's requests in the object store.
+        results_bytes: Of a part's results in the object store.
+        commit_seconds: To write and commit a part.
+        committed_bytes: Of a committed part on disk.
+        driver_seconds: Of the driver for a part on its way through the job.
+    """
+
+    stage_seconds: float
+    staged_bytes: float
+    list_bytes: float
+    list_memory_bytes: float
+    list_seconds: float
+    look_seconds: float
+    task_bytes: float
+    begin_seconds: float
+    requests_bytes: float
+    results_bytes: float
+    commit_seconds: float
+    committed_bytes: float
+    driver_seconds: float
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, write the record and its tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder for scale.json and scale.md")
+    parser.add_argument("--staged-parts", type=int, default=1_000, help="parts to stage (default: %(default)s)")
+    parser.add_argument("--listed-parts", type=int, default=100_000, help="parts to list (default: %(default)s)")
+    parser.add_argument("--begun-parts", type=int, default=20_000, help="parts of a dataset (default: %(default)s)")
+    parser.add_argument("--job-parts", type=int, default=500, help="parts to run as a job (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=10_000_000, help="rows of the job on paper")
+    parser.add_argument("--gpus", type=int, default=100, help="GPUs of the job on paper")
+    parser.add_argument("--rate", type=float, default=5.0, help="rows/s of a GPU of the job on paper")
+    args = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    with tempfile.TemporaryDirectory() as name:
+        costs = measure(Path(name), args)
+    record = {
+        "environment": environment(
+            BaseModel.from_pretrained(EMBEDDED_BASE), shlex.join(["python", "-m", "benchmarks.scale", *given])
+        ),
+        "rows_per_part": ROWS_PER_PART,
+        "parts": {
+            "staged": args.staged_parts,
+            "listed": args.listed_parts,
+            "begun": args.begun_parts,
+            "job": args.job_parts,
+        },
+        "costs": asdict(costs),
+        "on_paper": on_paper(costs, args.rows, args.gpus, args.rate),
+    }
+    args.output.mkdir(parents=True, exist_ok=True)
+    write_json(args.output / SCALE_FILE, record)
+    write_table(args.output)
+
+
+def measure(folder: Path, args: argparse.Namespace) -> Costs:
+    """All measurements, in `folder`."""
+    measured = staging_costs(folder, args.staged_parts)
+    measured |= listing_costs(folder, args.listed_parts)
+    measured |= writing_costs(folder, args.staged_parts // 4)
+    measured |= driver_costs(folder, args.job_parts)
+    connect()
+    measured |= dataset_costs(folder, args.begun_parts)
+    return Costs(**measured)
+
+
+def staging_costs(folder: Path, parts: int) -> dict[str, float]:
+    """Stage so many parts in one task."""
+    source = folder / "input.jsonl"
+    with source.open("w") as file:
+        file.writelines(json.dumps({"prompt": f"{_PROMPT} {n}"}) + "\n" for n in range(parts * ROWS_PER_PART))
+    listing, reading = list_input(str(source), "auto"), ReadingConfig()
+    staged = locate(str(folder / "staged"))
+    staged.filesystem.create_dir(staged.path)
+    seconds = timed(lambda: stage_files(listing, "0", staged, reading, find_prompts(listing, reading), ROWS_PER_PART))
+    return {
+        "stage_seconds": seconds / parts,
+        "staged_bytes": sum(file.stat().st_size for file in Path(staged.path).iterdir()) / parts,
+    }
+
+
+def listing_costs(folder: Path, parts: int) -> dict[str, float]:
+    """The list of the parts, and looking which of them are committed."""
+    staged = folder / "listed"
+    staged.mkdir()
+    prompts_type = pa.struct([("prompt", pa.string())])
+    listed = StagedInput(locate(str(staged)), some_parts(parts), prompts_type)
+    listed.save()
+    tracemalloc.start()
+    seconds = timed(lambda: StagedInput.load(listed.folder))
+    loaded = StagedInput.load(listed.folder)
+    memory = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert loaded == listed
+    output = OutputFolder(locate(str(folder / "committed")))
+    Path(output.data.path).mkdir(parents=True)
+    for part in listed.parts[: parts // 2]:
+        (Path(output.data.path) / f"{part.name}.parquet").touch()
+    return {
+        "list_bytes": (staged / "parts.json").stat().st_size / parts,
+        "list_memory_bytes": memory / parts,
+        "list_seconds": seconds / parts,
+        "look_seconds": timed(lambda: missing_parts(listed, output)) / parts,
+    }
+
+
+def writing_costs(folder: Path, parts: int) -> dict[str, float]:
+    """Commit so many parts of typical results; also the size of a part in the object store."""
+    output = OutputFolder(locate(str(folder / "written")))
+    output.create()
+    requests, results = typical_part()
+
+    def commit_all() -> None:
+        for part in some_parts(parts):
+            commit_part(output, part.name, results)
+
+    seconds = timed(commit_all)
+    return {
+        "requests_bytes": requests.nbytes,
+        "results_bytes": results.nbytes,
+        "commit_seconds": seconds / parts,
+        "committed_bytes": sum(file.stat().st_size for file in Path(output.data.path).iterdir()) / parts,
+    }
+
+
+def driver_costs(folder: Path, parts: int) -> dict[str, float]:
+    """The driver's own processor time in a job whose engine has next to nothing to do."""
+    source = folder / "short.jsonl"
+    with source.open("w") as file:
+        file.writelines(json.dumps({"prompt": f"{n}"}) + "\n" for n in range((parts + 1) * _JOB_ROWS_PER_PART))
+    settings = ["--drafter", "none", "--sampling.max_new_tokens", "1", "--engine.slots", "8"]
+    settings += ["--writing.rows_per_file", str(_JOB_ROWS_PER_PART)]
+
+    def run(name: str, rows: int) -> float:
+        before = processor_seconds()
+        command = ["--input", str(source), "--output", str(folder / name), "--reading.limit", str(rows), *settings]
+        if generate(command) != 0:
+            raise SystemExit("error: the job did not run")
+        return processor_seconds() - before
+
+    run("first", _JOB_ROWS_PER_PART)  # imports, and Ray's start
+    one = run("one", _JOB_ROWS_PER_PART)
+    many = run("many", (parts + 1) * _JOB_ROWS_PER_PART)
+    return {"driver_seconds": (many - one) / parts}
+
+
+def dataset_costs(folder: Path, parts: int) -> dict[str, float]:
+    """What Ray Data does with all parts before the first of them is read."""
+    staged = folder / "many"
+    staged.mkdir()
+    first = pyarrow.parquet.read_table(next(iter(sorted((folder / "staged").iterdir()))))
+    pyarrow.parquet.write_table(first, staged / f"{some_parts(1)[0].name}.parquet")
+    listed = StagedInput(locate(str(staged)), some_parts(parts), first.schema.field("row").type)
+    source = StagedParts(listed, list(listed.parts))
+    size = len(ray.cloudpickle.dumps(source.get_read_tasks(1)[0]))
+
+    def begin() -> None:
+        dataset = ray.data.read_datasource(source, override_num_blocks=parts, num_cpus=0.25)
+        next(iter(dataset.iter_internal_ref_bundles()))
+
+    return {"task_bytes": size, "begin_seconds": timed(begin) / parts}
+
+
+def on_paper(costs: Costs, rows: int, gpus: int, rate: float) -> dict[str, Any]:
+    """What a large job comes to. Settings are the defaults.
+
+    Args:
+        costs: Measured.
+        rows: Of the job.
+        gpus: Each with one engine.
+        rate: Rows a second of an engine.
+    """
+    parts = -(-rows // ROWS_PER_PART)
+    parts_a_second = gpus * rate / ROWS_PER_PART
+    in_flight = gpus * 2 * 3  # calls of an engine and as many again, so that the pool may grow
+    return {
+        "rows": rows,
+        "gpus": gpus,
+        "rows_a_second_and_gpu": rate,
+        "hours": rows / (gpus * rate) / 3600,
+        "parts": parts,
+        "parts_a_second": parts_a_second,
+        "staging_core_hours": parts * costs.stage_seconds / 3600,
+        "staged_gib": parts * costs.staged_bytes / (1 << 30),
+        "list_mib": parts * costs.list_bytes / _MIB,
+        "list_memory_mib": parts * costs.list_memory_bytes / _MIB,
+        "resubmission_seconds": parts * (costs.list_seconds + costs.look_seconds),
+        "begin_seconds": parts * costs.begin_seconds,
+        "tasks_mib": parts * costs.task_bytes / _MIB,
+        "object_store_mib": in_flight * (costs.requests_bytes + costs.results_bytes) / _MIB,
+        "writers": parts_a_second * costs.commit_seconds,
+        "committed_gib": parts * costs.committed_bytes / (1 << 30),
+        "driver_share_of_a_core": parts_a_second * costs.driver_seconds,
+    }
+
+
+def write_table(folder: Path) -> None:
+    """Write the tables of the record in `folder`, and print them."""
+    text = tables(json.loads((folder / SCALE_FILE).read_text(encoding="utf-8")))
+    (folder / TABLE_FILE).write_text(text, encoding="utf-8")
+    print(text)
+
+
+def tables(record: dict[str, Any]) -> str:
+    """The record for people."""
+    measured = [{"for each part": _words(name), "measured": f"{value:.3g}"} for name, value in record["costs"].items()]
+    paper = [{"the whole job": _words(name), "on paper": f"{value:,.5g}"} for name, value in record["on_paper"].items()]
+    return f"{markdown_table(measured)}\n\n{markdown_table(paper)}\n"
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ").replace("mib", "MiB").replace("gib", "GiB").replace("gpu", "GPU")
+
+
+def typical_part() -> tuple[pa.Table, pa.Table]:
+    """A part as the engines get it and as they leave it."""
+    rows = [{"prompt": f"{_PROMPT} {n}"} for n in range(ROWS_PER_PART)]
+    shared = {
+        "request_id": [f"questions-0000.jsonl:{n}" for n in range(ROWS_PER_PART)],
+        "row": rows,
+        "problem": pa.nulls(ROWS_PER_PART, pa.struct([("type", pa.string()), ("message", pa.string())])),
+        "part": ["00000-000000"] * ROWS_PER_PART,
+        "part_rows": [ROWS_PER_PART] * ROWS_PER_PART,
+    }
+    prompt, output = list(range(_PROMPT_TOKENS)), list(range(1000, 1000 + _OUTPUT_TOKENS))
+    request = Request(prompt, SamplingParams(max_new_tokens=_OUTPUT_TOKENS, seed=1))
+    steps = DecodeCounts()
+    generation = Generation("", output, "word " * _OUTPUT_TOKENS, "length", len(prompt), steps)
+    generated = pa.array([output_columns(generation, request)] * ROWS_PER_PART, OUTPUT_TYPE)
+    sampling = [json.dumps(asdict(request.sampling))] * ROWS_PER_PART
+    prompt_ids = pa.array([prompt] * ROWS_PER_PART, pa.list_(pa.int32()))
+    requests = pa.table({**shared, "prompt_ids": prompt_ids, "sampling": sampling})
+    return requests, pa.table({**shared, "generated": generated})
+
+
+def some_parts(count: int) -> tuple[Part, ...]:
+    """Parts as staging names them."""
+    return tuple(Part(f"00000-{n:06d}", ROWS_PER_PART) for n in range(count))
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Processor seconds that it took in this process: what other processes do at the time does not count."""
+    begun = processor_seconds()
+    work()
+    return processor_seconds() - begun
+
+
+def processor_seconds() -> float:
+    """Of this process until now."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Configurations to start from, and a demonstration on several nodes."""

@@ -1,0 +1,8 @@
+"""`python -m jobs.serve`: serve a model by OpenAI's API."""
+
+import sys
+
+from pipeline.serving.server import main
+
+if __name__ == "__main__":
+    sys.exit(main())

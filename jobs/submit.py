@@ -1,0 +1,8 @@
+"""`python -m jobs.submit`: run a job on a cluster, and submit it again until it is done."""
+
+import sys
+
+from pipeline.submission import main
+
+if __name__ == "__main__":
+    sys.exit(main())

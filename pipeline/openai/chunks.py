@@ -1,0 +1,134 @@
+"""How OpenAI's clients are told what is being generated: the events of a streamed answer.
+
+Each event that has text is one decode step: the accepted draft tokens and the base's own token after them.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from drafter.requests import Generation, TokenDelta
+from pipeline.openai.errors import OpenAIError
+from pipeline.openai.requests import ParsedRequest
+from pipeline.openai.responses import TokenText, chat_logprobs, completion_logprobs, usage
+from pipeline.openai.speculation import generation_statistics, step_statistics
+
+DONE = "data: [DONE]\n\n"
+"""The last event of a stream that has not failed."""
+
+
+def event(data: dict[str, Any]) -> str:
+    """A server-sent event."""
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def error_event(error: OpenAIError) -> str:
+    """The event that ends a stream that has failed."""
+    return event(error.body())
+
+
+class Chunks(ABC):
+    """The chunks of one streamed answer.
+
+    Args:
+        request: What was asked for; the answer names the same model.
+        name: The answer's `id`.
+        created: Seconds since 1970.
+        token_text: Used where log-probabilities were asked for.
+        speculation: Whether each chunk tells what became of the draft (see `pipeline.openai.speculation`).
+    """
+
+    kind: str
+
+    def __init__(
+        self, request: ParsedRequest, name: str, created: int, token_text: TokenText, *, speculation: bool
+    ) -> None:
+        self._request, self._name, self._created = request, name, created
+        self._token_text, self._speculation = token_text, speculation
+
+    @abstractmethod
+    def begin(self, index: int) -> str:
+        """What comes before the first text of choice `index`."""
+
+    @abstractmethod
+    def _content(self, index: int, delta: TokenDelta) -> dict[str, Any]:
+        """The choice's text of a step, and its log-probabilities."""
+
+    @abstractmethod
+    def _empty(self) -> dict[str, Any]:
+        """A choice without text."""
+
+    def step(self, index: int, delta: TokenDelta) -> str:
+        """A decode step of choice `index`."""
+        extension = {"speculation": step_statistics(delta)} if self._speculation else {}
+        return self._chunk([{"index": index, **self._content(index, delta), "finish_reason": None}], **extension)
+
+    def finish(self, index: int, generation: Generation) -> str:
+        """The end of choice `index`."""
+        extension = {"speculation": generation_statistics(generation)} if self._speculation else {}
+        reason = generation.finish_reason
+        return self._chunk([{"index": index, **self._empty(), "finish_reason": reason}], **extension)
+
+    def end(self, generations: Sequence[Generation]) -> str:
+        """The end of the stream: the usage, if it was asked for."""
+        if not self._request.include_usage:
+            return DONE
+        return self._chunk([], usage=usage(generations, self._request.n)) + DONE
+
+    def _chunk(self, choices: list[dict[str, Any]], **extension: Any) -> str:
+        # With `include_usage`, all chunks have the field.
+        last = {"usage": None, **extension} if self._request.include_usage else extension
+        return event(
+            {
+                "id": self._name,
+                "object": self.kind,
+                "created": self._created,
+                "model": self._request.model,
+                "system_fingerprint": None,
+                "choices": choices,
+                **last,
+            }
+        )
+
+
+class ChatChunks(Chunks):
+    """The chunks of a chat completion."""
+
+    kind = "chat.completion.chunk"
+
+    def begin(self, index: int) -> str:
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+
+    def _content(self, index: int, delta: TokenDelta) -> dict[str, Any]:
+        return {"delta": {"content": delta.text}, "logprobs": chat_logprobs(delta.logprobs, self._token_text)}
+
+    def _empty(self) -> dict[str, Any]:
+        return {"delta": {}, "logprobs": None}
+
+
+class CompletionChunks(Chunks):
+    """The chunks of a text completion."""
+
+    kind = "text_completion"
+
+    def __init__(
+        self, request: ParsedRequest, name: str, created: int, token_text: TokenText, *, speculation: bool
+    ) -> None:
+        super().__init__(request, name, created, token_text, speculation=speculation)
+        self._offsets = [0] * request.choices
+
+    def begin(self, index: int) -> str:
+        return ""
+
+    def _content(self, index: int, delta: TokenDelta) -> dict[str, Any]:
+        logprobs = completion_logprobs(delta.logprobs, self._token_text, self._offsets[index])
+        if logprobs is not None:
+            self._offsets[index] += sum(map(len, logprobs["tokens"]))
+        return {"text": delta.text, "logprobs": logprobs}
+
+    def _empty(self) -> dict[str, Any]:
+        return {"text": "", "logprobs": None}

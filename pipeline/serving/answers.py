@@ -1,0 +1,201 @@
+"""Calls become requests of an engine, and what it makes of them the answers. No Ray, no HTTP.
+
+Requests are submitted as they come and decoded together; what each step adds is sent on at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+from drafter.errors import EngineError, QueueFullError, RequestError, RequestTimeoutError
+from drafter.llm import SpeculativeLM
+from drafter.requests import Generation, Request, SamplingParams, TokenDelta
+from drafter.slots import Handle
+from pipeline.openai.chunks import ChatChunks, Chunks, CompletionChunks, error_event
+from pipeline.openai.errors import OpenAIError
+from pipeline.openai.requests import ParsedRequest
+from pipeline.openai.responses import chat_response, completion_response, token_text
+from pipeline.openai.speculation import FIELD, generation_statistics
+from pipeline.samples import sample_seed
+from pipeline.serving.messages import Call, Failure, Reply, interrupted, overloaded
+from pipeline.serving.metrics import ReplicaMetrics, Snapshot
+
+_STALLED_SECONDS = 300.0
+"""A step that takes longer hangs."""
+
+logger = logging.getLogger("ray.serve")
+
+
+class Answers:
+    """Answers calls with one engine.
+
+    Args:
+        lm: The engine, whose thread schedules all requests that come here.
+        name: Tells it from others.
+        seconds: How long a request may take.
+    """
+
+    def __init__(self, lm: SpeculativeLM, name: str, seconds: float) -> None:
+        self._lm, self._name, self._seconds = lm, name, seconds
+        self._metrics = ReplicaMetrics()
+
+    async def chat(self, call: Call) -> AsyncIterator[Reply]:
+        """Answer a request to `/v1/chat/completions`."""
+        async for reply in self._answer(call, "chatcmpl", chat_response, ChatChunks):
+            yield reply
+
+    async def completions(self, call: Call) -> AsyncIterator[Reply]:
+        """Answer a request to `/v1/completions`."""
+        async for reply in self._answer(call, "cmpl", completion_response, CompletionChunks):
+            yield reply
+
+    def snapshot(self) -> Snapshot:
+        """How the engine is, and what it has done so far.
+
+        Raises:
+            EngineError: As in `check_health`.
+        """
+        self.check_health()
+        return self._metrics.snapshot(self._name, self._lm.engine.state())
+
+    def check_health(self) -> None:
+        """Whether it can answer.
+
+        Raises:
+            EngineError: The engine has failed, or hangs.
+        """
+        engine = self._lm.engine
+        if engine.failure is not None:
+            raise engine.failure
+        if not engine.idle and time.monotonic() - engine.last_step > _STALLED_SECONDS:
+            raise EngineError(f"a step has taken more than {_STALLED_SECONDS:g} seconds")
+
+    async def _answer(
+        self, call: Call, kind: str, respond: Callable[..., dict[str, Any]], chunks: type[Chunks]
+    ) -> AsyncIterator[Reply]:
+        handles: list[Handle] = []
+        sent = False
+        name, created = f"{kind}-{uuid.uuid4().hex}", int(time.time())
+        request = call.request
+        try:
+            for each in await asyncio.to_thread(self._requests, request):
+                handles.append(self._lm.submit(each, stream=request.stream))
+            if request.stream:
+                stream = chunks(request, name, created, self._token_text, speculation=call.speculation)
+                async for events in self._stream(stream, handles):
+                    yield events
+                    sent = True
+            else:
+                generations = [self._finished(await handle.outcome()) for handle in handles]
+                body = respond(request, generations, name, created, self._token_text)
+                if call.speculation:
+                    body[FIELD] = [generation_statistics(generation) for generation in generations]
+                yield json.dumps(body, ensure_ascii=False)
+        except Exception as error:
+            # Once a chunk is out the status is, too: then the stream itself must say that it failed.
+            yield error_event(self._told(error)) if sent else Failure.of(self._told(error))
+        finally:
+            # Whatever ended this, nothing of it keeps a slot: the client may have left.
+            for handle in handles:
+                handle.cancel()
+
+    async def _stream(self, chunks: Chunks, handles: list[Handle]) -> AsyncIterator[str]:
+        """Events of all choices as they come; those that are there together are sent together."""
+        arrived: asyncio.Queue[tuple[int, TokenDelta | Generation | Exception]] = asyncio.Queue()
+        readers = [asyncio.create_task(_read(index, handle, arrived)) for index, handle in enumerate(handles)]
+        finished: dict[int, Generation] = {}
+        begun: set[int] = set()
+        try:
+            while len(finished) < len(handles):
+                items = [await arrived.get()]
+                while not arrived.empty():
+                    items.append(arrived.get_nowait())
+                events = ""
+                for index, item in items:
+                    if isinstance(item, Exception):
+                        raise item
+                    if index not in begun:
+                        begun.add(index)
+                        events += chunks.begin(index)
+                    if isinstance(item, TokenDelta):
+                        events += chunks.step(index, item)
+                    else:
+                        finished[index] = self._finished(item)
+                        events += chunks.finish(index, item)
+                if len(finished) == len(handles):
+                    events += chunks.end([finished[index] for index in range(len(handles))])
+                yield events
+        finally:
+            for reader in readers:
+                reader.cancel()
+
+    def _requests(self, request: ParsedRequest) -> list[Request]:
+        """A request of the engine for each choice.
+
+        Raises:
+            OpenAIError: A prompt or a setting cannot be used.
+        """
+        settings = {"seed": secrets.randbits(63), **request.settings}  # without a seed, each answer is another
+        defaults = SamplingParams(max_new_tokens=self._lm.max_length)
+        sampling = replace(request, settings=settings).sampling(defaults)
+        requests = []
+        for prompt in request.prompts:
+            # Token ids are taken as they are.
+            ids = prompt if isinstance(prompt, list) and isinstance(prompt[0], int) else self._encode(prompt)
+            if len(ids) >= self._lm.max_length:
+                raise OpenAIError(
+                    400,
+                    f"The prompt has {len(ids)} tokens, but prompt and answer together may have {self._lm.max_length}.",
+                    code="context_length_exceeded",
+                )
+            for choice in range(request.n):
+                own = replace(sampling, seed=sample_seed(sampling.seed, choice))
+                requests.append(Request(ids, own, timeout=self._seconds))
+        return requests
+
+    def _encode(self, prompt: Any) -> list[int]:
+        return self._lm.encode(prompt)
+
+    def _token_text(self, token: int) -> str:
+        return token_text(self._lm.tokenizer, token)
+
+    def _finished(self, generation: Generation) -> Generation:
+        self._metrics.finished(generation)
+        return generation
+
+    def _told(self, error: Exception) -> OpenAIError:
+        """What the client is told. Only what the client did wrong is told in detail."""
+        self._metrics.failed(type(error).__name__)
+        match error:
+            case OpenAIError():
+                return error
+            case RequestTimeoutError():
+                return OpenAIError(408, f"The request took longer than {self._seconds:g} seconds.", code="timeout")
+            case RequestError():
+                return OpenAIError(400, f"Invalid request: {error}.", code="invalid_value")
+            case QueueFullError():
+                return overloaded()
+            case EngineError():
+                return interrupted()
+        logger.exception("A request failed")
+        return OpenAIError(500, "The server had an error.", code="internal_error")
+
+
+async def _read(
+    index: int, handle: Handle, arrived: asyncio.Queue[tuple[int, TokenDelta | Generation | Exception]]
+) -> None:
+    """Put all that comes of a choice into the queue, its end or error last."""
+    try:
+        async for delta in handle:
+            arrived.put_nowait((index, delta))
+        arrived.put_nowait((index, await handle.outcome()))
+    except Exception as error:  # who reads the queue must hear of it, whatever it is
+        arrived.put_nowait((index, error))
