@@ -387,13 +387,20 @@ def _layer_shape(layer: Any) -> LayerShape | None:
     return LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
 
 
-def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False, local_files_only: bool = False) -> Any:
     """Load the tokeniser that belongs to a base.
+
+    Args:
+        name_or_path: Hub id or folder of the base.
+        trust_remote_code: Run code that comes with it.
+        local_files_only: Download nothing.
 
     Raises:
         LoadError: There is none to load.
     """
     try:
-        return AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            str(name_or_path), trust_remote_code=trust_remote_code, local_files_only=local_files_only
+        )
     except Exception as error:  # tokenizers raises bare `Exception` for a damaged file
         raise LoadError(f"no tokenizer at {str(name_or_path)!r}: {_first_line(error)}") from error

@@ -132,7 +132,8 @@ class Engine:
         self._waiting = WaitingQueue(config.max_queue)
         self._rows = config.slots  # may be in slots together; fewer after memory ran out
         self._times = StageTimes()
-        self._steps = self._row_steps = self._output_tokens = self._preemptions = 0
+        self._steps = self._row_steps = self._preemptions = 0
+        self._output_tokens = self._draft_tokens = self._accepted_tokens = 0
         self._prefilled_tokens = self._shared_tokens = 0
         self.last_step = time.monotonic()
         self._budget: Budget = FixedBudget(0)
@@ -166,6 +167,8 @@ class Engine:
             steps=self._steps,
             row_steps=self._row_steps,
             output_tokens=self._output_tokens,
+            draft_tokens=self._draft_tokens,
+            accepted_tokens=self._accepted_tokens,
             prefilled_tokens=self._prefilled_tokens,
             shared_tokens=self._shared_tokens,
             preemptions=self._preemptions,
@@ -319,6 +322,8 @@ class Engine:
             logprobs = dict(zip(self._logprobs, read, strict=True))
         for row, slot in enumerate(self._slots):
             self._output_tokens += slot.take(tokens[row], nodes[row], logprobs.get(row))
+            self._accepted_tokens += slot.counts.per_step_accepted[-1]
+        self._draft_tokens += sum(nodes)
         for index in range(len(self._slots) - 1, -1, -1):
             if self._slots[index].finish_reason is not None:
                 generation = self._slots[index].generation()

@@ -57,6 +57,8 @@ class EngineState:
         steps: Decode steps done.
         row_steps: The same, counted once for each request that took part.
         output_tokens: New tokens handed out.
+        draft_tokens: Draft tokens verified.
+        accepted_tokens: Draft tokens that became output.
         prefilled_tokens: Tokens of prompts that the base has read.
         shared_tokens: Tokens of prompts that it had read for another request already.
         preemptions: Requests that gave up their slot because memory ran out, to be taken up again later.
@@ -69,6 +71,8 @@ class EngineState:
     steps: int
     row_steps: int
     output_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
     prefilled_tokens: int
     shared_tokens: int
     preemptions: int

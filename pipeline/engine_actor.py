@@ -12,8 +12,10 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -23,17 +25,22 @@ import torch
 
 from drafter.engine import EngineConfig
 from drafter.errors import LoadError
+from drafter.evaluation.environment import device_name
 from drafter.llm import SpeculativeLM
-from drafter.requests import Generation, Request, SamplingParams
+from drafter.requests import Generation, Request, SamplingParams, Timing
 from drafter.statistics import DecodeCounts, statistics_columns
 from pipeline.config import LimitsConfig
 from pipeline.errors import JobError, one_line
 from pipeline.feeder import Feeder
 from pipeline.ledger import Outcome, RowKey
 from pipeline.logprobs import LOGPROBS_TYPE, logprobs_value
+from pipeline.metrics import EngineMetrics, Pulse, RowMetrics
+from pipeline.progress import BEAT_SECONDS, EngineReport, PartReport
 from pipeline.staging import PROBLEM_TYPE
 from pipeline.watchdog import watch
 
+TIMING_COLUMNS = ("generation_seconds", "finished_at")
+"""The output columns that differ when a row is made again: how long it took in its slot, and when that was."""
 _LOAD_AGAIN_SECONDS = 5.0
 
 
@@ -106,10 +113,12 @@ class EngineActor:
         limits: When a row, or a step of the engine, is given up.
         ledger: A `Ledger` actor.
         progress: A `ProgressBoard` actor.
+        run: The job's name in metrics: its output.
     """
 
-    def __init__(self, spec: EngineSpec, limits: LimitsConfig, ledger: Any, progress: Any) -> None:
+    def __init__(self, spec: EngineSpec, limits: LimitsConfig, ledger: Any, progress: Any, run: str) -> None:
         self._progress = progress
+        self._name, self._begun = uuid.uuid4().hex, time.monotonic()
         self._failure: Exception | None = None
         remote_ledger = RemoteLedger(ledger)
         # An error here would have Ray retry what cannot succeed, so it is raised by the first call.
@@ -120,11 +129,15 @@ class EngineActor:
         if self._failure is not None:
             self._tell("failed", one_line(self._failure))
             return
-        self._feeder = Feeder(self._lm.submit, output_columns, remote_ledger, spec.config.slots, limits.row_attempts)
+        base, engine = self._lm.base, self._lm.engine
+        tags = {"run": run, "model": spec.model or "embedded", "drafter": spec.drafter}
+        self._metrics, self._rows = EngineMetrics(engine, tags), RowMetrics(tags)
+        self._device, self._fingerprint = device_name(base.device), base.fingerprint
+        self._feeder = Feeder(self._lm.submit, self._finished, remote_ledger, spec.config.slots, limits.row_attempts)
         self._row_seconds = limits.row_seconds
         stuck = RuntimeError(f"a step took longer than limits.step_seconds, {limits.step_seconds:g}")
-        watch(self._lm.engine, limits.step_seconds, partial(self._end, stuck))
-        self._tell("loaded", self._lm.base.fingerprint)
+        watch(engine, limits.step_seconds, partial(self._end, stuck))
+        Pulse(BEAT_SECONDS, self._beat)
 
     def _load(self, spec: EngineSpec, ledger: RemoteLedger) -> LoadError | None:
         """Load the models; where others could, a failure is this machine's, and ends the process to try another."""
@@ -170,6 +183,8 @@ class EngineActor:
             outcomes[name].problem if name in outcomes else problem
             for name, problem in zip(names, problems, strict=True)
         ]
+        for problem in filter(None, problems):
+            self._rows.failed(problem["type"])
         problem = pa.array(problems, PROBLEM_TYPE)
         table = table.set_column(table.schema.get_field_index("problem"), "problem", problem)
         return table.drop_columns(["prompt_ids", "sampling"]).append_column("generated", pa.array(rows, OUTPUT_TYPE))
@@ -186,9 +201,28 @@ class EngineActor:
     def _report(self, part: str, errors: int, outcomes: Mapping[str, Outcome]) -> None:
         """Say how far a part is; `errors` of its rows no engine has to see."""
         generated = [outcome.generated for outcome in outcomes.values() if outcome.generated is not None]
-        failed = errors + len(outcomes) - len(generated)
-        tokens = sum(len(columns["token_ids"]) for columns in generated)
-        self._tell("update", part, errors + len(outcomes), failed, tokens)
+        rows = errors + len(outcomes)
+        tokens, steps = (sum(row[name] for row in generated) for name in ("num_output_tokens", "num_decode_steps"))
+        self._tell("update", part, PartReport(rows, rows - len(generated), tokens, steps))
+
+    def _finished(self, generation: Generation, request: Request) -> dict[str, Any]:
+        """What a request that has just finished adds to its row."""
+        self._rows.generated(generation.finish_reason, slot_seconds(generation.timing))
+        return output_columns(generation, request)
+
+    def _beat(self) -> None:
+        """Show how the engine is."""
+        self._metrics.publish()
+        state = self._lm.engine.state()
+        report = EngineReport(
+            seconds=time.monotonic() - self._begun,
+            device=self._device,
+            fingerprint=self._fingerprint,
+            slots=state.slots,
+            active=state.active,
+            waiting=state.waiting,
+        )
+        self._tell("engine", self._name, report)
 
     def _end(self, why: Exception) -> None:
         self._tell("crashed", f"{type(why).__name__}: {one_line(why)}")
@@ -207,7 +241,7 @@ def _die() -> None:
 
 
 def output_columns(generation: Generation, request: Request) -> dict[str, Any]:
-    """What a finished request adds to its row."""
+    """What a request that has just finished adds to its row."""
     return {
         "text": generation.text,
         "prompt_token_ids": list(request.prompt_ids),
@@ -217,21 +251,28 @@ def output_columns(generation: Generation, request: Request) -> dict[str, Any]:
         "num_output_tokens": len(generation.token_ids),
         "seed": request.sampling.seed,
         **statistics_columns(generation.counts),
+        "generation_seconds": slot_seconds(generation.timing),
+        "finished_at": datetime.now(UTC),
         "logprobs": logprobs_value(generation.logprobs),
     }
 
 
+def slot_seconds(timing: Timing) -> float:
+    """How long a request was in its slot, its prefill and what it waited after a preemption included."""
+    return timing.total - timing.queued if timing.queued is not None else 0.0
+
+
 def _output_type() -> pa.StructType:
-    kinds: dict[type, Callable[[], pa.DataType]] = {str: pa.string, int: pa.int64, float: pa.float64}
+    kinds: dict[type, pa.DataType] = {
+        str: pa.string(),
+        int: pa.int64(),
+        float: pa.float64(),
+        list: pa.list_(pa.int64()),
+        datetime: pa.timestamp("ms", "UTC"),
+        type(None): LOGPROBS_TYPE,
+    }
     example = output_columns(Generation("", [], "", "stop", 0, DecodeCounts()), Request([]))
-    return pa.struct(
-        [
-            (name, pa.list_(pa.int64()) if isinstance(value, list) else kinds[type(value)]())
-            for name, value in example.items()
-            if name != "logprobs"
-        ]
-        + [("logprobs", LOGPROBS_TYPE)]
-    )
+    return pa.struct([(name, kinds[type(value)]) for name, value in example.items()])
 
 
 OUTPUT_TYPE = _output_type()

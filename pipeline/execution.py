@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+import pyarrow.dataset
 import ray
 from pyarrow import fs
 
@@ -19,17 +20,20 @@ from pipeline.batch_output import write_batch
 from pipeline.cluster import HELPER_CPUS, ActorResources, beside_driver, connect, quiet_ray_data, share_out
 from pipeline.compaction import compact
 from pipeline.config import GenerateConfig
+from pipeline.display import display
 from pipeline.engine_actor import EngineActor, EngineSpec
 from pipeline.errors import InputError, JobError, JobStopped, one_line
 from pipeline.feeder import places
 from pipeline.lease import Lease
-from pipeline.ledger import Ledger, LedgerCounts
+from pipeline.ledger import Ledger, LedgerCounts, SavedRow
 from pipeline.manifest import read_run, save_run
+from pipeline.metrics import JobMetrics
 from pipeline.output import OutputFolder
-from pipeline.progress import ProgressBoard, ProgressDisplay, Snapshot
+from pipeline.progress import PartReport, Progress, ProgressBoard, ProgressWatch, Tally
 from pipeline.prompts import PromptSettings, make_requests, model_name
 from pipeline.reading import InputListing, PromptSource
 from pipeline.staging import Part, StagedInput, StagedParts, stage
+from pipeline.status import StatusFile
 from pipeline.stopping import Stopping, StopRequestedError
 from pipeline.summary import count_rows, read_totals, summarise
 from pipeline.unfinished import delete_unfinished, read_unfinished, write_unfinished
@@ -48,12 +52,13 @@ def run(
         JobError: The job failed on the way.
         JobStopped: It was told to stop.
     """
-    last = Snapshot()
+    last = Progress()
     stopping = Stopping()
     try:
         if not finished(output):
-            with stopping, Lease(output.lease, lost=lambda by: stopping.stop(f"{by} works on the output now")):
-                last = finish(config, listing, source, output, meant, stopping)
+            lease = Lease(output.lease, lost=lambda by: stopping.stop(f"{by} works on the output now"))
+            with stopping, lease, StatusFile(output.status_file) as status:
+                last = finish(config, listing, source, output, meant, stopping, status)
     except StopRequestedError as stop:
         raise JobStopped(str(stop)) from None
     print(summarise(output, read_totals(output), last.tokens, last.rows, last.seconds), flush=True)
@@ -74,7 +79,8 @@ def finish(
     output: OutputFolder,
     meant: dict[str, Any],
     stopping: Stopping,
-) -> Snapshot:
+    status: StatusFile,
+) -> Progress:
     """Do what is still to be done, as the only submission at work; leave nothing but the results.
 
     Raises:
@@ -85,22 +91,26 @@ def finish(
     staged = StagedInput.load(output.staged)
     if staged is None and output.committed():
         raise InputError(f"output {config.output} has results but no list of their rows (_staged): choose another")
-    last = Snapshot()
+    last = Progress()
     if staged is None or missing_parts(staged, output):
         base = read_run(output.run_file).get("base_fingerprint")
         save_run(output.run_file, config.as_dict(), meant, state="running", base_fingerprint=base)
         cluster = connect()
         stopping.take_over()
         resources = share_out(config.resources, cluster)
+        status.takes(resources)
         if staged is None:
             staged = stage(listing, output.staged, config.reading, source, config.writing.rows_per_file)
         on_start = partial(note_base, config, output, meant)
-        last = execute(config, source, output, staged, resources, stopping, on_start)
+        last = execute(config, source, output, staged, resources, stopping, on_start, status)
     compact(output, None if config.writing.compact_mb is None else int(config.writing.compact_mb * 2**20))
     rows, errors = count_rows(output)
     if rows + errors != staged.rows:
         found = f"{rows} rows and {errors} errors"
         raise JobError(f"output {config.output} has {found} instead of {staged.rows} in all: choose another output")
+    # Reports may have got lost on the way; the files know.
+    before = staged.rows - last.rows
+    status.show(replace(last, total=staged.rows, before=before, errors=errors - last.errors_before))
     if source.kind == "openai":
         write_batch(output, staged, partial(load_tokenizer, model_name(config.model)))
     facts = {"rows": staged.rows, "base_fingerprint": read_run(output.run_file).get("base_fingerprint")}
@@ -110,7 +120,7 @@ def finish(
     return last
 
 
-def note_base(config: GenerateConfig, output: OutputFolder, meant: dict[str, Any], now: Snapshot) -> None:
+def note_base(config: GenerateConfig, output: OutputFolder, meant: dict[str, Any], now: Progress) -> None:
     """Remember whose results these are as soon as it is known: who trains on them must be sure."""
     save_run(output.run_file, config.as_dict(), meant, state="running", base_fingerprint=now.fingerprint)
 
@@ -138,8 +148,9 @@ def execute(
     staged: StagedInput,
     resources: ActorResources,
     stopping: Stopping,
-    on_start: Callable[[Snapshot], None],
-) -> Snapshot:
+    on_start: Callable[[Progress], None],
+    status: StatusFile,
+) -> Progress:
     """Generate what is missing, and show how far it is; `on_start` is called when the first engine is ready.
 
     Raises:
@@ -155,23 +166,50 @@ def execute(
     base = read_run(output.run_file).get("base_fingerprint")
     unfinished = [row for row in read_unfinished(output) if row.part in {part.name for part in missing}]
     ledger = ray.remote(**actor)(Ledger).remote(config.limits.row_attempts, unfinished, base)
-    display = ProgressDisplay(board, staged.rows, staged.rows - left, on_start)
+    kept = kept_rows(unfinished)
+    rows_before = staged.rows - left + sum(part.rows for part in kept.values())
+    errors_before = count_errors(output, missing) + sum(part.errors for part in kept.values())
+    tally = Tally(staged.rows, rows_before, errors_before, kept)
+    progress = ProgressWatch(board, tally, on_start, [display(), status, JobMetrics(config.output)])
     try:
-        with display, stopping.draining(partial(drain, ledger, config.limits.drain_seconds)):
+        with progress, stopping.draining(partial(drain, ledger, config.limits.drain_seconds)):
             stream(config, source, output, staged, missing, resources, board, ledger)
         counts: LedgerCounts = ray.get(ledger.counts.remote())
         if counts.engine_deaths:
             deaths = f"{counts.engine_deaths} times an engine's process ended and was replaced"
             print(f"{deaths}; {counts.rows_again} rows were generated again", file=sys.stderr, flush=True)
     except Exception as error:
-        if display.last.failure is not None:
-            raise InputError(display.last.failure) from error
+        if progress.last.failure is not None:
+            raise InputError(progress.last.failure) from error
         cause = getattr(error, "cause", None) or error
         why = str(cause) if isinstance(cause, JobError) else f"{type(cause).__name__}: {one_line(cause)}"
-        raise JobError(f"{why}: {display.last.crash}" if display.last.crash else why) from error
+        raise JobError(f"{why}: {progress.last.crash}" if progress.last.crash else why) from error
     finally:
         keep_unfinished(output, ledger)
-    return display.last
+    return progress.last
+
+
+def kept_rows(unfinished: Sequence[SavedRow]) -> dict[str, PartReport]:
+    """What earlier submissions have done of parts that are not committed; engines will report it again."""
+    kept: dict[str, PartReport] = {}
+    for row in unfinished:
+        done = PartReport()
+        if row.generated is not None:
+            done = PartReport(1, 0, row.generated["num_output_tokens"], row.generated["num_decode_steps"])
+        elif row.problem is not None:
+            done = PartReport(1, 1)
+        kept[row.part] = kept.get(row.part, PartReport()).plus(done)
+    return kept
+
+
+def count_errors(output: OutputFolder, missing: Sequence[Part]) -> int:
+    """Rows that could not be generated, but for those of parts that are not committed."""
+    uncommitted = {f"{part.name}.parquet" for part in missing}
+    paths = [info.path for info in output.errors.children() if info.path.rpartition("/")[2] not in uncommitted]
+    if not paths:
+        return 0
+    filesystem = output.root.filesystem
+    return int(pyarrow.dataset.dataset(paths, filesystem=filesystem, format="parquet").count_rows())
 
 
 def drain(ledger: Any, seconds: float) -> None:
@@ -244,7 +282,13 @@ def stream(
         compute=pool,
         num_cpus=resources.cpus,
         num_gpus=resources.gpus,
-        fn_constructor_kwargs={"spec": spec, "limits": config.limits, "ledger": ledger, "progress": board},
+        fn_constructor_kwargs={
+            "spec": spec,
+            "limits": config.limits,
+            "ledger": ledger,
+            "progress": board,
+            "run": config.output,
+        },
     )
     sink = PartsDatasink(output, unwanted_columns(config, source, staged), ledger.commit.remote)
     dataset.write_datasink(sink, ray_remote_args={"num_cpus": HELPER_CPUS})

@@ -11,6 +11,8 @@ from pipeline.files import Location
 
 RUN_FILE = "run.json"
 """What was run, in every job's output."""
+STATUS_FILE = "status.json"
+"""How far a generation job is, in its output."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,11 @@ class OutputFolder:
     def run_file(self) -> Location:
         """What was run."""
         return self.root / RUN_FILE
+
+    @property
+    def status_file(self) -> Location:
+        """How far the job is."""
+        return self.root / STATUS_FILE
 
     @property
     def batch_output(self) -> Location:

@@ -20,7 +20,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 def environment(base: BaseModel, command: str) -> dict[str, Any]:
     """The record that goes beside every figure. `command` is the command line to repeat it."""
-    gpu = torch.cuda.get_device_name(base.device) if base.device.type == "cuda" else None
+    gpu = device_name(base.device) if base.device.type == "cuda" else None
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
@@ -41,6 +41,11 @@ def environment(base: BaseModel, command: str) -> dict[str, Any]:
             "transformers": transformers.__version__,
         },
     }
+
+
+def device_name(device: torch.device) -> str:
+    """A GPU's name, or the processor's."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
 
 
 def machine(record: dict[str, Any]) -> str:

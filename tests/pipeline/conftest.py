@@ -17,6 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from pipeline.engine_actor import TIMING_COLUMNS
 from pipeline.generate import main
 
 TEMPLATE = (
@@ -31,7 +32,13 @@ TEMPLATE = (
 def local_ray() -> Iterator[None]:
     os.environ["RAY_ADDRESS"] = "local"  # never somebody else's cluster
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - tests wait for their workers
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        _system_config={"metrics_report_interval_ms": 1000},
+    )
     yield
     ray.shutdown()
     del os.environ["RAY_ADDRESS"]
@@ -118,6 +125,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """A Parquet file's rows."""
     rows: list[dict[str, Any]] = pyarrow.parquet.ParquetFile(path).read().to_pylist()
     return rows
+
+
+def untimed(row: dict[str, Any]) -> dict[str, Any]:
+    """What must be the same in a row that is made again."""
+    return {name: value for name, value in row.items() if name not in TIMING_COLUMNS}
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> Path:

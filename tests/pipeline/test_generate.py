@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ from drafter import EngineConfig, SamplingParams, SpeculativeLM
 from drafter.errors import LoadError
 from drafter.statistics import DecodeCounts, statistics_columns
 from pipeline.config import LimitsConfig
-from pipeline.engine_actor import OUTPUT_TYPE, EngineActor, EngineSpec
+from pipeline.engine_actor import OUTPUT_TYPE, TIMING_COLUMNS, EngineActor, EngineSpec
 from pipeline.ledger import Ledger
 from pipeline.progress import ProgressBoard
 from pipeline.prompts import row_seed
 from pipeline.staging import PROBLEM_TYPE
-from tests.pipeline.conftest import Outcome, Run, write_jsonl
+from tests.pipeline.conftest import Outcome, Run, untimed, write_jsonl
 
 QUESTIONS = ["how many apples", "how many pens does she have", "she", "does she have apples and pens " * 3]
 INPUT: list[Any] = [
@@ -54,7 +55,7 @@ def expected(lm: SpeculativeLM, row: dict[str, Any], **settings: Any) -> Any:
 
 
 def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "in.jsonl", INPUT)
+    source, begun = write_jsonl(tmp_path / "in.jsonl", INPUT), datetime.now(UTC)
     done = run(source, "--writing.rows_per_file", 5, "--sampling.seed", 9)
     assert done.code == 0, done.stderr
 
@@ -79,6 +80,10 @@ def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, t
         assert row["num_output_tokens"] == len(generation.token_ids)
         assert row["seed"] == settings.get(line, {}).get("seed", row_seed(9, row["request_id"]))
         assert sum(row["acceptance_histogram"]) == row["num_decode_steps"]
+        assert len(row["per_step_accepted"]) == row["num_decode_steps"]
+        assert sum(row["per_step_accepted"]) == row["num_accepted_draft_tokens"]
+        assert begun < row["finished_at"] < datetime.now(UTC)
+        assert 0 < row["generation_seconds"] < (row["finished_at"] - begun).total_seconds()
         assert row["mean_acceptance_length"] == pytest.approx(row["num_output_tokens"] / row["num_decode_steps"])
 
     # Every input column is there; theirs gives way to ours.
@@ -155,7 +160,7 @@ def test_submitting_again_goes_on_where_the_job_stopped(run: Run, finished: tupl
     resumed = run(source, *again, "--writing.rows_per_file", 3)
     assert resumed.code == 0, resumed.stderr
     assert "2 of 8 rows to generate" in resumed.stderr
-    assert resumed.rows == rows
+    assert [untimed(row) for row in resumed.rows] == [untimed(row) for row in rows]
     after = snapshot(done.folder)
     untouched = [path for path in before if "/data/" in path and path != str(lost)]
     assert len(untouched) == 3
@@ -195,6 +200,10 @@ def staged_table(prompts: list[list[int] | None], part: str = "p", tokens: int =
     )
 
 
+def generated(table: pa.Table) -> list[dict[str, Any] | None]:
+    return [row and untimed(row) for row in table["generated"].to_pylist()]
+
+
 @pytest.fixture(scope="module")
 def actor(local_ray: None, model: Path) -> EngineActor:
     """An actor's object, in this process."""
@@ -204,13 +213,14 @@ def actor(local_ray: None, model: Path) -> EngineActor:
 def make_actor(model: Path, drafter: str, base: str | None = None) -> EngineActor:
     spec = EngineSpec(str(model), drafter, {}, EngineConfig(slots=2, nodes=3), threads=1)
     board, ledger = ray.remote(num_cpus=0)(ProgressBoard).remote(), ray.remote(num_cpus=0)(Ledger).remote(4, (), base)
-    return EngineActor(spec, LimitsConfig(), ledger, board)
+    return EngineActor(spec, LimitsConfig(), ledger, board, "test")
 
 
 def test_a_call_returns_its_rows_in_their_order_and_the_same_again(actor: EngineActor) -> None:
     prompts: list[list[int] | None] = [[7, 8, 9] * (1 + n % 3) for n in range(7)]
     first, second = actor(staged_table(prompts)), actor(staged_table(prompts, "q"))
-    assert first.drop_columns(["part"]).equals(second.drop_columns(["part"]))
+    assert first.drop_columns(["part", "generated"]).equals(second.drop_columns(["part", "generated"]))
+    assert generated(first) == generated(second)
     assert first["request_id"].to_pylist() == [str(n) for n in range(7)]
     assert first.schema.field("generated").type == OUTPUT_TYPE
     assert "prompt_ids" not in first.column_names
@@ -231,16 +241,16 @@ def test_parts_share_the_engine_across_their_borders(actor: EngineActor, monkeyp
         results = [call.result() for call in calls]
     assert 2 in active
     assert [result["part"].to_pylist() for result in results] == [["border0"], ["border1"]]
-    assert results[0]["generated"].equals(results[1]["generated"])
+    assert generated(results[0]) == generated(results[1])
 
 
 def test_rows_that_the_engine_refuses_do_not_harm_others(actor: EngineActor) -> None:
     result = actor(staged_table([[7, 8], [], [10_000], [7] * 300, [7, 8]], "refused"))
     kinds = [problem and problem["type"] for problem in result["problem"].to_pylist()]
     assert kinds == [None, "Refused", "Refused", "Refused", None]
-    generated = result["generated"].to_pylist()
-    assert [row is None for row in generated] == [False, True, True, True, False]
-    assert generated[0] == generated[4]
+    rows = generated(result)
+    assert [row is None for row in rows] == [False, True, True, True, False]
+    assert rows[0] == rows[4]
 
 
 def test_an_engine_that_fails_ends_its_process(local_ray: None, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +285,8 @@ def test_output_columns_have_the_types_of_their_values() -> None:
         "num_output_tokens",
         "seed",
     ]
-    assert names[7:] == [*statistics_columns(DecodeCounts()), "logprobs"]
+    assert names[7:] == [*statistics_columns(DecodeCounts()), *TIMING_COLUMNS, "logprobs"]
+    assert OUTPUT_TYPE.field("finished_at").type == pa.timestamp("ms", "UTC")
     assert OUTPUT_TYPE.field("acceptance_histogram").type == pa.list_(pa.int64())
     assert OUTPUT_TYPE.field("draft_acceptance_rate").type == pa.float64()
 

@@ -15,7 +15,6 @@ from drafter.statistics import DecodeCounts
 from pipeline.engine_actor import OUTPUT_TYPE, output_columns
 from pipeline.files import Location, locate
 from pipeline.output import OutputFolder
-from pipeline.progress import ProgressBoard
 from pipeline.staging import PROBLEM_TYPE
 from pipeline.summary import histogram_lines, read_totals, summarise
 from pipeline.writing import PartsDatasink, commit_part, free_name
@@ -153,14 +152,3 @@ def test_the_summary_is_what_the_files_say(output: OutputFolder) -> None:
     assert [line.split()[0] for line in bars] == ["0", "1", "2"]
     assert [line.split()[-1] for line in bars] == ["33.3%", "0.0%", "66.7%"]
     assert [line.count("█") for line in bars] == [20, 0, 40]
-
-
-def test_repeated_work_is_not_counted_twice() -> None:
-    board = ProgressBoard()
-    assert board.snapshot().rows == 0
-    board.loaded("f")
-    board.update("p1", 3, 1, 30)
-    board.update("p2", 2, 0, 20)
-    board.update("p1", 1, 1, 10)  # its engine died, another began anew
-    now = board.snapshot()
-    assert (now.engines, now.rows, now.errors, now.tokens) == (1, 3, 1, 30)

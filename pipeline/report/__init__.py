@@ -1,0 +1,1 @@
+"""The report job: a generation job's output as one page for people."""
