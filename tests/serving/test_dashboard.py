@@ -24,6 +24,8 @@ def a_page() -> str:
         steps=5,
         row_steps=11,
         output_tokens=40,
+        draft_tokens=60,
+        accepted_tokens=30,
         prefilled_tokens=20,
         shared_tokens=4,
         preemptions=0,
