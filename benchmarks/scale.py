@@ -39,7 +39,7 @@ from pipeline.files import locate
 from pipeline.generate import main as generate
 from pipeline.output import OutputFolder
 from pipeline.reading import find_prompts, list_input
-from pipeline.staging import Part, StagedInput, StagedParts, stage_files
+from pipeline.staging import PROBLEM_TYPE, Part, StagedInput, StagedParts, stage_files
 from pipeline.writing import commit_part
 
 SCALE_FILE = "scale.json"
@@ -285,7 +285,8 @@ def typical_part() -> tuple[pa.Table, pa.Table]:
     shared = {
         "request_id": [f"questions-0000.jsonl:{n}" for n in range(ROWS_PER_PART)],
         "row": rows,
-        "problem": pa.nulls(ROWS_PER_PART, pa.struct([("type", pa.string()), ("message", pa.string())])),
+        "problem": pa.nulls(ROWS_PER_PART, PROBLEM_TYPE),
+        "place": [f"questions-0000.jsonl:{n}" for n in range(ROWS_PER_PART)],
         "part": ["00000-000000"] * ROWS_PER_PART,
         "part_rows": [ROWS_PER_PART] * ROWS_PER_PART,
     }

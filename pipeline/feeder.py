@@ -109,12 +109,15 @@ class Feeder:
         Raises:
             Exception: The engine failed, or the ledger cannot be reached.
         """
-        outcomes, deaths = self._ledger.open_part(part, len(requests))
-        rows = [_Row(RowKey(part, name), request, deaths.get(name, 0)) for name, request in requests.items()]
-        rows = [row for row in rows if row.key.request_id not in outcomes]
+        known, deaths = self._ledger.open_part(part, len(requests))
+        call = _Call(len(requests), {name: known[name] for name in requests if name in known})
+        rows = [
+            _Row(RowKey(part, name), request, deaths.get(name, 0))
+            for name, request in requests.items()
+            if name not in known
+        ]
         # What is long begins early and ends with the others; rows of a length also read about as much of the cache.
         rows.sort(key=lambda row: -_expected_length(row.request))
-        call = _Call(len(requests), dict(outcomes))
         with self._changed:
             self._calls[part] = call
             for row in rows:

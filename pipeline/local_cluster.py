@@ -29,7 +29,7 @@ from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE
 from pipeline.errors import JobError
 
 _MARK = "DRAFTER_LOCAL_CLUSTER"
-_START_SECONDS = 120
+_START_SECONDS = 300
 _OBJECT_STORE_BYTES = 128 << 20
 _HERE = "127.0.0.1"
 _UNUSED_LISTS = (

@@ -23,10 +23,8 @@ def write_unfinished(output: OutputFolder, rows: list[SavedRow]) -> None:
     if not rows:
         delete_unfinished(output)
         return
-    partial = (output.temporary / output.unfinished.name).path
-    filesystem = output.root.filesystem
-    pa.parquet.write_table(pa.Table.from_pylist([vars(row) for row in rows]), partial, filesystem=filesystem)
-    filesystem.move(partial, output.unfinished.path)
+    with output.unfinished.open_whole(aside=output.temporary / output.unfinished.name) as stream:
+        pa.parquet.write_table(pa.Table.from_pylist([vars(row) for row in rows]), stream)
 
 
 def delete_unfinished(output: OutputFolder) -> None:

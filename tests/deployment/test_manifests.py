@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -16,6 +17,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
 from pipeline.config import parse_config
+from pipeline.serving.config import parse_application
 from pipeline.training.config import parse_config as parse_training
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,7 +120,10 @@ def test_the_jobs_take_their_commands(path: Path) -> None:
 
 def test_serve_takes_its_configuration() -> None:
     config = yaml.safe_load(load(ROOT / "kuberay" / "serve.yaml")["spec"]["serveConfigV2"])
-    ServeDeploySchema.model_validate(config)
+    (application,) = ServeDeploySchema.model_validate(config).applications
+    module, _, builder = str(application.import_path).partition(":")
+    assert callable(getattr(importlib.import_module(module), builder))
+    assert parse_application(application.args).replicas.gpus == 1
 
 
 def dockerfile() -> list[tuple[str, str]]:
