@@ -107,14 +107,7 @@ def judge(output: Path, undisturbed: dict[str, list[list[int]]], log: str) -> di
     counts = Counter({name: len(times) for name, times in found.items()})
     staged = {path.name for path in (output / "_staged").iterdir()} - {"parts.json"}
     data = {path.name for path in (output / "data").iterdir()}
-    left = {path.name for path in output.iterdir()} - {
-        "data",
-        "errors",
-        "run.json",
-        "status.json",
-        "_staged",
-        "_temporary",
-    }
+    left = {path.name for path in output.iterdir()} - _KEPT
     deaths = re.findall(r"(\d+) times an engine's process ended and was replaced; (\d+) rows were generated again", log)
     return {
         "lost": len(undisturbed.keys() - found.keys()),
