@@ -39,7 +39,7 @@ def local(model: Path) -> Iterator[str]:
     """Address of a server in this process, with a drafter."""
     with (
         SpeculativeLM.from_pretrained(model, "ngram", config=EngineConfig(slots=4, nodes=8)) as lm,
-        served({NAME: Answers(lm, "replica", seconds=60)}) as address,
+        served({NAME: Answers(lm, "replica", seconds=240)}) as address,
     ):
         yield address
 

@@ -23,7 +23,7 @@ QUESTIONS = [f"how many {thing} does she have" for thing in ("apples", "pens", "
 
 @pytest.fixture
 def client(local: str) -> OpenAI:
-    return OpenAI(base_url=f"{local}/v1", api_key="none", max_retries=0, timeout=60)
+    return OpenAI(base_url=f"{local}/v1", api_key="none", max_retries=0, timeout=240)
 
 
 def chat(question: str) -> list[Any]:
@@ -103,7 +103,7 @@ def test_a_mixed_load_changes_no_answer(local: str, plain: SpeculativeLM) -> Non
         return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
 
     async def ask_all() -> list[str]:
-        async with AsyncOpenAI(base_url=f"{local}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        async with AsyncOpenAI(base_url=f"{local}/v1", api_key="none", max_retries=0, timeout=240) as client:
             return await asyncio.gather(*(ask(client, case) for case in cases))
 
     assert asyncio.run(ask_all()) == wanted
@@ -238,7 +238,7 @@ class FailingDrafter(Drafter):
 
 def test_an_engine_that_fails_ends_each_stream_with_an_error(plain: SpeculativeLM) -> None:
     lm = SpeculativeLM(plain.base, FailingDrafter(), plain.tokenizer, EngineConfig(slots=2, nodes=1))
-    with lm, served({NAME: Answers(lm, "replica", seconds=60)}) as address:
+    with lm, served({NAME: Answers(lm, "replica", seconds=240)}) as address:
         client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
         chunks = client.chat.completions.create(model=NAME, messages=chat("how many"), stream=True)
         assert len([next(chunks) for _ in range(1 + 4)]) == 5  # the role, and the steps that were good
@@ -255,7 +255,7 @@ def test_too_much_at_once_and_for_too_long(plain: SpeculativeLM) -> None:
     config = EngineConfig(slots=1, max_queue=1)
     question: dict[str, Any] = {"model": NAME, "messages": chat("how many"), "max_tokens": 200}
     with SpeculativeLM(plain.base, plain.engine.drafter, plain.tokenizer, config) as lm:
-        with served({NAME: Answers(lm, "replica", seconds=60)}, limits=LimitsConfig(choices=8)) as address:
+        with served({NAME: Answers(lm, "replica", seconds=240)}, limits=LimitsConfig(choices=8)) as address:
             client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
             with pytest.raises(APIStatusError) as refusal:
                 client.chat.completions.create(**question, n=8)

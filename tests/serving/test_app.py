@@ -106,7 +106,7 @@ def test_metrics(local: str) -> None:
 
 def test_keys(plain: SpeculativeLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENVIRONMENT, "right")
-    with served({NAME: Answers(plain, "replica", seconds=60)}, read_keys(None)) as address:
+    with served({NAME: Answers(plain, "replica", seconds=240)}, read_keys(None)) as address:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic right"}):
             for path in (CHAT, "/v1/completions"):
                 response = httpx2.post(address + path, json=GOOD, headers=headers)
@@ -126,7 +126,7 @@ def test_the_document_is_true(plain: SpeculativeLM, tmp_path: Path) -> None:
     config = EngineConfig(slots=4, max_length=64)
     with (
         SpeculativeLM(plain.base, plain.engine.drafter, plain.tokenizer, config) as lm,
-        served({NAME: Answers(lm, "replica", seconds=60)}, limits=LimitsConfig(choices=2)) as address,
+        served({NAME: Answers(lm, "replica", seconds=240)}, limits=LimitsConfig(choices=2)) as address,
     ):
         command = [str(Path(sys.executable).parent / "schemathesis"), "run", f"{address}/openapi.json"]
         settings = ["--max-examples", "30", "--seed", "1", "--request-timeout", "30", "--no-color"]

@@ -29,11 +29,11 @@ LONG: dict[str, Any] = {
 
 
 def client(endpoint: Endpoint, key: str = KEY) -> OpenAI:
-    return OpenAI(base_url=f"{endpoint.address}/v1", api_key=key, max_retries=0, timeout=60)
+    return OpenAI(base_url=f"{endpoint.address}/v1", api_key=key, max_retries=0, timeout=240)
 
 
 def async_client(endpoint: Endpoint) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"{endpoint.address}/v1", api_key=KEY, max_retries=0, timeout=60)
+    return AsyncOpenAI(base_url=f"{endpoint.address}/v1", api_key=KEY, max_retries=0, timeout=240)
 
 
 def test_keys(endpoint: Endpoint) -> None:

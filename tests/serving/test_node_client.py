@@ -20,7 +20,7 @@ def test_the_node_client(local: str, plain: SpeculativeLM) -> None:
         pytest.skip("there is no Node.js on this machine")
     if not any((folder / "node_modules" / "openai").is_dir() for folder in SCRIPT.parents):
         pytest.skip("the package openai is not installed for Node.js: npm install openai")
-    found = subprocess.run([node, SCRIPT, local, NAME], capture_output=True, text=True, timeout=60)
+    found = subprocess.run([node, SCRIPT, local, NAME], capture_output=True, text=True, timeout=240)
     assert found.returncode == 0, found.stderr
     wanted = plain.generate([{"role": "user", "content": "how many pens"}], max_new_tokens=20)[0].text
     assert json.loads(found.stdout) == {"models": [NAME], "whole": wanted, "text": wanted, "status": 400}

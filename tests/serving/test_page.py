@@ -35,7 +35,7 @@ def address(plain: SpeculativeLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[s
     monkeypatch.setenv(ENVIRONMENT, "right")
     config = EngineConfig(slots=2, nodes=8)
     with SpeculativeLM.from_pretrained(plain.base.name, "ngram", config=config) as lm:
-        answers = {NAME: Answers(lm, "a", seconds=60), f"{NAME}-plain": Answers(plain, "b", seconds=60)}
+        answers = {NAME: Answers(lm, "a", seconds=240), f"{NAME}-plain": Answers(plain, "b", seconds=60)}
         with served(answers, read_keys(None)) as address:
             yield address
 
