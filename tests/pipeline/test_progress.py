@@ -162,7 +162,7 @@ class Seen:
         self.shown.append(now)
 
     def wait_for(self, rows: int) -> None:
-        for _ in range(600):
+        for _ in range(2000):  # a busy machine takes long to start an actor again
             if self.shown and self.shown[-1].rows == rows:
                 return
             time.sleep(0.1)
