@@ -43,7 +43,7 @@ class DraftContext:
 
 
 class Drafter(ABC):
-    """Proposes draft trees. It never sees the base's answer, never decides acceptance, never knows the budget.
+    """Proposes draft trees. It never sees the base's answer and never decides acceptance.
 
     A drafter that keeps state per slot (a KV cache of its own, say) overrides `allocate`, `admit` and `move`.
     """
