@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private.services import find_bootstrap_address
 
 from pipeline.config import ResourcesConfig
 from pipeline.errors import InputError, JobError, one_line
@@ -82,6 +84,26 @@ def connect() -> Cluster:
     return Cluster(tuple(Node(has.get("CPU", 0.0), has.get("GPU", 0.0)) for has in alive), may_grow)
 
 
+def cluster_here(patience: float = 5.0) -> bool:
+    """Whether a cluster on this machine can be joined.
+
+    Ray leaves its address in a file. If all its processes were killed, the file stays, and `ray.init` would wait for
+    minutes for somebody to answer there.
+
+    Args:
+        patience: Seconds that it may take to be answered.
+    """
+    address = find_bootstrap_address(None)
+    if not address:
+        return False
+    host, port = address.rsplit(":", 1)
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=patience):
+            return True
+    except OSError:
+        return False
+
+
 def _join_or_start() -> bool:
     """Whether it is a cluster that was there before."""
     if ray.is_initialized():
@@ -91,13 +113,10 @@ def _join_or_start() -> bool:
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # the other lines mean nothing to the job's owner
     try:
         with _held_back_stderr():
-            try:
-                ray.init(address="auto", **quiet)
-            except ConnectionError:
-                if "RAY_ADDRESS" in os.environ:
-                    raise
+            if not os.environ.get("RAY_ADDRESS") and not cluster_here():
                 ray.init(address="local", include_dashboard=False, **quiet)
                 return False
+            ray.init(address="auto", **quiet)
     except Exception as error:  # Ray raises bare ones
         raise JobError(f"no Ray cluster could be reached or started: {one_line(error)}") from error
     return True

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
-from pipeline.cluster import ActorResources, Cluster, Node, share_out
+from pipeline.cluster import ActorResources, Cluster, Node, cluster_here, share_out
 from pipeline.config import ResourcesConfig
 from pipeline.errors import InputError
 
@@ -64,3 +66,14 @@ def test_who_waits_for_a_node_is_told(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_threads_are_whole() -> None:
     assert [ActorResources(cpus, 1.0, 1, 1).threads for cpus in (0.0, 0.5, 1.0, 7.5)] == [1, 1, 1, 8]
+
+
+def test_an_address_where_nobody_answers_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray leaves the address of its last cluster in a file, however that ended."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr("pipeline.cluster.find_bootstrap_address", lambda folder: address)
+        assert cluster_here()
+    assert not cluster_here()
+    monkeypatch.setattr("pipeline.cluster.find_bootstrap_address", lambda folder: None)
+    assert not cluster_here()
