@@ -189,9 +189,9 @@ Budget = AdaptiveBudget | FixedBudget
 
 
 def batch_sizes(slots: int) -> Sequence[int]:
-    """Batch sizes to measure: powers of two up to `slots`, and `slots`."""
+    """Batch sizes to measure: powers of four up to `slots`, and `slots`."""
     sizes = [1]
     while sizes[-1] < slots:
-        sizes.append(min(2 * sizes[-1], slots))
+        sizes.append(min(4 * sizes[-1], slots))
     assert all(a < b for a, b in pairwise(sizes))
     return sizes

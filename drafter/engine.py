@@ -494,30 +494,41 @@ class Engine:
     # ---- measuring
 
     @torch.inference_mode()
-    def _measure_latency(self, rounds: int = 5) -> LatencyTable:
+    def _measure_latency(self, rounds: int = 5, seconds: float = 2.0) -> LatencyTable:
         """Time drafting and verification on this machine for the shapes in use.
 
         Every round takes every shape once, and the least time counts: what else runs on the machine can only add to
         it, and rarely adds to the same shape each time. A round before them warms up.
+
+        Args:
+            rounds: At most so many.
+            seconds: No further round begins after so long.
         """
         most = self.drafter.tree_size - 1
         counts = tuple(sorted({count for count in NODE_COUNTS if count < most} | {most}))
         batches = batch_sizes(self.config.slots)
         middle = min(256, self.max_length // 2)
         self._lengths.fill_(middle)
-        verify = np.zeros((rounds + 1, len(batches), len(counts)))
-        draft = np.zeros_like(verify)
+        # Drafting is nearly linear in the nodes: a few sizes are measured, those between them follow.
+        drafted = (0, *sorted({min(2, most), most // 2, most} - {0}))
+        verify = np.full((len(batches), len(counts)), np.inf)
+        draft = np.full((len(batches), len(drafted)), np.inf)
+        begun = time.monotonic()
         for turn in range(rounds + 1):
             for i, rows in enumerate(batches):
                 self._slots = [_placeholder(middle)] * rows
                 context = self._context(rows)
-                tree = root_only(context.pending)
-                for j, count in enumerate(counts):
-                    if count:
-                        tree, draft[turn, i, j] = self._timed(partial(self.drafter.propose, context, count + 1))
-                    _, verify[turn, i, j] = self._timed(partial(self._verify, tree, rows))
+                trees = [self._timed(partial(self.drafter.propose, context, count + 1)) for count in drafted[1:]]
+                largest = trees[-1][0]
+                steps = [self._timed(partial(self._verify, largest.leading(count + 1), rows)) for count in counts]
+                if turn:
+                    draft[i] = np.minimum(draft[i], [0.0, *(taken for _, taken in trees)])
+                    verify[i] = np.minimum(verify[i], [taken for _, taken in steps])
+            if turn and time.monotonic() - begun > seconds:
+                break
         self._slots = []
-        return LatencyTable(np.array(batches, dtype=np.float64), counts, verify[1:].min(axis=0), draft[1:].min(axis=0))
+        draft = np.array([np.interp(counts, drafted, row) for row in draft])
+        return LatencyTable(np.array(batches, dtype=np.float64), counts, verify, draft)
 
     def _timed(self, work: Callable[[], T]) -> tuple[T, float]:
         """What `work` returns, and its seconds on the device."""

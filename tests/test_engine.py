@@ -424,9 +424,9 @@ def test_a_fixed_budget_is_fixed() -> None:
     assert FixedBudget(4).draft(1) == 4
 
 
-def test_batch_sizes_are_powers_of_two_and_the_slots() -> None:
+def test_batch_sizes_are_powers_of_four_and_the_slots() -> None:
     assert batch_sizes(1) == [1]
-    assert batch_sizes(12) == [1, 2, 4, 8, 12]
+    assert batch_sizes(20) == [1, 4, 16, 20]
 
 
 # ---- n-gram
