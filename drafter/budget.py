@@ -103,6 +103,8 @@ class AdaptiveBudget:
 
     def __init__(self, table: LatencyTable, margin: float = 0.03) -> None:
         self._table, self._margin = table, margin
+        # By number of rows: it is asked for at every step, and there are no more than slots.
+        self._latencies: dict[int, tuple[Floats, Floats]] = {}
         self._calibration = Calibration()
         self._nodes = np.array(table.nodes)
         # Expected accepted tokens a row at each node count, over the last steps that drafted so many.
@@ -120,7 +122,7 @@ class AdaptiveBudget:
         if self._burn_in > 0:
             self._burn_in -= rows
             return largest
-        verify, draft = self._table.at(rows)
+        verify, draft = self._latency(rows)
         rate = (1.0 + self._gain) / (verify + self._dearness * draft)
         best = int(rate[1:].argmax()) + 1
         if rate[best] > (1.0 + self._margin) * rate[0]:
@@ -145,7 +147,7 @@ class AdaptiveBudget:
         self._seen[known] += 1
         pace = np.maximum(self._PACE, 1 / self._seen[known])
         self._gain[known] += pace * (gain - self._gain[known])
-        verify, _ = self._table.at(len(log_prices))
+        verify, _ = self._latency(len(log_prices))
         return int(self._nodes[known][((1.0 + gain) / verify[known]).argmax()])
 
     def observe(self, log_prices: Floats, accepted: npt.NDArray[np.bool_]) -> None:
@@ -158,10 +160,15 @@ class AdaptiveBudget:
         The table was made with text that means nothing, and a search may cost more or less on real text. Only the
         ratio of the two counts: what else runs on the machine slows down both.
         """
-        verify, draft = self._table.at(rows)
+        verify, draft = self._latency(rows)
         expected = np.interp(drafted, self._nodes, draft) / np.interp(verified, self._nodes, verify)
         found = seconds[0] / seconds[1] / expected
         self._dearness += self._PACE * (float(np.clip(found, 0.1, 10.0)) - self._dearness)
+
+    def _latency(self, rows: int) -> tuple[Floats, Floats]:
+        if rows not in self._latencies:
+            self._latencies[rows] = self._table.at(rows)
+        return self._latencies[rows]
 
 
 class FixedBudget:

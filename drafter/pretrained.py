@@ -62,6 +62,13 @@ class Provenance:
     training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+def check_sizes(config: Any, *names: str) -> None:
+    """Raise `ValueError` for the first of these fields that is below 1."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be at least 1, not {getattr(config, name)}")
+
+
 class DraftHead(nn.Module, ABC):
     """A trained drafter's weights. A subclass is one algorithm; its configuration is a dataclass.
 

@@ -11,11 +11,10 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from drafter.requests import SamplingParams
-from pipeline.command_line import at_least, make_parser, parse, readable
+from pipeline.command_line import at_least, make_parser, parse
 from pipeline.errors import InputError
 
 Format = Literal["jsonl", "parquet", "csv", "text", "arrow"]
-_at_least, _readable = at_least, readable  # used by pipeline/evaluation/config.py until it moves to command_line
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from drafter.lender import Lender
 from drafter.losses import Labels, LossSum, cross_entropy
 from drafter.modules.attention import AttentionModule
 from drafter.modules.residual import ResidualBlocks
-from drafter.pretrained import Tree
+from drafter.pretrained import Tree, check_sizes
 from drafter.product_trie import best_product_trie
 from drafter.token_tree import TokenTree
 from drafter.training.targets import DraftBatch
@@ -83,9 +83,7 @@ class CTCHeadConfig:
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "vocab_size", "num_frames", "depth", "num_layers", "num_heads", "intermediate_size")
-        for name in (*sizes, "band", "joint_size", "joint_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        check_sizes(self, *sizes, "band", "joint_size", "joint_layers")
         if self.module == "attention" and self.hidden_size % (2 * self.num_heads):
             raise ValueError(f"hidden_size {self.hidden_size} does not split into {self.num_heads} heads of even width")
         if self.depth > self.num_frames:

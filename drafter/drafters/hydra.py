@@ -22,7 +22,7 @@ from drafter.losses import Labels, LossSum, cross_entropy
 from drafter.modules.attention import AttentionModule
 from drafter.modules.contract import DraftModule
 from drafter.modules.last_hidden import LastHidden
-from drafter.pretrained import Tree
+from drafter.pretrained import Tree, check_sizes
 from drafter.token_tree import TokenTree
 from drafter.training.targets import DraftBatch
 
@@ -57,9 +57,7 @@ class HydraHeadConfig:
     depth_decay: float = 0.8
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "vocab_size", "depth", "num_layers", "num_heads", "intermediate_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        check_sizes(self, "hidden_size", "vocab_size", "depth", "num_layers", "num_heads", "intermediate_size")
         if self.prefix_attention and self.hidden_size % (2 * self.num_heads):
             raise ValueError(f"hidden_size {self.hidden_size} does not split into {self.num_heads} heads of even width")
 

@@ -17,7 +17,7 @@ from drafter.drafters.frames import FrameHead
 from drafter.lender import Lender
 from drafter.losses import Labels, LossSum, cross_entropy
 from drafter.modules.residual import ResidualBlocks
-from drafter.pretrained import Tree
+from drafter.pretrained import Tree, check_sizes
 from drafter.product_trie import best_product_trie
 from drafter.token_tree import TokenTree
 from drafter.training.targets import DraftBatch
@@ -43,9 +43,7 @@ class MedusaHeadConfig:
     depth_decay: float = 0.8
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "vocab_size", "depth"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        check_sizes(self, "hidden_size", "vocab_size", "depth")
 
 
 class MedusaHead(FrameHead):

@@ -25,7 +25,7 @@ from drafter.evaluation.environment import environment
 from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Arm, Plan
 from drafter.evaluation.prompts import Prompt, prompts_of
 from drafter.evaluation.questions import Question, QuestionError
-from drafter.evaluation.results import Cell, Place, Results, Skipped, StageTimes
+from drafter.evaluation.results import Cell, Place, Results, Skipped, StageSums
 from drafter.evaluation.stages import stage_seconds
 from drafter.pretrained import DraftHead, load_head
 from drafter.requests import Request
@@ -158,7 +158,7 @@ class Evaluation:
         for place, some in prompts.items():
             rounds = yield from self._rounds(decoders, place, requests[place])
             part = requests[place][: max(_STAGE_PROMPTS, batch)]
-            stages = {arm: StageTimes(*stage_seconds(engine, part)) for arm, engine in engines.items()}
+            stages = {arm: StageSums(*stage_seconds(engine, part)) for arm, engine in engines.items()}
             yield [cell_of(place, arm, rounds[arm], some, stages.get(arm)) for arm in decoders]
 
     def _rounds(
@@ -203,7 +203,7 @@ def cell_of(
     arm: Arm,
     rounds: Sequence[Sequence[Run]],
     prompts: Sequence[Prompt],
-    stages: StageTimes | None,
+    stages: StageSums | None,
 ) -> Cell:
     """An arm's runs as raw counts."""
     temperature, batch, questions = place

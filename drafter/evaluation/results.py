@@ -18,7 +18,7 @@ Place = tuple[float, int, str]
 
 
 @dataclass(frozen=True)
-class StageTimes:
+class StageSums:
     """Where the time of a decoder's steps went, in a pass of its own.
 
     Args:
@@ -54,7 +54,7 @@ class Cell:
     seconds: list[list[float]]
     differing_tokens: int | None
     counts: dict[str, DecodeCounts] = field(default_factory=dict)
-    stages: StageTimes | None = None
+    stages: StageSums | None = None
 
     @property
     def place(self) -> Place:
@@ -113,7 +113,7 @@ class Results:
                 | {
                     "arm": Arm(**cell["arm"]),
                     "counts": {category: DecodeCounts(**counts) for category, counts in cell["counts"].items()},
-                    "stages": StageTimes(**cell["stages"]) if cell["stages"] else None,
+                    "stages": StageSums(**cell["stages"]) if cell["stages"] else None,
                 }
             )
             for cell in values["cells"]

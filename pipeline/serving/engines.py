@@ -11,7 +11,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from pipeline.openai.chunks import error_event
-from pipeline.serving.messages import Call, Failure, Reply, interrupted, overloaded, unavailable
+from pipeline.serving.messages import Call, Reply, interrupted, overloaded, unavailable
 from pipeline.serving.metrics import Snapshot
 
 Method = Literal["chat", "completions"]
@@ -102,8 +102,3 @@ class Engines:
                     logger.warning("A replica does not answer: %s", one)
             found[name] = [one for one in results if isinstance(one, Snapshot)]
         return found
-
-
-def failure(answer: Answer) -> Failure | None:
-    """Why there is no answer, if there is none."""
-    return answer.first if isinstance(answer.first, Failure) else None

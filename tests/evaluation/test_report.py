@@ -10,7 +10,7 @@ from benchmarks.report import main as make_again
 from drafter.evaluation.figures import figures
 from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Arm
 from drafter.evaluation.report import write_report
-from drafter.evaluation.results import Cell, Results, Skipped, StageTimes
+from drafter.evaluation.results import Cell, Results, Skipped, StageSums
 from drafter.evaluation.tables import category_table, page, speed_table, stage_table
 from drafter.statistics import DecodeCounts, mean_rate, speedup
 
@@ -26,7 +26,7 @@ def counts(tokens: int, histogram: list[int]) -> DecodeCounts:
 def cells(batch: int = 1) -> list[Cell]:
     """Two prompts, two rounds: plain decoding makes 10 and 20 tokens a second, then twice that."""
     tokens = [[10, 20], [10, 20]]
-    stages = StageTimes({"draft": 0.03, "tree": 0.01, "verify": 0.05, "commit": 0.01, "host": 0.0}, 10)
+    stages = StageSums({"draft": 0.03, "tree": 0.01, "verify": 0.05, "commit": 0.01, "host": 0.0}, 10)
     return [
         Cell("chat", batch, 0.0, TRANSFORMERS, tokens, [[2.0, 2.0], [1.0, 1.0]], 1),
         Cell("chat", batch, 0.0, PLAIN, tokens, [[1.0, 1.0], [0.5, 0.5]], 0, {"stem": counts(60, [60])}, stages),
