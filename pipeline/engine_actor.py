@@ -34,8 +34,9 @@ from pipeline.errors import JobError, one_line
 from pipeline.feeder import Feeder
 from pipeline.ledger import Outcome, RowKey
 from pipeline.logprobs import LOGPROBS_TYPE, logprobs_value
-from pipeline.metrics import EngineMetrics, Pulse, RowMetrics
+from pipeline.metrics import EngineMetrics, RowMetrics
 from pipeline.progress import BEAT_SECONDS, EngineReport, PartReport
+from pipeline.pulse import Pulse
 from pipeline.staging import PROBLEM_TYPE
 from pipeline.watchdog import watch
 
@@ -137,7 +138,8 @@ class EngineActor:
         self._row_seconds = limits.row_seconds
         stuck = RuntimeError(f"a step took longer than limits.step_seconds, {limits.step_seconds:g}")
         watch(engine, limits.step_seconds, partial(self._end, stuck))
-        Pulse(BEAT_SECONDS, self._beat)
+        self._beat()
+        Pulse(BEAT_SECONDS, self._beat).start()
 
     def _load(self, spec: EngineSpec, ledger: RemoteLedger) -> LoadError | None:
         """Load the models; where others could, a failure is this machine's, and ends the process to try another."""

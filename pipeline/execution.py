@@ -92,7 +92,8 @@ def finish(
     if staged is None and output.committed():
         raise InputError(f"output {config.output} has results but no list of their rows (_staged): choose another")
     last = Progress()
-    if staged is None or missing_parts(staged, output):
+    missing = [] if staged is None else missing_parts(staged, output)
+    if staged is None or missing:
         base = read_run(output.run_file).get("base_fingerprint")
         save_run(output.run_file, config.as_dict(), meant, state="running", base_fingerprint=base)
         cluster = connect()
@@ -101,8 +102,9 @@ def finish(
         status.takes(resources)
         if staged is None:
             staged = stage(listing, output.staged, config.reading, source, config.writing.rows_per_file)
+            missing = list(staged.parts)
         on_start = partial(note_base, config, output, meant)
-        last = execute(config, source, output, staged, resources, stopping, on_start, status)
+        last = execute(config, source, output, staged, missing, resources, stopping, on_start, status)
     compact(output, None if config.writing.compact_mb is None else int(config.writing.compact_mb * 2**20))
     rows, errors = count_rows(output)
     if rows + errors != staged.rows:
@@ -146,6 +148,7 @@ def execute(
     source: PromptSource,
     output: OutputFolder,
     staged: StagedInput,
+    missing: list[Part],
     resources: ActorResources,
     stopping: Stopping,
     on_start: Callable[[Progress], None],
@@ -157,7 +160,6 @@ def execute(
         InputError: The models cannot be loaded.
         JobError: The execution failed.
     """
-    missing = missing_parts(staged, output)
     left = sum(part.rows for part in missing)
     print(f"{left} of {staged.rows} rows to generate", file=sys.stderr, flush=True)
     quiet_ray_data()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,27 @@ class Location:
         with self.filesystem.open_output_stream(partial, compression=None) as stream:
             yield stream
         self.filesystem.move(partial, self.path)
+
+
+def make_folders(output: Location, folders: Sequence[Location], probe_in: Location) -> None:
+    """Make the folders of an output, and see that one can write there.
+
+    Args:
+        output: What was asked for.
+        folders: In it.
+        probe_in: Where to try.
+
+    Raises:
+        InputError: They cannot be made or written to.
+    """
+    try:
+        for folder in folders:
+            folder.filesystem.create_dir(folder.path, recursive=True)
+        probe = probe_in / f"probe-{uuid.uuid4().hex}"
+        probe.write_text("")
+        probe.filesystem.delete_file(probe.path)
+    except OSError as error:
+        raise InputError(f"output {output.path} cannot be written to: {one_line(error)}") from error
 
 
 def locate(uri: str) -> Location:

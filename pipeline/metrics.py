@@ -7,9 +7,7 @@ any time and any set of engines. `docs/metrics.md` lists all names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from threading import Event, Thread
-from typing import Any
+from collections.abc import Mapping
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
@@ -148,27 +146,3 @@ class JobMetrics:
         }
         for name, value in values.items():
             self._gauges[name].set(value, self._tags)  # None is not set
-
-
-class Pulse:
-    """Calls something every few seconds, in a thread that ends with the process.
-
-    Args:
-        seconds: How often.
-        work: What to call. What it raises ends the pulse, and is shown by Python as any thread's end is.
-    """
-
-    def __init__(self, seconds: float, work: Callable[[], Any]) -> None:
-        self._seconds, self._work = seconds, work
-        self._stop = Event()
-        Thread(target=self._run, name="pulse", daemon=True).start()
-
-    def stop(self) -> None:
-        """Call it no more."""
-        self._stop.set()
-
-    def _run(self) -> None:
-        while True:
-            self._work()
-            if self._stop.wait(self._seconds):
-                break

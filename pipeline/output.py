@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import uuid
 from dataclasses import dataclass
 
-from pipeline.errors import InputError, one_line
-from pipeline.files import Location
+from pipeline.files import Location, make_folders
 
 RUN_FILE = "run.json"
 """What was run, in every job's output."""
@@ -99,14 +97,7 @@ class OutputFolder:
         Raises:
             InputError: They cannot be made or written to.
         """
-        try:
-            for folder in (self.data, self.errors, self.temporary):
-                folder.filesystem.create_dir(folder.path, recursive=True)
-            probe = self.temporary / f"probe-{uuid.uuid4().hex}"
-            probe.write_text("")
-            probe.filesystem.delete_file(probe.path)
-        except OSError as error:
-            raise InputError(f"output {self.root.path} cannot be written to: {one_line(error)}") from error
+        make_folders(self.root, [self.data, self.errors, self.temporary], self.temporary)
 
     def delete_temporary(self) -> None:
         """Delete what others were writing when they ended; for the only submission at work."""

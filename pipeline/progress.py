@@ -6,7 +6,6 @@ one of the same part or engine, so that neither repeated work nor a repeated rep
 
 from __future__ import annotations
 
-import threading
 import time
 import uuid
 from collections import deque
@@ -18,6 +17,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 import ray
 
 from drafter.statistics import DecodeCounts, mean_acceptance_length
+from pipeline.pulse import Pulse
 
 Report = TypeVar("Report")
 State = Literal["starting", "generating", "finished", "failed", "stopped"]
@@ -353,19 +353,17 @@ class ProgressWatch:
         self, board: Any, tally: Tally, on_start: Callable[[Progress], None], viewers: Sequence[Viewer]
     ) -> None:
         self._board, self._tally, self._on_start, self._viewers = board, tally, on_start, viewers
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+        self._pulse = Pulse(_POLL_SECONDS, self._look)
         self.last = tally.progress(time.time())
 
     def __enter__(self) -> ProgressWatch:
-        self._thread.start()
+        self._pulse.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop.set()
-        self._thread.join()
+        self._pulse.end()
         if error is None:  # whatever was reported: all parts are in the output
             rows = self._tally.total - self._tally.before
             rate = rows / self.last.seconds if self.last.seconds > 0 else 0.0
@@ -374,18 +372,15 @@ class ProgressWatch:
         for viewer in self._viewers:
             viewer.show(self.last)
 
-    def _run(self) -> None:
-        last = False
-        while not last:
-            last = self._stop.wait(_POLL_SECONDS)
-            try:
-                mail: Mail = ray.get(self._board.mail.remote(self._tally.life, self._tally.number), timeout=10)
-            except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
-                pass  # the board died with its node, or the cluster is busy: the job goes on, and the board comes back
-            else:
-                self._tally.take(mail, time.time())
-            before, self.last = self.last, self._tally.progress(time.time())
-            if before.state == "starting" and self.last.state == "generating":
-                self._on_start(self.last)
-            for viewer in self._viewers:
-                viewer.show(self.last)
+    def _look(self) -> None:
+        try:
+            mail: Mail = ray.get(self._board.mail.remote(self._tally.life, self._tally.number), timeout=10)
+        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+            pass  # the board died with its node, or the cluster is busy: the job goes on, and the board comes back
+        else:
+            self._tally.take(mail, time.time())
+        before, self.last = self.last, self._tally.progress(time.time())
+        if before.state == "starting" and self.last.state == "generating":
+            self._on_start(self.last)
+        for viewer in self._viewers:
+            viewer.show(self.last)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -15,6 +14,7 @@ from safetensors import SafetensorError
 
 from drafter.errors import LoadError, TrainingError
 from pipeline.errors import InputError, one_line
+from pipeline.pulse import Pulse
 from pipeline.training.metrics import Record
 
 _POLL_SECONDS = 0.5
@@ -68,29 +68,24 @@ class TrainingDisplay:
 
     def __init__(self, board: Any) -> None:
         self._board = board
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+        self._pulse = Pulse(_POLL_SECONDS, self._show)
 
     def __enter__(self) -> TrainingDisplay:
-        self._thread.start()
+        self._pulse.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop.set()
-        self._thread.join()
+        self._pulse.end()
 
-    def _run(self) -> None:
-        ending = False
-        while not ending:
-            ending = self._stop.wait(_POLL_SECONDS)
-            try:
-                lines = ray.get(self._board.take.remote(), timeout=10)
-            except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
-                continue  # the board died with its node, or the cluster is busy: training goes on unseen
-            for line in lines:
-                print(line, file=sys.stderr, flush=True)
+    def _show(self) -> None:
+        try:
+            lines = ray.get(self._board.take.remote(), timeout=10)
+        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+            return  # the board died with its node, or the cluster is busy: training goes on unseen
+        for line in lines:
+            print(line, file=sys.stderr, flush=True)
 
 
 def progress_line(record: Record, steps: int) -> str:

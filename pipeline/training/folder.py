@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drafter.pretrained import CONFIG_FILE, WEIGHTS_FILE, DraftHead
-from pipeline.errors import InputError, one_line
-from pipeline.files import Location
+from pipeline.files import Location, make_folders
 from pipeline.output import RUN_FILE
 
 
@@ -63,14 +62,7 @@ class TrainingFolder:
         Raises:
             InputError: They cannot be made or written to.
         """
-        try:
-            for folder in (self.head, self.events, self.staged, self.checkpoints):
-                folder.filesystem.create_dir(folder.path, recursive=True)
-            probe = self.root / "probe"
-            probe.write_text("")
-            probe.filesystem.delete_file(probe.path)
-        except OSError as error:
-            raise InputError(f"output {self.root.path} cannot be written to: {one_line(error)}") from error
+        make_folders(self.root, [self.head, self.events, self.staged, self.checkpoints], self.root)
 
     def save_head(self, head: DraftHead) -> None:
         """Put `head` in place of the one that was the best before."""

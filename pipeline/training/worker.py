@@ -78,10 +78,10 @@ def run(task: WorkerTask) -> None:
                 scribe.evaluated(evaluations, state)
         if checkpoint:
             assert state is not None
+            if scribe is not None:
+                scribe.metrics.flush()  # a run that goes on from here does not take these steps again
             to_save = SavedRun(state, evaluations) if scribe is not None else None
             report(to_save, done.step, task.folder.checkpoints, task.board)
-    if scribe is not None:
-        scribe.metrics.flush()
 
 
 def load_base(task: WorkerTask, device: torch.device) -> BaseModel:

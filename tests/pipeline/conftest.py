@@ -85,8 +85,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @dataclass
-class Outcome:
-    """What a job left behind.
+class JobRun:
+    """What any job left behind.
 
     Args:
         code: Its exit code.
@@ -104,6 +104,11 @@ class Outcome:
     def error(self) -> str:
         """The last line for the person, which is one line."""
         return self.stderr.rstrip("\n").rpartition("\n")[2]
+
+
+@dataclass
+class Outcome(JobRun):
+    """What a generation job left behind."""
 
     @property
     def parts(self) -> dict[str, list[dict[str, Any]]]:

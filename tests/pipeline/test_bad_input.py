@@ -15,6 +15,7 @@ import pytest
 
 from drafter.drafters.ctc import CTCHead, CTCHeadConfig
 from drafter.pretrained import Provenance
+from pipeline.cluster import Cluster, Node
 from pipeline.generate import main
 from tests.pipeline.conftest import Run, write_jsonl
 
@@ -191,7 +192,7 @@ def test_a_chat_needs_a_template(run: Run, model: Path, tmp_path: Path) -> None:
 
 
 def test_more_than_the_machine_has(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.execution.connect", lambda: False)
+    monkeypatch.setattr("pipeline.execution.connect", lambda: Cluster((Node(cpus=2, gpus=0),), may_grow=False))
     source = write_jsonl(tmp_path / "a.jsonl", GOOD)
     done = run(source, "--resources.cpus_per_actor", 2)
     assert done.code == 2

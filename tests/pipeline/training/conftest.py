@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.distill import main as distill
 from pipeline.training.job import main
-from tests.pipeline.conftest import write_jsonl
+from tests.pipeline.conftest import JobRun, write_jsonl
 
 SETTINGS = {
     "texts.held_out_texts": 6,
@@ -28,25 +28,8 @@ SETTINGS = {
 
 
 @dataclass
-class Training:
-    """What a training job left behind.
-
-    Args:
-        code: Its exit code.
-        stdout: What it printed there.
-        stderr: What it printed there.
-        folder: Its output.
-    """
-
-    code: int
-    stdout: str
-    stderr: str
-    folder: Path
-
-    @property
-    def error(self) -> str:
-        """The last line for the person, which is one line."""
-        return self.stderr.rstrip("\n").rpartition("\n")[2]
+class Training(JobRun):
+    """What a training job left behind."""
 
     @property
     def records(self) -> list[dict[str, Any]]:
