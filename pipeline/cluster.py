@@ -189,6 +189,7 @@ def share_out(
     cpu_share = config.cpus_per_actor
     if cpu_share is None:
         cpu_share = _cpu_share(useful, gpu_share, most or config.min_actors)
+    cpu_share = _leave_room(useful, cpu_share, gpu_share)
     found = ActorResources(cpu_share, gpu_share, config.min_actors, most)
     if not cluster.may_grow:
         _refuse_too_much(found, cluster, what, settings)
@@ -208,14 +209,27 @@ def _cpu_share(nodes: Sequence[Node], gpu_share: float, actors: int) -> float:
     return max((smallest - _RESERVED_CPUS) / on_one, 0.5)
 
 
+def _leave_room(nodes: Sequence[Node], cpu_share: float, gpu_share: float) -> float:
+    """Cores of an actor such that nodes full of actors have room for one helper.
+
+    Ray sets no cores aside. If the nodes that are left after some were lost had none to spare, the engines would wait
+    for input and the helpers for cores, forever.
+    """
+    shares = [cpu_share]
+    for node in nodes:
+        fit = math.floor(node.cpus / cpu_share) if cpu_share else 0
+        if gpu_share:
+            fit = min(fit, math.floor(node.gpus / gpu_share))
+        if fit and node.cpus - fit * cpu_share < HELPER_CPUS:
+            shares.append(max(node.cpus - HELPER_CPUS, 0.0) / fit)
+    return min(shares)
+
+
 def _refuse_too_much(wanted: ActorResources, cluster: Cluster, what: str, settings: str) -> None:
-    for name, unit, share, spare in (
-        ("cpus", "CPU cores", wanted.cpus, HELPER_CPUS),
-        ("gpus", "GPUs", wanted.gpus, 0.0),
-    ):
+    for name, unit, share in (("cpus", "CPU cores", wanted.cpus), ("gpus", "GPUs", wanted.gpus)):
         have = sum(getattr(node, name) for node in cluster.nodes)
-        if share * wanted.min_actors + spare > have:
+        if share * wanted.min_actors > have:
             raise InputError(
-                f"{wanted.min_actors} × {share:g} {unit} for the {what} are more than the {have:g} of this machine"
-                f"{' (a little is kept for reading and writing)' if spare else ''}: lower {settings.format(name)}"
+                f"{wanted.min_actors} × {share:g} {unit} for the {what} are more than the {have:g} of this machine: "
+                f"lower {settings.format(name)}"
             )

@@ -194,9 +194,9 @@ def test_a_chat_needs_a_template(run: Run, model: Path, tmp_path: Path) -> None:
 def test_more_than_the_machine_has(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.execution.connect", lambda: Cluster((Node(cpus=2, gpus=0),), may_grow=False))
     source = write_jsonl(tmp_path / "a.jsonl", GOOD)
-    done = run(source, "--resources.cpus_per_actor", 2)
+    done = run(source, "--resources.cpus_per_actor", 3)
     assert done.code == 2
-    assert "1 × 2 CPU cores for the engines are more than the 2 of this machine" in done.error
+    assert "1 × 3 CPU cores for the engines are more than the 2 of this machine" in done.error
     done = run(source, "--resources.gpus_per_actor", 0.5)
     assert "1 × 0.5 GPUs for the engines are more than the 0 of this machine" in done.error
 

@@ -29,6 +29,10 @@ HEAD = Node(0, 0)
         # Few cores beside a GPU: what reads and writes must find some, too.
         ([HEAD, Node(1, 1)], True, ResourcesConfig(), ActorResources(0.5, 1.0, 1, None)),
         ([HEAD, Node(4, 4)], True, ResourcesConfig(), ActorResources(0.875, 1.0, 1, None)),
+        # However many are asked for: no node is so full of engines that nothing else can run.
+        ([Node(2, 0)], False, ResourcesConfig(cpus_per_actor=2), ActorResources(1.75, 0.0, 1, 1)),
+        ([HEAD, Node(2, 0), Node(4, 0)], True, ResourcesConfig(cpus_per_actor=1), ActorResources(0.875, 0.0, 1, None)),
+        ([HEAD, Node(8, 8)], True, ResourcesConfig(cpus_per_actor=1), ActorResources(0.96875, 1.0, 1, None)),
         # Nothing can run yet: nodes with GPUs are to come.
         ([HEAD], True, ResourcesConfig(), ActorResources(1.0, 1.0, 1, None)),
         ([HEAD], True, ResourcesConfig(gpus_per_actor=2, max_actors=8), ActorResources(1.0, 2.0, 1, 8)),
@@ -49,7 +53,7 @@ def test_shares(nodes: list[Node], may_grow: bool, wanted: ResourcesConfig, expe
             "1 × 1 GPUs for the engines are more than the 0 of",
         ),
         (Node(8, 1), ResourcesConfig(gpus_per_actor=0.5, min_actors=3), "3 × 0.5 GPUs"),
-        (Node(2, 0), ResourcesConfig(cpus_per_actor=2), "lower resources.cpus_per_actor or resources.min_actors"),
+        (Node(2, 0), ResourcesConfig(cpus_per_actor=3), "lower resources.cpus_per_actor or resources.min_actors"),
     ],
 )
 def test_one_machine_has_what_it_has(node: Node, wanted: ResourcesConfig, message: str) -> None:
