@@ -20,6 +20,7 @@ from drafter.engine import Engine, EngineConfig
 from drafter.errors import RequestError
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.slots import Handle
+from drafter.threads import in_passing_thread
 
 Message = dict[str, str]
 Prompt = str | Sequence[Message]
@@ -44,7 +45,7 @@ class SpeculativeLM:
 
     def __init__(self, base: BaseModel, drafter: Drafter, tokenizer: Any, config: EngineConfig | None = None) -> None:
         self.base, self.tokenizer = base, tokenizer
-        self.engine = Engine(base, drafter, tokenizer, config)
+        self.engine = in_passing_thread(lambda: Engine(base, drafter, tokenizer, config))
         self._wake = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="drafter-engine", daemon=True)
@@ -78,13 +79,17 @@ class SpeculativeLM:
             LoadError: Something cannot be found, read or used; the message says what.
         """
         name = model if model is not None else EMBEDDED_BASE
-        base = BaseModel.from_pretrained(
-            name, dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code
-        )
-        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
-        config = config or EngineConfig()
-        nodes = useful_nodes(base.device) if config.nodes == "auto" else config.nodes
-        return cls(base, load_drafter(drafter, base, nodes + 1), tokenizer, config)
+        chosen = config or EngineConfig()
+
+        def load() -> tuple[BaseModel, Drafter]:
+            base = BaseModel.from_pretrained(
+                name, dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code
+            )
+            nodes = useful_nodes(base.device) if chosen.nodes == "auto" else chosen.nodes
+            return base, load_drafter(drafter, base, nodes + 1)
+
+        base, loaded = in_passing_thread(load)
+        return cls(base, loaded, load_tokenizer(name, trust_remote_code=trust_remote_code), chosen)
 
     @property
     def max_length(self) -> int:

@@ -167,5 +167,8 @@ def test_lost_nodes(lm: SpeculativeLM, model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.pipeline.node_loss", source, out, model]
     job = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=280)
     # While it ran; Ray's own lines are between these.
-    assert [line for line in job.stdout.splitlines() if line.endswith(" lost, True")] == ["1 lost, True", "2 lost, True"]
+    assert [line for line in job.stdout.splitlines() if line.endswith(" lost, True")] == [
+        "1 lost, True",
+        "2 lost, True",
+    ]
     assert_whole(Outcome(job.returncode, job.stdout, job.stderr, out), lm, prompts)
