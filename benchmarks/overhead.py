@@ -124,7 +124,7 @@ def run_job(spec: WatchedEngine, questions: list[Any], sampling: SamplingParams,
 
     arguments = ["--input", source, "--output", folder / "out", "--drafter", spec.drafter]
     arguments += ["--sampling.max_new_tokens", sampling.max_new_tokens, "--engine.slots", spec.config.slots]
-    arguments += ["--engine.nodes", spec.config.nodes]
+    arguments += ["--engine.nodes", spec.config.nodes, "--resources.cpus_per_actor", spec.threads]
     with patch("pipeline.execution.EngineSpec", partial(WatchedEngine, looks=spec.looks)):
         code = generate([str(one) for one in arguments])
     ray.shutdown()
