@@ -82,6 +82,7 @@ class BaseModel:
         decoder: The model without its LM head.
         dtype: Of the hidden states.
         max_positions: Longest sequence the model was made for; None if its configuration does not say.
+        fingerprint: 16 hex digits that tell bases apart, the same in whichever precision one is loaded.
 
     Raises:
         LoadError: The model cannot be decoded by trees; the message names it and the reason.
@@ -108,6 +109,7 @@ class BaseModel:
         self._head_input: Tensor | None = None
         self._head.register_forward_pre_hook(self._keep_head_input)
         self._check()
+        self.fingerprint = self._fingerprint()
 
     @classmethod
     def from_pretrained(
@@ -186,9 +188,8 @@ class BaseModel:
         eos = self.config.eos_token_id if eos is None else eos
         return frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
 
-    @property
-    def fingerprint(self) -> str:
-        """16 hex digits that tell bases apart: shape, a sample of the embedding, and every norm and bias.
+    def _fingerprint(self) -> str:
+        """Of shape, a sample of the embedding, and every norm and bias.
 
         Rounded to bf16 and taken from tensors that quantisation leaves alone, so that a base has one fingerprint in
         whichever precision it is loaded.
