@@ -114,6 +114,9 @@ def _join_or_start() -> bool:
     try:
         with _held_back_stderr():
             if not os.environ.get("RAY_ADDRESS") and not cluster_here():
+                # By default Ray lets every process go before its workers. An engine's threads wait for each other at
+                # each operation, so that one which has to stand back holds up all.
+                os.environ.setdefault("RAY_worker_niceness", "0")
                 ray.init(address="local", include_dashboard=False, **quiet)
                 return False
             ray.init(address="auto", **quiet)
