@@ -138,12 +138,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="JSON file for the record")
-    parser.add_argument("--rows", type=int, default=800, help="questions (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=400, help="questions (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="turns of both (default: %(default)s)")
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--nodes", type=int, default=16, help="draft nodes a step (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of either engine (default: all)")
+    cores = os.cpu_count() or 1
+    help_threads = "of either engine (default: all cores but one, which is Ray's)"
+    parser.add_argument("--threads", type=int, default=max(1, cores - 1), help=help_threads)
     args = parser.parse_args(arguments)
     questions = [[{"role": "user", "content": one.turns[0]}] for one in read_questions(_QUESTIONS, args.rows)]
     sampling = SamplingParams(max_new_tokens=args.max_new_tokens)

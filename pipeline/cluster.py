@@ -113,7 +113,8 @@ def _join_or_start() -> bool:
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # the other lines mean nothing to the job's owner
     try:
         with _held_back_stderr():
-            if not os.environ.get("RAY_ADDRESS") and not cluster_here():
+            address = os.environ.get("RAY_ADDRESS")
+            if address == "local" or (not address and not cluster_here()):
                 # By default Ray lets every process go before its workers. An engine's threads wait for each other at
                 # each operation, so that one which has to stand back holds up all.
                 os.environ.setdefault("RAY_worker_niceness", "0")
