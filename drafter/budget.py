@@ -84,6 +84,23 @@ class Calibration:
         )
 
 
+class RunningMean:
+    """A mean that forgets; 1.0 until something is seen.
+
+    Args:
+        pace: Weight of the newest value, once there are many.
+    """
+
+    def __init__(self, pace: float) -> None:
+        self._pace = pace
+        self.value, self.seen = 1.0, 0
+
+    def observe(self, value: float) -> None:
+        """Take in a ratio of times, which is not let be absurd: a process may be stopped for a while."""
+        self.seen += 1
+        self.value += max(self._pace, 1 / self.seen) * (float(np.clip(value, 0.1, 10.0)) - self.value)
+
+
 class AdaptiveBudget:
     """Chooses the nodes of each step.
 
@@ -96,6 +113,8 @@ class AdaptiveBudget:
     """Trees to see before anything is decided; what they cost is lost where drafting does not pay."""
     _RENEW_EVERY = 16
     """Of so many steps that draft, one drafts the largest trees: are more nodes worth it by now?"""
+    _PLAIN_EVERY = 64
+    """Of so many steps that draft, one does not, where the host knows how long steps take."""
     _FIRST_PAUSE, _LONGEST_PAUSE = 32, 256
     """Plain steps before drafting is tried again; twice as many each time that it does not pay."""
     _PACE = 0.1
@@ -110,8 +129,8 @@ class AdaptiveBudget:
         # Expected accepted tokens a row at each node count, over the last steps that drafted so many.
         self._gain = np.zeros(len(table.nodes))
         self._seen = np.zeros(len(table.nodes))
-        # How much dearer drafting is, relative to verifying, than it was when the table was made.
-        self._dearness = 1.0
+        # Against the table: plain steps, steps that draft (but for drafting), and drafting relative to these.
+        self._plain_slowness, self._slowness, self._dearness = (RunningMean(self._PACE) for _ in range(3))
         self._burn_in = self._BURN_IN_ROWS
         self._drafts = 0
         self._plain, self._pause = 0, self._FIRST_PAUSE
@@ -123,11 +142,13 @@ class AdaptiveBudget:
             self._burn_in -= rows
             return largest
         verify, draft = self._latency(rows)
-        rate = (1.0 + self._gain) / (verify + self._dearness * draft)
+        rate = (1.0 + self._gain) / (self._now(verify) + self._relative() * self._dearness.value * draft)
         best = int(rate[1:].argmax()) + 1
         if rate[best] > (1.0 + self._margin) * rate[0]:
             self._plain, self._pause = 0, self._FIRST_PAUSE
             self._drafts += 1
+            if self._slowness.seen and self._drafts % self._PLAIN_EVERY == 0:
+                return 0
             return largest if self._drafts % self._RENEW_EVERY == 0 else int(self._nodes[best])
         self._plain += 1
         if self._plain < self._pause:
@@ -148,22 +169,37 @@ class AdaptiveBudget:
         pace = np.maximum(self._PACE, 1 / self._seen[known])
         self._gain[known] += pace * (gain - self._gain[known])
         verify, _ = self._latency(len(log_prices))
-        return int(self._nodes[known][((1.0 + gain) / verify[known]).argmax()])
+        return int(self._nodes[known][((1.0 + gain) / self._now(verify)[known]).argmax()])
 
     def observe(self, log_prices: Floats, accepted: npt.NDArray[np.bool_]) -> None:
         """Learn which of the verified draft nodes `[B, N]` were accepted."""
         self._calibration.observe(log_prices, accepted)
 
     def clock(self, rows: int, drafted: int, verified: int, seconds: tuple[float, float]) -> None:
-        """Learn how long a step took to draft and to verify, where the host knows it.
+        """Learn how long a step took to draft and for the rest, where the host knows it.
 
-        The table was made with text that means nothing, and a search may cost more or less on real text. Only the
-        ratio of the two counts: what else runs on the machine slows down both.
+        The table was made on a quiet machine with text that means nothing. On real text a search may cost more or less;
+        handing out tokens costs something with every step; and what else runs on the machine slows down the many small
+        operations of a plain step more than the large ones of verifying a tree.
         """
         verify, draft = self._latency(rows)
-        expected = np.interp(drafted, self._nodes, draft) / np.interp(verified, self._nodes, verify)
-        found = seconds[0] / seconds[1] / expected
-        self._dearness += self._PACE * (float(np.clip(found, 0.1, 10.0)) - self._dearness)
+        drafting, rest = seconds
+        if not drafted:
+            self._plain_slowness.observe(rest / verify[0])
+            return
+        expected = np.interp(verified, self._nodes, verify)
+        self._slowness.observe(rest / expected)
+        self._dearness.observe(drafting / rest / (np.interp(drafted, self._nodes, draft) / expected))
+
+    def _relative(self) -> float:
+        """How much slower steps that draft have become than plain ones, against the table."""
+        return self._slowness.value / self._plain_slowness.value if self._plain_slowness.seen else 1.0
+
+    def _now(self, verify: Floats) -> Floats:
+        """Latencies `[M]` of the table as they are now, in units of a plain step's."""
+        now = self._relative() * verify
+        now[0] = verify[0]
+        return now
 
     def _latency(self, rows: int) -> tuple[Floats, Floats]:
         if rows not in self._latencies:

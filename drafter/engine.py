@@ -250,11 +250,11 @@ class Engine:
         between = time.perf_counter()
         verdict = self._verify(tree, rows)
         self._times.mark("verify")
-        if nodes and self.base.device.type == "cpu":  # elsewhere the work has only been queued
-            self._budget.clock(rows, nodes, drafted, (between - begun, time.perf_counter() - between))
         self._commit(verdict)
         self._times.mark("commit")
         self._deliver(verdict, tree, prices, drafted)
+        if self.base.device.type == "cpu":  # elsewhere the work has only been queued
+            self._budget.clock(rows, nodes, drafted, (between - begun, time.perf_counter() - between))
         self._steps += 1
         self._row_steps += rows
 

@@ -88,16 +88,28 @@ class Handle:
 
     async def __aiter__(self) -> AsyncIterator[TokenDelta]:
         """The same in an asyncio loop, which the engine's thread wakes."""
+        async for deltas in self.arrivals():
+            for delta in deltas:
+                yield delta
+
+    async def arrivals(self) -> AsyncIterator[list[TokenDelta]]:
+        """What has come since one last asked. Who asks seldom gets more at once, and is not woken in between."""
         deltas, loop, arrived = self._streamed(), asyncio.get_running_loop(), asyncio.Event()
-        # Before the first look at the queue: what comes after that look wakes the loop.
-        self._wake = lambda: loop.call_soon_threadsafe(arrived.set)
         while True:
             arrived.clear()
+            # Before the look at the queue: what comes after that look wakes the loop.
+            self._wake = lambda: loop.call_soon_threadsafe(arrived.set)
+            some: list[TokenDelta | None] = []
             while not deltas.empty():
-                if (delta := deltas.get_nowait()) is None:
-                    return
-                yield delta
-            await arrived.wait()
+                some.append(deltas.get_nowait())
+            if not some:
+                await arrived.wait()
+                continue
+            self._wake = None
+            if tokens := [delta for delta in some if delta is not None]:
+                yield tokens
+            if some[-1] is None:
+                return
 
     def push(self, delta: TokenDelta) -> None:
         """Hand out a step's tokens (the engine calls this)."""
@@ -112,9 +124,9 @@ class Handle:
         if self._deltas is None:
             return
         self._deltas.put(delta)
-        if self._wake is not None:
+        if (wake := self._wake) is not None:
             try:
-                self._wake()
+                wake()
             except RuntimeError:  # the loop is closed: nobody listens any more
                 self._wake = None
 

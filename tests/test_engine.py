@@ -397,6 +397,16 @@ def test_a_search_that_turns_out_dear_is_used_less() -> None:
     assert decisions(budget, price=0.5, accepted=0.5, steps=20) == [0] * 20
 
 
+def test_trees_pay_more_where_plain_steps_have_become_slow() -> None:
+    """Handing out tokens, say, costs as much with every step, however many they are."""
+    budget = AdaptiveBudget(TABLE)
+    assert not any(decisions(budget, price=0.2, accepted=0.2, steps=20)[2:])  # 1.8 tokens in 5.5 against 1 in 2
+    for _ in range(100):
+        budget.clock(8, 0, 0, (0.0, 2.0 + 6.0))
+        budget.clock(8, 4, 4, (0.5, 5.0 + 6.0))
+    assert any(decisions(budget, price=0.2, accepted=0.2, steps=20))
+
+
 def test_a_modest_drafter_is_found_out() -> None:
     """Its prices say that drafting does not pay; what is accepted says that it does."""
     budget = AdaptiveBudget(TABLE)

@@ -1,6 +1,7 @@
 """Calls become requests of an engine, and what it makes of them the answers. No Ray, no HTTP.
 
-Requests are submitted as they come and decoded together; what each step adds is sent on at once.
+Requests are submitted as they come and decoded together; what a step adds is sent on at once, or after a moment with
+what the next ones add, where there are many streams.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from pipeline.serving.metrics import ReplicaMetrics, Snapshot
 
 _STALLED_SECONDS = 300.0
 """A step that takes longer hangs."""
+_EVENTS_PER_SECOND = 200.0
+"""Of all streams together. More would cost the engine more time than it needs for the tokens."""
 
 logger = logging.getLogger("ray.serve")
 
@@ -110,7 +113,7 @@ class Answers:
     async def _stream(self, chunks: Chunks, handles: list[Handle]) -> AsyncIterator[str]:
         """Events of all choices as they come; those that are there together are sent together."""
         arrived: asyncio.Queue[tuple[int, TokenDelta | Generation | Exception]] = asyncio.Queue()
-        readers = [asyncio.create_task(_read(index, handle, arrived)) for index, handle in enumerate(handles)]
+        readers = [asyncio.create_task(self._read(index, handle, arrived)) for index, handle in enumerate(handles)]
         finished: dict[int, Generation] = {}
         begun: set[int] = set()
         try:
@@ -136,6 +139,22 @@ class Answers:
         finally:
             for reader in readers:
                 reader.cancel()
+
+    async def _read(
+        self, index: int, handle: Handle, arrived: asyncio.Queue[tuple[int, TokenDelta | Generation | Exception]]
+    ) -> None:
+        """Put all that comes of a choice into the queue, its end or error last."""
+        outcome = asyncio.ensure_future(handle.outcome())
+        try:
+            async for deltas in handle.arrivals():
+                for delta in deltas:
+                    arrived.put_nowait((index, delta))
+                await asyncio.wait([outcome], timeout=self._lm.engine.state().active / _EVENTS_PER_SECOND)
+            arrived.put_nowait((index, await outcome))
+        except Exception as error:  # who reads the queue must hear of it, whatever it is
+            arrived.put_nowait((index, error))
+        finally:
+            outcome.cancel()
 
     def _requests(self, request: ParsedRequest) -> list[Request]:
         """A request of the engine for each choice.
@@ -187,15 +206,3 @@ class Answers:
                 return interrupted()
         logger.exception("A request failed")
         return OpenAIError(500, "The server had an error.", code="internal_error")
-
-
-async def _read(
-    index: int, handle: Handle, arrived: asyncio.Queue[tuple[int, TokenDelta | Generation | Exception]]
-) -> None:
-    """Put all that comes of a choice into the queue, its end or error last."""
-    try:
-        async for delta in handle:
-            arrived.put_nowait((index, delta))
-        arrived.put_nowait((index, await handle.outcome()))
-    except Exception as error:  # who reads the queue must hear of it, whatever it is
-        arrived.put_nowait((index, error))
