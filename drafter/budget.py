@@ -111,6 +111,8 @@ class AdaptiveBudget:
 
     _BURN_IN_ROWS = 16
     """Trees to see before anything is decided; what they cost is lost where drafting does not pay."""
+    _TRIAL = 4
+    """Steps that then draft as much as seems best, to see what it costs."""
     _RENEW_EVERY = 16
     """Of so many steps that draft, one drafts the largest trees: are more nodes worth it by now?"""
     _PLAIN_EVERY = 64
@@ -131,7 +133,7 @@ class AdaptiveBudget:
         self._seen = np.zeros(len(table.nodes))
         # Against the table: plain steps, steps that draft (but for drafting), and drafting relative to these.
         self._plain_slowness, self._slowness, self._dearness = (RunningMean(self._PACE) for _ in range(3))
-        self._burn_in = self._BURN_IN_ROWS
+        self._burn_in, self._trial = self._BURN_IN_ROWS, self._TRIAL
         self._drafts = 0
         self._plain, self._pause = 0, self._FIRST_PAUSE
 
@@ -144,6 +146,9 @@ class AdaptiveBudget:
         verify, draft = self._latency(rows)
         rate = (1.0 + self._gain) / (self._now(verify) + self._relative() * self._dearness.value * draft)
         best = int(rate[1:].argmax()) + 1
+        if self._trial > 0:
+            self._trial -= 1
+            return int(self._nodes[best])
         if rate[best] > (1.0 + self._margin) * rate[0]:
             self._plain, self._pause = 0, self._FIRST_PAUSE
             self._drafts += 1
@@ -157,6 +162,7 @@ class AdaptiveBudget:
         self._calibration.fade(self._plain)
         self._seen[:] = 1
         self._plain, self._pause = 0, min(2 * self._pause, self._LONGEST_PAUSE)
+        self._trial = self._TRIAL
         return largest
 
     def nodes(self, log_prices: Floats) -> int:
@@ -184,6 +190,8 @@ class AdaptiveBudget:
         """
         verify, draft = self._latency(rows)
         drafting, rest = seconds
+        if drafted == self._nodes[-1]:
+            return  # looks at the largest trees are few, and the first of them start slowly
         if not drafted:
             self._plain_slowness.observe(rest / verify[0])
             return
