@@ -213,7 +213,7 @@ def driver_costs(folder: Path, parts: int) -> dict[str, float]:
 
 def dataset_costs(folder: Path, parts: int) -> dict[str, float]:
     """What Ray Data does with all parts before the first of them is read."""
-    staged = folder / "many"
+    staged = folder / "dataset"
     staged.mkdir()
     first = pyarrow.parquet.read_table(next(iter(sorted((folder / "staged").iterdir()))))
     pyarrow.parquet.write_table(first, staged / f"{some_parts(1)[0].name}.parquet")
