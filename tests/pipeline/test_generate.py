@@ -168,6 +168,28 @@ def test_submitting_again_goes_on_where_the_job_stopped(run: Run, finished: tupl
     assert not list((done.folder / "_temporary").iterdir())
 
 
+def test_a_resubmission_writes_what_is_missing_and_no_more(run: Run, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"how many {n}"} for n in range(40)])
+    settings = ("--writing.rows_per_file", 2)
+    done = run(source, *settings)
+    rows = [(row["request_id"], row["token_ids"]) for row in done.rows]
+    state = json.loads((done.folder / "run.json").read_text())
+    files = sorted((done.folder / "data").iterdir())
+    assert len(files) == 20
+    for percent in (100, 90, 75, 50, 25, 10):
+        kept = files[: percent * len(files) // 100]
+        for lost in files[len(kept) :]:
+            lost.unlink()
+        (done.folder / "run.json").write_text(json.dumps({**state, "state": "running"}))
+        before = snapshot(done.folder)
+        resumed = run(source, *settings)
+        assert resumed.code == 0, resumed.stderr
+        assert (f"{40 - 2 * len(kept)} of 40 rows to generate" in resumed.stderr) == (percent < 100)
+        after = snapshot(done.folder)
+        assert all(after[str(file)] == before[str(file)] for file in kept)
+        assert [(row["request_id"], row["token_ids"]) for row in resumed.rows] == rows
+
+
 def test_parquet_messages_and_ids_of_their_own(run: Run, lm: SpeculativeLM, tmp_path: Path) -> None:
     chats = [[{"role": "user", "content": f"{QUESTIONS[n]} {n}"}] for n in range(3)]
     table = pa.table({"chat": chats, "key": [30, 10, 20], "stamp": pa.array([1, 2, 3], pa.timestamp("ms"))})
