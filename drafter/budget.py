@@ -143,8 +143,8 @@ class AdaptiveBudget:
         if self._burn_in > 0:
             self._burn_in -= rows
             return largest
-        verify, draft = self._latency(rows)
-        rate = (1.0 + self._gain) / (self._now(verify) + self._relative() * self._dearness.value * draft)
+        verify, draft = self._now(rows)
+        rate = (1.0 + self._gain) / (verify + draft)
         best = int(rate[1:].argmax()) + 1
         if self._trial > 0:
             self._trial -= 1
@@ -174,8 +174,8 @@ class AdaptiveBudget:
         self._seen[known] += 1
         pace = np.maximum(self._PACE, 1 / self._seen[known])
         self._gain[known] += pace * (gain - self._gain[known])
-        verify, _ = self._latency(len(log_prices))
-        return int(self._nodes[known][((1.0 + gain) / self._now(verify)[known]).argmax()])
+        verify, _ = self._now(len(log_prices))
+        return int(self._nodes[known][((1.0 + gain) / verify[known]).argmax()])
 
     def observe(self, log_prices: Floats, accepted: npt.NDArray[np.bool_]) -> None:
         """Learn which of the verified draft nodes `[B, N]` were accepted."""
@@ -188,10 +188,10 @@ class AdaptiveBudget:
         handing out tokens costs something with every step; and what else runs on the machine slows down the many small
         operations of a plain step more than the large ones of verifying a tree.
         """
+        if self._trial == self._TRIAL:
+            return  # a look at the largest tree, not a size in use; the first ones start slowly
         verify, draft = self._latency(rows)
         drafting, rest = seconds
-        if drafted == self._nodes[-1]:
-            return  # looks at the largest trees are few, and the first of them start slowly
         if not drafted:
             self._plain_slowness.observe(rest / verify[0])
             return
@@ -199,15 +199,11 @@ class AdaptiveBudget:
         self._slowness.observe(rest / expected)
         self._dearness.observe(drafting / rest / (np.interp(drafted, self._nodes, draft) / expected))
 
-    def _relative(self) -> float:
-        """How much slower steps that draft have become than plain ones, against the table."""
-        return self._slowness.value / self._plain_slowness.value if self._plain_slowness.seen else 1.0
-
-    def _now(self, verify: Floats) -> Floats:
-        """Latencies `[M]` of the table as they are now, in units of a plain step's."""
-        now = self._relative() * verify
-        now[0] = verify[0]
-        return now
+    def _now(self, rows: int) -> tuple[Floats, Floats]:
+        """The table's latencies `[M]` as they are now, to verify and to draft, in units of a plain step's."""
+        verify, draft = self._latency(rows)
+        slower = self._slowness.value / self._plain_slowness.value if self._plain_slowness.seen else 1.0
+        return np.where(self._nodes > 0, slower, 1.0) * verify, slower * self._dearness.value * draft
 
     def _latency(self, rows: int) -> tuple[Floats, Floats]:
         if rows not in self._latencies:

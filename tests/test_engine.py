@@ -401,6 +401,19 @@ def test_a_search_that_turns_out_dear_is_used_less() -> None:
     assert decisions(budget, price=0.5, accepted=0.5, steps=20) == [0] * 20
 
 
+def test_the_cost_of_the_largest_trees_is_learnt_like_any_other() -> None:
+    budget = AdaptiveBudget(TABLE)
+    for _ in range(16 + 4 + 1):  # burn-in, trial, and one that was decided
+        prices = np.log(np.full((1, budget.draft(1)), 0.9))
+        budget.nodes(prices)
+        budget.observe(prices, np.ones(prices.shape, dtype=bool))
+    assert budget.draft(1) == 8  # up to 9 tokens in 1.7 against 1 in 1
+    for _ in range(100):
+        budget.clock(1, 0, 0, (0.0, 1.0))
+        budget.clock(1, 8, 8, (20.0, 15.0))
+    assert budget.draft(1) == 0  # in 35 against 1 in 1
+
+
 def test_trees_pay_more_where_plain_steps_have_become_slow() -> None:
     """Handing out tokens, say, costs as much with every step, however many they are."""
     budget = AdaptiveBudget(TABLE)
