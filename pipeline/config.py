@@ -105,7 +105,7 @@ class ResourcesConfig:
         gpus_per_actor: GPUs of an engine, a fraction allowed; by default 1 where there are GPUs, or nothing can run
             yet; otherwise 0. Say it for a cluster that has only CPUs now and is to get GPUs.
         cpus_per_actor: CPU cores of an engine, and so its threads; by default at most 1 beside a GPU, otherwise all of
-            a node but half a core, shared by the node's engines.
+            a node but half a core, shared by the node's engines. Lowered a little where it would fill a node.
     """
 
     min_actors: int = 1

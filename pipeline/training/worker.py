@@ -78,9 +78,10 @@ def run(task: WorkerTask) -> None:
                 scribe.evaluated(evaluations, state)
         if checkpoint:
             assert state is not None
+            to_save = None
             if scribe is not None:
                 scribe.metrics.flush()  # a run that goes on from here does not take these steps again
-            to_save = SavedRun(state, evaluations) if scribe is not None else None
+                to_save = SavedRun(state, evaluations)
             report(to_save, done.step, task.folder.checkpoints, task.board)
 
 
