@@ -108,6 +108,7 @@ class BaseModel:
         self._kinds = _attention_kinds(self.config)
         self._head_input: Tensor | None = None
         self._head.register_forward_pre_hook(self._keep_head_input)
+        self._verify = self._forward
         self._check()
         self.fingerprint = self._fingerprint()
 
@@ -228,6 +229,14 @@ class BaseModel:
 
     # ---- forwards
 
+    def compile(self) -> None:
+        """Compile the forward of `verify` for this machine: the same sums with less Python between them.
+
+        The first call for one row and for several, of one node and of several, compiles for a while; a compiler's
+        error comes from there.
+        """
+        self._verify = torch.compile(self._forward, dynamic=True)
+
     def new_cache(self, slots: int, length: int) -> KVCache:
         """A KV cache for `slots` rows of up to `length` positions."""
         return KVCache(self._layer_shapes, slots, length, self.device)
@@ -265,6 +274,13 @@ class BaseModel:
         Returns:
             Logits `[B, N, V]` and hidden states `[B, N, d]`, both by node id.
         """
+        # A copy, because what is compiled is of one layout, and a tree's leading part has another.
+        depths = depths.clone(memory_format=torch.contiguous_format)
+        return self._verify(cache, tokens, lengths, depths, ancestors, kv_length)
+
+    def _forward(
+        self, cache: KVCache, tokens: Tensor, lengths: Tensor, depths: Tensor, ancestors: Tensor, kv_length: int
+    ) -> tuple[Tensor, Tensor]:
         inputs = self._inputs(cache, 0, tokens, lengths, depths, ancestors, kv_length)
         logits = self.model(**inputs).logits
         hidden, self._head_input = self._head_input, None
@@ -282,7 +298,6 @@ class BaseModel:
         kv_length: int,
     ) -> dict[str, Any]:
         nodes = torch.arange(tokens.shape[1], device=tokens.device)
-        cache.prepare(slot, lengths[:, None] + nodes, kv_length)
         masks = {
             kind: additive(
                 tree_attention_mask(lengths, depths, ancestors, kv_length, window=window, chunk=chunk), self.dtype
@@ -297,7 +312,7 @@ class BaseModel:
             "input_ids": tokens,
             "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
             "position_ids": positions,
-            "past_key_values": cache,
+            "past_key_values": cache.view(slot, lengths[:, None] + nodes, kv_length),
             "use_cache": True,
         }
 

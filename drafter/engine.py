@@ -53,12 +53,15 @@ class EngineConfig:
         max_length: Prompt and output tokens a slot can hold; None is the base's own limit, at most 2,048.
         max_queue: Requests that may wait for a slot.
         nodes: Draft nodes verified a step; `auto` adapts to what pays on this machine.
+        compile: Compile the base's forward with torch.compile: a minute or two at start, less where it was done
+            before, for steps with less Python in them.
     """
 
     slots: int = 16
     max_length: int | None = None
     max_queue: int = 1024
     nodes: int | Literal["auto"] = "auto"
+    compile: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("slots", self.slots), ("max_queue", self.max_queue), ("max_length", self.max_length)):
@@ -97,7 +100,7 @@ class Engine:
             hangs.
 
     Raises:
-        LoadError: `max_length` is more than the base has positions.
+        LoadError: `max_length` is more than the base has positions, or the base cannot be compiled.
     """
 
     def __init__(self, base: BaseModel, drafter: Drafter, tokenizer: Any, config: EngineConfig | None = None) -> None:
@@ -136,6 +139,8 @@ class Engine:
         self._output_tokens = self._draft_tokens = self._accepted_tokens = 0
         self._prefilled_tokens = self._shared_tokens = 0
         self.last_step = time.monotonic()
+        if config.compile:
+            self._compile()
         self._budget: Budget = FixedBudget(0)
         if drafter.tree_size > 1:
             fixed = config.nodes
@@ -491,7 +496,29 @@ class Engine:
         self._mode = SamplingMode.of(sampling)
         self._logprobs = {row: one.logprobs for row, one in enumerate(sampling) if one.logprobs is not None}
 
-    # ---- measuring
+    # ---- before the first step
+
+    @torch.inference_mode()
+    def _compile(self) -> None:
+        """Compile the base's forward, and call it once for each of the shapes that compilers tell apart.
+
+        These are one row and several, one node and several. Sizes that happen to be equal would be taken to be so
+        always, so none of them are.
+        """
+        self.base.compile()
+        several = max(self.drafter.tree_size, 2)
+        if several == (many := max(self.config.slots - 1, min(self.config.slots, 2))):
+            several += 1
+        try:
+            for rows in sorted({1, many}):
+                self._slots = [_placeholder(self.max_length // 2)] * rows
+                for nodes in sorted({1, several}) if self.drafter.tree_size > 1 else (1,):
+                    tree = root_only(torch.zeros(rows, dtype=torch.long, device=self.base.device))
+                    self._verify(TokenTree(*(part.expand(rows, nodes) for part in vars(tree).values())), rows)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = " ".join(str(error).strip().split("\n")[:2])
+            raise LoadError(f"{self.base.name} cannot be compiled here: {reason} (leave compile out)") from error
+        self._slots = []
 
     @torch.inference_mode()
     def _measure_latency(self, rounds: int = 5, seconds: float = 2.0) -> LatencyTable:

@@ -28,41 +28,58 @@ class LayerShape:
         return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
-class _SlotLayer(CacheLayerMixin):
-    """One layer's view of the cache: writes new keys and values, returns all the rows' keys and values."""
+@dataclass(frozen=True)
+class _Place:
+    """Where a layer's keys and values are: which buffer, and which of the buffer's members."""
 
-    def __init__(self, cache: KVCache, index: int) -> None:
+    buffer: int
+    member: int
+
+
+class _LayerView(CacheLayerMixin):
+    """One layer in one forward: writes new keys and values, returns all the rows' keys and values.
+
+    Args:
+        writes: `[S, H, D]` whole buffers and `[b * n]` where in them the new keys, then the new values go.
+        reads: `[b, H, kv_length, D]` keys, then values, of the forward's rows.
+    """
+
+    def __init__(self, writes: list[tuple[Tensor, Tensor]], reads: list[Tensor]) -> None:
         super().__init__()
-        self._cache, self._index = cache, index
+        self._writes, self._reads = writes, reads
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values `[b, H, n, D]`; return those of the rows in use `[b, H, kv_length, D]`."""
-        return self._cache._write(self._index, key_states, value_states)
+        for (buffer, index), states in zip(self._writes, (key_states, value_states), strict=True):
+            buffer.index_copy_(0, index, states.transpose(1, 2).flatten(0, 1))
+        keys, values = self._reads
+        return keys, values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the buffers exist."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(KV length, offset); unused, as masks are passed in whole."""
-        return self._cache._kv_length, 0
+        return self._reads[0].shape[2], 0
 
     def get_seq_length(self) -> int:
         """Unused, as positions are passed in; zero says so."""
         return 0
 
     def get_max_length(self) -> int:
-        """Positions a slot holds."""
-        return self._cache.length
+        """Positions that are read."""
+        return self._reads[0].shape[2]
 
 
-class KVCache(Cache):
+class KVCache:
     """Keys and values of `slots` rows of up to `length` positions.
 
     A tree's nodes are written behind the row's committed positions, in node order; `commit` then moves the
-    accepted ones together. Layers of the same shape share one buffer `[layers, slots * length, H, D]`, so that
-    a commit is one gather and one scatter for all of them.
+    accepted ones together. Layers of the same shape share one buffer `[members * slots * length, H, D]`, so that
+    a commit is one gather and one scatter for all of them. The buffers are flat and written as wholes because
+    compilers keep only such writes in place.
 
     Args:
         shapes: Shape of each layer; None for a layer that stores nothing.
@@ -72,34 +89,33 @@ class KVCache(Cache):
     """
 
     def __init__(self, shapes: list[LayerShape | None], slots: int, length: int, device: torch.device) -> None:
-        super().__init__(layers=[_SlotLayer(self, index) for index in range(len(shapes))])
         self.slots, self.length = slots, length
-        members: dict[tuple[int, int, torch.dtype, torch.device], list[tuple[int, int]]] = {}
-        for layer, shape in enumerate(shapes):
+        members: dict[tuple[int, int, torch.dtype, torch.device], int] = {}
+        # Of each layer: its keys' and its values'; none of a layer that stores nothing.
+        self._places: list[list[_Place]] = []
+        for shape in shapes:
+            both = []
             if shape is not None:
-                for part, dim in enumerate((shape.key_dim, shape.value_dim)):
-                    members.setdefault((shape.heads, dim, shape.dtype, shape.device), []).append((layer, part))
-        self._owners = list(members.values())
-        self._buffers: list[Tensor] = []
-        # Where a layer writes: `[slots * length, H, D]`, keys and values.
-        self._writable: dict[tuple[int, int], Tensor] = {}
-        for (heads, dim, dtype, place), owners in members.items():
-            buffer = torch.zeros(len(owners), slots * length, heads, dim, dtype=dtype, device=place)
-            self._buffers.append(buffer)
-            self._writable.update(zip(owners, buffer.unbind(0), strict=True))
+                for dim in (shape.key_dim, shape.value_dim):
+                    kind = (shape.heads, dim, shape.dtype, shape.device)
+                    members[kind] = members.get(kind, 0) + 1
+                    both.append(_Place(list(members).index(kind), members[kind] - 1))
+            self._places.append(both)
+        self.buffers = [
+            torch.zeros(count * slots * length, heads, dim, dtype=dtype, device=place)
+            for (heads, dim, dtype, place), count in members.items()
+        ]
         self._starts = torch.arange(slots, device=device) * length
-        # Set by `prepare` for one forward: where each device writes, and what each layer reads, `[b, H, kv_length, D]`.
-        self._index: dict[torch.device, Tensor] = {}
-        self._readable: dict[tuple[int, int], Tensor] = {}
-        self._kv_length = 0
+        # `[members, 1]` of each buffer: where its members begin.
+        self._members = [torch.arange(count, device=device)[:, None] * (slots * length) for count in members.values()]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(buffer.nbytes for buffer in self._buffers)
+        return sum(buffer.nbytes for buffer in self.buffers)
 
-    def prepare(self, first: int, positions: Tensor, kv_length: int) -> None:
-        """Say where the next forward writes and what it reads.
+    def view(self, first: int, positions: Tensor, kv_length: int) -> Cache:
+        """The cache as one forward sees it, to be given to the model.
 
         Args:
             first: Slot of the forward's first row; the others follow it.
@@ -108,18 +124,26 @@ class KVCache(Cache):
         """
         rows = positions.shape[0]
         index = (positions + self._starts[first : first + rows, None]).flatten()
-        self._index = {buffer.device: index.to(buffer.device) for buffer in self._buffers}
-        # All layers' views in a few calls: one by one they would cost more than the copies themselves.
-        for buffer, owners in zip(self._buffers, self._owners, strict=True):
-            by_slot = buffer.unflatten(1, (self.slots, self.length))[:, first : first + rows, :kv_length]
-            self._readable.update(zip(owners, by_slot.transpose(2, 3).unbind(0), strict=True))
-        self._kv_length = kv_length
-
-    def _write(self, layer: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        for part, states in enumerate((key_states, value_states)):
-            target = self._writable[layer, part]
-            target.index_copy_(0, self._index[target.device], states.transpose(1, 2).flatten(0, 1))
-        return self._readable[layer, 0], self._readable[layer, 1]
+        # All layers' in a few calls: one by one they would cost more than the copies themselves.
+        writes, reads = [], []
+        for buffer, members in zip(self.buffers, self._members, strict=True):
+            writes.append((index + members).to(buffer.device).unbind(0))
+            heads, dim = buffer.shape[1:]
+            row = self.length * heads * dim
+            # Not slices: whether they take all of a dimension would be cases of their own to a compiler.
+            read = buffer.as_strided(
+                (len(members), rows, heads, kv_length, dim), (self.slots * row, row, dim, heads * dim, 1), first * row
+            )
+            reads.append(read.unbind(0))
+        layers: list[CacheLayerMixin] = []
+        for places in self._places:
+            layers.append(
+                _LayerView(
+                    [(self.buffers[one.buffer], writes[one.buffer][one.member]) for one in places],
+                    [reads[one.buffer][one.member] for one in places],
+                )
+            )
+        return Cache(layers=layers)
 
     def commit(self, lengths: Tensor, path: Tensor) -> None:
         """Move the nodes of each row's accepted path to the row's tail. Rows are slots `0..B-1`.
@@ -131,12 +155,13 @@ class KVCache(Cache):
         steps = torch.arange(path.shape[1], device=path.device)
         base = self._starts[: path.shape[0]] + lengths
         source, target = (base[:, None] + path).flatten(), (base[:, None] + steps).flatten()
-        for buffer in self._buffers:
-            moved = buffer.index_select(1, source.to(buffer.device))
-            buffer.index_copy_(1, target.to(buffer.device), moved)
+        for buffer, members in zip(self.buffers, self._members, strict=True):
+            by_member = buffer.unflatten(0, (len(members), -1))
+            moved = by_member.index_select(1, source.to(buffer.device))
+            by_member.index_copy_(1, target.to(buffer.device), moved)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of slot `source` to slot `target`."""
-        for buffer in self._buffers:
-            rows = buffer.unflatten(1, (self.slots, self.length))
+        for buffer in self.buffers:
+            rows = buffer.unflatten(0, (-1, self.slots, self.length))
             rows[:, target, :length] = rows[:, source, :length]

@@ -81,11 +81,13 @@ class EngineSettings:
         slots: Requests decoded together.
         max_length: Prompt and output tokens a request may have; by default the base's own limit, at most 2,048.
         nodes: Draft tokens verified a step; `auto` adapts to what pays on the machine.
+        compile: Compile the base's forward for the machine: a minute or two at start, for faster steps.
     """
 
     slots: int = 16
     max_length: int | None = None
     nodes: int | Literal["auto"] = "auto"
+    compile: bool = False
 
     def __post_init__(self) -> None:
         at_least("engine.slots", self.slots, 1)

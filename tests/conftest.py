@@ -17,12 +17,6 @@ from tests.models import random_model
 torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True)
-def draft_in_the_bases_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same drafts on every machine, whatever its processor is best at."""
-    monkeypatch.setattr("drafter.drafters.frames.draft_dtype", lambda base: base.dtype)
-
-
 @pytest.fixture(scope="session")
 def tiny_base() -> BaseModel:
     """A random Llama of three layers with a vocabulary of 97."""

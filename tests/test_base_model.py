@@ -90,5 +90,5 @@ def test_a_prompt_may_be_prefilled_in_pieces(tiny_base: BaseModel) -> None:
     whole = tiny_base.prefill(whole_cache, 1, prompt)
     pieces = [tiny_base.prefill(pieces_cache, 1, prompt[at : at + 8], at) for at in range(0, len(prompt), 8)]
     assert torch.allclose(whole, torch.cat(pieces), atol=1e-4)
-    for a, b in zip(whole_cache._buffers, pieces_cache._buffers, strict=True):
+    for a, b in zip(whole_cache.buffers, pieces_cache.buffers, strict=True):
         assert torch.allclose(a, b, atol=1e-4)

@@ -16,12 +16,12 @@ def states(values: list[list[int]], dim: int) -> torch.Tensor:
 def filled_cache() -> KVCache:
     """Two slots: the first holds 1 2 and nodes 10 11 12 13, the second 5 6 7 and nodes 20 21 22 23."""
     cache = KVCache([SHAPE, None, SHAPE], slots=3, length=9, device=CPU)
-    cache.prepare(0, torch.tensor([[0, 1, 2], [0, 1, 2]]), 3)
+    view = cache.view(0, torch.tensor([[0, 1, 2], [0, 1, 2]]), 3)
     for layer in (0, 2):
-        cache.update(states([[1, 2, 0], [5, 6, 7]], 3), states([[1, 2, 0], [5, 6, 7]], 4), layer)
-    cache.prepare(0, torch.tensor([[2, 3, 4, 5], [3, 4, 5, 6]]), 7)
+        view.update(states([[1, 2, 0], [5, 6, 7]], 3), states([[1, 2, 0], [5, 6, 7]], 4), layer)
+    view = cache.view(0, torch.tensor([[2, 3, 4, 5], [3, 4, 5, 6]]), 7)
     for layer in (0, 2):
-        keys, values = cache.update(
+        keys, values = view.update(
             states([[10, 11, 12, 13], [20, 21, 22, 23]], 3), states([[10, 11, 12, 13], [20, 21, 22, 23]], 4), layer
         )
         assert keys.shape == (2, 2, 7, 3)
@@ -30,10 +30,10 @@ def filled_cache() -> KVCache:
 
 
 def read(cache: KVCache, slot: int, count: int, layer: int = 2) -> list[float]:
-    keys = cache._writable[layer, 0].unflatten(0, (cache.slots, cache.length))
-    values = cache._writable[layer, 1].unflatten(0, (cache.slots, cache.length))
-    assert torch.equal(keys[slot, :count, 0, 0], values[slot, :count, 1, 3])
-    return keys[slot, :count, 0, 0].tolist()  # type: ignore[no-any-return]
+    nothing = torch.empty(1, 2, 0, 3), torch.empty(1, 2, 0, 4)
+    keys, values = cache.view(slot, torch.empty(1, 0, dtype=torch.long), count).update(*nothing, layer)
+    assert torch.equal(keys[0, 0, :, 0], values[0, 1, :, 3])
+    return keys[0, 0, :, 0].tolist()  # type: ignore[no-any-return]
 
 
 def test_rows_write_at_their_own_lengths() -> None:

@@ -111,21 +111,25 @@ def _runs(probs: Tensor) -> Tensor:
 
 
 class LabelModel(Protocol):
-    """Frames that know the path so far. A path's state is a row of a tensor `[B, K, ...]`."""
+    """Frames that know the path so far. Paths of all rows come in one list; a path's state is a row of `[M, ...]`."""
 
     def start(self) -> Tensor:
-        """State `[B, 1, ...]` of the roots."""
+        """State `[B, ...]` of the roots."""
 
-    def score(self, first: int, stop: int, state: Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """What frames `first..stop-1` (from 0) say after each path.
 
+        Args:
+            rows: `[M]` row of the batch that each path belongs to.
+            state: `[M, ...]`.
+
         Returns:
-            Logits of the tokens, `[B, K, stop - first, V]`, and the blank's probability `[B, K, stop - first]`: the
-            tokens share the rest.
+            Logits of the tokens, `[M, stop - first, V]`, and the blank's probability `[M, stop - first]`: the tokens
+            share the rest.
         """
 
     def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
-        """State `[B, K, ...]` of paths one of `tokens` `[B, K]` longer."""
+        """State `[M, ...]` of paths one of `tokens` `[M]` longer."""
 
 
 LATTICE_BEAM = 10
@@ -157,52 +161,67 @@ def best_lattice_trie(
         beam: Prefixes kept a depth; None keeps as many as the tree could hold, which makes the search exact.
     """
     batch, device = pending.shape[0], pending.device
-    rows = torch.arange(batch, device=device)[:, None]
-    arrival = torch.eye(1, band, device=device).expand(batch, 1, band)
-    price = torch.zeros((batch, 1), device=device)
-    width, found, before = 1, 1, -1
-    levels: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     on_host = device.type == "cpu"  # elsewhere looking at prices would mean waiting for the device
+    # The paths to extend, of all rows: row and place in it, candidate, price, and the mass that has arrived.
+    rows, place = torch.arange(batch, device=device), torch.zeros_like(pending)
+    node, price = torch.full_like(pending, -1), torch.zeros(batch, device=device)
+    arrival = torch.eye(1, band, device=device).expand(batch, band)
     state = model.start()
+    width, found = 1, 0  # most paths of a row, and candidates of each row so far
+    levels: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     for level in range(min(depth, frames)):
-        logits, silent = model.score(level, min(level + band, frames), state)
-        mass = [arrival[..., 0]]
-        for i in range(1, logits.shape[2]):
-            mass.append(arrival[..., i] + mass[-1] * silent[..., i - 1])
-        spoken = torch.stack(mass, 2) * (1.0 - silent)
-        emit = logits.float().softmax(-1)
-        vocabulary = emit.shape[3]
-        keep = min(size - 1 - level, beam or size, width * vocabulary)
+        keep = min(size - 1 - level, beam or size)
         if keep < 1:
             break
-        best, index = (spoken[:, :, None] @ emit).flatten(1).topk(keep)
-        parent, token = index // vocabulary, index % vocabulary
-        price = torch.minimum(best.log(), price.gather(1, parent))
-        levels.append((token, parent + before, price, torch.full_like(token, level + 1)))
-        before = 0 if level == 0 else before + found
-        found = keep
-        width = _promising([level[2] for level in levels], size) if on_host else keep
-        if width == 0:
-            break
-        parent, token, price = parent[:, :width], token[:, :width], price[:, :width]
-        arrival = spoken[rows, parent] * emit[rows, parent, :, token]
-        state = model.extend(state[rows, parent], token)
+        logits, silent = model.score(level, min(level + band, frames), rows, state)
+        mass = [arrival[:, 0]]
+        for i in range(1, logits.shape[1]):
+            mass.append(arrival[:, i] + mass[-1] * silent[:, i - 1])
+        spoken = torch.stack(mass, 1) * (1.0 - silent)
+        emit = logits.float().softmax(-1)
+        # First the best of each path, then of each row: far less to sort than all at once.
+        best, token = (spoken[:, None] @ emit)[:, 0].topk(min(keep, emit.shape[2]))
+        options = best.shape[1]
+        by_row = best.new_zeros(batch, width, options)
+        by_row[rows, place] = best
+        best, index = by_row.flatten(1).topk(min(keep, width * options))
+        path_at = torch.zeros(batch, width, dtype=torch.long, device=device)
+        path_at[rows, place] = torch.arange(len(rows), device=device)
+        parent = path_at.gather(1, index // options)
+        token = token[parent, index % options]
+        price = torch.minimum(best.log(), price[parent])
+        levels.append((token, node[parent], price, torch.full_like(token, level + 1)))
+        place_of = torch.arange(best.shape[1], device=device).expand(batch, -1)
+        wanted = _promising([level[2] for level in levels], size) if on_host else None
+        if wanted is None:
+            rows, place = torch.arange(batch, device=device).repeat_interleave(best.shape[1]), place_of.flatten()
+            width = best.shape[1]
+        else:
+            rows, place = wanted.nonzero().unbind(1)
+            if not len(rows):
+                break
+            width = int(place.max()) + 1
+        parent, token, price = parent[rows, place], token[rows, place], price[rows, place]
+        node, found = found + place, found + best.shape[1]
+        arrival = spoken[parent] * emit[parent, :, token]
+        state = model.extend(state[parent], token)
     if not levels:
         return root_only(pending)
     tokens, parents, prices, depths = (torch.cat(part, 1) for part in zip(*levels, strict=True))
     return from_nodes(pending, tokens, parents, depths, prices, size)
 
 
-def _promising(prices: list[Tensor], size: int) -> int:
-    """How many of the last level's prefixes some row may still need: those below a full tree have no child in it.
+def _promising(prices: list[Tensor], size: int) -> Tensor:
+    """Which of the last level's prefixes their row may still need: those below a full tree have no child in it.
 
     Args:
         prices: `[B, K]` of each level, falling in the last.
         size: Nodes of a tree, root included.
+
+    Returns:
+        `[B, K]` bool of the last level: true up to a place in each row, false from there.
     """
     found = torch.cat(prices, 1)
     if found.shape[1] < size - 1:
-        return prices[-1].shape[1]
-    worst = found.topk(size - 1, sorted=False).values.amin(1, keepdim=True)
-    needed = (prices[-1] > worst).any(0).nonzero()
-    return int(needed[-1]) + 1 if len(needed) else 0
+        return prices[-1] > -torch.inf
+    return prices[-1] > found.topk(size - 1, sorted=False).values.amin(1, keepdim=True)

@@ -21,7 +21,6 @@ from drafter.ctc.loss import ctc_loss, lattice_prefix_loss, prefix_loss
 from drafter.ctc.static_tree import static_tree
 from drafter.ctc.trie import LATTICE_BEAM, best_lattice_trie, best_trie
 from drafter.drafters.frames import FrameHead, Search, last_tokens
-from drafter.lender import Lender
 from drafter.losses import Labels, LossSum, cross_entropy
 from drafter.modules.attention import AttentionModule
 from drafter.modules.residual import ResidualBlocks
@@ -225,53 +224,52 @@ class CTCHead(FrameHead):
             states = states + layer(states)
         return states
 
-    def search(self, states: Tensor, recent: Tensor, lender: Lender, size: int, tree: Tree) -> TokenTree:
+    def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
         """The best trie of the frames, or the published tree; see `FrameHead.search`."""
         config, pending = self.config, recent[:, -1]
         if config.label_context:
-            return self._search_lattice(states, recent, lender, size, lambda labels: self.label_terms(labels, lender))
+            return self._search_lattice(states, recent, base, size, lambda labels: self.label_terms(labels, base))
         if config.loss == "ce":
-            log_probs = self.token_log_probs(states, lender.lm_head)
+            log_probs = self.token_log_probs(states, base.lm_head)
             if tree == "static":
                 return static_tree(log_probs, pending, config.depth, size, blank=False)
             return best_product_trie(log_probs, pending, size)
-        log_probs = self.log_probs(states, lender.lm_head)
+        log_probs = self.log_probs(states, base.lm_head)
         if tree == "static":
             return static_tree(log_probs, pending, config.depth, size)
         return best_trie(log_probs, pending, config.depth, size, _CANDIDATES)
 
-    def prepared_search(self, lender: Lender, tree: Tree) -> Search:
+    def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
         """See `FrameHead.prepared_search`. What a label adds to the joint is looked up where a table of it is small."""
         config = self.config
         table_size = config.label_context * config.vocab_size * config.joint_size
-        if not 0 < table_size <= _TABLE_ENTRIES or lender.device.type != "cpu":
-            return super().prepared_search(lender, tree)
-        table = self._label_table(lender)
+        if not 0 < table_size <= _TABLE_ENTRIES or base.device.type != "cpu":
+            return super().prepared_search(base, tree)
+        table = self._label_table(base)
         offsets = torch.arange(config.label_context) * config.vocab_size
 
         def looked_up(labels: Tensor) -> Tensor:
-            bags = F.embedding_bag((labels + offsets).flatten(0, 1), table, mode="sum")
-            return bags.view(*labels.shape[:2], -1)
+            return F.embedding_bag(labels + offsets, table, mode="sum")
 
-        return lambda states, recent, size: self._search_lattice(states, recent, lender, size, looked_up)
+        return lambda states, recent, size: self._search_lattice(states, recent, base, size, looked_up)
 
-    def label_terms(self, labels: Tensor, lender: Lender) -> Tensor:
-        """What the last labels `[B, K, c]`, newest last, add to the joint's first layer: `[B, K, joint_size]`."""
-        return self.joint_labels(self.label_norm(lender.embed(labels)).flatten(2))  # type: ignore[no-any-return]
+    def label_terms(self, labels: Tensor, base: BaseModel) -> Tensor:
+        """What the last labels `[M, c]`, newest last, add to the joint's first layer: `[M, joint_size]`."""
+        return self.joint_labels(self.label_norm(base.embed(labels)).flatten(1))  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def _label_table(self, lender: Lender) -> Tensor:
+    def _label_table(self, base: BaseModel) -> Tensor:
         """`[c · V, joint_size]`: what each token adds as each of the last labels; sums of rows are `label_terms`."""
         config = self.config
-        labels = self.label_norm(lender.embed(torch.arange(config.vocab_size)))
+        labels = self.label_norm(base.embed(torch.arange(config.vocab_size)))
         weights = self.joint_labels.weight.unflatten(1, (config.label_context, config.hidden_size))
         return torch.cat([labels @ weights[:, place].T for place in range(config.label_context)])
 
     def _search_lattice(
-        self, states: Tensor, recent: Tensor, lender: Lender, size: int, label_terms: Callable[[Tensor], Tensor]
+        self, states: Tensor, recent: Tensor, base: BaseModel, size: int, label_terms: Callable[[Tensor], Tensor]
     ) -> TokenTree:
         config = self.config
-        lattice = _Lattice(self, lender, states, recent, label_terms)
+        lattice = _Lattice(self, base, states, recent, label_terms)
         return best_lattice_trie(
             lattice, recent[:, -1], config.num_frames, config.band, config.depth, size, LATTICE_BEAM
         )
@@ -288,22 +286,22 @@ class _Lattice:
     def __init__(
         self,
         head: CTCHead,
-        lender: Lender,
+        base: BaseModel,
         states: Tensor,
         recent: Tensor,
         label_terms: Callable[[Tensor], Tensor],
     ) -> None:
-        self._head, self._lender, self._recent, self._label_terms = head, lender, recent, label_terms
-        self._states, self._joint = states[:, None], head.joint_frames(states)[:, None]
+        self._head, self._base, self._recent, self._label_terms = head, base, recent, label_terms
+        self._states, self._joint = states, head.joint_frames(states)
 
     def start(self) -> Tensor:
-        return self._recent[:, None]
+        return self._recent
 
-    def score(self, first: int, stop: int, state: Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         head = self._head
-        known = self._label_terms(state)[:, :, None]
-        states = head.norm(head.joint(self._states[:, :, first:stop], self._joint[:, :, first:stop] + known))
-        return self._lender.lm_head(states), head.blank(states)[..., 0].float().sigmoid()
+        joint = self._joint[rows, first:stop] + self._label_terms(state)[:, None]
+        states = head.norm(head.joint(self._states[rows, first:stop], joint))
+        return self._base.lm_head(states), head.blank(states)[..., 0].float().sigmoid()
 
     def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
-        return torch.cat([state[..., 1:], tokens[..., None]], 2)
+        return torch.cat([state[:, 1:], tokens[:, None]], 1)

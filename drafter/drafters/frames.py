@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Callable
 
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from drafter.base_model import BaseModel
 from drafter.drafters.contract import DraftContext, Drafter
-from drafter.lender import Lender, draft_dtype, lend
 from drafter.modules.contract import DraftModule
 from drafter.pretrained import DraftHead, Tree
 from drafter.token_tree import TokenTree
@@ -28,20 +26,20 @@ class FrameHead(DraftHead):
     """How many of the text's last tokens the search looks at, the pending one included."""
 
     @abstractmethod
-    def search(self, states: Tensor, recent: Tensor, lender: Lender, size: int, tree: Tree) -> TokenTree:
+    def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
         """Trees of `size` nodes, root included.
 
         Args:
             states: `[B, T, d]` frame states.
             recent: `[B, recent_tokens]` last tokens, the pending one last.
-            lender: Lends the base's embedding and LM head.
+            base: Lends its embedding and LM head.
             size: Nodes of a tree.
             tree: As in `DraftHead.drafter`.
         """
 
-    def prepared_search(self, lender: Lender, tree: Tree) -> Search:
+    def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
         """`search` of weights that change no more: what follows from them alone may be computed here, once."""
-        return lambda states, recent, size: self.search(states, recent, lender, size, tree)
+        return lambda states, recent, size: self.search(states, recent, base, size, tree)
 
     def refuse_tree(self, tree: Tree) -> None:
         """Raise `ValueError` for a kind of tree that the head does not have."""
@@ -66,14 +64,10 @@ class FrameDrafter(Drafter):
     reads_hidden = True
 
     def __init__(self, head: FrameHead, base: BaseModel, tree_size: int, tree: Tree) -> None:
-        dtype = draft_dtype(base)
-        if dtype != base.dtype:
-            head = copy.deepcopy(head).to(dtype)
-        lender = lend(base, dtype)
         self.tree_size, self.depth = tree_size, head.config.depth
         self._recent_tokens = head.recent_tokens
-        self._reader = head.module.reader(lender)
-        self._search = head.prepared_search(lender, tree)
+        self._reader = head.module.reader(base)
+        self._search = head.prepared_search(base, tree)
 
     def allocate(self, slots: int, length: int) -> None:
         """Make room for what the module remembers."""

@@ -17,7 +17,6 @@ from drafter.base_model import BaseModel
 from drafter.chosen import chosen_log_probs
 from drafter.ctc.trie import LATTICE_BEAM, best_lattice_trie
 from drafter.drafters.frames import FrameHead, last_tokens
-from drafter.lender import Lender
 from drafter.losses import Labels, LossSum, cross_entropy
 from drafter.modules.attention import AttentionModule
 from drafter.modules.contract import DraftModule
@@ -107,11 +106,11 @@ class HydraHead(FrameHead):
         log_probs = chosen_log_probs(base, self.norm(torch.stack(states, 1)), labels.tokens)
         return cross_entropy(log_probs, labels, batch.lengths[real], self.config.depth_decay)
 
-    def search(self, states: Tensor, recent: Tensor, lender: Lender, size: int, tree: Tree) -> TokenTree:
+    def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
         """The best trie of the heads' conditionals, within a beam; see `FrameHead.search`."""
         depth = self.config.depth
         return best_lattice_trie(
-            _Paths(self, lender, states[:, 0], recent), recent[:, -1], depth, 1, depth, size, LATTICE_BEAM
+            _Paths(self, base, states[:, 0], recent), recent[:, -1], depth, 1, depth, size, LATTICE_BEAM
         )
 
     def refuse_tree(self, tree: Tree) -> None:
@@ -123,17 +122,17 @@ class HydraHead(FrameHead):
 class _Paths:
     """`LabelModel` of the heads: a path's state is the tokens on it, the root's first."""
 
-    def __init__(self, head: HydraHead, lender: Lender, states: Tensor, recent: Tensor) -> None:
-        self._head, self._lender, self._states, self._root = head, lender, states, recent[:, -1:]
+    def __init__(self, head: HydraHead, base: BaseModel, states: Tensor, recent: Tensor) -> None:
+        self._head, self._base, self._states, self._root = head, base, states, recent[:, -1:]
 
     def start(self) -> Tensor:
-        return self._root[:, None]
+        return self._root
 
-    def score(self, first: int, stop: int, state: Tensor) -> tuple[Tensor, Tensor]:
-        path = self._head.embedding_norm(self._lender.embed(state)).flatten(2)
-        hidden = self._states[:, None].expand(-1, path.shape[1], -1)
-        logits = self._lender.lm_head(self._head.norm(self._head.heads[first](hidden, path)))[:, :, None]
-        return logits, torch.zeros(logits.shape[:3], device=logits.device)
+    def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        path = self._head.embedding_norm(self._base.embed(state)).flatten(1)
+        states = self._head.norm(self._head.heads[first](self._states[rows], path))
+        logits = self._base.lm_head(states)[:, None]
+        return logits, torch.zeros(logits.shape[:2], device=logits.device)
 
     def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
-        return torch.cat([state, tokens[..., None]], 2)
+        return torch.cat([state, tokens[:, None]], 1)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from drafter.base_model import BaseModel
 from drafter.ctc.static_tree import static_tree
 from drafter.drafters.frames import FrameHead
-from drafter.lender import Lender
 from drafter.losses import Labels, LossSum, cross_entropy
 from drafter.modules.residual import ResidualBlocks
 from drafter.pretrained import Tree, check_sizes
@@ -77,7 +76,7 @@ class MedusaHead(FrameHead):
         logits = torch.bmm(states.transpose(0, 1), self.outputs.to(states.dtype).transpose(1, 2))
         return logits.transpose(0, 1).float().log_softmax(-1)
 
-    def search(self, states: Tensor, recent: Tensor, lender: Lender, size: int, tree: Tree) -> TokenTree:
+    def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
         """The best trie of the heads' product, or the published tree; see `FrameHead.search`."""
         if tree == "static":
             return static_tree(self.log_probs(states), recent[:, -1], self.config.depth, size, blank=False)

@@ -179,7 +179,8 @@ class Evaluation:
         return runs
 
     def _engine(self, arm: Arm, batch: int, max_length: int, max_queue: int) -> Engine:
-        config = EngineConfig(batch, max_length, max_queue, nodes="auto" if arm.nodes is None else arm.nodes)
+        nodes = "auto" if arm.nodes is None else arm.nodes
+        config = EngineConfig(batch, max_length, max_queue, nodes=nodes, compile=self._plan.compile)
         return Engine(self._base, self._drafter(arm), self._tokenizer, config)
 
     def _drafter(self, arm: Arm) -> Drafter:

@@ -50,6 +50,7 @@ class Plan:
         temperatures: Of the base's choices.
         rounds: How often all is timed.
         max_new_tokens: Longest answer, the same for every arm.
+        compile: Whether this project's engines compile the base's forward.
 
     Raises:
         ValueError: A list is empty or has a value twice, or a value is out of range.
@@ -62,6 +63,7 @@ class Plan:
     temperatures: tuple[float, ...] = (0.0,)
     rounds: int = 1
     max_new_tokens: int = 48
+    compile: bool = False
 
     def __post_init__(self) -> None:
         for name in ("drafters", "trees", "nodes", "batches", "temperatures"):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drafter.base_model import BaseModel
 from drafter.drafters.contract import DraftContext
-from drafter.lender import Lender
 from drafter.modules.contract import DraftModule, FrameReader
 
 Memory = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -144,20 +144,20 @@ class AttentionModule(DraftModule):
         mask = torch.cat([sees_context, sees_frames], 2)[:, None]
         return self.frames(context, starts, rotation, mask, lambda _, keys, values: (keys, values))
 
-    def reader(self, lender: Lender) -> FrameReader:
+    def reader(self, base: BaseModel) -> FrameReader:
         """A reader that keeps the keys and values of the fused context for every slot."""
-        return _AttentionReader(self, lender)
+        return _AttentionReader(self, base)
 
 
 class _AttentionReader(FrameReader):
     """Reads each row's new tokens into a KV cache of the fused context, allocated once, and computes the frames."""
 
-    def __init__(self, module: AttentionModule, lender: Lender) -> None:
-        self._module, self._lender = module, lender
+    def __init__(self, module: AttentionModule, base: BaseModel) -> None:
+        self._module, self._base = module, base
         self._read: list[int] = []  # entries of each slot whose keys and values are in the cache
 
     def allocate(self, slots: int, length: int) -> None:
-        module, device, dtype = self._module, self._lender.device, self._lender.dtype
+        module, device, dtype = self._module, self._base.device, self._base.dtype
         self._length = length + module.num_frames + 1
         shape = (slots * self._length, len(module.layers), 2, module.num_heads, module.width // module.num_heads)
         self._cache = torch.zeros(shape, device=device, dtype=dtype)
@@ -205,8 +205,8 @@ class _AttentionReader(FrameReader):
         entries = positions[:, :width]
         before = ((entries - 1).clamp_min(0) + slots * context.hidden.shape[1]).flatten()
         hidden = context.hidden.flatten(0, 1).index_select(0, before).view(stop - first, width, -1)
-        hidden = hidden.to(self._lender.dtype) * (entries > 0)[..., None]
-        fused = module.fuse(self._lender.embed(context.tokens[first:stop].gather(1, entries)), hidden)
+        hidden = hidden.to(self._base.dtype) * (entries > 0)[..., None]
+        fused = module.fuse(self._base.embed(context.tokens[first:stop].gather(1, entries)), hidden)
 
         bound = -(-(context.longest + 1 + frames) // _CONTEXT_BUCKET) * _CONTEXT_BUCKET
         bound = min(bound, self._length)

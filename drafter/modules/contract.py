@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
+from drafter.base_model import BaseModel
 from drafter.drafters.contract import DraftContext
-from drafter.lender import Lender
 
 
 class DraftModule(nn.Module, ABC):
@@ -35,8 +35,8 @@ class DraftModule(nn.Module, ABC):
         """
 
     @abstractmethod
-    def reader(self, lender: Lender) -> FrameReader:
-        """What reads frames step by step, on `lender`'s device and in its dtype."""
+    def reader(self, base: BaseModel) -> FrameReader:
+        """What reads frames step by step, on the base's device and in its dtype."""
 
 
 class FrameReader(ABC):

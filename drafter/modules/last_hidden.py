@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from drafter.base_model import BaseModel
 from drafter.drafters.contract import DraftContext
-from drafter.lender import Lender
 from drafter.modules.contract import DraftModule, FrameReader, hidden_before, newest_hidden
 
 
@@ -19,9 +19,9 @@ class LastHidden(DraftModule):
         """Frames `[B, A, 1, d]`; see `DraftModule.forward`."""
         return hidden_before(hidden, anchors)[:, :, None]
 
-    def reader(self, lender: Lender) -> FrameReader:
+    def reader(self, base: BaseModel) -> FrameReader:
         """A reader without memory."""
-        return _LastHiddenReader(lender.dtype)
+        return _LastHiddenReader(base.dtype)
 
 
 class _LastHiddenReader(FrameReader):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drafter.base_model import BaseModel
 from drafter.drafters.contract import DraftContext
-from drafter.lender import Lender
 from drafter.modules.contract import DraftModule, FrameReader, hidden_before, newest_hidden
 
 
@@ -40,9 +40,9 @@ class ResidualBlocks(DraftModule):
         """Frames `[..., T, d]` of hidden states `[..., d]`."""
         return torch.stack([hidden + F.silu(block(hidden)) for block in self.blocks], -2)
 
-    def reader(self, lender: Lender) -> FrameReader:
+    def reader(self, base: BaseModel) -> FrameReader:
         """A reader without memory."""
-        return _ResidualReader(self, lender.dtype)
+        return _ResidualReader(self, base.dtype)
 
 
 class _ResidualReader(FrameReader):

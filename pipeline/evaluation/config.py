@@ -34,6 +34,7 @@ class EvaluateConfig:
         questions_per_file: Take so many, spread evenly over each file; null takes all.
         rounds: How often everything is timed.
         max_new_tokens: Longest answer.
+        compile: Compile the base's forward, as `engine.compile` of `jobs.generate` does.
         loading: How the models are loaded.
         gpus: GPUs to take; by default 1 where there are any.
     """
@@ -51,6 +52,7 @@ class EvaluateConfig:
     questions_per_file: int | None = 8
     rounds: int = Plan.rounds
     max_new_tokens: int = Plan.max_new_tokens
+    compile: bool = Plan.compile
     loading: LoadingConfig = field(default_factory=LoadingConfig)
     gpus: float | None = None
 
@@ -81,6 +83,7 @@ class EvaluateConfig:
             temperatures=_each(self.temperatures),
             rounds=self.rounds,
             max_new_tokens=self.max_new_tokens,
+            compile=self.compile,
         )
 
 

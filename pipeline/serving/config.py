@@ -64,6 +64,7 @@ class ReplicaSettings(EngineSettings):
         slots: Requests decoded together.
         max_length: Prompt and output tokens a request may have; by default the base's own limit, at most 2,048.
         nodes: Draft tokens verified a step; `auto` adapts to what pays on the machine.
+        compile: Compile the base's forward for the machine: a minute or two at start, for faster steps.
     """
 
     slots: int = 32

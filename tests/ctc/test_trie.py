@@ -146,14 +146,14 @@ class LastLabels:
     before: Tensor
 
     def start(self) -> Tensor:
-        return self.before[:, None]
+        return self.before
 
-    def score(self, first: int, stop: int, state: Tensor) -> tuple[Tensor, Tensor]:
-        log_probs = torch.stack([self.table[j][state.unbind(-1)] for j in range(first, stop)], 2)
+    def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        log_probs = torch.stack([self.table[j][state.unbind(-1)] for j in range(first, stop)], 1)
         return log_probs[..., :-1], log_probs[..., -1].exp()
 
     def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
-        return torch.cat([state[..., 1:], tokens[..., None]], 2)
+        return torch.cat([state[:, 1:], tokens[:, None]], 1)
 
 
 def last_labels(seed: int, frames: int, vocabulary: int, before: Tensor) -> LastLabels:
@@ -228,7 +228,7 @@ def test_dropping_what_cannot_be_in_a_tree_changes_none(seed: int, size: int, ba
     model = LastLabels(model.table.log_softmax(-1), before)
     tree = best_lattice_trie(model, before[:, 0], 6, band, 6, size, beam)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trie, "_promising", lambda prices, size: prices[-1].shape[1])
+        patch.setattr(trie, "_promising", lambda prices, size: prices[-1] > -torch.inf)
         whole = best_lattice_trie(model, before[:, 0], 6, band, 6, size, beam)
     assert all(torch.equal(value, getattr(whole, name)) for name, value in vars(tree).items())
 
@@ -237,9 +237,9 @@ def test_a_full_tree_asks_for_no_more_frames() -> None:
     asked: list[int] = []
 
     class Asked(LastLabels):
-        def score(self, first: int, stop: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
             asked.append(first)
-            return super().score(first, stop, state)
+            return super().score(first, stop, rows, state)
 
     best_lattice_trie(Asked(torch.zeros(6, 10, 10).log_softmax(-1), torch.tensor([[3]])), torch.tensor([3]), 6, 1, 6, 4)
     assert asked == [0]
