@@ -33,7 +33,7 @@ format: $(INSTALLED) ## Sort imports and format.
 
 benchmark: $(INSTALLED) ## Measure β and speed of the embedded heads, then make the tables and plots again.
 	$(BIN)/python -m benchmarks.heads drafter/embedded/heads --output benchmarks/results/embedded-heads
-	$(BIN)/python -m jobs.evaluate --config examples/evaluate.yaml --output benchmarks/results/evaluation
+	$(BIN)/python -m jobs.evaluate --config benchmarks/evaluation.yaml
 	$(BIN)/python -m benchmarks.report
 
 chaos: $(INSTALLED) ## Kill the processes of a generation job again and again; measure what Ray and a resume cost.
