@@ -7,15 +7,24 @@ python -m benchmarks.report build/evaluation    # or an evaluation of your own
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import scale, serving
+from benchmarks import costs, scale, serving, speed
 from benchmarks.heads import HEADS_FILE, write_table
 from drafter.evaluation.report import write_report
 from drafter.evaluation.results import RESULTS_FILE, Results
 
 _RESULTS = Path(__file__).parent / "results"
+_REPORTS: dict[str, Callable[[Path], object]] = {
+    RESULTS_FILE: lambda folder: write_report(Results.load(folder), folder),
+    HEADS_FILE: write_table,
+    scale.SCALE_FILE: scale.write_table,
+    serving.SERVING_FILE: serving.write_table,
+    speed.SPEED_FILE: speed.write_table,
+    costs.COSTS_FILE: costs.write_report,
+}
+"""What makes tables and plots in a folder, by the file that it makes them of."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -24,17 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folders", type=Path, nargs="*", help="folders of results (default: all in benchmarks/results)")
     args = parser.parse_args(arguments)
     for folder in args.folders or sorted(path for path in _RESULTS.iterdir() if path.is_dir()):
-        if (folder / RESULTS_FILE).is_file():
-            write_report(Results.load(folder), folder)
-        elif (folder / HEADS_FILE).is_file():
-            write_table(folder)
-        elif (folder / scale.SCALE_FILE).is_file():
-            scale.write_table(folder)
-        elif (folder / serving.SERVING_FILE).is_file():
-            serving.write_table(folder)
-        else:
-            known = ", ".join((RESULTS_FILE, HEADS_FILE, scale.SCALE_FILE, serving.SERVING_FILE))
-            raise SystemExit(f"error: {folder} has none of {known}: give a folder of results")
+        reports = [report for name, report in _REPORTS.items() if (folder / name).is_file()]
+        if not reports:
+            raise SystemExit(f"error: {folder} has none of {', '.join(_REPORTS)}: give a folder of results")
+        for report in reports:
+            report(folder)
         print(f"made again: {folder}")
 
 

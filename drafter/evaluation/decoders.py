@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -65,8 +66,8 @@ def engine_decoder(engine: Engine) -> Decoder:
     return decode
 
 
-def transformers_decoder(base: BaseModel, batch: int, pad: int) -> Decoder:
-    """`generate` with its dynamic cache, in batches padded on the left with `pad`, as its users call it.
+def transformers_decoder(base: BaseModel, batch: int, pad: int, **settings: Any) -> Decoder:
+    """`generate` in batches padded on the left with `pad`, as its users call it; `settings` are further ones of it.
 
     The requests share their sampling settings but for the seed. Above temperature 0 its draws are its own.
     """
@@ -84,6 +85,7 @@ def transformers_decoder(base: BaseModel, batch: int, pad: int) -> Decoder:
             max_new_tokens=sampling.max_new_tokens,
             pad_token_id=pad,
             **(drawn if sampling.temperature > 0 else {"do_sample": False}),
+            **settings,
         )
         return [_until_end(row, base.eos_token_ids) for row in made[:, width:].tolist()]
 

@@ -1,0 +1,239 @@
+"""What a step costs as work grows, beside the least that this machine could take for it.
+
+    python -m benchmarks.costs --output benchmarks/results/costs
+
+Times drafting and verification over draft nodes, rows and context, each with the other two held. The least is a
+roofline: the bytes that a forward must read and the operations it must do, over what this machine reads and does a
+second in two measurements of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from drafter.base_model import BaseModel
+from drafter.drafters.contract import DraftContext, Drafter
+from drafter.drafters.registry import load_drafter
+from drafter.embedded import EMBEDDED_BASE
+from drafter.errors import LoadError
+from drafter.evaluation.decoders import synchronise
+from drafter.evaluation.environment import environment, machine
+from drafter.evaluation.results import write_json
+from drafter.evaluation.tables import markdown_table
+from drafter.kv_cache import KVCache
+from drafter.token_tree import root_only
+
+COSTS_FILE = "costs.json"
+TABLE_FILE = "costs.md"
+PLOT_FILE = "costs.png"
+NODES, ROWS, CONTEXTS = (0, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32, 64), (64, 128, 256, 512, 896)
+_HELD = {"nodes": 16, "rows": 4, "context": 256}
+_TURNS = 15
+
+
+@dataclass(frozen=True)
+class Point:
+    """A step's cost.
+
+    Args:
+        nodes: Draft nodes of each row.
+        rows: Decoded together.
+        context: Committed positions of each row.
+        draft: Seconds of drafting.
+        verify: Seconds of the base's forward.
+        least: Seconds of the forward by the roofline.
+    """
+
+    nodes: int
+    rows: int
+    context: int
+    draft: float
+    verify: float
+    least: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine does at best.
+
+    Args:
+        bytes_per_second: Read by a product of a matrix and a vector.
+        operations_per_second: Of a product of large matrices; a multiplication and an addition are two.
+    """
+
+    bytes_per_second: float
+    operations_per_second: float
+
+    def least_seconds(self, base: BaseModel, nodes: int, rows: int, context: int) -> float:
+        """Of a forward: all weights and the rows' keys and values are read once; two operations a weight and token."""
+        config = base.config
+        # The embedding, of which next to nothing is read, stands for the LM head, which is of its size.
+        weights = sum(parameter.numel() for parameter in base.decoder.parameters())
+        cached = rows * (context + nodes + 1) * base.new_cache(1, 1).nbytes
+        heads = int(config.num_attention_heads)
+        queries = (nodes + 1) * heads // int(getattr(config, "num_key_value_heads", None) or heads)
+        operations = 2 * weights * rows * (nodes + 1) + 2 * queries * cached // base.dtype.itemsize
+        read = weights * base.dtype.itemsize + cached
+        return max(read / self.bytes_per_second, operations / self.operations_per_second)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, write the record, its table and its plot."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--output", type=Path, required=True, help=f"folder for {COSTS_FILE}, {TABLE_FILE}, {PLOT_FILE}"
+    )
+    parser.add_argument("--model", default=str(EMBEDDED_BASE), help="base (default: the embedded one)")
+    parser.add_argument("--drafter", default="ctc")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--compile", action="store_true", help="compile the base's forward")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    args = parser.parse_args(given)
+    try:
+        base = BaseModel.from_pretrained(args.model, dtype=args.dtype)
+        drafter = load_drafter(args.drafter, base, max(NODES) + 1)
+    except LoadError as error:
+        raise SystemExit(f"error: {error}") from error
+    if args.compile:
+        base.compile()
+    contexts = [one for one in CONTEXTS if base.max_positions is None or one + max(NODES) < base.max_positions]
+    cache = base.new_cache(max(ROWS), max(contexts) + max(NODES) + 1)
+    drafter.allocate(max(ROWS), max(contexts) + max(NODES) + drafter.depth + 2)
+    best = measure_machine(base)
+    settings = [_HELD | {"nodes": nodes} for nodes in NODES]
+    settings += [_HELD | {"rows": rows} | {"nodes": nodes} for rows in ROWS for nodes in (0, _HELD["nodes"])]
+    settings += [_HELD | {"context": context} | {"nodes": nodes} for context in contexts for nodes in (0, 16)]
+    points = []
+    for setting in [dict(one) for one in dict.fromkeys(tuple(one.items()) for one in settings)]:
+        draft, verify = measure(base, drafter, cache, **setting)
+        points.append(Point(**setting, draft=draft, verify=verify, least=best.least_seconds(base, **setting)))
+        print(points[-1], file=sys.stderr)
+    record = {
+        "environment": environment(base, shlex.join(["python", "-m", "benchmarks.costs", *given])),
+        "compiled": args.compile,
+        "machine": asdict(best),
+        "cache": {"slots": cache.slots, "length": cache.length, "bytes": cache.nbytes},
+        "points": [asdict(point) for point in points],
+    }
+    args.output.mkdir(parents=True, exist_ok=True)
+    write_json(args.output / COSTS_FILE, record)
+    print(write_report(args.output))
+
+
+def timed(work: Callable[[], object], device: torch.device, turns: int = _TURNS) -> float:
+    """Median seconds of `work`, after a few turns that do not count."""
+    seconds = []
+    for turn in range(3 + turns):
+        synchronise(device)
+        start = time.perf_counter()
+        work()
+        synchronise(device)
+        if turn >= 3:
+            seconds.append(time.perf_counter() - start)
+    return median(seconds)
+
+
+def measure_machine(base: BaseModel) -> Machine:
+    """What the base's device reads and does a second, in the base's dtype."""
+    large = 1 << (13 if base.device.type == "cuda" else 11)
+    # As much as the base's own weights: a small model stays in a processor's caches.
+    rows = max(1, sum(parameter.numel() for parameter in base.decoder.parameters()) // large)
+    kind: Any = {"dtype": base.dtype, "device": base.device}
+    tall, vector, square = (
+        torch.randn(rows, large, **kind),
+        torch.randn(large, 1, **kind),
+        torch.randn(large, large, **kind),
+    )
+    reading = timed(lambda: tall @ vector, base.device)
+    doing = timed(lambda: square @ square, base.device)
+    return Machine(tall.nbytes / reading, 2 * large**3 / doing)
+
+
+@torch.inference_mode()
+def measure(
+    base: BaseModel, drafter: Drafter, cache: KVCache, nodes: int, rows: int, context: int
+) -> tuple[float, float]:
+    """Seconds of drafting and of verifying trees of so many nodes, on random text."""
+    kind: Any = {"device": base.device, "generator": torch.Generator(base.device).manual_seed(0)}
+    tokens = torch.randint(0, base.vocab_size, (rows, context + 1), **kind)
+    lengths = torch.full((rows,), context, device=base.device)
+    hidden = torch.stack([base.prefill(cache, row, tokens[row, :context]) for row in range(rows)])
+    seen = DraftContext(tokens, hidden, lengths, [context] * rows)
+    draft, tree = 0.0, root_only(tokens[:, -1])
+    if nodes:
+        for row in range(rows):
+            drafter.admit(row)
+        draft = timed(lambda: drafter.propose(seen, nodes + 1), base.device)
+        tree = drafter.propose(seen, nodes + 1)
+    ancestors, kv_length = tree.ancestors(), context + nodes + 1
+
+    def verify() -> None:
+        base.verify(cache, tree.tokens.clamp_min(0), lengths, tree.depths, ancestors, kv_length)
+
+    return draft, timed(verify, base.device)
+
+
+def write_report(folder: Path) -> str:
+    """Write the table and the plot from `costs.json` in `folder`; return the table."""
+    record = json.loads((folder / COSTS_FILE).read_text(encoding="utf-8"))
+    points = [Point(**point) for point in record["points"]]
+    about, best, cache = record["environment"], record["machine"], record["cache"]
+    rows = [
+        {
+            "nodes": point.nodes,
+            "rows": point.rows,
+            "context": point.context,
+            "draft ms": f"{1e3 * point.draft:.2f}",
+            "verify ms": f"{1e3 * point.verify:.2f}",
+            "roofline ms": f"{1e3 * point.least:.2f}",
+            "roofline ÷ verify": f"{point.least / point.verify:.2f}",
+        }
+        for point in points
+    ]
+    table = markdown_table(rows)
+    page = (
+        f"# What a step costs\n\n{machine(about)}, {about['threads']} threads, {about['dtype']}, the base's forward "
+        f"{'compiled' if record['compiled'] else 'as transformers runs it'}. The machine reads "
+        f"{best['bytes_per_second'] / 1e9:.0f} GB/s and does {best['operations_per_second'] / 1e9:.0f} GFLOP/s. A KV "
+        f"cache of {cache['slots']} slots of {cache['length']} positions takes {cache['bytes'] / 2**20:.0f} MiB. "
+        f"`{about['command']}`, commit {about['commit']}.\n\n{table}\n\n![step times]({PLOT_FILE})\n"
+    )
+    (folder / TABLE_FILE).write_text(page, encoding="utf-8")
+    plot(points).savefig(folder / PLOT_FILE, dpi=150)
+    return table
+
+
+def plot(points: Sequence[Point]) -> Figure:
+    """Milliseconds over nodes, rows and context."""
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    for axes, name in zip(figure.subplots(1, 3), _HELD, strict=True):
+        others = {other: value for other, value in _HELD.items() if other != name}
+        line = [point for point in points if all(getattr(point, key) == value for key, value in others.items())]
+        line.sort(key=lambda point: int(getattr(point, name)))
+        over = [getattr(point, name) for point in line]
+        for part, label in (("draft", "draft"), ("verify", "verify"), ("least", "verify, roofline")):
+            style = ":" if part == "least" else "-"
+            axes.plot(
+                over, [1e3 * getattr(point, part) for point in line], style, marker="o", markersize=3, label=label
+            )
+        axes.set(xlabel=name, ylabel="ms", title=", ".join(f"{value} {other}" for other, value in others.items()))
+        axes.set_ylim(0)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    return figure
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""How fast texts are made: by this engine, plain and with a drafter, and by the ways that transformers itself has.
+
+    python -m benchmarks.speed --output benchmarks/results/speed
+
+All greedy, on GSM8K's test questions, alone and behind other questions. Each way has a process of its own, as threads
+that compute in one get in each other's way; the processes run one at a time, and every round starts each of them anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from transformers import GenerationConfig
+
+from drafter.base_model import BaseModel, load_tokenizer
+from drafter.drafters.registry import load_drafter, useful_nodes
+from drafter.embedded import EMBEDDED_BASE
+from drafter.engine import Engine, EngineConfig
+from drafter.errors import LoadError
+from drafter.evaluation.decoders import Decoder, Run, engine_decoder, synchronise, transformers_decoder
+from drafter.evaluation.environment import environment, machine
+from drafter.evaluation.prompts import encode
+from drafter.evaluation.questions import QuestionError, read_questions
+from drafter.evaluation.results import write_json
+from drafter.evaluation.tables import markdown_table
+from drafter.requests import Request, SamplingParams
+from drafter.statistics import mean_acceptance_length, total
+from drafter.threads import in_passing_thread
+
+SPEED_FILE = "speed.json"
+TABLE_FILE = "speed.md"
+BATCHES = (1, 4, 16, 64)
+_LONG = 512
+"""Tokens of a long prompt, about."""
+_FEWEST = 8
+"""Prompts of a cell, where the batch does not need more."""
+_QUESTIONS = Path(__file__).resolve().parents[1] / "data" / "gsm8k" / "test.jsonl"
+
+Way = Callable[[BaseModel, Any, str, int, int], Decoder]
+"""From a base, its tokeniser, a drafter, a batch size and the longest text to a decoder of batches of that size."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way at one batch size, in one round.
+
+    Args:
+        way: Which.
+        context: `short` or `long` prompts.
+        batch: Texts made together.
+        round: From 0.
+        seconds: For all prompts, prefills included.
+        outputs: New tokens of each prompt.
+        beta: New tokens a forward of the base, where it is known.
+    """
+
+    way: str
+    context: str
+    batch: int
+    round: int
+    seconds: float
+    outputs: list[list[int]]
+    beta: float | None
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return sum(map(len, self.outputs)) / self.seconds
+
+
+def _engine(drafted: bool, compiled: bool) -> Way:
+    def make(base: BaseModel, tokenizer: Any, drafter: str, batch: int, longest: int) -> Decoder:
+        name, nodes = (drafter, useful_nodes(base.device)) if drafted else ("none", 0)
+        config = EngineConfig(batch, longest, max(batch, _FEWEST), compile=compiled)
+        return engine_decoder(Engine(base, load_drafter(name, base, nodes + 1), tokenizer, config))
+
+    return make
+
+
+def _generate(**settings: Any) -> Way:
+    return lambda base, tokenizer, _, batch, __: transformers_decoder(
+        base, batch, tokenizer.pad_token_id or 0, **settings
+    )
+
+
+def _generate_batch(base: BaseModel, tokenizer: Any, drafter: str, batch: int, longest: int) -> Decoder:
+    """transformers' continuous batching, which takes all prompts at once."""
+
+    def decode(requests: Sequence[Request]) -> Run:
+        ends = sorted(base.eos_token_ids)
+        settings = GenerationConfig(
+            max_new_tokens=requests[0].sampling.max_new_tokens, do_sample=False, eos_token_id=ends, pad_token_id=0
+        )
+        synchronise(base.device)
+        start = time.perf_counter()
+        made = base.model.generate_batch([list(request.prompt_ids) for request in requests], settings)
+        return Run(time.perf_counter() - start, [list(one.generated_tokens) for one in made.values()], [])
+
+    return decode
+
+
+PLAIN, GENERATE = "plain decoding", "transformers generate"
+WAYS: dict[str, Way] = {
+    PLAIN: _engine(drafted=False, compiled=False),
+    f"{PLAIN}, compiled": _engine(drafted=False, compiled=True),
+    "drafter": _engine(drafted=True, compiled=False),
+    "drafter, compiled": _engine(drafted=True, compiled=True),
+    GENERATE: _generate(),
+    f"{GENERATE}, static cache": _generate(cache_implementation="static"),
+    f"{GENERATE}, prompt lookup": _generate(prompt_lookup_num_tokens=10),
+    "transformers continuous batching": _generate_batch,
+}
+_ALONE = {f"{GENERATE}, prompt lookup"}
+"""Ways that know only batches of one."""
+_TOGETHER = {"transformers continuous batching"}
+"""Ways that have no use for a batch of one."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, write the record and its table; with `--way`, be one of the processes that are measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help=f"folder for {SPEED_FILE} and {TABLE_FILE}")
+    parser.add_argument("--model", default=str(EMBEDDED_BASE), help="base (default: the embedded one)")
+    parser.add_argument("--drafter", default="ctc", help="of this engine (default: %(default)s)")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    args = parser.parse_args(given)
+    try:
+        if args.way is not None:
+            measure(args)
+            return
+        if args.output is None:
+            parser.error("--output is needed")
+        base = in_passing_thread(lambda: BaseModel.from_pretrained(args.model, dtype=args.dtype))
+    except (LoadError, QuestionError) as error:
+        raise SystemExit(f"error: {error}") from error
+    command = shlex.join(["python", "-m", "benchmarks.speed", *given])
+    record: dict[str, Any] = {"environment": environment(base, command), "drafter": args.drafter, "cells": []}
+    del base
+    for turn in range(args.rounds):
+        for way in WAYS:
+            process = [sys.executable, "-m", "benchmarks.speed", *given, "--way", way]
+            found = subprocess.run(process, stdout=subprocess.PIPE, text=True, check=True).stdout
+            cells = [Cell(**json.loads(line), round=turn) for line in found.splitlines() if line.startswith("{")]
+            for cell in cells:
+                print(
+                    f"round {turn + 1}, {way}, {cell.context}, batch {cell.batch}: {cell.rate:.0f} tokens/s", flush=True
+                )
+            record["cells"] += [asdict(cell) for cell in cells]
+    args.output.mkdir(parents=True, exist_ok=True)
+    write_json(args.output / SPEED_FILE, record)
+    print(write_table(args.output))
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Print a JSON object for each cell of one way."""
+
+    def load() -> BaseModel:
+        return BaseModel.from_pretrained(args.model, dtype=args.dtype)
+
+    base, tokenizer = in_passing_thread(load), load_tokenizer(args.model)
+    for batch in args.batches:
+        if (args.way in _ALONE and batch > 1) or (args.way in _TOGETHER and batch == 1):
+            continue
+        prompts = {context: prompts_of(tokenizer, context, max(batch, _FEWEST)) for context in ("short", "long")}
+        longest = max(len(ids) for some in prompts.values() for ids in some) + args.max_new_tokens
+        decode = WAYS[args.way](base, tokenizer, args.drafter, batch, longest)
+        for context, some in prompts.items():
+            requests = [Request(ids, SamplingParams(args.max_new_tokens)) for ids in some]
+            decode(requests[: max(batch, 2)])  # what is put off until first needed
+            run = decode(requests)
+            beta = mean_acceptance_length(total(run.counts)) if run.counts else None
+            cell = {"way": args.way, "context": context, "batch": batch, "seconds": run.seconds}
+            print(json.dumps(cell | {"outputs": run.outputs, "beta": beta}), flush=True)
+
+
+def prompts_of(tokenizer: Any, context: str, count: int) -> list[list[int]]:
+    """Token ids of `count` questions; `long` ones come behind as many others as fit."""
+    questions = [one.turns[0] for one in read_questions(_QUESTIONS, None)]
+    prompts = []
+    for place in range(count):
+        text, before = questions[place], count + place
+        ids = encode(tokenizer, [{"role": "user", "content": text}])
+        while context == "long":
+            text, before = f"{questions[before % len(questions)]}\n\n{text}", before + count
+            longer = encode(tokenizer, [{"role": "user", "content": text}])
+            if len(longer) > _LONG:
+                break
+            ids = longer
+        prompts.append(ids)
+    return prompts
+
+
+def write_table(folder: Path) -> str:
+    """Write `speed.md` from `speed.json` in `folder`; return the tables."""
+    record = json.loads((folder / SPEED_FILE).read_text(encoding="utf-8"))
+    cells = [Cell(**cell) for cell in record["cells"]]
+    about = record["environment"]
+    parts = [
+        "# Speed",
+        f"{machine(about)}, {about['threads']} threads, {about['dtype']}; greedy; drafter `{record['drafter']}`, node "
+        f"budget `auto`; medians of {1 + max(cell.round for cell in cells)} rounds, ratios within a round. "
+        f"`{about['command']}`, commit {about['commit']}.",
+    ]
+    for context in dict.fromkeys(cell.context for cell in cells):
+        for batch in sorted({cell.batch for cell in cells}):
+            parts += [
+                f"## {context.capitalize()} prompts, batch {batch}",
+                speed_table([cell for cell in cells if (cell.context, cell.batch) == (context, batch)]),
+            ]
+    (folder / TABLE_FILE).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return "\n\n".join(parts[2:])
+
+
+def speed_table(cells: Sequence[Cell]) -> str:
+    """Every way beside plain decoding and `generate`; all cells of one batch size and context."""
+    by_way = {way: [cell for cell in cells if cell.way == way] for way in dict.fromkeys(cell.way for cell in cells)}
+
+    def relative(some: Sequence[Cell], to: str) -> str:
+        return f"{median(one.rate / other.rate for one, other in zip(some, by_way[to], strict=True)):.2f}"
+
+    rows = []
+    for way, some in by_way.items():
+        texts = [output for cell in some for output in cell.outputs]
+        plain = [output for cell in by_way[PLAIN] for output in cell.outputs]
+        rows.append(
+            {
+                "way": way,
+                "tokens/s": f"{median(cell.rate for cell in some):.0f}",
+                "÷ plain decoding": relative(some, PLAIN),
+                "÷ generate": relative(some, GENERATE),
+                "β": "" if some[0].beta is None else f"{some[0].beta:.2f}",
+                "same texts": f"{sum(a == b for a, b in zip(texts, plain, strict=True))} of {len(texts)}",
+            }
+        )
+    return markdown_table(rows)
+
+
+if __name__ == "__main__":
+    main()
