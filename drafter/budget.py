@@ -98,7 +98,7 @@ class RunningMean:
     def observe(self, value: float) -> None:
         """Take in a ratio of times, which is not let be absurd: a process may be stopped for a while."""
         self.seen += 1
-        self.value += max(self._pace, 1 / self.seen) * (float(np.clip(value, 0.1, 10.0)) - self.value)
+        self.value += max(self._pace, 1 / self.seen) * (min(max(value, 0.1), 10.0) - self.value)
 
 
 class AdaptiveBudget:
@@ -112,17 +112,19 @@ class AdaptiveBudget:
     _BURN_IN_ROWS = 16
     """Trees to see before anything is decided; what they cost is lost where drafting does not pay."""
     _TRIAL = 4
-    """Steps that then draft as much as seems best, to see what it costs."""
+    """Steps that then draft as much as seems best, and steps that draft nothing, to see what they cost."""
     _RENEW_EVERY = 16
     """Of so many steps that draft, one drafts the largest trees: are more nodes worth it by now?"""
     _PLAIN_EVERY = 64
     """Of so many steps that draft, one does not, where the host knows how long steps take."""
+    _RECONSIDER_EVERY = 8
+    """Plain steps of a pause after which it is asked whether drafting pays by now; asking costs something, too."""
     _FIRST_PAUSE, _LONGEST_PAUSE = 32, 256
     """Plain steps before drafting is tried again; twice as many each time that it does not pay."""
     _PACE = 0.1
     """Weight of the newest step in running means."""
 
-    def __init__(self, table: LatencyTable, margin: float = 0.03) -> None:
+    def __init__(self, table: LatencyTable, margin: float = 0.05) -> None:
         self._table, self._margin = table, margin
         # By number of rows: it is asked for at every step, and there are no more than slots.
         self._latencies: dict[int, tuple[Floats, Floats]] = {}
@@ -133,12 +135,15 @@ class AdaptiveBudget:
         self._seen = np.zeros(len(table.nodes))
         # Against the table: plain steps, steps that draft (but for drafting), and drafting relative to these.
         self._plain_slowness, self._slowness, self._dearness = (RunningMean(self._PACE) for _ in range(3))
-        self._burn_in, self._trial = self._BURN_IN_ROWS, self._TRIAL
+        self._burn_in, self._trial, self._comparison = self._BURN_IN_ROWS, self._TRIAL, self._TRIAL
         self._drafts = 0
-        self._plain, self._pause = 0, self._FIRST_PAUSE
+        self._plain, self._pause, self._paused_rows = 0, self._FIRST_PAUSE, 0
 
     def draft(self, rows: int) -> int:
         """Nodes to draft in a step of `rows` rows; 0 for plain decoding."""
+        if rows == self._paused_rows and self._plain + 1 < self._pause and self._plain % self._RECONSIDER_EVERY:
+            self._plain += 1
+            return 0
         largest = int(self._nodes[-1])
         if self._burn_in > 0:
             self._burn_in -= rows
@@ -149,6 +154,9 @@ class AdaptiveBudget:
         if self._trial > 0:
             self._trial -= 1
             return int(self._nodes[best])
+        if self._comparison > 0 and self._slowness.seen:
+            self._comparison -= 1
+            return 0
         if rate[best] > (1.0 + self._margin) * rate[0]:
             self._plain, self._pause = 0, self._FIRST_PAUSE
             self._drafts += 1
@@ -156,6 +164,7 @@ class AdaptiveBudget:
                 return 0
             return largest if self._drafts % self._RENEW_EVERY == 0 else int(self._nodes[best])
         self._plain += 1
+        self._paused_rows = rows
         if self._plain < self._pause:
             return 0
         # The text has gone on: what was learnt before the pause counts for less.
@@ -193,11 +202,11 @@ class AdaptiveBudget:
         verify, draft = self._latency(rows)
         drafting, rest = seconds
         if not drafted:
-            self._plain_slowness.observe(rest / verify[0])
+            self._plain_slowness.observe(rest / float(verify[0]))
             return
-        expected = np.interp(verified, self._nodes, verify)
+        expected = float(np.interp(verified, self._nodes, verify))
         self._slowness.observe(rest / expected)
-        self._dearness.observe(drafting / rest / (np.interp(drafted, self._nodes, draft) / expected))
+        self._dearness.observe(drafting / rest / (float(np.interp(drafted, self._nodes, draft)) / expected))
 
     def _now(self, rows: int) -> tuple[Floats, Floats]:
         """The table's latencies `[M]` as they are now, to verify and to draft, in units of a plain step's."""

@@ -547,6 +547,7 @@ class Engine:
                 context = self._context(rows)
                 trees = [self._timed(partial(self.drafter.propose, context, count + 1)) for count in drafted[1:]]
                 largest = trees[-1][0]
+                self._verify(largest.leading(1), rows)  # a plain step comes after another, with what it left in caches
                 steps = [self._timed(partial(self._verify, largest.leading(count + 1), rows)) for count in counts]
                 if turn:
                     draft[i] = np.minimum(draft[i], [0.0, *(taken for _, taken in trees)])
