@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from drafter.errors import LoadError
 from drafter.kv_cache import KVCache, LayerShape
 from drafter.masks import additive, tree_attention_mask
+from drafter.memory import free_bytes
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -157,13 +158,15 @@ class BaseModel:
                 if "scaled_dot_product_attention" not in str(error):
                     raise
                 model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="eager", **kwargs)
+            if device_map is None:
+                model = model.to(target)
         except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
             raise LoadError(f"base model {name!r} cannot be loaded: {_first_line(error)}") from error
         except Exception as error:  # safetensors raises a class of its own for a damaged file
             if type(error).__module__.startswith("safetensors") or "Safetensor" in type(error).__name__:
                 raise LoadError(f"base model {name!r} has damaged weights: {_first_line(error)}") from error
             raise
-        return cls(model if device_map is not None else model.to(target), name)
+        return cls(model, name)
 
     # ---- what it is
 
@@ -238,7 +241,22 @@ class BaseModel:
         self._verify = torch.compile(self._forward, dynamic=True)
 
     def new_cache(self, slots: int, length: int) -> KVCache:
-        """A KV cache for `slots` rows of up to `length` positions."""
+        """A KV cache for `slots` rows of up to `length` positions.
+
+        Raises:
+            LoadError: A device has no room for it.
+        """
+        wanted: dict[torch.device, int] = {}
+        for shape in self._layer_shapes:
+            if shape is not None:
+                wanted[shape.device] = wanted.get(shape.device, 0) + slots * length * shape.bytes_per_token
+        for device, size in wanted.items():
+            free = free_bytes(device)
+            if free is not None and size > free:
+                raise LoadError(
+                    f"a KV cache of {slots:,} slots of {length:,} positions takes {size / 2**30:,.1f} GiB beside "
+                    f"{self.name}, and {device} has {free / 2**30:,.1f} GiB left: lower slots or max_length"
+                )
         return KVCache(self._layer_shapes, slots, length, self.device)
 
     def prefill(self, cache: KVCache, slot: int, prompt: Tensor, start: int = 0) -> Tensor:

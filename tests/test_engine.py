@@ -109,6 +109,12 @@ def test_a_shared_beginning_is_a_copy_bit_for_bit(tiny_base: BaseModel) -> None:
         assert torch.allclose(engine._hidden[row, : len(prompts[row]) - 1], alone, atol=1e-4)
 
 
+def test_a_cache_that_does_not_fit_is_refused_with_its_size(tiny_base: BaseModel) -> None:
+    """64 positions and room for a draft, three layers of 2 × 2 × 8 numbers of 4 bytes."""
+    with pytest.raises(LoadError, match=r"1,000,000,000 slots of 66 positions takes 23,6\d\d\.\d GiB .* lower slots"):
+        Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(slots=1_000_000_000, max_length=64))
+
+
 def test_a_common_beginning_is_counted_in_tokens() -> None:
     def common(first: list[int], second: list[int]) -> int:
         return common_prefix(np.array(first, dtype=np.int64), np.array(second, dtype=np.int64))
