@@ -88,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default=str(EMBEDDED_BASE), help="base (default: the embedded one)")
     parser.add_argument("--drafter", default="auto", help="as of jobs.serve (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", help="of all servers (default: %(default)s)")
+    parser.add_argument("--compile", action="store_true", help="this endpoint's engines compile the base's forward")
     parser.add_argument("--rounds", type=int, default=3, help="each starts every server anew (default: %(default)s)")
     parser.add_argument("--answers", type=int, default=4, help="of each client, 16 in all at least (default: 4)")
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -123,7 +124,8 @@ def start(arm: str, model: str | None, args: argparse.Namespace) -> AbstractCont
     """The server of an arm."""
     if arm == TRANSFORMERS:
         return transformers_serve(args.model, args.dtype)
-    return endpoint(model, args.drafter if arm == OURS else "none", ["--loading.dtype", args.dtype])
+    settings = ["--loading.dtype", args.dtype, "--engine.compile", str(args.compile).lower()]
+    return endpoint(model, args.drafter if arm == OURS else "none", settings)
 
 
 async def load(server: Server, questions: Sequence[str], level: int, max_tokens: int) -> tuple[float, list[Answered]]:
