@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import secrets
 import time
 import uuid
@@ -31,8 +32,9 @@ from pipeline.serving.metrics import ReplicaMetrics, Snapshot
 
 _STALLED_SECONDS = 300.0
 """A step that takes longer hangs."""
-_EVENTS_PER_SECOND = 200.0
-"""Of all streams together. More would cost the engine more time than it needs for the tokens."""
+_EVENTS_PER_SECOND = 30.0 * (os.cpu_count() or 1)
+"""Of all streams together. On its way to a client an event wakes a dozen threads, and where the engine computes on the
+same cores each of them stops it: more events would cost it more time than it needs for the tokens."""
 
 logger = logging.getLogger("ray.serve")
 
