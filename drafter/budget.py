@@ -124,7 +124,7 @@ class AdaptiveBudget:
     _PACE = 0.1
     """Weight of the newest step in running means."""
 
-    def __init__(self, table: LatencyTable, margin: float = 0.05) -> None:
+    def __init__(self, table: LatencyTable, margin: float = 0.1) -> None:
         self._table, self._margin = table, margin
         # By number of rows: it is asked for at every step, and there are no more than slots.
         self._latencies: dict[int, tuple[Floats, Floats]] = {}

@@ -42,11 +42,12 @@ class _LayerView(CacheLayerMixin):
     Args:
         writes: `[S, H, D]` whole buffers and `[b * n]` where in them the new keys, then the new values go.
         reads: `[b, H, kv_length, D]` keys, then values, of the forward's rows.
+        kv_length: Positions that are read.
     """
 
-    def __init__(self, writes: list[tuple[Tensor, Tensor]], reads: list[Tensor]) -> None:
+    def __init__(self, writes: list[tuple[Tensor, Tensor]], reads: list[Tensor], kv_length: int) -> None:
         super().__init__()
-        self._writes, self._reads = writes, reads
+        self._writes, self._reads, self._kv_length = writes, reads, kv_length
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -62,7 +63,7 @@ class _LayerView(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(KV length, offset); unused, as masks are passed in whole."""
-        return self._reads[0].shape[2], 0
+        return self._kv_length, 0
 
     def get_seq_length(self) -> int:
         """Unused, as positions are passed in; zero says so."""
@@ -70,7 +71,7 @@ class _LayerView(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         """Positions that are read."""
-        return self._reads[0].shape[2]
+        return self._kv_length
 
 
 class KVCache:
@@ -141,6 +142,7 @@ class KVCache:
                 _LayerView(
                     [(self.buffers[one.buffer], writes[one.buffer][one.member]) for one in places],
                     [reads[one.buffer][one.member] for one in places],
+                    kv_length,
                 )
             )
         return Cache(layers=layers)

@@ -191,18 +191,16 @@ def best_lattice_trie(
         token = token[parent, index % options]
         price = torch.minimum(best.log(), price[parent])
         levels.append((token, node[parent], price, torch.full_like(token, level + 1)))
-        place_of = torch.arange(best.shape[1], device=device).expand(batch, -1)
-        wanted = _promising([level[2] for level in levels], size) if on_host else None
-        if wanted is None:
-            rows, place = torch.arange(batch, device=device).repeat_interleave(best.shape[1]), place_of.flatten()
-            width = best.shape[1]
-        else:
-            rows, place = wanted.nonzero().unbind(1)
+        width = best.shape[1]
+        if on_host:
+            rows, place = _promising([level[2] for level in levels], size).nonzero().unbind(1)
             if not len(rows):
                 break
-            width = int(place.max()) + 1
+        else:
+            rows = torch.arange(batch, device=device).repeat_interleave(width)
+            place = torch.arange(width, device=device).repeat(batch)
         parent, token, price = parent[rows, place], token[rows, place], price[rows, place]
-        node, found = found + place, found + best.shape[1]
+        node, found = found + place, found + width
         arrival = spoken[parent] * emit[parent, :, token]
         state = model.extend(state[parent], token)
     if not levels:
