@@ -174,6 +174,12 @@ class AdaptiveBudget:
         self._trial = self._TRIAL
         return largest
 
+    def hurries(self, rows: int) -> bool:
+        """Whether a plain step is done in half the time of one that drafts what seems best."""
+        verify, draft = self._now(rows)
+        taken = verify + draft
+        return bool(2 * taken[0] < taken[((1.0 + self._gain) / taken)[1:].argmax() + 1])
+
     def nodes(self, log_prices: Floats) -> int:
         """Draft nodes to verify, given the rows' trees: log prices `[B, N]` without the root, falling."""
         calibrated = self._calibration.probability(log_prices)
@@ -229,6 +235,10 @@ class FixedBudget:
     def draft(self, rows: int) -> int:
         """The fixed number, whatever the rows."""
         return self._nodes
+
+    def hurries(self, rows: int) -> bool:
+        """Never: the number is fixed."""
+        return False
 
     def nodes(self, log_prices: Floats) -> int:
         """The fixed number, whatever the tree."""

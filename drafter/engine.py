@@ -243,7 +243,7 @@ class Engine:
         context = self._context(rows)
         self._times.mark("host")
         begun = time.perf_counter()
-        if nodes := min(self._budget.draft(rows), self.drafter.tree_size - 1):
+        if nodes := 0 if self._in_a_hurry() else min(self._budget.draft(rows), self.drafter.tree_size - 1):
             tree = self.drafter.propose(context, nodes + 1)
             prices = tree.log_prices[:, 1:].cpu().numpy().astype(np.float64)
             self._times.mark("draft")
@@ -262,6 +262,11 @@ class Engine:
             self._budget.clock(rows, nodes, drafted, (between - begun, time.perf_counter() - between))
         self._steps += 1
         self._row_steps += rows
+
+    def _in_a_hurry(self) -> bool:
+        """Whether somebody waits for a row's first token, and has it much sooner from a plain step."""
+        waiting = any(slot.first_token is None and slot.handle.streams for slot in self._slots)
+        return waiting and self._budget.hurries(len(self._slots))
 
     def _context(self, rows: int) -> DraftContext:
         hidden = None if self._hidden is None else self._hidden[:rows]

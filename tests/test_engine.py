@@ -19,7 +19,7 @@ from drafter.errors import EngineError, LoadError, QueueFullError, RequestError,
 from drafter.requests import Request, SamplingParams, Timing
 from drafter.stage_times import STAGES
 from tests.heads import make_head
-from tests.models import AdversarialDrafter, SpellingTokenizer, random_prompts, run_engine
+from tests.models import AdversarialDrafter, SpellingTokenizer, generate_reference, random_prompts, run_engine
 
 
 def engine_of(base: BaseModel, **config: object) -> Engine:
@@ -429,6 +429,28 @@ def test_trees_pay_more_where_plain_steps_have_become_slow() -> None:
         budget.clock(8, 0, 0, (0.0, 2.0 + 6.0))
         budget.clock(8, 4, 4, (0.5, 5.0 + 6.0))
     assert all(decisions(budget, price=0.2, accepted=0.2, steps=28)[8:])  # a pause is interrupted before long
+
+
+def test_a_first_token_comes_from_a_plain_step_where_that_is_much_shorter() -> None:
+    budget = AdaptiveBudget(TABLE)
+    decisions(budget, price=0.6, accepted=0.6, steps=20)
+    assert budget.hurries(8)  # 2 against 5.5
+    assert not budget.hurries(1)  # 1 against 1.7
+    assert not FixedBudget(8).hurries(8)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_watches_gets_the_first_token_without_a_draft(
+    tiny_base: BaseModel, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(tiny_base, AdversarialDrafter(0), SpellingTokenizer(), EngineConfig(slots=2, nodes=4))
+    monkeypatch.setattr(FixedBudget, "hurries", lambda self, rows: True)
+    handle = engine.submit(Request([3, 4, 5], SamplingParams(max_new_tokens=6, ignore_eos=True)), stream=stream)
+    engine.step()
+    assert (engine.state().draft_tokens == 0) is stream
+    finish(engine)
+    assert engine.state().draft_tokens > 0
+    assert handle.result(0).token_ids == generate_reference(tiny_base.model, [3, 4, 5], 6)
 
 
 def test_a_modest_drafter_is_found_out() -> None:
