@@ -21,6 +21,7 @@ from drafter.masks import additive, tree_attention_mask
 from drafter.memory import free_bytes
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+_COMPILED_VARIANTS = 64
 
 
 def pick_device(device: str | torch.device = "auto") -> torch.device:
@@ -238,6 +239,8 @@ class BaseModel:
         The first call for one row and for several, of one node and of several, compiles for a while; a compiler's
         error comes from there.
         """
+        # Each size of engine in a process has variants of its own; past the limit they would run uncompiled.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILED_VARIANTS)
         self._verify = torch.compile(self._forward, dynamic=True)
 
     def new_cache(self, slots: int, length: int) -> KVCache:
