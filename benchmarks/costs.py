@@ -40,7 +40,7 @@ TABLE_FILE = "costs.md"
 PLOT_FILE = "costs.png"
 NODES, ROWS, CONTEXTS = (0, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32, 64), (64, 128, 256, 512, 896)
 _HELD = {"nodes": 16, "rows": 4, "context": 256}
-_TURNS = 15
+_WARM_UP, _TURNS = 3, 15
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,18 @@ class Machine:
     def least_seconds(self, base: BaseModel, nodes: int, rows: int, context: int) -> float:
         """Of a forward: all weights and the rows' keys and values are read once; two operations a weight and token."""
         config = base.config
-        # The embedding, of which next to nothing is read, stands for the LM head, which is of its size.
-        weights = sum(parameter.numel() for parameter in base.decoder.parameters())
+        weights = weights_of(base)
         cached = rows * (context + nodes + 1) * base.new_cache(1, 1).nbytes
         heads = int(config.num_attention_heads)
         queries = (nodes + 1) * heads // int(getattr(config, "num_key_value_heads", None) or heads)
         operations = 2 * weights * rows * (nodes + 1) + 2 * queries * cached // base.dtype.itemsize
         read = weights * base.dtype.itemsize + cached
         return max(read / self.bytes_per_second, operations / self.operations_per_second)
+
+
+def weights_of(base: BaseModel) -> int:
+    """Numbers that a forward reads once: the embedding, of which it reads little, stands for an LM head of its size."""
+    return sum(parameter.numel() for parameter in base.decoder.parameters())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -113,8 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     drafter.allocate(max(ROWS), max(contexts) + max(NODES) + drafter.depth + 2)
     best = measure_machine(base)
     settings = [_HELD | {"nodes": nodes} for nodes in NODES]
-    settings += [_HELD | {"rows": rows} | {"nodes": nodes} for rows in ROWS for nodes in (0, _HELD["nodes"])]
-    settings += [_HELD | {"context": context} | {"nodes": nodes} for context in contexts for nodes in (0, 16)]
+    for name, values in (("rows", ROWS), ("context", contexts)):
+        settings += [_HELD | {name: value, "nodes": nodes} for value in values for nodes in (0, _HELD["nodes"])]
     points = []
     for setting in [dict(one) for one in dict.fromkeys(tuple(one.items()) for one in settings)]:
         draft, verify = measure(base, drafter, cache, **setting)
@@ -132,15 +136,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(write_report(args.output))
 
 
-def timed(work: Callable[[], object], device: torch.device, turns: int = _TURNS) -> float:
+def timed(work: Callable[[], object], device: torch.device) -> float:
     """Median seconds of `work`, after a few turns that do not count."""
     seconds = []
-    for turn in range(3 + turns):
+    for turn in range(_WARM_UP + _TURNS):
         synchronise(device)
         start = time.perf_counter()
         work()
         synchronise(device)
-        if turn >= 3:
+        if turn >= _WARM_UP:
             seconds.append(time.perf_counter() - start)
     return median(seconds)
 
@@ -149,7 +153,7 @@ def measure_machine(base: BaseModel) -> Machine:
     """What the base's device reads and does a second, in the base's dtype."""
     large = 1 << (13 if base.device.type == "cuda" else 11)
     # As much as the base's own weights: a small model stays in a processor's caches.
-    rows = max(1, sum(parameter.numel() for parameter in base.decoder.parameters()) // large)
+    rows = max(1, weights_of(base) // large)
     kind: Any = {"dtype": base.dtype, "device": base.device}
     tall, vector, square = (
         torch.randn(rows, large, **kind),

@@ -27,7 +27,7 @@ from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_BASE
 from drafter.engine import Engine, EngineConfig
 from drafter.errors import LoadError
-from drafter.evaluation.decoders import Decoder, Run, engine_decoder, synchronise, transformers_decoder
+from drafter.evaluation.decoders import Decoder, Run, engine_decoder, padding, synchronise, transformers_decoder
 from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.prompts import encode
 from drafter.evaluation.questions import QuestionError, read_questions
@@ -88,9 +88,7 @@ def _engine(drafted: bool, compiled: bool) -> Way:
 
 
 def _generate(**settings: Any) -> Way:
-    return lambda base, tokenizer, _, batch, __: transformers_decoder(
-        base, batch, tokenizer.pad_token_id or 0, **settings
-    )
+    return lambda base, tokenizer, _, batch, __: transformers_decoder(base, batch, padding(tokenizer), **settings)
 
 
 def _generate_batch(base: BaseModel, tokenizer: Any, drafter: str, batch: int, longest: int) -> Decoder:
@@ -98,9 +96,8 @@ def _generate_batch(base: BaseModel, tokenizer: Any, drafter: str, batch: int, l
 
     def decode(requests: Sequence[Request]) -> Run:
         ends = sorted(base.eos_token_ids)
-        settings = GenerationConfig(
-            max_new_tokens=requests[0].sampling.max_new_tokens, do_sample=False, eos_token_id=ends, pad_token_id=0
-        )
+        limit, pad = requests[0].sampling.max_new_tokens, padding(tokenizer)
+        settings = GenerationConfig(max_new_tokens=limit, do_sample=False, eos_token_id=ends, pad_token_id=pad)
         synchronise(base.device)
         start = time.perf_counter()
         made = base.model.generate_batch([list(request.prompt_ids) for request in requests], settings)

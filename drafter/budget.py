@@ -148,9 +148,7 @@ class AdaptiveBudget:
         if self._burn_in > 0:
             self._burn_in -= rows
             return largest
-        verify, draft = self._now(rows)
-        rate = (1.0 + self._gain) / (verify + draft)
-        best = int(rate[1:].argmax()) + 1
+        _, rate, best = self._promises(rows)
         if self._trial > 0:
             self._trial -= 1
             return int(self._nodes[best])
@@ -176,9 +174,8 @@ class AdaptiveBudget:
 
     def hurries(self, rows: int) -> bool:
         """Whether a plain step is done in half the time of one that drafts what seems best."""
-        verify, draft = self._now(rows)
-        taken = verify + draft
-        return bool(2 * taken[0] < taken[((1.0 + self._gain) / taken)[1:].argmax() + 1])
+        taken, _, best = self._promises(rows)
+        return bool(2 * taken[0] < taken[best])
 
     def nodes(self, log_prices: Floats) -> int:
         """Draft nodes to verify, given the rows' trees: log prices `[B, N]` without the root, falling."""
@@ -213,6 +210,13 @@ class AdaptiveBudget:
         expected = float(np.interp(verified, self._nodes, verify))
         self._slowness.observe(rest / expected)
         self._dearness.observe(drafting / rest / (float(np.interp(drafted, self._nodes, draft)) / expected))
+
+    def _promises(self, rows: int) -> tuple[Floats, Floats, int]:
+        """Time `[M]` of a step with each number of nodes, tokens a row it promises by that time, and the best but 0."""
+        verify, draft = self._now(rows)
+        taken = verify + draft
+        rate = (1.0 + self._gain) / taken
+        return taken, rate, int(rate[1:].argmax()) + 1
 
     def _now(self, rows: int) -> tuple[Floats, Floats]:
         """The table's latencies `[M]` as they are now, to verify and to draft, in units of a plain step's."""

@@ -511,13 +511,13 @@ class Engine:
         always, so none of them are.
         """
         self.base.compile()
-        several = max(self.drafter.tree_size, 2)
-        if several == (many := max(self.config.slots - 1, min(self.config.slots, 2))):
-            several += 1
+        slots, size = self.config.slots, self.drafter.tree_size
+        many = max(slots - 1, min(slots, 2))
+        several = size + 1 if size == many else size
         try:
             for rows in sorted({1, many}):
                 self._slots = [_placeholder(self.max_length // 2)] * rows
-                for nodes in sorted({1, several}) if self.drafter.tree_size > 1 else (1,):
+                for nodes in (1, several) if size > 1 else (1,):
                     tree = root_only(torch.zeros(rows, dtype=torch.long, device=self.base.device))
                     self._verify(TokenTree(*(part.expand(rows, nodes) for part in vars(tree).values())), rows)
         except torch._dynamo.exc.TorchDynamoException as error:

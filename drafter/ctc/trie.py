@@ -179,16 +179,7 @@ def best_lattice_trie(
             mass.append(arrival[:, i] + mass[-1] * silent[:, i - 1])
         spoken = torch.stack(mass, 1) * (1.0 - silent)
         emit = logits.float().softmax(-1)
-        # First the best of each path, then of each row: far less to sort than all at once.
-        best, token = (spoken[:, None] @ emit)[:, 0].topk(min(keep, emit.shape[2]))
-        options = best.shape[1]
-        by_row = best.new_zeros(batch, width, options)
-        by_row[rows, place] = best
-        best, index = by_row.flatten(1).topk(min(keep, width * options))
-        path_at = torch.zeros(batch, width, dtype=torch.long, device=device)
-        path_at[rows, place] = torch.arange(len(rows), device=device)
-        parent = path_at.gather(1, index // options)
-        token = token[parent, index % options]
+        best, parent, token = _best_of_rows((spoken[:, None] @ emit)[:, 0], rows, place, (batch, width), keep)
         price = torch.minimum(best.log(), price[parent])
         levels.append((token, node[parent], price, torch.full_like(token, level + 1)))
         width = best.shape[1]
@@ -207,6 +198,32 @@ def best_lattice_trie(
         return root_only(pending)
     tokens, parents, prices, depths = (torch.cat(part, 1) for part in zip(*levels, strict=True))
     return from_nodes(pending, tokens, parents, depths, prices, size)
+
+
+def _best_of_rows(
+    scores: Tensor, rows: Tensor, place: Tensor, shape: tuple[int, int], keep: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The best continuations of each row: first of each path, then of the row, which is far less to sort than all.
+
+    Args:
+        scores: `[M, V]` of every token after every path.
+        rows: `[M]` row of each path.
+        place: `[M]` its place in the row.
+        shape: Rows, and places in a row.
+        keep: Continuations of a row, if there are as many.
+
+    Returns:
+        Scores, paths (places in `scores`) and tokens, `[B, keep]` each, falling; score 0 where a row has no more.
+    """
+    best, tokens = scores.topk(min(keep, scores.shape[1]))
+    options = best.shape[1]
+    by_row = best.new_zeros(*shape, options)
+    by_row[rows, place] = best
+    path_at = torch.zeros(shape, dtype=torch.long, device=scores.device)
+    path_at[rows, place] = torch.arange(len(rows), device=scores.device)
+    best, index = by_row.flatten(1).topk(min(keep, shape[1] * options))
+    path = path_at.gather(1, index // options)
+    return best, path, tokens[path, index % options]
 
 
 def _promising(prices: list[Tensor], size: int) -> Tensor:

@@ -66,6 +66,11 @@ def engine_decoder(engine: Engine) -> Decoder:
     return decode
 
 
+def padding(tokenizer: Any) -> int:
+    """The token that shorter prompts of a batch are filled up with; any will do, as it is masked."""
+    return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
+
+
 def transformers_decoder(base: BaseModel, batch: int, pad: int, **settings: Any) -> Decoder:
     """`generate` in batches padded on the left with `pad`, as its users call it; `settings` are further ones of it.
 

@@ -20,7 +20,7 @@ from drafter.drafters.registry import HEADS, TRAINING_FREE, load_drafter, useful
 from drafter.embedded import EMBEDDED_HEADS
 from drafter.engine import Engine, EngineConfig
 from drafter.errors import LoadError
-from drafter.evaluation.decoders import Decoder, Run, engine_decoder, transformers_decoder
+from drafter.evaluation.decoders import Decoder, Run, engine_decoder, padding, transformers_decoder
 from drafter.evaluation.environment import environment
 from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Arm, Plan
 from drafter.evaluation.prompts import Prompt, prompts_of
@@ -151,7 +151,7 @@ class Evaluation:
         longest = max(len(one.prompt_ids) for some in requests.values() for one in some) + self._plan.max_new_tokens
         queue = max(map(len, requests.values()))
         engines = {arm: self._engine(arm, batch, longest, queue) for arm in (PLAIN, *self._arms)}
-        theirs = transformers_decoder(self._base, batch, _padding(self._tokenizer))
+        theirs = transformers_decoder(self._base, batch, padding(self._tokenizer))
         decoders = {TRANSFORMERS: theirs} | {arm: engine_decoder(engine) for arm, engine in engines.items()}
         for decode in decoders.values():
             decode(next(iter(requests.values()))[: max(_WARM_UP_PROMPTS, batch)])
@@ -242,7 +242,3 @@ def _load_head(name: str, base: BaseModel) -> DraftHead | None:
     if name == "auto" or name in TRAINING_FREE or ("+" in name and not Path(name).exists()):
         return None
     return load_head(name, base, HEADS)
-
-
-def _padding(tokenizer: Any) -> int:
-    return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
