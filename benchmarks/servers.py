@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
+
+from pipeline.ports import LOOPBACK, free_ports
 
 _START_SECONDS = 300.0
 
@@ -36,27 +37,21 @@ class Server:
 @contextmanager
 def endpoint(model: str | None, drafter: str, settings: Sequence[str] = ()) -> Iterator[Server]:
     """This project's own; `settings` are further ones of `jobs.serve`."""
-    port = _free_port()
+    (port,) = free_ports(1)
     command = [sys.executable, "-m", "jobs.serve", "--port", str(port), "--name", "model", "--drafter", drafter]
     command += [] if model is None else ["--model", model]
     with _running([*command, *settings], port) as pid:
-        yield Server(f"http://127.0.0.1:{port}", "model", pid)
+        yield Server(f"http://{LOOPBACK}:{port}", "model", pid)
 
 
 @contextmanager
 def transformers_serve(model: str, dtype: str) -> Iterator[Server]:
     """`transformers serve` with its continuous batching."""
-    port = _free_port()
+    (port,) = free_ports(1)
     program = Path(sys.executable).parent / "transformers"
     command = [str(program), "serve", model, "--continuous-batching", "--dtype", dtype, "--port", str(port)]
-    with _running([*command, "--host", "127.0.0.1"], port) as pid:
-        yield Server(f"http://127.0.0.1:{port}", model, pid)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
+    with _running([*command, "--host", LOOPBACK], port) as pid:
+        yield Server(f"http://{LOOPBACK}:{port}", model, pid)
 
 
 @contextmanager
@@ -77,6 +72,6 @@ def _running(command: list[str], port: int) -> Iterator[int]:
 
 def _healthy(port: int) -> bool:
     try:
-        return httpx2.get(f"http://127.0.0.1:{port}/health", timeout=10).status_code == 200
+        return httpx2.get(f"http://{LOOPBACK}:{port}/health", timeout=10).status_code == 200
     except httpx2.TransportError:
         return False

@@ -7,6 +7,7 @@ models that mix kinds of attention) and explicit position ids. `_check` proves a
 from __future__ import annotations
 
 import hashlib
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,8 @@ class BaseModel:
         self.dtype: torch.dtype = model.dtype
         self.max_positions = _max_positions(self.config)
         self._kinds = _attention_kinds(self.config)
+        takes = inspect.signature(model.forward).parameters
+        self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self._head_input: Tensor | None = None
         self._head.register_forward_pre_hook(self._keep_head_input)
         self._verify = self._forward
@@ -271,13 +274,27 @@ class BaseModel:
             prompt: `[P]`, at least one token.
             start: Position of the prompt's first token.
         """
+        # The decoder without its LM head: these logits are never needed.
+        return self.decoder(**self._prompt_inputs(cache, slot, prompt, start)).last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def prefill_last(self, cache: KVCache, slot: int, prompt: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+        """The same for a prompt's last piece; return the logits `[1, V]` after it, too, before the hidden states."""
+        found: list[Tensor] = []
+        # The model hands out what its LM head makes of these, and may do something to the logits after that.
+        hook = self.decoder.register_forward_hook(lambda *call: found.append(call[2].last_hidden_state[0]))
+        try:
+            logits = self.model(**self._prompt_inputs(cache, slot, prompt, start), **self._last_logits).logits
+        finally:
+            hook.remove()
+            self._head_input = None
+        return logits[0, -1:], found[0]
+
+    def _prompt_inputs(self, cache: KVCache, slot: int, prompt: Tensor, start: int) -> dict[str, Any]:
         tokens = prompt[None]
         lengths = torch.full((1,), start, dtype=torch.long, device=tokens.device)
         depths = torch.arange(len(prompt), device=tokens.device)[None]
         ancestors = torch.ones(1, len(prompt), len(prompt), dtype=torch.bool, device=tokens.device).tril()
-        inputs = self._inputs(cache, slot, tokens, lengths, depths, ancestors, start + len(prompt))
-        # The decoder without its LM head: a prompt's logits are never needed.
-        return self.decoder(**inputs).last_hidden_state[0]  # type: ignore[no-any-return]
+        return self._inputs(cache, slot, tokens, lengths, depths, ancestors, start + len(prompt))
 
     def verify(
         self, cache: KVCache, tokens: Tensor, lengths: Tensor, depths: Tensor, ancestors: Tensor, kv_length: int
@@ -354,7 +371,7 @@ class BaseModel:
             plain = self.model(input_ids=ids[None], past_key_values=DynamicCache(config=self.config), use_cache=True)
             self._layer_shapes = [_layer_shape(layer) for layer in plain.past_key_values.layers]
             cache = self.new_cache(2, 16)
-            hidden = self.prefill(cache, 0, ids[:4])
+            first, hidden = self.prefill_last(cache, 0, ids[:4])
             # Root ids[4], a decoy child, and the true child ids[5].
             tokens = torch.stack([ids[4], ids[0], ids[5]])[None]
             parents = torch.tensor([[True, False, False], [True, True, False], [True, False, True]], device=self.device)
@@ -374,7 +391,7 @@ class BaseModel:
                 f"{self.name}: {self.model.config.model_type} does not run with a tree mask and a slot cache "
                 f"({type(error).__name__}: {_first_line(error)}); it cannot be a base"
             ) from error
-        ours, theirs = logits[0, [0, 2]].float(), plain.logits[0, 4:].float()
+        ours, theirs = torch.cat([first, logits[0, [0, 2]]]).float(), plain.logits[0, 3:].float()
         scale = theirs.abs().amax().clamp_min(1e-6)
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
         if not bool(((ours - theirs).abs().amax() / scale) < tolerance):

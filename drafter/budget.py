@@ -148,7 +148,7 @@ class AdaptiveBudget:
         if self._burn_in > 0:
             self._burn_in -= rows
             return largest
-        _, rate, best = self._promises(rows)
+        rate, best = self._promises(rows)
         if self._trial > 0:
             self._trial -= 1
             return int(self._nodes[best])
@@ -171,11 +171,6 @@ class AdaptiveBudget:
         self._plain, self._pause = 0, min(2 * self._pause, self._LONGEST_PAUSE)
         self._trial = self._TRIAL
         return largest
-
-    def hurries(self, rows: int) -> bool:
-        """Whether a plain step is done in half the time of one that drafts what seems best."""
-        taken, _, best = self._promises(rows)
-        return bool(2 * taken[0] < taken[best])
 
     def nodes(self, log_prices: Floats) -> int:
         """Draft nodes to verify, given the rows' trees: log prices `[B, N]` without the root, falling."""
@@ -211,12 +206,11 @@ class AdaptiveBudget:
         self._slowness.observe(rest / expected)
         self._dearness.observe(drafting / rest / (float(np.interp(drafted, self._nodes, draft)) / expected))
 
-    def _promises(self, rows: int) -> tuple[Floats, Floats, int]:
-        """Time `[M]` of a step with each number of nodes, tokens a row it promises by that time, and the best but 0."""
+    def _promises(self, rows: int) -> tuple[Floats, int]:
+        """Tokens a row `[M]` by the time that a step with each number of nodes takes, and the best number but 0."""
         verify, draft = self._now(rows)
-        taken = verify + draft
-        rate = (1.0 + self._gain) / taken
-        return taken, rate, int(rate[1:].argmax()) + 1
+        rate = (1.0 + self._gain) / (verify + draft)
+        return rate, int(rate[1:].argmax()) + 1
 
     def _now(self, rows: int) -> tuple[Floats, Floats]:
         """The table's latencies `[M]` as they are now, to verify and to draft, in units of a plain step's."""
@@ -239,10 +233,6 @@ class FixedBudget:
     def draft(self, rows: int) -> int:
         """The fixed number, whatever the rows."""
         return self._nodes
-
-    def hurries(self, rows: int) -> bool:
-        """Never: the number is fixed."""
-        return False
 
     def nodes(self, log_prices: Floats) -> int:
         """The fixed number, whatever the tree."""

@@ -243,7 +243,7 @@ class Engine:
         context = self._context(rows)
         self._times.mark("host")
         begun = time.perf_counter()
-        if nodes := 0 if self._in_a_hurry() else min(self._budget.draft(rows), self.drafter.tree_size - 1):
+        if nodes := min(self._budget.draft(rows), self.drafter.tree_size - 1):
             tree = self.drafter.propose(context, nodes + 1)
             prices = tree.log_prices[:, 1:].cpu().numpy().astype(np.float64)
             self._times.mark("draft")
@@ -255,18 +255,19 @@ class Engine:
         between = time.perf_counter()
         verdict = self._verify(tree, rows)
         self._times.mark("verify")
-        self._commit(verdict)
-        self._times.mark("commit")
-        self._deliver(verdict, tree, prices, drafted)
+        self._conclude(verdict, tree, prices, drafted, slice(0, rows))
         if self.base.device.type == "cpu":  # elsewhere the work has only been queued
             self._budget.clock(rows, nodes, drafted, (between - begun, time.perf_counter() - between))
-        self._steps += 1
-        self._row_steps += rows
 
-    def _in_a_hurry(self) -> bool:
-        """Whether somebody waits for a row's first token, and has it much sooner from a plain step."""
-        waiting = any(slot.first_token is None and slot.handle.streams for slot in self._slots)
-        return waiting and self._budget.hurries(len(self._slots))
+    def _conclude(
+        self, verdict: Verdict, tree: TokenTree, prices: np.ndarray[Any, Any] | None, drafted: int, rows: slice
+    ) -> None:
+        """What follows every forward that makes tokens for `rows`."""
+        self._commit(verdict, rows)
+        self._times.mark("commit")
+        self._steps += 1
+        self._row_steps += rows.stop - rows.start
+        self._deliver(verdict, tree, prices, drafted, rows)
 
     def _context(self, rows: int) -> DraftContext:
         hidden = None if self._hidden is None else self._hidden[:rows]
@@ -274,40 +275,52 @@ class Engine:
 
     def _verify(self, tree: TokenTree, rows: int) -> Verdict:
         """Run the base over `tree` `[B, N]` and walk down."""
-        depth = min(self.drafter.depth, tree.size - 1)
         lengths = self._lengths[:rows]
-        ancestors = tree.ancestors(depth)
+        ancestors = tree.ancestors(self._depth(tree))
         longest = max((slot.length for slot in self._slots), default=0) + tree.size
         kv_length = min(-(-longest // self._kv_bucket) * self._kv_bucket, self._capacity)
         logits, hidden = self.base.verify(
             self._cache, tree.tokens.clamp_min(0), lengths, tree.depths, ancestors, kv_length
         )
-        history = None
+        return self._judge(tree, ancestors, logits, hidden, slice(0, rows))
+
+    def _depth(self, tree: TokenTree) -> int:
+        return min(self.drafter.depth, tree.size - 1)
+
+    def _judge(self, tree: TokenTree, ancestors: Tensor, logits: Tensor, hidden: Tensor, rows: slice) -> Verdict:
+        """Walk down the trees of `rows` by the base's choices."""
+        lengths, history = self._lengths[rows], None
         if self._mode.penalties:
-            history = History(self._tokens[:rows], lengths, tree.tokens, tree.depths, ancestors)
+            history = History(self._tokens[rows], lengths, tree.tokens, tree.depths, ancestors)
         positions = lengths[:, None] + tree.depths + 1 if self._mode.random else None
-        step = walk(tree, choose(logits, self._sampling, self._mode, positions, history), ancestors, depth)
+        choices = choose(logits, self._sampling.rows(rows), self._mode, positions, history)
+        step = walk(tree, choices, ancestors, self._depth(tree))
         logprobs = None
-        if self._logprobs:
-            logprobs = path_logprobs(logits, step, list(self._logprobs), max(self._logprobs.values()))
+        if wanted := self._wanted_logprobs(rows):
+            logprobs = path_logprobs(logits, step, [row - rows.start for row in wanted], max(wanted.values()))
         return Verdict(step, hidden, logprobs)
 
-    def _commit(self, verdict: Verdict) -> None:
+    def _wanted_logprobs(self, rows: slice) -> dict[int, int]:
+        return {row: count for row, count in self._logprobs.items() if rows.start <= row < rows.stop}
+
+    def _commit(self, verdict: Verdict, rows: slice) -> None:
         """Move the path's KV, hidden states and tokens to each row's tail; the bonus token becomes pending."""
         step, hidden = verdict.walk, verdict.hidden
-        rows, width = step.path.shape
-        lengths = self._lengths[:rows]
+        width = step.path.shape[1]
+        lengths = self._lengths[rows]
         if width > 1:
             self._cache.commit(lengths, step.path)
         places = lengths[:, None] + self._offsets[:width]
-        self._tokens[:rows].scatter_(1, places + 1, step.tokens)
+        self._tokens[rows].scatter_(1, places + 1, step.tokens)
         if self._hidden is not None:
             columns = (-1, -1, hidden.shape[-1])
             path_hidden = hidden.gather(1, step.path[:, :, None].expand(columns)) if width > 1 else hidden
-            self._hidden[:rows].scatter_(1, places[:, :, None].expand(columns), path_hidden.to(self._hidden.device))
+            self._hidden[rows].scatter_(1, places[:, :, None].expand(columns), path_hidden.to(self._hidden.device))
         lengths += step.accepted + 1
 
-    def _deliver(self, verdict: Verdict, tree: TokenTree, prices: np.ndarray[Any, Any] | None, drafted: int) -> None:
+    def _deliver(
+        self, verdict: Verdict, tree: TokenTree, prices: np.ndarray[Any, Any] | None, drafted: int, rows: slice
+    ) -> None:
         """Read the outcome, hand out tokens, retire what has ended."""
         step = verdict.walk
         if drafted:
@@ -315,26 +328,27 @@ class Engine:
             # One transfer for everything the host wants to know.
             outcome = torch.cat([step.accepted[:, None], real, step.path, step.tokens], dim=1).cpu().numpy()
             self._times.mark("wait")
-            path, rows = outcome[:, 2 : 2 + step.path.shape[1]], outcome[:, 2 + step.path.shape[1] :]
-            tokens = [row[: accepted + 1].tolist() for row, accepted in zip(rows, outcome[:, 0], strict=True)]
+            path, said = outcome[:, 2 : 2 + step.path.shape[1]], outcome[:, 2 + step.path.shape[1] :]
+            tokens = [row[: accepted + 1].tolist() for row, accepted in zip(said, outcome[:, 0], strict=True)]
             nodes = outcome[:, 1].tolist()
             assert prices is not None
             on_path = np.zeros((len(path), drafted + 1), dtype=bool)
             np.put_along_axis(on_path, path, True, axis=1)
             self._budget.observe(prices[:, :drafted], on_path[:, 1:])
         else:
-            tokens, nodes = step.tokens.tolist(), [0] * len(self._slots)
+            tokens, nodes = step.tokens.tolist(), [0] * len(step.tokens)
             self._times.mark("wait")
         logprobs: dict[int, list[TokenLogprob]] = {}
         if verdict.logprobs is not None:
-            wanted = [tokens[row] for row in self._logprobs]
-            read = verdict.logprobs.read(wanted, list(self._logprobs.values()))
-            logprobs = dict(zip(self._logprobs, read, strict=True))
-        for row, slot in enumerate(self._slots):
-            self._output_tokens += slot.take(tokens[row], nodes[row], logprobs.get(row))
+            wanted = self._wanted_logprobs(rows)
+            read = verdict.logprobs.read([tokens[row - rows.start] for row in wanted], list(wanted.values()))
+            logprobs = dict(zip(wanted, read, strict=True))
+        for row, new, verified in zip(range(rows.start, rows.stop), tokens, nodes, strict=True):
+            slot = self._slots[row]
+            self._output_tokens += slot.take(new, verified, logprobs.get(row))
             self._accepted_tokens += slot.counts.per_step_accepted[-1]
         self._draft_tokens += sum(nodes)
-        for index in range(len(self._slots) - 1, -1, -1):
+        for index in range(rows.stop - 1, rows.start - 1, -1):
             if self._slots[index].finish_reason is not None:
                 generation = self._slots[index].generation()
                 self._free(index).handle.future.set_result(generation)
@@ -380,7 +394,6 @@ class Engine:
         while self._entering is not None or self._enter():
             self._times.mark("host")
             self._prefill()
-            self._times.mark("prefill")
             self.last_step = time.monotonic()
             watched = any(slot.handle.streams for slot in self._slots)
             if watched and self._prefilled_tokens - before >= _PREFILL_CHUNK:
@@ -413,23 +426,31 @@ class Engine:
     def _prefill(self) -> None:
         """Run the next tokens of the request that enters; after all but the last it is active.
 
-        The last one is the first pending token. So every output token comes from a decode step, and plain decoding has
-        exactly one token a forward.
+        The last one is the first pending token, and the first output token comes from a decode step. Where somebody
+        watches, that step is part of the prompt's forward: a plain one, which verifies the pending token alone.
         """
         slot, index, start = self._entering, len(self._slots), self._read
         assert slot is not None
         stop = min(start + _PREFILL_CHUNK, slot.length)
-        if start < stop:
+        logits = hidden = None
+        if slot.handle.streams and slot.first_token is None and stop == slot.length:
+            logits, hidden = self.base.prefill_last(self._cache, index, self._tokens[index, start : stop + 1], start)
+        elif start < stop:
             hidden = self.base.prefill(self._cache, index, self._tokens[index, start:stop], start)
-            if self._hidden is not None:
-                self._hidden[index, start:stop] = hidden
-            self._read = stop
-            self._prefilled_tokens += stop - start
+        if self._hidden is not None and hidden is not None:
+            self._hidden[index, start:stop] = hidden[: stop - start]
+        self._read = stop
+        self._prefilled_tokens += stop - start
+        self._times.mark("prefill")
         if stop == slot.length:
             self._lengths[index] = stop
             self._slots.append(slot)
             self._entering = None
             self._update_mode()
+        if logits is not None and hidden is not None:
+            row, tree = slice(index, index + 1), root_only(self._tokens[index, stop : stop + 1])
+            verdict = self._judge(tree, tree.ancestors(0), logits[None], hidden[None, -1:], row)
+            self._conclude(verdict, tree, None, 0, row)
 
     def _longest_shared(self, text: Ids) -> tuple[int, int]:
         """The row that begins with most of `text`, and how many tokens that is; 0 if too few to be worth a copy.

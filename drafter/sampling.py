@@ -103,6 +103,10 @@ class SamplingTable:
             self.biased_tokens[slot, : len(biases)] = torch.tensor(list(biases))
             self.biases[slot, : len(biases)] = torch.tensor(list(biases.values()), dtype=torch.float64)
 
+    def rows(self, rows: slice) -> SamplingTable:
+        """The settings of these slots: views, in which what is entered later shows."""
+        return SamplingTable(*(tensor[rows] for tensor in vars(self).values()))
+
     def move(self, source: int, target: int) -> None:
         """The row of slot `source` goes on in slot `target`."""
         for tensor in vars(self).values():
@@ -170,11 +174,11 @@ def choose(
     positions: Tensor | None,
     history: History | None,
 ) -> Tensor:
-    """The base's choice after each node: `[B, N]` token ids. Rows are slots `0..B-1`.
+    """The base's choice after each node: `[B, N]` token ids.
 
     Args:
         logits: `[B, N, V]` the base's logits.
-        table: Settings of all slots.
+        table: Settings of the B rows.
         mode: What the batch needs.
         positions: `[B, N]` sequence position of the token that each choice becomes; None where no row is random.
         history: The tokens before each choice; None where no row has a penalty.
@@ -184,21 +188,21 @@ def choose(
         return logits.argmax(-1)
 
     def per_node(setting: Tensor) -> Tensor:
-        return setting[:batch, None].expand(batch, nodes).flatten()
+        return setting[:, None].expand(batch, nodes).flatten()
 
     scores = logits.double()
     if mode.biased:
         every_node = (batch, nodes, table.biases.shape[1])
-        tokens, biases = table.biased_tokens[:batch, None], table.biases[:batch, None]
+        tokens, biases = table.biased_tokens[:, None], table.biases[:, None]
         scores = scores.scatter_add(2, tokens.expand(every_node), biases.expand(every_node))
     if history is not None:
         scores = penalise(
             scores,
             history,
-            table.prompt_lengths[:batch],
-            table.repetition_penalty[:batch],
-            table.frequency_penalty[:batch],
-            table.presence_penalty[:batch],
+            table.prompt_lengths,
+            table.repetition_penalty,
+            table.frequency_penalty,
+            table.presence_penalty,
         )
     greedy = scores.argmax(-1)
     if not mode.random:
@@ -211,6 +215,6 @@ def choose(
     scores = filter_logits(
         scores, per_node(table.top_k), per_node(table.top_p), per_node(table.min_p), ranked=mode.ranked
     )
-    outputs = (positions - table.prompt_lengths[:batch, None]).clamp(0, table.uniforms.shape[1] - 1)
-    drawn = inverse_cdf(scores, table.uniforms[:batch].gather(1, outputs).flatten()).view(batch, nodes)
-    return torch.where(table.temperature[:batch, None] > 0, drawn, greedy)
+    outputs = (positions - table.prompt_lengths[:, None]).clamp(0, table.uniforms.shape[1] - 1)
+    drawn = inverse_cdf(scores, table.uniforms.gather(1, outputs).flatten()).view(batch, nodes)
+    return torch.where(table.temperature[:, None] > 0, drawn, greedy)

@@ -18,7 +18,8 @@ class DecodeCounts:
 
     Args:
         num_output_tokens: New tokens, bonus tokens included.
-        num_decode_steps: Base decode forwards the request took part in; the prefill is none.
+        num_decode_steps: Base decode forwards the request took part in. The prefill is none, unless it makes the
+            first token, which then comes of a plain step.
         num_spec_steps: Those of them that verified at least one draft token.
         num_draft_tokens: Draft tokens verified (tree nodes without the root).
         num_accepted_draft_tokens: Draft tokens that became output.

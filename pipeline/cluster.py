@@ -104,6 +104,12 @@ def cluster_here(patience: float = 5.0) -> bool:
         return False
 
 
+def will_start() -> bool:
+    """Whether `connect` would start a cluster, as there is none to join."""
+    address = os.environ.get("RAY_ADDRESS")
+    return not ray.is_initialized() and (address == "local" or (not address and not cluster_here()))
+
+
 def _join_or_start() -> bool:
     """Whether it is a cluster that was there before."""
     if ray.is_initialized():
@@ -113,8 +119,7 @@ def _join_or_start() -> bool:
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # the other lines mean nothing to the job's owner
     try:
         with _held_back_stderr():
-            address = os.environ.get("RAY_ADDRESS")
-            if address == "local" or (not address and not cluster_here()):
+            if will_start():
                 # By default Ray lets every process go before its workers. An engine's threads wait for each other at
                 # each operation, so that one which has to stand back holds up all.
                 os.environ.setdefault("RAY_worker_niceness", "0")

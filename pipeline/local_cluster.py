@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,11 +26,11 @@ from typing import Any
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
 
 from pipeline.errors import JobError
+from pipeline.ports import LOOPBACK, free_ports
 
 _MARK = "DRAFTER_LOCAL_CLUSTER"
 _START_SECONDS = 300
 _OBJECT_STORE_BYTES = 128 << 20
-_HERE = "127.0.0.1"
 _UNUSED_LISTS = (
     "cluster_synced_files",
     "initialization_commands",
@@ -78,13 +77,13 @@ class LocalCluster:
     ) -> None:
         self._nodes, self._growing, self._idle_seconds = nodes, growing or {}, idle_seconds
         self._folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # paths of sockets must be short
-        self._gcs, self._dashboard, self._client = _free_ports(3)
+        self._gcs, self._dashboard, self._client = free_ports(3)
         self._head: list[int] = []
         self.environment: dict[str, str] = {
             **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
             # In a job's command, `python` is this one.
             "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
-            "RAY_ADDRESS": f"{_HERE}:{self._gcs}",
+            "RAY_ADDRESS": f"{LOOPBACK}:{self._gcs}",
             "RAY_API_SERVER_ADDRESS": self.jobs_address,
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -96,14 +95,14 @@ class LocalCluster:
     @property
     def jobs_address(self) -> str:
         """Where jobs are submitted."""
-        return f"http://{_HERE}:{self._dashboard}"
+        return f"http://{LOOPBACK}:{self._dashboard}"
 
     def __enter__(self) -> LocalCluster:
         try:
             self._start_head()
             self._head = self._raylets()
             for node in self._nodes:
-                self._start("--address", f"{_HERE}:{self._gcs}", *_has(node))
+                self._start("--address", f"{LOOPBACK}:{self._gcs}", *_has(node))
         except BaseException:
             self._end()
             raise
@@ -123,7 +122,7 @@ class LocalCluster:
 
     def _start_head(self) -> None:
         head = NodeType(cpus=0)
-        options = ["--head", "--port", self._gcs, "--dashboard-host", _HERE, "--dashboard-port", self._dashboard]
+        options = ["--head", "--port", self._gcs, "--dashboard-host", LOOPBACK, "--dashboard-port", self._dashboard]
         options += ["--ray-client-server-port", self._client, "--temp-dir", self._folder]
         extra: dict[str, str] = {}
         if self._growing:
@@ -158,7 +157,7 @@ class LocalCluster:
             "provider": {
                 "type": "external",  # under its own name, the provider wants a file that is not in the wheel
                 "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
-                "gcs_address": f"{_HERE}:{self._gcs}",
+                "gcs_address": f"{LOOPBACK}:{self._gcs}",
                 "head_node_id": FAKE_HEAD_NODE_ID,
                 "launch_multiple": True,
                 "disable_node_updaters": True,
@@ -172,7 +171,7 @@ class LocalCluster:
 
     def _start(self, *options: Any, environment: Mapping[str, str] | None = None) -> None:
         """Start a node, and wait until it stands."""
-        command: list[Any] = [sys.executable, "-m", "ray.scripts.scripts", "start", "--node-ip-address", _HERE]
+        command: list[Any] = [sys.executable, "-m", "ray.scripts.scripts", "start", "--node-ip-address", LOOPBACK]
         command += ["--object-store-memory", _OBJECT_STORE_BYTES, "--min-worker-port", 0, "--max-worker-port", 0]
         command += ["--dashboard-agent-listen-port", 0, *options]
         log = self._folder / "start.log"
@@ -213,15 +212,3 @@ def _command(pid: int) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip()
     return ""
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind((_HERE, 0))
-        return [int(one.getsockname()[1]) for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()

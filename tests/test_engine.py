@@ -16,6 +16,7 @@ from drafter.drafters.ngram import NgramDrafter, lookup
 from drafter.drafters.plain import PlainDecoding
 from drafter.engine import Engine, EngineConfig, common_prefix
 from drafter.errors import EngineError, LoadError, QueueFullError, RequestError, RequestTimeoutError
+from drafter.kv_cache import KVCache
 from drafter.requests import Request, SamplingParams, Timing
 from drafter.stage_times import STAGES
 from tests.heads import make_head
@@ -431,26 +432,69 @@ def test_trees_pay_more_where_plain_steps_have_become_slow() -> None:
     assert all(decisions(budget, price=0.2, accepted=0.2, steps=28)[8:])  # a pause is interrupted before long
 
 
-def test_a_first_token_comes_from_a_plain_step_where_that_is_much_shorter() -> None:
-    budget = AdaptiveBudget(TABLE)
-    decisions(budget, price=0.6, accepted=0.6, steps=20)
-    assert budget.hurries(8)  # 2 against 5.5
-    assert not budget.hurries(1)  # 1 against 1.7
-    assert not FixedBudget(8).hurries(8)
-
-
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_watches_gets_the_first_token_without_a_draft(
+def test_who_watches_gets_the_first_token_with_the_prompts_forward(
     tiny_base: BaseModel, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(tiny_base, AdversarialDrafter(0), SpellingTokenizer(), EngineConfig(slots=2, nodes=4))
-    monkeypatch.setattr(FixedBudget, "hurries", lambda self, rows: True)
-    handle = engine.submit(Request([3, 4, 5], SamplingParams(max_new_tokens=6, ignore_eos=True)), stream=stream)
+    verified: list[int] = []
+    verify = tiny_base.verify
+
+    def seen(cache: KVCache, tokens: torch.Tensor, *rest: Any) -> Any:
+        verified.append(tokens.shape[1])
+        return verify(cache, tokens, *rest)
+
+    monkeypatch.setattr(tiny_base, "verify", seen)
+    handles = [
+        engine.submit(Request([3, 4, 5], SamplingParams(max_new_tokens=count, ignore_eos=True)), stream=stream)
+        for count in (1, 6)
+    ]
     engine.step()
-    assert (engine.state().draft_tokens == 0) is stream
+    assert handles[0].future.done()
+    assert verified == [5]  # one tree a row, of one row where the first is done already
+    state = engine.state()
+    assert (state.steps, state.row_steps) == ((3, 3) if stream else (1, 2))
     finish(engine)
-    assert engine.state().draft_tokens > 0
-    assert handle.result(0).token_ids == generate_reference(tiny_base.model, [3, 4, 5], 6)
+    for handle, count in zip(handles, (1, 6), strict=True):
+        result = handle.result(0)
+        assert result.token_ids == generate_reference(tiny_base.model, [3, 4, 5], count)
+        assert result.counts.num_output_tokens == count
+        assert sum(accepted + 1 for accepted in result.counts.per_step_accepted) >= count
+
+
+@pytest.mark.parametrize("length", [1, 5, 40])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.8, "seed": 3, "logprobs": 2},
+        {"temperature": 1.3, "seed": 5, "top_p": 0.8, "presence_penalty": 1.5, "repetition_penalty": 1.3},
+        {"logit_bias": {7: 4.0}, "frequency_penalty": 0.5, "logprobs": 0},
+    ],
+)
+def test_the_first_token_is_the_same_for_who_watches(
+    tiny_base: BaseModel, settings: dict[str, Any], length: int
+) -> None:
+    """In the midst of rows with other settings."""
+    sampling = SamplingParams(max_new_tokens=5, ignore_eos=True, **settings)
+    prompt = [(7 * place) % tiny_base.vocab_size for place in range(length)]
+    found = []
+    for stream in (False, True):
+        engine = Engine(tiny_base, AdversarialDrafter(0), SpellingTokenizer(), EngineConfig(slots=4, nodes=4))
+        engine.submit(Request([5, 6], SamplingParams(max_new_tokens=9, temperature=0.7, ignore_eos=True)))
+        engine.submit(Request([9], SamplingParams(max_new_tokens=9, logprobs=1, ignore_eos=True)))
+        engine.step()
+        handle = engine.submit(Request(prompt, sampling), stream=stream)
+        finish(engine)
+        found.append(handle.result(0))
+    assert found[0].token_ids == found[1].token_ids
+    if sampling.logprobs is None:
+        assert found[1].logprobs is None
+        return
+    assert found[0].logprobs is not None
+    assert found[1].logprobs is not None
+    for one, other in zip(found[0].logprobs, found[1].logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
 
 
 def test_a_modest_drafter_is_found_out() -> None:

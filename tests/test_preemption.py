@@ -67,17 +67,19 @@ def run_out(function: Callable[..., Any], calls: set[int], *, late: bool = False
     return failing
 
 
-def submit_all(engine: Engine, requests: list[Request]) -> list[Handle]:
-    return [engine.submit(request, stream=True) for request in requests]
+def submit_all(engine: Engine, requests: list[Request], *, stream: bool = True) -> list[Handle]:
+    return [engine.submit(request, stream=stream) for request in requests]
 
 
 def check_results(handles: list[Handle], expected: list[Generation]) -> None:
     """The same tokens, log-probabilities and text, in whole and in pieces."""
     for handle, plain in zip(handles, expected, strict=True):
-        found, deltas = handle.result(0), list(handle)
+        found = handle.result(0)
         assert (found.token_ids, found.text, found.finish_reason) == (plain.token_ids, plain.text, plain.finish_reason)
-        assert [token for delta in deltas for token in delta.token_ids] == plain.token_ids
-        assert "".join(delta.text for delta in deltas) == plain.text
+        if handle.streams:
+            deltas = list(handle)
+            assert [token for delta in deltas for token in delta.token_ids] == plain.token_ids
+            assert "".join(delta.text for delta in deltas) == plain.text
         assert found.logprobs is not None
         assert plain.logprobs is not None
         assert [one.token_id for one in found.logprobs] == plain.token_ids
@@ -104,7 +106,7 @@ def test_rows_that_do_not_fit_are_decoded_later(family: str) -> None:
         assert (engine.state().slots, engine.state().preemptions) == (3, 6)
 
 
-@pytest.mark.parametrize("stage", ["prefill", "verify", "forward", "commit", "read"])
+@pytest.mark.parametrize("stage", ["prefill", "prefill_last", "verify", "forward", "commit", "read"])
 @pytest.mark.parametrize("late", [False, True])
 def test_memory_may_run_out_at_any_stage(
     tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, stage: str, late: bool
@@ -115,13 +117,17 @@ def test_memory_may_run_out_at_any_stage(
     engine = Engine(tiny_base, OracleDrafter(texts, depth=2), SpellingTokenizer(), EngineConfig(slots=8, nodes=4))
     owner, name = {
         "prefill": (tiny_base, "prefill"),
+        "prefill_last": (tiny_base, "prefill_last"),
         "verify": (tiny_base, "verify"),
         "forward": (tiny_base.model.lm_head, "forward"),
         "commit": (engine._cache, "commit"),
         "read": (engine._budget, "observe"),
     }[stage]
-    monkeypatch.setattr(owner, name, run_out(getattr(owner, name), {3, 6}, late=late))
-    handles = submit_all(engine, requests)
+    # Later, the prompt's last piece is that of a row alone, which is an error.
+    calls = {3} if stage == "prefill_last" else {3, 6}
+    monkeypatch.setattr(owner, name, run_out(getattr(owner, name), calls, late=late))
+    # Who does not watch has no first token from the prompt's forward, but all the others.
+    handles = submit_all(engine, requests, stream=stage != "prefill")
     while not engine.idle:
         engine.step()
     check_results(handles, expected)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import signal
 import socket
@@ -13,13 +12,14 @@ from collections.abc import Sequence
 
 from drafter.base_model import load_tokenizer
 from drafter.errors import LoadError
-from pipeline.cluster import connect
+from pipeline.cluster import connect, will_start
 from pipeline.command_line import run_job
 from pipeline.errors import InputError, JobError, one_line
 from pipeline.generate import check_drafter
 from pipeline.manifest import model_fingerprint
 from pipeline.prompts import model_name
 from pipeline.serving.config import ServeConfig, parse_config
+from pipeline.serving.environment import set_environment
 from pipeline.serving.keys import ENVIRONMENT, read_keys
 
 _NAME = "drafter"
@@ -39,8 +39,8 @@ def serve_until_signal(config: ServeConfig) -> None:
     """
     keys = read_keys(config.keys_file)
     check_models(config)
-    # What proxy, ingress and replicas say to each other is small and often: it need not go through the object store.
-    os.environ.setdefault("RAY_SERVE_USE_GRPC_BY_DEFAULT", "1")
+    if will_start():
+        set_environment()
     cluster = connect()
     if not cluster.may_grow:
         check_port(config)

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import httpx2
 import pytest
 
 from drafter import EngineConfig, SpeculativeLM
+from pipeline.ports import free_ports
 from pipeline.serving.answers import Answers
 from tests.pipeline.conftest import model as model  # the jobs' tests have one with a chat template
 from tests.serving.local import served
@@ -84,8 +84,7 @@ def endpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     folder = tmp_path_factory.mktemp("endpoint")
     keys, log, ray_folder = folder / "keys.txt", folder / "log", Path("/tmp") / f"ray-{os.getpid()}"
     keys.write_text(f"# of the tests\n{KEY}\n", encoding="utf-8")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     settings = {
         "model": model,
         "name": NAME,

@@ -241,7 +241,8 @@ def test_an_engine_that_fails_ends_each_stream_with_an_error(plain: SpeculativeL
     with lm, served({NAME: Answers(lm, "replica", seconds=240)}) as address:
         client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
         chunks = client.chat.completions.create(model=NAME, messages=chat("how many"), stream=True)
-        assert len([next(chunks) for _ in range(1 + 4)]) == 5  # the role, and the steps that were good
+        # The role, the first token with the prompt, and the steps that were good.
+        assert len([next(chunks) for _ in range(1 + 1 + 4)]) == 6
         with pytest.raises(APIError, match="failed while it answered") as failure:
             next(chunks)
         assert "internals" not in str(failure.value.body)
