@@ -242,7 +242,7 @@ class Engine:
         rows = len(self._slots)
         context = self._context(rows)
         self._times.mark("host")
-        begun = time.perf_counter()
+        begun, drafting = time.perf_counter(), 0.0
         if nodes := min(self._budget.draft(rows), self.drafter.tree_size - 1):
             tree = self.drafter.propose(context, nodes + 1)
             prices = tree.log_prices[:, 1:].cpu().numpy().astype(np.float64)
@@ -250,14 +250,16 @@ class Engine:
             drafted = self._budget.nodes(prices)
             tree = tree.leading(drafted + 1)
             self._times.mark("host")
+            drafting = time.perf_counter() - begun
+            self._admit()  # half of the step is over: who has come since need not wait for the other half
         else:
             tree, prices, drafted = root_only(context.pending), None, 0
-        between = time.perf_counter()
+        begun = time.perf_counter()
         verdict = self._verify(tree, rows)
         self._times.mark("verify")
         self._conclude(verdict, tree, prices, drafted, slice(0, rows))
         if self.base.device.type == "cpu":  # elsewhere the work has only been queued
-            self._budget.clock(rows, nodes, drafted, (between - begun, time.perf_counter() - between))
+            self._budget.clock(rows, nodes, drafted, (drafting, time.perf_counter() - begun))
 
     def _conclude(
         self, verdict: Verdict, tree: TokenTree, prices: np.ndarray[Any, Any] | None, drafted: int, rows: slice

@@ -12,13 +12,16 @@ import torch
 
 from drafter.base_model import BaseModel
 from drafter.budget import AdaptiveBudget, Calibration, FixedBudget, LatencyTable, batch_sizes
+from drafter.drafters.contract import DraftContext
 from drafter.drafters.ngram import NgramDrafter, lookup
 from drafter.drafters.plain import PlainDecoding
 from drafter.engine import Engine, EngineConfig, common_prefix
 from drafter.errors import EngineError, LoadError, QueueFullError, RequestError, RequestTimeoutError
 from drafter.kv_cache import KVCache
 from drafter.requests import Request, SamplingParams, Timing
+from drafter.slots import Handle
 from drafter.stage_times import STAGES
+from drafter.token_tree import TokenTree
 from tests.heads import make_head
 from tests.models import AdversarialDrafter, SpellingTokenizer, generate_reference, random_prompts, run_engine
 
@@ -460,6 +463,34 @@ def test_who_watches_gets_the_first_token_with_the_prompts_forward(
         assert result.token_ids == generate_reference(tiny_base.model, [3, 4, 5], count)
         assert result.counts.num_output_tokens == count
         assert sum(accepted + 1 for accepted in result.counts.per_step_accepted) >= count
+
+
+def test_who_comes_while_a_step_drafts_enters_in_its_middle(
+    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = AdversarialDrafter(0)
+    engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(slots=3, nodes=4))
+    late: list[Handle] = []
+    propose = drafter.propose
+
+    def proposes(context: DraftContext, size: int) -> TokenTree:
+        if not late:
+            for count in (1, 6):
+                settings = SamplingParams(max_new_tokens=count, temperature=0.7, seed=count, ignore_eos=True)
+                late.append(engine.submit(Request([7, 8, 9], settings), stream=True))
+        return propose(context, size)
+
+    monkeypatch.setattr(drafter, "propose", proposes)
+    settings = SamplingParams(max_new_tokens=8, ignore_eos=True, logprobs=0)
+    first = engine.submit(Request([3, 4, 5], settings))
+    engine.step()
+    assert late[0].future.done()
+    assert (engine.active, engine.state().row_steps) == (2, 3)
+    finish(engine)
+    assert first.result(0).token_ids == generate_reference(tiny_base.model, [3, 4, 5], 8)
+    for handle in late:
+        (alone,) = run_engine(tiny_base, PlainDecoding(), [handle.request], slots=1)
+        assert handle.result(0).token_ids == alone.token_ids
 
 
 @pytest.mark.parametrize("length", [1, 5, 40])
