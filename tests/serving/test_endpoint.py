@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,26 @@ def test_clients_that_leave_free_their_slots(endpoint: Endpoint) -> None:
     assert after["drafter_slots"] == before["drafter_slots"] == 8
     answer = client(endpoint).chat.completions.create(**LONG | {"max_tokens": 5})
     assert answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_nobody_works_for_a_client_that_has_left(endpoint: Endpoint, stream: bool) -> None:
+    before = endpoint.wait_until_idle()
+
+    async def leave() -> None:
+        body, headers = LONG | {"stream": stream, "n": 3}, {"Authorization": f"Bearer {KEY}"}
+        async with httpx2.AsyncClient(headers=headers) as api:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.1), api.stream("POST", endpoint.address + CHAT, json=body) as response:
+                    async for _ in response.aiter_bytes():
+                        pass
+
+    for _ in range(5):
+        asyncio.run(leave())
+    after = endpoint.wait_until_idle()
+    made = after["drafter_tokens_total"] - before["drafter_tokens_total"]
+    print("MADE", stream, made)
+    assert 0 < made < 5 * 3 * LONG["max_tokens"] / 2
 
 
 def test_too_many_at_once_are_told_to_come_again(endpoint: Endpoint) -> None:
