@@ -25,7 +25,6 @@ import httpx2
 
 from pipeline.local_cluster import LocalCluster, NodeType
 from pipeline.ports import LOOPBACK, free_ports
-from pipeline.serving.environment import high_throughput
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PATIENCE = 120.0
@@ -39,7 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--clients", type=int, default=4, help="at a time (default: %(default)s)")
     args = parser.parse_args(arguments)
     cluster = LocalCluster([NodeType(cpus=4)])
-    cluster.environment |= high_throughput()
     (port,) = free_ports(1)
     with tempfile.TemporaryDirectory() as folder, cluster:
         seen, other = asyncio.run(watch(cluster, Path(folder), port, args.clients))

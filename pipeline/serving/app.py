@@ -23,13 +23,9 @@ from pipeline.serving.config import LimitsConfig
 from pipeline.serving.engines import Engines, Method
 from pipeline.serving.event_stream import EventStream
 from pipeline.serving.keys import may_ask
-from pipeline.serving.leaving import unless_left
 from pipeline.serving.messages import Call, Failure, unavailable
 from pipeline.serving.metrics import metrics_page
 from pipeline.serving.page import add_page
-
-_LEFT = 499
-"""What servers note of a request whose client has left before the answer."""
 
 logger = logging.getLogger("ray.serve")
 
@@ -72,9 +68,7 @@ def create_app(engines: Engines, digests: Sequence[bytes], limits: LimitsConfig)
             raise _no_model(parsed.model)
         if parsed.choices > limits.choices:
             raise OpenAIError(400, f"At most {limits.choices} choices a request are allowed.", "n", "invalid_value")
-        found = await unless_left(request.receive, engines.ask(method, Call(parsed, speculation)))
-        if found is None:
-            return Response(status_code=_LEFT)  # to nobody
+        found = await engines.ask(method, Call(parsed, speculation))
         match found.first:
             case Failure(status, error, headers):
                 return JSONResponse(error, status, headers)

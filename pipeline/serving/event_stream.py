@@ -6,11 +6,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pipeline.serving.engines import Answer
-from pipeline.serving.leaving import unless_left
 
 
 class EventStream(Response):
-    """Sends an answer as it comes; when the client leaves, the replica is told at once.
+    """Sends an answer as it comes.
+
+    When the client leaves, Ray Serve cancels the task that runs this, wherever it waits; the replica is told at once.
 
     Args:
         answer: Whose first reply is no failure.
@@ -26,12 +27,9 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events."""
         try:
-            await unless_left(receive, self._send_all(send))
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for events in self._answer:
+                await send({"type": "http.response.body", "body": events.encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._answer.cancel()
-
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for events in self._answer:
-            await send({"type": "http.response.body", "body": events.encode(), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -18,9 +18,10 @@ from pipeline.command_line import run_job
 from pipeline.errors import InputError, JobError, one_line
 from pipeline.generate import check_drafter
 from pipeline.manifest import model_fingerprint
+from pipeline.ports import free_ports
 from pipeline.prompts import model_name
 from pipeline.serving.config import ServeConfig, parse_config
-from pipeline.serving.environment import high_throughput
+from pipeline.serving.environment import short_ways
 from pipeline.serving.keys import ENVIRONMENT, read_keys
 
 _NAME = "drafter"
@@ -40,18 +41,19 @@ def serve_until_signal(config: ServeConfig) -> None:
     """
     keys = read_keys(config.keys_file)
     check_models(config)
+    proxy_port = config.port
     if will_start():
-        os.environ.update(high_throughput() | os.environ)
-    cluster = connect()
-    if not cluster.may_grow:
         check_port(config)
+        os.environ.update(short_ways(config.port))
+        (proxy_port,) = free_ports(1)
+    cluster = connect()
     from ray import serve  # which reads the environment as it is imported
 
     from pipeline.serving.application import application
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
-        serve.start(http_options={"host": config.host, "port": config.port})
+        serve.start(http_options={"host": config.host, "port": proxy_port})
         serve.run(application(config, cluster), name=_NAME, route_prefix="/", blocking=False)
     except InputError:
         raise

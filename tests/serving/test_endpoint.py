@@ -119,7 +119,6 @@ def test_nobody_works_for_a_client_that_has_left(endpoint: Endpoint, stream: boo
         asyncio.run(leave())
     after = endpoint.wait_until_idle()
     made = after["drafter_tokens_total"] - before["drafter_tokens_total"]
-    print("MADE", stream, made)
     assert 0 < made < 5 * 3 * LONG["max_tokens"] / 2
 
 
