@@ -81,6 +81,7 @@ def application(config: ApplicationConfig, cluster: Cluster) -> serve.Applicatio
         Ingress,
         name="Ingress",
         max_ongoing_requests=_INGRESS_REQUESTS,
+        health_check_period_s=_HEALTH_SECONDS,
         graceful_shutdown_timeout_s=config.limits.seconds,
         ray_actor_options={"num_cpus": HELPER_CPUS},
     )
