@@ -110,9 +110,13 @@ class AdaptiveBudget:
     """
 
     _BURN_IN_ROWS = 16
-    """Trees to see before anything is decided; what they cost is lost where drafting does not pay."""
+    """Trees to see before anything is decided."""
+    _DEAREST_LOOK = 4.0
+    """Plain steps that a step may cost which only looks at trees: where drafting does not pay, it is lost."""
     _TRIAL = 4
     """Steps that then draft as much as seems best, and steps that draft nothing, to see what they cost."""
+    _HOPELESS = 0.6
+    """Where drafting promises less than this, relative to plain decoding, what it really costs need not be tried."""
     _RENEW_EVERY = 16
     """Of so many steps that draft, one drafts the largest trees: are more nodes worth it by now?"""
     _PLAIN_EVERY = 64
@@ -144,11 +148,12 @@ class AdaptiveBudget:
         if rows == self._paused_rows and self._plain + 1 < self._pause and self._plain % self._RECONSIDER_EVERY:
             self._plain += 1
             return 0
-        largest = int(self._nodes[-1])
         if self._burn_in > 0:
             self._burn_in -= rows
-            return largest
+            return self._look(rows)
         rate, best = self._promises(rows)
+        if rate[best] < self._HOPELESS * rate[0]:
+            self._trial = 0
         if self._trial > 0:
             self._trial -= 1
             return int(self._nodes[best])
@@ -160,7 +165,7 @@ class AdaptiveBudget:
             self._drafts += 1
             if self._slowness.seen and self._drafts % self._PLAIN_EVERY == 0:
                 return 0
-            return largest if self._drafts % self._RENEW_EVERY == 0 else int(self._nodes[best])
+            return int(self._nodes[-1 if self._drafts % self._RENEW_EVERY == 0 else best])
         self._plain += 1
         self._paused_rows = rows
         if self._plain < self._pause:
@@ -170,7 +175,13 @@ class AdaptiveBudget:
         self._seen[:] = 1
         self._plain, self._pause = 0, min(2 * self._pause, self._LONGEST_PAUSE)
         self._trial = self._TRIAL
-        return largest
+        return self._look(rows)
+
+    def _look(self, rows: int) -> int:
+        """The most nodes that are not too dear to be looked at."""
+        verify, draft = self._latency(rows)
+        bearable = self._nodes[verify + draft <= self._DEAREST_LOOK * verify[0]]
+        return int(max(bearable[-1], self._nodes[1]))
 
     def nodes(self, log_prices: Floats) -> int:
         """Draft nodes to verify, given the rows' trees: log prices `[B, N]` without the root, falling."""
@@ -196,7 +207,7 @@ class AdaptiveBudget:
         operations of a plain step more than the large ones of verifying a tree.
         """
         if self._trial == self._TRIAL:
-            return  # a look at the largest tree, not a size in use; the first ones start slowly
+            return  # a look at larger trees, not a size in use; the first ones start slowly
         verify, draft = self._latency(rows)
         drafting, rest = seconds
         if not drafted:
