@@ -66,7 +66,8 @@ async def watch(cluster: LocalCluster, folder: Path, port: int, clients: int) ->
                 turn += 1
                 outcome, text = await ask(client, question)
                 seen[outcome] += 1
-                other += answers.setdefault(question, text) != text and outcome == "complete"
+                if outcome == "complete":
+                    other += answers.setdefault(question, text) != text
 
         asking = [asyncio.create_task(ask_on(own)) for own in range(clients)]
         await asyncio.sleep(5)

@@ -112,7 +112,7 @@ class AdaptiveBudget:
     _BURN_IN_ROWS = 16
     """Trees to see before anything is decided."""
     _DEAREST_LOOK = 4.0
-    """Plain steps that a step may cost which only looks at trees: where drafting does not pay, it is lost."""
+    """Plain steps that a look at trees may cost, unless the smallest costs more: often it is for nothing."""
     _TRIAL = 4
     """Steps that then draft as much as seems best, and steps that draft nothing, to see what they cost."""
     _HOPELESS = 0.6

@@ -137,7 +137,7 @@ class Engine:
         self._times = StageTimes()
         self._steps = self._row_steps = self._preemptions = 0
         self._output_tokens = self._draft_tokens = self._accepted_tokens = 0
-        self._prefilled_tokens = self._shared_tokens = 0
+        self._prefilled_tokens = self._shared_tokens = self._read_before = 0
         self.last_step = time.monotonic()
         if config.compile:
             self._compile()
@@ -213,13 +213,14 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Decode one step of every active request; requests that wait enter free slots first.
+        """Decode one step of every active request; requests that wait enter free slots.
 
         When the device's memory runs out, half of the rows are taken out and decoded later. A row whose memory is not
         enough even when it is alone is an error like any other.
         """
         self.last_step = time.monotonic()
         self._times.start()
+        self._read_before = self._prefilled_tokens
         if not self._fits():
             self._preempt()
         self._times.mark("host")
@@ -317,7 +318,7 @@ class Engine:
         if self._hidden is not None:
             columns = (-1, -1, hidden.shape[-1])
             path_hidden = hidden.gather(1, step.path[:, :, None].expand(columns)) if width > 1 else hidden
-            self._hidden[rows].scatter_(1, places[:, :, None].expand(columns), path_hidden.to(self._hidden.device))
+            self._hidden[rows].scatter_(1, places[:, :, None].expand(columns), path_hidden.to(self._hidden))
         lengths += step.accepted + 1
 
     def _deliver(
@@ -392,14 +393,15 @@ class Engine:
         All at once if nobody watches, as full batches are fastest. Otherwise a step takes on only so much, so that the
         rows that are watched do not stand still for as long as a long prompt takes.
         """
-        before = self._prefilled_tokens
-        while self._entering is not None or self._enter():
+        while self._may_read() and (self._entering is not None or self._enter()):
             self._times.mark("host")
             self._prefill()
             self.last_step = time.monotonic()
-            watched = any(slot.handle.streams for slot in self._slots)
-            if watched and self._prefilled_tokens - before >= _PREFILL_CHUNK:
-                break
+
+    def _may_read(self) -> bool:
+        """Whether the step may take on more of the prompts that wait."""
+        watched = any(slot.handle.streams for slot in self._slots)
+        return not watched or self._prefilled_tokens - self._read_before < _PREFILL_CHUNK
 
     def _enter(self) -> bool:
         """Give the next request the slot behind the active rows, if there are both, and say whether there were.
@@ -429,13 +431,14 @@ class Engine:
         """Run the next tokens of the request that enters; after all but the last it is active.
 
         The last one is the first pending token, and the first output token comes from a decode step. Where somebody
-        watches, that step is part of the prompt's forward: a plain one, which verifies the pending token alone.
+        watches, that step is part of the forward over the prompt's end: a plain one, which verifies the pending token
+        alone.
         """
         slot, index, start = self._entering, len(self._slots), self._read
         assert slot is not None
         stop = min(start + _PREFILL_CHUNK, slot.length)
         logits = hidden = None
-        if slot.handle.streams and slot.first_token is None and stop == slot.length:
+        if slot.handle.streams and slot.first_token is None and start < stop == slot.length:
             logits, hidden = self.base.prefill_last(self._cache, index, self._tokens[index, start : stop + 1], start)
         elif start < stop:
             hidden = self.base.prefill(self._cache, index, self._tokens[index, start:stop], start)
@@ -452,6 +455,7 @@ class Engine:
         if logits is not None and hidden is not None:
             row, tree = slice(index, index + 1), root_only(self._tokens[index, stop : stop + 1])
             verdict = self._judge(tree, tree.ancestors(0), logits[None], hidden[None, -1:], row)
+            self._times.mark("verify")
             self._conclude(verdict, tree, None, 0, row)
 
     def _longest_shared(self, text: Ids) -> tuple[int, int]:

@@ -104,7 +104,7 @@ class SamplingTable:
             self.biases[slot, : len(biases)] = torch.tensor(list(biases.values()), dtype=torch.float64)
 
     def rows(self, rows: slice) -> SamplingTable:
-        """The settings of these slots: views, in which what is entered later shows."""
+        """The settings of these slots, as they are now."""
         return SamplingTable(*(tensor[rows] for tensor in vars(self).values()))
 
     def move(self, source: int, target: int) -> None:

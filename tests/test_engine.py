@@ -505,6 +505,25 @@ def test_who_comes_while_a_step_drafts_enters_in_its_middle(
         assert handle.result(0).token_ids == alone.token_ids
 
 
+def test_a_step_reads_no_more_of_prompts_because_it_drafts(
+    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drafter.engine._PREFILL_CHUNK", 8)
+    engine = Engine(tiny_base, AdversarialDrafter(0), SpellingTokenizer(), EngineConfig(slots=4, nodes=4))
+    settings = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    engine.submit(Request([5], settings), stream=True)
+    engine.step()
+    for first in (7, 9):
+        engine.submit(Request(list(range(first, first + 33)), settings))
+    read = []
+    for _ in range(8):
+        before = engine.state().prefilled_tokens
+        engine.step()
+        read.append(engine.state().prefilled_tokens - before)
+    assert read == [8] * 8
+    finish(engine)
+
+
 @pytest.mark.parametrize("length", [1, 5, 40])
 @pytest.mark.parametrize(
     "settings",

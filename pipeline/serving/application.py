@@ -20,6 +20,7 @@ from pipeline.engine_actor import EngineSpec
 from pipeline.serving.app import create_app
 from pipeline.serving.config import ApplicationConfig, LimitsConfig, parse_application
 from pipeline.serving.engines import Engines
+from pipeline.serving.environment import share_port
 from pipeline.serving.keys import read_keys
 from pipeline.serving.replica import EngineReplica
 
@@ -42,6 +43,7 @@ class Ingress:
 
     def __init__(self, engines: Mapping[str, DeploymentHandle], digests: tuple[bytes, ...], limits: LimitsConfig):
         self._parts = Engines(engines), digests, limits
+        share_port()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(*self._parts)

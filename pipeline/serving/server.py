@@ -45,7 +45,7 @@ def serve_until_signal(config: ServeConfig) -> None:
     if will_start():
         check_port(config)
         os.environ.update(short_ways(config.port))
-        (proxy_port,) = free_ports(1)
+        proxy_port = next(port for port in free_ports(2) if port != config.port)
     cluster = connect()
     from ray import serve  # which reads the environment as it is imported
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import socket
 import subprocess
 import time
 from contextlib import suppress
@@ -178,6 +179,31 @@ def test_a_replica_that_dies_takes_only_its_own_streams(endpoint: Endpoint) -> N
     while httpx2.get(f"{endpoint.address}/health", timeout=30).json() != {"status": "ok", "replicas": {NAME: 2}}:
         assert time.monotonic() < deadline, "the replica is not replaced"
         time.sleep(0.5)
+
+
+def test_an_ingress_that_dies_is_replaced_at_its_port(endpoint: Endpoint) -> None:
+    endpoint.wait_until_idle()
+    address = ("127.0.0.1", int(endpoint.address.rsplit(":", 1)[1]))
+    # The kernel remembers connections that were open when a listener died.
+    with socket.create_connection(address), socket.create_connection(address):
+        (listener,) = {
+            one.pid
+            for one in psutil.net_connections("tcp")
+            if one.status == psutil.CONN_LISTEN and one.laddr.port == address[1]
+        }
+        os.kill(listener, signal.SIGKILL)
+        time.sleep(1)
+    deadline = time.monotonic() + 60
+    while not answers(endpoint):
+        assert time.monotonic() < deadline, "no ingress has come back"
+        time.sleep(0.2)
+    assert client(endpoint).chat.completions.create(**LONG | {"max_tokens": 5}).usage.completion_tokens == 5
+
+
+def answers(endpoint: Endpoint) -> bool:
+    with suppress(httpx2.TransportError):
+        return httpx2.get(f"{endpoint.address}/health", timeout=10).status_code == 200
+    return False
 
 
 def test_the_server_ends_in_good_order_and_has_logged_no_key(endpoint: Endpoint) -> None:
