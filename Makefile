@@ -19,8 +19,8 @@ serve: $(INSTALLED) ## Serve the embedded model by OpenAI's API at http://127.0.
 cluster-demo: $(INSTALLED) ## Start a cluster of several nodes on this machine, submit a job, see it grow and shrink.
 	$(BIN)/python -m examples.cluster_demo
 
-test: $(INSTALLED) ## Run the tests.
-	$(BIN)/python -m pytest
+test: $(INSTALLED) ## Run the tests, two files at a time: much of it is waiting for processes to start and to be missed.
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(INSTALLED) ## Style, formatting, types.
 	$(BIN)/ruff check .

@@ -1,8 +1,10 @@
 """What a step costs as work grows, beside the least that this machine could take for it.
 
     python -m benchmarks.costs --output benchmarks/results/costs
+    python -m benchmarks.costs --shape llama-7b --compile --output benchmarks/results/costs-7b
 
-Times drafting and verification over draft nodes, rows and context, each with the other two held. The least is a
+Times drafting and verification over draft nodes, rows and context, each with the other two held; on a GPU as CUDA
+graphs. `--shape` takes random weights, which cost what trained ones do. The least is a
 roofline: the bytes that a forward must read and the operations it must do, over what this machine reads and does a
 second in two measurements of its own.
 """
@@ -22,10 +24,12 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from drafter.base_model import BaseModel
+from drafter.base_model import BaseModel, pick_device, pick_dtype
+from drafter.devices import is_asynchronous
 from drafter.drafters.contract import DraftContext, Drafter
-from drafter.drafters.registry import load_drafter
+from drafter.drafters.registry import load_drafter, new_head
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import LoadError
 from drafter.evaluation.decoders import synchronise
@@ -33,14 +37,33 @@ from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.kv_cache import KVCache
+from drafter.step_graphs import padded_length
 from drafter.token_tree import root_only
 
 COSTS_FILE = "costs.json"
 TABLE_FILE = "costs.md"
 PLOT_FILE = "costs.png"
 NODES, ROWS, CONTEXTS = (0, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32, 64), (64, 128, 256, 512, 896)
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama-7b": ({}, {"num_heads": 32, "intermediate_size": 11008}),
+    "llama-1b": (
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128_256,
+        },
+        {"num_heads": 32, "intermediate_size": 8192},
+    ),
+}
+"""Bases of random weights, as settings of `LlamaConfig`, and of CTC heads for them."""
 _HELD = {"nodes": 16, "rows": 4, "context": 256}
+_PLAIN = {"nodes": 0, "rows": 1, "context": 256}
 _WARM_UP, _TURNS = 3, 15
+_MOST_READ = 1 << 30
+"""Numbers that are read to see how fast that is: more than any cache holds."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +124,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--model", default=str(EMBEDDED_BASE), help="base (default: the embedded one)")
     parser.add_argument("--drafter", default="ctc")
+    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape in place of --model, --drafter")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--compile", action="store_true", help="compile the base's forward")
     given = list(sys.argv[1:] if arguments is None else arguments)
     args = parser.parse_args(given)
     try:
-        base = BaseModel.from_pretrained(args.model, dtype=args.dtype)
-        drafter = load_drafter(args.drafter, base, max(NODES) + 1)
+        if args.shape is None:
+            base = BaseModel.from_pretrained(args.model, dtype=args.dtype)
+            drafter = load_drafter(args.drafter, base, max(NODES) + 1)
+        else:
+            base, drafter = of_shape(args.shape, args.dtype)
     except LoadError as error:
         raise SystemExit(f"error: {error}") from error
     if args.compile:
@@ -116,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cache = base.new_cache(max(ROWS), max(contexts) + max(NODES) + 1)
     drafter.allocate(max(ROWS), max(contexts) + max(NODES) + drafter.depth + 2)
     best = measure_machine(base)
-    settings = [_HELD | {"nodes": nodes} for nodes in NODES]
+    settings = [start | {"nodes": nodes} for start in (_PLAIN, _HELD) for nodes in NODES]
     for name, values in (("rows", ROWS), ("context", contexts)):
         settings += [_HELD | {name: value, "nodes": nodes} for value in values for nodes in (0, _HELD["nodes"])]
     points = []
@@ -136,9 +163,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(write_report(args.output))
 
 
+def of_shape(name: str, dtype: str) -> tuple[BaseModel, Drafter]:
+    """A base of random weights on the first GPU, or the CPU, and a drafter of an untrained CTC head."""
+    device = pick_device()
+    settings, head = SHAPES[name]
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**settings), dtype=pick_dtype(dtype, device))
+    base = BaseModel(model, name)
+    trained = new_head("ctc", base, head).to(base.dtype).eval().requires_grad_(False)
+    return base, trained.drafter(base, max(NODES) + 1)
+
+
 def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of `work`, after a few turns that do not count."""
+    """Median seconds of `work`, after a few turns that do not count; on a GPU, of a CUDA graph of it."""
     seconds = []
+    if device.type == "cuda":
+        for _ in range(_WARM_UP):
+            work()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        work = graph.replay
     for turn in range(_WARM_UP + _TURNS):
         synchronise(device)
         start = time.perf_counter()
@@ -153,7 +198,7 @@ def measure_machine(base: BaseModel) -> Machine:
     """What the base's device reads and does a second, in the base's dtype."""
     large = 1 << (13 if base.device.type == "cuda" else 11)
     # As much as the base's own weights: a small model stays in a processor's caches.
-    rows = max(1, weights_of(base) // large)
+    rows = max(1, min(weights_of(base), _MOST_READ) // large)
     kind: Any = {"dtype": base.dtype, "device": base.device}
     tall, vector, square = (
         torch.randn(rows, large, **kind),
@@ -179,9 +224,14 @@ def measure(
     if nodes:
         for row in range(rows):
             drafter.admit(row)
+        for _ in range(2):  # the first time it reads the whole text, later on what an ordinary step brings
+            drafter.catch_up(seen)
+            drafter.propose(seen, nodes + 1)
         draft = timed(lambda: drafter.propose(seen, nodes + 1), base.device)
         tree = drafter.propose(seen, nodes + 1)
     ancestors, kv_length = tree.ancestors(), context + nodes + 1
+    if is_asynchronous(base.device):
+        kv_length = padded_length(kv_length, cache.length)
 
     def verify() -> None:
         base.verify(cache, tree.tokens.clamp_min(0), lengths, tree.depths, ancestors, kv_length)
@@ -194,6 +244,7 @@ def write_report(folder: Path) -> str:
     record = json.loads((folder / COSTS_FILE).read_text(encoding="utf-8"))
     points = [Point(**point) for point in record["points"]]
     about, best, cache = record["environment"], record["machine"], record["cache"]
+    plain = {(point.rows, point.context): point.verify for point in points if not point.nodes}
     rows = [
         {
             "nodes": point.nodes,
@@ -203,6 +254,8 @@ def write_report(folder: Path) -> str:
             "verify ms": f"{1e3 * point.verify:.2f}",
             "roofline ms": f"{1e3 * point.least:.2f}",
             "roofline ÷ verify": f"{point.least / point.verify:.2f}",
+            "step ÷ plain": f"{(point.draft + point.verify) / plain[point.rows, point.context]:.2f}",
+            "draft share": f"{point.draft / (point.draft + point.verify):.0%}",
         }
         for point in points
     ]
@@ -212,7 +265,8 @@ def write_report(folder: Path) -> str:
         f"{'compiled' if record['compiled'] else 'as transformers runs it'}. The machine reads "
         f"{best['bytes_per_second'] / 1e9:.0f} GB/s and does {best['operations_per_second'] / 1e9:.0f} GFLOP/s. A KV "
         f"cache of {cache['slots']} slots of {cache['length']} positions takes {cache['bytes'] / 2**20:.0f} MiB. "
-        f"`{about['command']}`, commit {about['commit']}.\n\n{table}\n\n![step times]({PLOT_FILE})\n"
+        f"`{about['command']}`, commit {about['commit']}.\n\nDrafting is a whole search, which decoding on a CPU does "
+        f"not finish where little is likely.\n\n{table}\n\n![step times]({PLOT_FILE})\n"
     )
     (folder / TABLE_FILE).write_text(page, encoding="utf-8")
     plot(points).savefig(folder / PLOT_FILE, dpi=150)

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ def deploy(cluster: LocalCluster, folder: Path, port: int, state: str) -> None:
     subprocess.run(command, env=environment, check=True, capture_output=True)
 
 
-async def until(reached: Any) -> None:
+async def until(reached: Callable[[], Awaitable[bool]]) -> None:
     """Wait until `reached()` is true."""
     deadline = time.monotonic() + _PATIENCE
     while not await reached():

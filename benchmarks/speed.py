@@ -3,12 +3,13 @@
     python -m benchmarks.speed --output benchmarks/results/speed
 
 All greedy, on GSM8K's test questions, alone and behind other questions. Each way has a process of its own, as threads
-that compute in one get in each other's way; the processes run one at a time, and every round starts each of them anew.
+that compute in one get in each other's way; the processes run one at a time, anew for each batch size and round.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shlex
 import subprocess
@@ -149,14 +150,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record: dict[str, Any] = {"environment": environment(base, command), "drafter": args.drafter, "cells": []}
     del base
     for turn in range(args.rounds):
-        for way in WAYS:
-            process = [sys.executable, "-m", "benchmarks.speed", *given, "--way", way]
+        # All ways of a batch size one after another: what else a machine does changes within minutes.
+        for batch, way in itertools.product(args.batches, WAYS):
+            process = [sys.executable, "-m", "benchmarks.speed", *given, "--batches", str(batch), "--way", way]
             found = subprocess.run(process, stdout=subprocess.PIPE, text=True, check=True).stdout
             cells = [Cell(**json.loads(line), round=turn) for line in found.splitlines() if line.startswith("{")]
             for cell in cells:
-                print(
-                    f"round {turn + 1}, {way}, {cell.context}, batch {cell.batch}: {cell.rate:.0f} tokens/s", flush=True
-                )
+                print(f"round {turn + 1}, {way}, {cell.context}, batch {batch}: {cell.rate:.0f} tokens/s", flush=True)
             record["cells"] += [asdict(cell) for cell in cells]
     args.output.mkdir(parents=True, exist_ok=True)
     write_json(args.output / SPEED_FILE, record)

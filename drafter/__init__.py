@@ -1,9 +1,13 @@
 """Lossless tree speculative decoding with CTC draft heads."""
 
-from drafter.engine import EngineConfig
-from drafter.errors import EngineError, LoadError, QueueFullError, RequestError, RequestTimeoutError
-from drafter.llm import SpeculativeLM
-from drafter.requests import Generation, Request, SamplingParams, TokenLogprob
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from drafter.engine import EngineConfig
+    from drafter.errors import EngineError, LoadError, QueueFullError, RequestError, RequestTimeoutError
+    from drafter.llm import SpeculativeLM
+    from drafter.requests import Generation, Request, SamplingParams, TokenLogprob
 
 __all__ = [
     "EngineConfig",
@@ -18,3 +22,24 @@ __all__ = [
     "SpeculativeLM",
     "TokenLogprob",
 ]
+
+_MODULES = {
+    "EngineConfig": "engine",
+    "EngineError": "errors",
+    "Generation": "requests",
+    "LoadError": "errors",
+    "QueueFullError": "errors",
+    "Request": "requests",
+    "RequestError": "errors",
+    "RequestTimeoutError": "errors",
+    "SamplingParams": "requests",
+    "SpeculativeLM": "llm",
+    "TokenLogprob": "requests",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for: torch takes seconds, and processes that only count or write do without it."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"drafter.{_MODULES[name]}"), name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ from drafter.errors import LoadError
 from drafter.kv_cache import KVCache, LayerShape
 from drafter.masks import additive, tree_attention_mask
 from drafter.memory import free_bytes
+from drafter.packing import PACKED_ATTENTION, Packing
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _COMPILED_VARIANTS = 64
+_FOREIGN = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
+"""What the code of a model may raise when it is run in a way that it does not know."""
 
 
 def pick_device(device: str | torch.device = "auto") -> torch.device:
@@ -74,6 +78,18 @@ def _refuse_unsupported(name: str, config: Any) -> None:
         raise LoadError(f"{name}: {config.model_type} is not a causal language model that transformers knows")
 
 
+@dataclass(frozen=True)
+class _Nodes:
+    """What a forward reads; see `BaseModel.verify`."""
+
+    tokens: Tensor
+    lengths: Tensor
+    depths: Tensor
+    ancestors: Tensor
+    kv_length: int
+    packing: Packing | None = None
+
+
 class BaseModel:
     """A frozen base LM that verifies draft trees.
 
@@ -84,7 +100,8 @@ class BaseModel:
     Attributes:
         decoder: The model without its LM head.
         dtype: Of the hidden states.
-        max_positions: Longest sequence the model was made for; None if its configuration does not say.
+        max_positions: Longest sequence that it decodes as the model by itself would; None if its configuration does not
+            say.
         fingerprint: 16 hex digits that tell bases apart, the same in whichever precision one is loaded.
 
     Raises:
@@ -99,6 +116,9 @@ class BaseModel:
                 f"{self.name}: {model.config.model_type} keeps a recurrent state that cannot be rolled back"
             )
         self.model = model.eval().requires_grad_(False)
+        if model.device.type == "cuda":
+            # It makes a plan for every new shape, which takes longer than most prompts; other kernels take masks, too.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self.config = model.config.get_text_config(decoder=True)
         self._head: nn.Module = model.get_output_embeddings()
         self._embedding: nn.Module = model.get_input_embeddings()
@@ -180,6 +200,11 @@ class BaseModel:
         return self._embedding.weight.device  # type: ignore[return-value]
 
     @property
+    def devices(self) -> set[torch.device]:
+        """All that it lies on."""
+        return {parameter.device for parameter in self.model.parameters()}
+
+    @property
     def hidden_size(self) -> int:
         """d, the width of the hidden states."""
         return int(self._head.weight.shape[1])  # type: ignore[index]
@@ -206,7 +231,9 @@ class BaseModel:
         shape = [self.config.model_type, self.config.num_hidden_layers, self.hidden_size, self.vocab_size]
         digest.update(repr(shape).encode())
         flat = self._embedding.weight.flatten()  # type: ignore[operator]
-        sample = flat[torch.linspace(0, flat.numel() - 1, 4096).long().to(flat.device)]
+        # Clamped, because the last of these is rounded up where the embedding is large.
+        places = torch.linspace(0, flat.numel() - 1, 4096).long().clamp_max(flat.numel() - 1)
+        sample = flat[places.to(flat.device)]
         vectors = [p.detach().flatten() for _, p in sorted(self.model.named_parameters()) if p.dim() == 1]
         for tensor in [sample, *vectors]:
             digest.update(tensor.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
@@ -243,8 +270,20 @@ class BaseModel:
         error comes from there.
         """
         # Each size of engine in a process has variants of its own; past the limit they would run uncompiled.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILED_VARIANTS)
-        self._verify = torch.compile(self._forward, dynamic=True)
+        options: dict[str, Any] = {}
+        if "recompile_limit" in inspect.signature(torch.compile).parameters:
+            options["recompile_limit"] = _COMPILED_VARIANTS
+        else:
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILED_VARIANTS)
+        self._verify = torch.compile(self._forward, dynamic=True, **options)
+
+    def allow_packing(self) -> bool:
+        """Make `verify` ready for packed trees, and say whether it is: some models have attention of their own."""
+        if self.model.config._attn_implementation == "sdpa" and self.model._can_set_attn_implementation():
+            self.model.set_attn_implementation(PACKED_ATTENTION)
+            if not self._packs():
+                self.model.set_attn_implementation("sdpa")
+        return bool(self.model.config._attn_implementation == PACKED_ATTENTION)
 
     def new_cache(self, slots: int, length: int) -> KVCache:
         """A KV cache for `slots` rows of up to `length` positions.
@@ -294,10 +333,17 @@ class BaseModel:
         lengths = torch.full((1,), start, dtype=torch.long, device=tokens.device)
         depths = torch.arange(len(prompt), device=tokens.device)[None]
         ancestors = torch.ones(1, len(prompt), len(prompt), dtype=torch.bool, device=tokens.device).tril()
-        return self._inputs(cache, slot, tokens, lengths, depths, ancestors, start + len(prompt))
+        return self._inputs(cache, slot, _Nodes(tokens, lengths, depths, ancestors, start + len(prompt)))
 
     def verify(
-        self, cache: KVCache, tokens: Tensor, lengths: Tensor, depths: Tensor, ancestors: Tensor, kv_length: int
+        self,
+        cache: KVCache,
+        tokens: Tensor,
+        lengths: Tensor,
+        depths: Tensor,
+        ancestors: Tensor,
+        kv_length: int,
+        packing: Packing | None = None,
     ) -> tuple[Tensor, Tensor]:
         """One forward over tree nodes. Rows are slots `0..B-1`; the nodes' KV goes behind the committed positions.
 
@@ -308,51 +354,47 @@ class BaseModel:
             depths: `[B, N]`.
             ancestors: `[B, N, N]` bool.
             kv_length: Cache positions to read; at least every row's length + N.
+            packing: Of the nodes that are not padding, if only these are to be computed; where `allow_packing` says so.
 
         Returns:
             Logits `[B, N, V]` and hidden states `[B, N, d]`, both by node id.
         """
         # A copy, because what is compiled is of one layout, and a tree's leading part has another.
         depths = depths.clone(memory_format=torch.contiguous_format)
-        return self._verify(cache, tokens, lengths, depths, ancestors, kv_length)
+        return self._verify(cache, _Nodes(tokens, lengths, depths, ancestors, kv_length, packing))
 
-    def _forward(
-        self, cache: KVCache, tokens: Tensor, lengths: Tensor, depths: Tensor, ancestors: Tensor, kv_length: int
-    ) -> tuple[Tensor, Tensor]:
-        inputs = self._inputs(cache, 0, tokens, lengths, depths, ancestors, kv_length)
+    def _forward(self, cache: KVCache, nodes: _Nodes) -> tuple[Tensor, Tensor]:
+        inputs, packing = self._inputs(cache, 0, nodes), nodes.packing
         logits = self.model(**inputs).logits
         hidden, self._head_input = self._head_input, None
         assert hidden is not None
-        return logits, hidden
+        return (logits, hidden) if packing is None else (packing.unpack(logits), packing.unpack(hidden))
 
-    def _inputs(
-        self,
-        cache: KVCache,
-        slot: int,
-        tokens: Tensor,
-        lengths: Tensor,
-        depths: Tensor,
-        ancestors: Tensor,
-        kv_length: int,
-    ) -> dict[str, Any]:
-        nodes = torch.arange(tokens.shape[1], device=tokens.device)
+    def _inputs(self, cache: KVCache, slot: int, nodes: _Nodes) -> dict[str, Any]:
+        tokens, lengths, packing = nodes.tokens, nodes.lengths[:, None], nodes.packing
         masks = {
             kind: additive(
-                tree_attention_mask(lengths, depths, ancestors, kv_length, window=window, chunk=chunk), self.dtype
+                tree_attention_mask(
+                    nodes.lengths, nodes.depths, nodes.ancestors, nodes.kv_length, window=window, chunk=chunk
+                ),
+                self.dtype,
             )
             for kind, (window, chunk) in self._kinds.items()
         }
-        positions = lengths[:, None] + depths
-        if self.max_positions is not None and kv_length > self.max_positions:
-            # Nodes past the end are never emitted, but a learned position table must not be read past it.
+        positions = lengths + nodes.depths
+        if self.max_positions is not None:
+            # Nodes past the end, and those of empty slots, are never emitted; but a learned position table must not be
+            # read past its end, and some models scale all positions by the largest.
             positions = positions.clamp_max(self.max_positions - 1)
-        return {
-            "input_ids": tokens,
+        places = lengths + torch.arange(tokens.shape[1], device=tokens.device)
+        inputs = {
             "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
-            "position_ids": positions,
-            "past_key_values": cache.view(slot, lengths[:, None] + nodes, kv_length),
+            "past_key_values": cache.view(slot, places, nodes.kv_length, packing),
             "use_cache": True,
         }
+        if packing is None:
+            return inputs | {"input_ids": tokens, "position_ids": positions}
+        return inputs | {"input_ids": packing.pack(tokens), "position_ids": packing.pack(positions), "packing": packing}
 
     def _keep_head_input(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         self._head_input = args[0]
@@ -378,23 +420,12 @@ class BaseModel:
             lengths = torch.tensor([4], device=self.device)
             depths = torch.tensor([[0, 1, 1]], device=self.device)
             logits, node_hidden = self.verify(cache, tokens, lengths, depths, parents[None], 8)
-        except (
-            TypeError,
-            ValueError,
-            RuntimeError,
-            AttributeError,
-            IndexError,
-            KeyError,
-            NotImplementedError,
-        ) as error:
+        except _FOREIGN as error:
             raise LoadError(
                 f"{self.name}: {self.model.config.model_type} does not run with a tree mask and a slot cache "
                 f"({type(error).__name__}: {_first_line(error)}); it cannot be a base"
             ) from error
-        ours, theirs = torch.cat([first, logits[0, [0, 2]]]).float(), plain.logits[0, 3:].float()
-        scale = theirs.abs().amax().clamp_min(1e-6)
-        tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
-        if not bool(((ours - theirs).abs().amax() / scale) < tolerance):
+        if not self._alike(torch.cat([first, logits[0, [0, 2]]]), plain.logits[0, 3:]):
             raise LoadError(
                 f"{self.name}: {self.model.config.model_type} gives other logits with a tree mask, explicit positions "
                 "and a slot cache than by itself; it cannot be a base (state-space and linear attention, ALiBi and "
@@ -402,6 +433,31 @@ class BaseModel:
             )
         if hidden.shape[-1] != node_hidden.shape[-1]:
             raise LoadError(f"{self.name}: the decoder's output is not the LM head's input; it cannot be a base")
+
+    def _alike(self, logits: Tensor, others: Tensor) -> bool:
+        others = others.float()
+        scale = others.abs().amax().clamp_min(1e-6)
+        return bool(((logits.float() - others).abs().amax() / scale) < (1e-3 if self.dtype == torch.float32 else 0.1))
+
+    @torch.inference_mode()
+    def _packs(self) -> bool:
+        """Whether the model computes two trees, of three nodes and of two, packed as it does padded."""
+        tokens = torch.arange(1, 7, device=self.device).view(2, 3) * 7919 % self.vocab_size
+        lengths = torch.tensor([0, 1], device=self.device)
+        depths = torch.tensor([[0, 1, 1], [0, 1, 1]], device=self.device)
+        ancestors = torch.eye(3, dtype=torch.bool, device=self.device).repeat(2, 1, 1)
+        ancestors[:, :, 0] = True
+        real = torch.tensor([[True, True, True], [True, True, False]], device=self.device)
+        cache = self.new_cache(2, 8)
+        try:
+            # The packed one first, so that it cannot find what the other one has written.
+            packed, padded = (
+                self._forward(cache, _Nodes(tokens, lengths, depths, ancestors, 4, packing))
+                for packing in (Packing.of(real), None)
+            )
+        except _FOREIGN:
+            return False
+        return all(self._alike(ours[real], theirs[real]) for ours, theirs in zip(packed, padded, strict=True))
 
 
 def _decoder(model: Any) -> nn.Module:
@@ -413,6 +469,11 @@ def _decoder(model: Any) -> nn.Module:
 
 
 def _max_positions(config: Any) -> int | None:
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if "longrope" in (rope.get("rope_type"), rope.get("type")):
+        # Past this the model scales all positions of a batch when one text is so long: texts would hang on each other.
+        original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+        return int(original)
     for field in ("max_position_embeddings", "n_positions", "seq_length"):
         if getattr(config, field, None):
             return int(getattr(config, field))

@@ -1,49 +1,30 @@
 """How many draft nodes are worth their time: speculation must never be slower than not speculating.
 
-The number of nodes N maximises expected tokens per second, `(rows + Σ_rows Σ_{i≤N} π_i) / latency(rows, N)`, twice in
-a step: before drafting, from what the last trees promised, for a tree that is not larger than it pays to draft; and
-after it, from the trees' own prices π, for what it pays to verify. Latencies are measured on this machine at start; the
-prices are calibrated against what is really accepted.
+The nodes of a step maximise expected tokens per second, `(rows + Σ π) / latency(rows, nodes)`, twice in a step: before
+drafting, from what the last trees promised, for trees that are not larger than it pays to draft; and after it, from the
+trees' own prices π, for what it pays to verify. Then the nodes go to the rows where they are worth most. Latencies are
+measured on this machine at start; the prices are calibrated against what is really accepted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+import math
+from collections import deque
+from statistics import median
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from drafter.latency import Floats, LatencyTable
 
-NODE_COUNTS = (0, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Draft nodes a step may verify: few enough to measure, and a CUDA graph each."""
+Sizes = npt.NDArray[np.int64]
+Cut = Literal["each", "alike", "never"]
+"""How trees may be cut once they are drafted: each by itself, all to one size, or not at all."""
 
 
-@dataclass(frozen=True)
-class LatencyTable:
-    """Measured seconds of a step's parts, interpolated between the measured batch sizes.
-
-    Args:
-        batches: `[K]` rows, rising.
-        nodes: `[M]` draft nodes, rising from 0.
-        verify: `[K, M]` seconds of the step without drafting.
-        draft: `[K, M]` seconds of drafting trees of so many nodes; 0 for none.
-    """
-
-    batches: Floats
-    nodes: tuple[int, ...]
-    verify: Floats
-    draft: Floats
-
-    def at(self, rows: int) -> tuple[Floats, Floats]:
-        """Seconds `[M]` of verifying each of `nodes`, and of drafting them, for `rows` rows."""
-        verify, draft = (
-            np.array([np.interp(rows, self.batches, column) for column in table.T])
-            for table in (self.verify, self.draft)
-        )
-        return verify, draft
+LEAST_AT_FIRST = 1 / 8
+"""What is less probable is not looked for, until it is known what is verified."""
 
 
 class Calibration:
@@ -84,21 +65,24 @@ class Calibration:
         )
 
 
-class RunningMean:
-    """A mean that forgets; 1.0 until something is seen.
+class RecentMedian:
+    """The median of the last values; 1.0 until something is seen. What stops a process for a while does not move it."""
 
-    Args:
-        pace: Weight of the newest value, once there are many.
-    """
+    _WINDOW = 15
 
-    def __init__(self, pace: float) -> None:
-        self._pace = pace
-        self.value, self.seen = 1.0, 0
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=self._WINDOW)
+        self.value = 1.0
+
+    @property
+    def seen(self) -> bool:
+        """Whether there are any values."""
+        return bool(self._values)
 
     def observe(self, value: float) -> None:
-        """Take in a ratio of times, which is not let be absurd: a process may be stopped for a while."""
-        self.seen += 1
-        self.value += max(self._pace, 1 / self.seen) * (min(max(value, 0.1), 10.0) - self.value)
+        """Take in a value."""
+        self._values.append(value)
+        self.value = median(self._values)
 
 
 class AdaptiveBudget:
@@ -106,6 +90,7 @@ class AdaptiveBudget:
 
     Args:
         table: Latencies of this machine.
+        cut: What can be done with drafted trees.
         margin: Drafting must promise to be this much faster than plain decoding before it is done.
     """
 
@@ -113,33 +98,44 @@ class AdaptiveBudget:
     """Trees to see before anything is decided."""
     _DEAREST_LOOK = 4.0
     """Plain steps that a look at trees may cost, unless the smallest costs more: often it is for nothing."""
-    _TRIAL = 4
-    """Steps that then draft as much as seems best, and steps that draft nothing, to see what they cost."""
-    _HOPELESS = 0.6
-    """Where drafting promises less than this, relative to plain decoding, what it really costs need not be tried."""
+    _TRIALS, _TRIAL = 3, 3
+    """Sizes that are tried next, the most promising ones, and for how many steps each, to see what they cost."""
+    _WARM_UP, _COMPARISON = 8, 12
+    """Plain steps that do not count after one that drafts: a processor's caches take so many to hold what plain steps
+    need; and how many plain steps are made to compare, these included."""
+    _HOPELESS, _CLOSE = 0.6, 0.9
+    """What promises less than this, relative to plain decoding, is not tried: at first, and once costs are known."""
     _RENEW_EVERY = 16
-    """Of so many steps that draft, one drafts the largest trees: are more nodes worth it by now?"""
-    _PLAIN_EVERY = 64
-    """Of so many steps that draft, one does not, where the host knows how long steps take."""
+    """Of so many steps that draft, one drafts trees of the next size, up and down by turns: do they pay by now?"""
+    _COMPARE_EVERY = 256
+    """Steps that draft between two comparisons, where the host knows how long steps take."""
     _RECONSIDER_EVERY = 8
     """Plain steps of a pause after which it is asked whether drafting pays by now; asking costs something, too."""
-    _FIRST_PAUSE, _LONGEST_PAUSE = 32, 256
+    _FIRST_PAUSE, _LONGEST_PAUSE = 64, 512
     """Plain steps before drafting is tried again; twice as many each time that it does not pay."""
     _PACE = 0.1
-    """Weight of the newest step in running means."""
+    """Weight of the newest step in what is expected to be accepted, and in what price is still verified."""
+    _SLACK = 0.5
+    """Half as probable as what is still verified: to be looked for, in case more is verified next time."""
 
-    def __init__(self, table: LatencyTable, margin: float = 0.1) -> None:
-        self._table, self._margin = table, margin
+    def __init__(self, table: LatencyTable, cut: Cut = "each", margin: float = 0.05) -> None:
+        self._table, self._cut, self._margin = table, cut, margin
         # By number of rows: it is asked for at every step, and there are no more than slots.
         self._latencies: dict[int, tuple[Floats, Floats]] = {}
         self._calibration = Calibration()
         self._nodes = np.array(table.nodes)
-        # Expected accepted tokens a row at each node count, over the last steps that drafted so many.
-        self._gain = np.zeros(len(table.nodes))
+        # [M, M] Accepted tokens a row that were expected over the last steps: of trees drafted to each size, by their
+        # best nodes, so many a row.
+        self._gain = np.zeros((len(table.nodes), len(table.nodes)))
         self._seen = np.zeros(len(table.nodes))
-        # Against the table: plain steps, steps that draft (but for drafting), and drafting relative to these.
-        self._plain_slowness, self._slowness, self._dearness = (RunningMean(self._PACE) for _ in range(3))
-        self._burn_in, self._trial, self._comparison = self._BURN_IN_ROWS, self._TRIAL, self._TRIAL
+        self._lowest = math.log(LEAST_AT_FIRST / self._SLACK)  # log price of the last nodes that are verified
+        # Against the table: plain steps, steps that draft (but for drafting), and drafting each size relative to these.
+        self._plain_slowness, self._slowness = RecentMedian(), RecentMedian()
+        self._dearness = [RecentMedian() for _ in table.nodes]
+        self._plain_run = 0  # plain steps one after another
+        self._burn_in, self._comparison = self._BURN_IN_ROWS, self._COMPARISON
+        self._trials: list[int] | None = None  # sizes still to be tried, last first; None before the first ones
+        self._looked = False
         self._drafts = 0
         self._plain, self._pause, self._paused_rows = 0, self._FIRST_PAUSE, 0
 
@@ -148,24 +144,28 @@ class AdaptiveBudget:
         if rows == self._paused_rows and self._plain + 1 < self._pause and self._plain % self._RECONSIDER_EVERY:
             self._plain += 1
             return 0
-        if self._burn_in > 0:
-            self._burn_in -= rows
+        self._looked = self._burn_in > 0
+        if self._looked:
             return self._look(rows)
         rate, best = self._promises(rows)
-        if rate[best] < self._HOPELESS * rate[0]:
-            self._trial = 0
-        if self._trial > 0:
-            self._trial -= 1
-            return int(self._nodes[best])
+        if self._trials is None:
+            worth = [size for size in rate[1:].argsort() + 1 if rate[size] > self._HOPELESS * rate[0]]
+            self._trials = [int(self._nodes[size]) for size in worth[-self._TRIALS :] for _ in range(self._TRIAL)]
+        if self._trials:
+            return self._trials.pop()
         if self._comparison > 0 and self._slowness.seen:
             self._comparison -= 1
             return 0
-        if rate[best] > (1.0 + self._margin) * rate[0]:
+        if rate[best] > (1.0 if self._drafts else 1.0 + self._margin) * rate[0]:
             self._plain, self._pause = 0, self._FIRST_PAUSE
             self._drafts += 1
-            if self._slowness.seen and self._drafts % self._PLAIN_EVERY == 0:
-                return 0
-            return int(self._nodes[-1 if self._drafts % self._RENEW_EVERY == 0 else best])
+            if self._drafts % self._COMPARE_EVERY == 0:
+                self._comparison = self._COMPARISON
+            turn, rest = divmod(self._drafts, self._RENEW_EVERY)
+            if rest == 0:
+                best += 1 if turn % 2 else -1
+            return int(self._nodes[min(max(best, 1), len(self._nodes) - 1)])
+        self._drafts = 0
         self._plain += 1
         self._paused_rows = rows
         if self._plain < self._pause:
@@ -174,60 +174,107 @@ class AdaptiveBudget:
         self._calibration.fade(self._plain)
         self._seen[:] = 1
         self._plain, self._pause = 0, min(2 * self._pause, self._LONGEST_PAUSE)
-        self._trial = self._TRIAL
+        if rate[best] > self._CLOSE * rate[0]:
+            self._trials = [int(self._nodes[best])] * self._TRIAL
+        self._looked = True
         return self._look(rows)
 
     def _look(self, rows: int) -> int:
-        """The most nodes that are not too dear to be looked at."""
+        """The most nodes that are not too dear to be looked at: if trees can be cut, few of them need be verified."""
         verify, draft = self._latency(rows)
-        bearable = self._nodes[verify + draft <= self._DEAREST_LOOK * verify[0]]
+        least = verify if self._cut == "never" else np.minimum(verify, verify[1])
+        bearable = self._nodes[least + draft <= self._DEAREST_LOOK * verify[0]]
         return int(max(bearable[-1], self._nodes[1]))
 
-    def nodes(self, log_prices: Floats) -> int:
-        """Draft nodes to verify, given the rows' trees: log prices `[B, N]` without the root, falling."""
-        calibrated = self._calibration.probability(log_prices)
-        expected = np.concatenate([[0.0], calibrated.mean(axis=0).cumsum()])
-        known = self._nodes < len(expected)
-        gain = expected[self._nodes[known]]
+    @property
+    def least(self) -> float:
+        """Probability below which drafting need not go on."""
+        return self._SLACK * math.exp(self._lowest)
+
+    def sizes(self, log_prices: Floats) -> Sizes:
+        """Draft nodes of each row to verify `[B]`, given the trees: log prices `[B, N]` without the root, falling."""
+        rows, drafted = log_prices.shape
+        self._burn_in -= rows
+        known = self._nodes <= drafted
+        order, gain, count = self._best(log_prices, self._nodes[known])
         self._seen[known] += 1
-        pace = np.maximum(self._PACE, 1 / self._seen[known])
-        self._gain[known] += pace * (gain - self._gain[known])
-        verify, _ = self._now(len(log_prices))
-        return int(self._nodes[known][((1.0 + gain) / verify[known]).argmax()])
+        pace = np.maximum(self._PACE, 1 / self._seen[known])[:, None]
+        now = np.array([np.interp(self._nodes, *curve) for curve in zip(count, gain, strict=True)])
+        self._gain[known] += pace * (now - self._gain[known])
+        if self._cut == "never":
+            return np.full(rows, drafted)
+        verify, draft = self._now(rows)
+        spent = count[-1] if self._cut == "each" else np.ceil(count[-1])
+        rate = (1.0 + gain[-1]) / (np.interp(spent, self._nodes, verify) + draft[known][-1])
+        kept = order[: round(spent[rate.argmax()] * rows)]
+        prices = log_prices.flat[kept]
+        if (real := prices[prices > -np.inf]).size:
+            self._lowest += self._PACE * (real.min() - self._lowest)
+        return np.bincount(kept // drafted, minlength=rows)
+
+    def _best(self, log_prices: Floats, sizes: Sizes) -> tuple[Sizes, Floats, Floats]:
+        """What may be verified of trees `[B, N]` that are drafted to each of `sizes` `[M]`, the last of which is N.
+
+        Returns:
+            `[B * N]` their nodes, best first; and `[M, B * N + 1]` what the first none, one, ... of those that a size
+            has promise, in accepted tokens a row, and how many nodes a row they are.
+        """
+        rows, drafted = log_prices.shape
+        # Calibrated, a node may seem more probable than its parent.
+        calibrated = np.minimum.accumulate(self._calibration.probability(log_prices), axis=1)
+        if self._cut == "each":
+            order = np.argsort(-calibrated, axis=None, kind="stable")  # a row's equal nodes stay in their order
+        else:
+            order = np.arange(rows * drafted).reshape(rows, drafted).T.ravel()
+        there = order % drafted < sizes[:, None]
+        promised = calibrated.ravel()[order]
+        gain, count = (np.pad((there * of).cumsum(axis=1), ((0, 0), (1, 0))) / rows for of in (promised, 1))
+        return order, gain, count
 
     def observe(self, log_prices: Floats, accepted: npt.NDArray[np.bool_]) -> None:
         """Learn which of the verified draft nodes `[B, N]` were accepted."""
         self._calibration.observe(log_prices, accepted)
 
-    def clock(self, rows: int, drafted: int, verified: int, seconds: tuple[float, float]) -> None:
-        """Learn how long a step took to draft and for the rest, where the host knows it.
+    def clock(self, rows: int, drafted: int, verified: float, seconds: tuple[float, float]) -> None:
+        """Learn how long a step took to draft trees, and for the rest: to verify so many nodes a row.
 
-        The table was made on a quiet machine with text that means nothing. On real text a search may cost more or less;
-        handing out tokens costs something with every step; and what else runs on the machine slows down the many small
-        operations of a plain step more than the large ones of verifying a tree.
+        The table was made on a quiet machine. On other text a search may cost more or less; handing out tokens costs
+        something with every step; and what else runs on the machine slows down the many small operations of a plain
+        step more than the large ones of verifying a tree.
         """
-        if self._trial == self._TRIAL:
+        self._plain_run = 0 if drafted else self._plain_run + 1
+        if self._looked:
             return  # a look at larger trees, not a size in use; the first ones start slowly
         verify, draft = self._latency(rows)
         drafting, rest = seconds
         if not drafted:
-            self._plain_slowness.observe(rest / float(verify[0]))
+            if self._plain_run > self._WARM_UP:
+                self._plain_slowness.observe(rest / float(verify[0]))
             return
         expected = float(np.interp(verified, self._nodes, verify))
         self._slowness.observe(rest / expected)
-        self._dearness.observe(drafting / rest / (float(np.interp(drafted, self._nodes, draft)) / expected))
+        size = int(self._nodes.searchsorted(drafted))
+        self._dearness[size].observe(drafting / rest / (float(draft[size]) / expected))
 
     def _promises(self, rows: int) -> tuple[Floats, int]:
         """Tokens a row `[M]` by the time that a step with each number of nodes takes, and the best number but 0."""
         verify, draft = self._now(rows)
-        rate = (1.0 + self._gain) / (verify + draft)
+        # A larger tree has the nodes of a smaller one, which may have been seen more lately.
+        rates = (1.0 + np.maximum.accumulate(self._gain)) / (verify + draft[:, None])
+        rate = np.diag(rates).copy()
+        if self._cut != "never":
+            rate[1:] = rates[1:, 1:].max(axis=1)
         return rate, int(rate[1:].argmax()) + 1
 
     def _now(self, rows: int) -> tuple[Floats, Floats]:
         """The table's latencies `[M]` as they are now, to verify and to draft, in units of a plain step's."""
         verify, draft = self._latency(rows)
         slower = self._slowness.value / self._plain_slowness.value if self._plain_slowness.seen else 1.0
-        return np.where(self._nodes > 0, slower, 1.0) * verify, slower * self._dearness.value * draft
+        known = [size for size, dearness in enumerate(self._dearness) if dearness.seen]
+        dearness = (
+            np.interp(self._nodes, self._nodes[known], [self._dearness[size].value for size in known]) if known else 1.0
+        )
+        return np.where(self._nodes > 0, slower, 1.0) * verify, slower * dearness * draft
 
     def _latency(self, rows: int) -> tuple[Floats, Floats]:
         if rows not in self._latencies:
@@ -245,24 +292,20 @@ class FixedBudget:
         """The fixed number, whatever the rows."""
         return self._nodes
 
-    def nodes(self, log_prices: Floats) -> int:
-        """The fixed number, whatever the tree."""
-        return min(self._nodes, int(log_prices.shape[1]))
+    @property
+    def least(self) -> float:
+        """What a tree's nodes would be worth if all were alike: what follows less hardly ever comes true."""
+        return 1 / (self._nodes + 1)
+
+    def sizes(self, log_prices: Floats) -> Sizes:
+        """The fixed number, whatever the trees."""
+        return np.full(len(log_prices), min(self._nodes, log_prices.shape[1]))
 
     def observe(self, log_prices: Floats, accepted: npt.NDArray[np.bool_]) -> None:
         """Nothing to learn."""
 
-    def clock(self, rows: int, drafted: int, verified: int, seconds: tuple[float, float]) -> None:
+    def clock(self, rows: int, drafted: int, verified: float, seconds: tuple[float, float]) -> None:
         """Nothing to learn."""
 
 
 Budget = AdaptiveBudget | FixedBudget
-
-
-def batch_sizes(slots: int) -> Sequence[int]:
-    """Batch sizes to measure: powers of four up to `slots`, and `slots`."""
-    sizes = [1]
-    while sizes[-1] < slots:
-        sizes.append(min(4 * sizes[-1], slots))
-    assert all(a < b for a, b in pairwise(sizes))
-    return sizes

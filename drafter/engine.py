@@ -2,15 +2,17 @@
 
 A step reads: admit → draft → slice → verify → walk → commit → retire. Requests enter and leave independently; rows
 of different lengths and settings share a batch. Active rows always fill slots `0..B-1`, so that a forward over them
-is a view of the buffers. Within a step nothing on the device waits for the host; the host reads the tree's prices
-before the verification, to choose its size, and the walk's outcome after it.
+is a view of the buffers.
+
+On a CPU the host reads the tree's prices before the verification, to choose its size, and the walk's outcome after it.
+On a GPU a step is queued as a whole (`StepGraphs`), and its outcome is read while the next one runs.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -18,28 +20,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafter import devices
 from drafter.base_model import BaseModel
-from drafter.budget import NODE_COUNTS, AdaptiveBudget, Budget, FixedBudget, LatencyTable, batch_sizes
+from drafter.budget import LEAST_AT_FIRST, AdaptiveBudget, Budget, Cut, FixedBudget
 from drafter.drafters.contract import DraftContext, Drafter
 from drafter.errors import EngineError, LoadError, RequestError
+from drafter.latency import NODE_COUNTS, LatencyTable, batch_sizes, measure_latency
 from drafter.logprobs import PathLogprobs, path_logprobs
+from drafter.packing import Packing
 from drafter.penalties import History
 from drafter.requests import Request, TokenLogprob
 from drafter.sampling import SamplingMode, SamplingTable, choose
 from drafter.slots import Handle, Ids, Slot
 from drafter.stage_times import StageTimes
 from drafter.statistics import EngineState
+from drafter.step_graphs import StepReport, StepShape, padded_length, padded_rows, step_graphs
 from drafter.token_tree import TokenTree, root_only
 from drafter.verification import Walk, walk
 from drafter.waiting import WaitingQueue
 
 T = TypeVar("T")
 
-_KV_BUCKET = 64
-"""On a GPU, KV lengths are rounded up to this, so that shapes repeat; a CPU would only read more."""
 _DEFAULT_MAX_LENGTH = 2048
 _PREFILL_CHUNK = 512
 """Prompt tokens of one forward, and about as many a step takes on while somebody watches a row's tokens come."""
+_PROBED_LENGTH = 256
+"""Committed tokens of the rows whose steps are timed at start."""
+_PROBED_TEXT, _PROBED_ROWS = 24, 16
+"""How many of these the base says itself, in how many different ways."""
 _LEAST_SHARED = 8
 """Shorter common beginnings of prompts are computed again: that costs no more than to copy them."""
 
@@ -69,6 +77,27 @@ class EngineConfig:
                 raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
         if self.nodes != "auto" and (isinstance(self.nodes, bool) or not isinstance(self.nodes, int) or self.nodes < 0):
             raise ValueError(f"nodes must be 'auto' or an integer of at least 0, not {self.nodes!r}")
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A step that is queued, or done, and whose outcome the host has not looked at.
+
+    Args:
+        slots: The B rows' requests.
+        nodes: Draft nodes of each row.
+        most: Tokens that a row may get.
+        report: Its tensors, on the host.
+        wanted: Rows that asked for log-probabilities, and for how many of the most probable tokens.
+        landed: Happens when the report is there; None where it is.
+    """
+
+    slots: list[Slot]
+    nodes: int
+    most: int
+    report: StepReport
+    wanted: dict[int, int]
+    landed: torch.cuda.Event | None
 
 
 @dataclass(frozen=True)
@@ -110,8 +139,9 @@ class Engine:
         if config.max_length is not None and config.max_length > limit:
             raise LoadError(f"max_length {config.max_length} is more than the {limit} positions of {base.name}")
         self.max_length = config.max_length or min(limit, _DEFAULT_MAX_LENGTH)
-        # Draft nodes and the stale ends of a path are written past a row's last token, never read.
-        self._capacity = self.max_length + drafter.tree_size + drafter.depth + 1
+        # Draft nodes and the stale ends of a path are written past a row's last token, never read. A multiple of eight,
+        # as a GPU's kernels want masks to be.
+        self._capacity = -(-(self.max_length + drafter.tree_size + drafter.depth + 1) // 8) * 8
         device, slots = base.device, config.slots
         self._cache = base.new_cache(slots, self._capacity)
         self._tokens = torch.zeros(slots, self._capacity, dtype=torch.long, device=device)
@@ -120,11 +150,15 @@ class Engine:
             if drafter.reads_hidden
             else None
         )
-        self._lengths = torch.zeros(slots, dtype=torch.long, device=device)
+        # An empty slot counts as full, so that a step that runs over it writes behind every text.
+        self._lengths = torch.full((slots,), self.max_length, dtype=torch.long, device=device)
         self._offsets = torch.arange(drafter.depth + 1, device=device)
         self._sampling = SamplingTable.empty(slots, self.max_length, device)
         drafter.allocate(slots, self._capacity)
-        self._kv_bucket = 1 if device.type == "cpu" else _KV_BUCKET
+        self._graphs = step_graphs(device, base.devices)
+        # A step that is repeated as a whole always has the same nodes.
+        self._packs = self._graphs is None and drafter.tree_size > 1 and base.allow_packing()
+        self._flights: list[Flight] = []
         self._slots: list[Slot] = []
         # A request that is being prefilled, in the slot behind the active rows, and how many of its tokens are read.
         self._entering: Slot | None = None
@@ -144,7 +178,8 @@ class Engine:
         self._budget: Budget = FixedBudget(0)
         if drafter.tree_size > 1:
             fixed = config.nodes
-            self._budget = FixedBudget(fixed) if fixed != "auto" else AdaptiveBudget(self._measure_latency())
+            self._budget = FixedBudget(fixed) if fixed != "auto" else AdaptiveBudget(self._latencies(), self._cut)
+        self._lengths.fill_(self.max_length)
 
     # ---- from any thread
 
@@ -183,7 +218,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to decode and nothing waiting."""
-        return not self._slots and self._entering is None and not self._waiting
+        return not self._slots and self._entering is None and not self._flights and not self._waiting
 
     @property
     def failure(self) -> EngineError | None:
@@ -205,7 +240,7 @@ class Engine:
         failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
         slots = [*self._in_slots(), *self._waiting.close(failure)]
-        self._slots, self._entering = [], None
+        self._slots, self._entering, self._flights = [], None, []
         for slot in slots:
             slot.handle.future.set_exception(failure)
 
@@ -233,6 +268,8 @@ class Engine:
             self._admit()
             if self._slots:
                 self._decode()
+            else:
+                self._settle(0)
         except torch.OutOfMemoryError:
             if len(self._in_slots()) <= 1:
                 raise
@@ -241,49 +278,120 @@ class Engine:
 
     def _decode(self) -> None:
         rows = len(self._slots)
-        context = self._context(rows)
+        nodes = min(self._budget.draft(rows), self.drafter.tree_size - 1)
+        if self._graphs is None:
+            self._decode_by_stages(rows, nodes)
+        else:
+            self._queue(rows, nodes)
+
+    def _decode_by_stages(self, rows: int, nodes: int) -> None:
+        """Draft `nodes` nodes, verify as many of them as seem worth it, and look at what came of it."""
+        context = self._context(rows, self._budget.least)
         self._times.mark("host")
-        begun, drafting = time.perf_counter(), 0.0
-        if nodes := min(self._budget.draft(rows), self.drafter.tree_size - 1):
+        drafting = 0.0
+        if nodes:
+            self.drafter.catch_up(context)  # a prompt is read once, whatever this step costs
+            begun = time.perf_counter()
             tree = self.drafter.propose(context, nodes + 1)
             prices = tree.log_prices[:, 1:].cpu().numpy().astype(np.float64)
             self._times.mark("draft")
-            drafted = self._budget.nodes(prices)
-            tree = tree.leading(drafted + 1)
+            tree = tree.trimmed(1 + torch.from_numpy(self._budget.sizes(prices)))
             self._times.mark("host")
             drafting = time.perf_counter() - begun
             self._admit()  # half of the step is over: who has come since need not wait for the other half
         else:
-            tree, prices, drafted = root_only(context.pending), None, 0
+            tree = root_only(context.pending)
         begun = time.perf_counter()
-        verdict = self._verify(tree, rows)
+        verdict = self._verify(tree, rows, context.longest + tree.size)
         self._times.mark("verify")
-        self._conclude(verdict, tree, prices, drafted, slice(0, rows))
+        self._conclude(verdict, tree, slice(0, rows))
         if self.base.device.type == "cpu":  # elsewhere the work has only been queued
-            self._budget.clock(rows, nodes, drafted, (drafting, time.perf_counter() - begun))
+            verified = float((tree.tokens >= 0).sum()) / rows - 1 if self._packs else tree.size - 1
+            self._budget.clock(rows, nodes, verified, (drafting, time.perf_counter() - begun))
 
-    def _conclude(
-        self, verdict: Verdict, tree: TokenTree, prices: np.ndarray[Any, Any] | None, drafted: int, rows: slice
-    ) -> None:
-        """What follows every forward that makes tokens for `rows`."""
+    def _queue(self, rows: int, nodes: int) -> None:
+        """Queue a step of `nodes` draft nodes, and look at what came of the one before."""
+        context = self._context(rows)
+        self._times.mark("host")
+        if nodes:
+            self.drafter.catch_up(context)
+            self._times.mark("draft")
+        shape = self._shape(rows, nodes, context.longest)
+        step = partial(self._whole_step, shape)
+        assert self._graphs is not None
+        # How many rows want how many log-probabilities is not part of a shape.
+        report = step() if self._logprobs else self._graphs.run(shape, step)
+        self._times.mark("verify")
+        self._fly(report, slice(0, rows), nodes)
+        self._settle(1)
+
+    def _shape(self, rows: int, nodes: int, longest: int) -> StepShape:
+        kv_length = padded_length(min(longest, self.max_length) + nodes + 1, self._capacity)
+        biases = self._sampling.biases.shape[1] if self._mode.biased else 0
+        return StepShape(padded_rows(rows, self.config.slots), nodes, kv_length, self._mode, biases)
+
+    def _whole_step(self, shape: StepShape) -> StepReport:
+        """A step without the host: what it does follows from `shape` and from what is in the buffers."""
+        rows = slice(0, shape.rows)
+        hidden = None if self._hidden is None else self._hidden[rows]
+        bound = shape.kv_length - shape.nodes - 1
+        context = DraftContext(self._tokens[rows], hidden, self._lengths[rows], [], bound=bound)
+        tree = self.drafter.propose(context, shape.nodes + 1) if shape.nodes else root_only(context.pending)
+        verdict = self._verify(tree, shape.rows, shape.kv_length)
+        self._commit(verdict, rows)
+        self._lengths.clamp_(max=self.max_length)  # empty slots stay full
+        return _report(verdict, tree)
+
+    def _conclude(self, verdict: Verdict, tree: TokenTree, rows: slice) -> None:
+        """What follows every forward that makes tokens for `rows`, where the host is there."""
         self._commit(verdict, rows)
         self._times.mark("commit")
-        self._steps += 1
-        self._row_steps += rows.stop - rows.start
-        self._deliver(verdict, tree, prices, drafted, rows)
+        self._fly(_report(verdict, tree), rows, tree.size - 1)
+        # The step before is still under way on a GPU, and must be while the next one is queued.
+        self._settle(0 if self._graphs is None else 2)
 
-    def _context(self, rows: int) -> DraftContext:
+    def _fly(self, report: StepReport, rows: slice, nodes: int) -> None:
+        """Send the report to the host."""
+        slots = self._slots[rows]
+        landed = None
+        if self.base.device.type == "cuda":
+            report = StepReport(
+                report.outcome[: len(slots)].to("cpu", non_blocking=True),
+                report.prices[: len(slots)].to("cpu", non_blocking=True),
+                None if report.logprobs is None else report.logprobs.to_host(),
+            )
+            landed = torch.cuda.Event(blocking=True)
+            landed.record(torch.cuda.current_stream(self.base.device))
+        most = min(nodes, self.drafter.depth) + 1
+        self._flights.append(Flight(slots, nodes, most, report, self._wanted_logprobs(rows), landed))
+
+    def _settle(self, flying: int) -> None:
+        """Look at what came of all steps but the last `flying` ones."""
+        while len(self._flights) > flying:
+            self._deliver(self._flights.pop(0))
+
+    def _context(self, rows: int, least: float = 0.0) -> DraftContext:
         hidden = None if self._hidden is None else self._hidden[:rows]
-        return DraftContext(self._tokens[:rows], hidden, self._lengths[:rows], [slot.length for slot in self._slots])
+        known = [slot.length for slot in self._slots[:rows]]
+        return DraftContext(self._tokens[:rows], hidden, self._lengths[:rows], known, self._ahead, least=least)
 
-    def _verify(self, tree: TokenTree, rows: int) -> Verdict:
+    @property
+    def _ahead(self) -> int:
+        """Tokens that a row may have more than the host knows of."""
+        return sum(flight.most for flight in self._flights)
+
+    @property
+    def _cut(self) -> Cut:
+        """What can be done with trees before they are verified."""
+        return "never" if self._graphs is not None else "each" if self._packs else "alike"
+
+    def _verify(self, tree: TokenTree, rows: int, kv_length: int) -> Verdict:
         """Run the base over `tree` `[B, N]` and walk down."""
         lengths = self._lengths[:rows]
         ancestors = tree.ancestors(self._depth(tree))
-        longest = max((slot.length for slot in self._slots), default=0) + tree.size
-        kv_length = min(-(-longest // self._kv_bucket) * self._kv_bucket, self._capacity)
+        packing = Packing.of(tree.tokens >= 0) if self._packs and rows > 1 and tree.size > 1 else None
         logits, hidden = self.base.verify(
-            self._cache, tree.tokens.clamp_min(0), lengths, tree.depths, ancestors, kv_length
+            self._cache, tree.tokens.clamp_min(0), lengths, tree.depths, ancestors, kv_length, packing
         )
         return self._judge(tree, ancestors, logits, hidden, slice(0, rows))
 
@@ -296,15 +404,16 @@ class Engine:
         if self._mode.penalties:
             history = History(self._tokens[rows], lengths, tree.tokens, tree.depths, ancestors)
         positions = lengths[:, None] + tree.depths + 1 if self._mode.random else None
-        choices = choose(logits, self._sampling.rows(rows), self._mode, positions, history)
+        choices = choose(logits, self._sampling, self._mode, positions, history, rows)
         step = walk(tree, choices, ancestors, self._depth(tree))
         logprobs = None
         if wanted := self._wanted_logprobs(rows):
-            logprobs = path_logprobs(logits, step, [row - rows.start for row in wanted], max(wanted.values()))
+            logprobs = path_logprobs(logits, step, list(wanted), max(wanted.values()))
         return Verdict(step, hidden, logprobs)
 
     def _wanted_logprobs(self, rows: slice) -> dict[int, int]:
-        return {row: count for row, count in self._logprobs.items() if rows.start <= row < rows.stop}
+        """Which of `rows`, counted from their first, want how many log-probabilities."""
+        return {row - rows.start: count for row, count in self._logprobs.items() if rows.start <= row < rows.stop}
 
     def _commit(self, verdict: Verdict, rows: slice) -> None:
         """Move the path's KV, hidden states and tokens to each row's tail; the bonus token becomes pending."""
@@ -321,40 +430,43 @@ class Engine:
             self._hidden[rows].scatter_(1, places[:, :, None].expand(columns), path_hidden.to(self._hidden))
         lengths += step.accepted + 1
 
-    def _deliver(
-        self, verdict: Verdict, tree: TokenTree, prices: np.ndarray[Any, Any] | None, drafted: int, rows: slice
-    ) -> None:
+    def _deliver(self, flight: Flight) -> None:
         """Read the outcome, hand out tokens, retire what has ended."""
-        step = verdict.walk
-        if drafted:
-            real = (tree.tokens[:, 1:] >= 0).sum(dim=1, keepdim=True)
-            # One transfer for everything the host wants to know.
-            outcome = torch.cat([step.accepted[:, None], real, step.path, step.tokens], dim=1).cpu().numpy()
-            self._times.mark("wait")
-            path, said = outcome[:, 2 : 2 + step.path.shape[1]], outcome[:, 2 + step.path.shape[1] :]
-            tokens = [row[: accepted + 1].tolist() for row, accepted in zip(said, outcome[:, 0], strict=True)]
-            nodes = outcome[:, 1].tolist()
-            assert prices is not None
-            on_path = np.zeros((len(path), drafted + 1), dtype=bool)
+        if flight.landed is not None:
+            flight.landed.synchronize()
+        self._times.mark("wait")
+        outcome, rows = flight.report.outcome.numpy()[: len(flight.slots)], len(flight.slots)
+        # A request may have ended since, and its row have gone on for a step.
+        alive = [not slot.handle.future.done() for slot in flight.slots]
+        if flight.nodes:
+            accepted, real, path, said = np.split(outcome, [1, 2, 2 + (outcome.shape[1] - 2) // 2], axis=1)
+            tokens = [row[: count + 1].tolist() for row, count in zip(said, accepted[:, 0], strict=True)]
+            nodes = real[:, 0].tolist()
+            prices = flight.report.prices.numpy()[:rows].astype(np.float64)
+            on_path = np.zeros((rows, flight.nodes + 1), dtype=bool)
             np.put_along_axis(on_path, path, True, axis=1)
-            self._budget.observe(prices[:, :drafted], on_path[:, 1:])
+            if self._graphs is not None and any(alive):
+                self._budget.sizes(prices[alive])  # it learns from what could have been verified, too
+            self._budget.observe(prices[alive], on_path[alive, 1:])
         else:
-            tokens, nodes = step.tokens.tolist(), [0] * len(step.tokens)
-            self._times.mark("wait")
+            tokens, nodes = outcome.tolist(), [0] * rows
         logprobs: dict[int, list[TokenLogprob]] = {}
-        if verdict.logprobs is not None:
-            wanted = self._wanted_logprobs(rows)
-            read = verdict.logprobs.read([tokens[row - rows.start] for row in wanted], list(wanted.values()))
+        if flight.report.logprobs is not None:
+            wanted = flight.wanted
+            read = flight.report.logprobs.read([tokens[row] for row in wanted], list(wanted.values()))
             logprobs = dict(zip(wanted, read, strict=True))
-        for row, new, verified in zip(range(rows.start, rows.stop), tokens, nodes, strict=True):
-            slot = self._slots[row]
-            self._output_tokens += slot.take(new, verified, logprobs.get(row))
-            self._accepted_tokens += slot.counts.per_step_accepted[-1]
-        self._draft_tokens += sum(nodes)
-        for index in range(rows.stop - 1, rows.start - 1, -1):
-            if self._slots[index].finish_reason is not None:
-                generation = self._slots[index].generation()
-                self._free(index).handle.future.set_result(generation)
+        self._steps += 1
+        self._row_steps += sum(alive)
+        for row, slot in enumerate(flight.slots):
+            if alive[row]:
+                self._output_tokens += slot.take(tokens[row], nodes[row], logprobs.get(row))
+                self._accepted_tokens += slot.counts.per_step_accepted[-1]
+                self._draft_tokens += nodes[row]
+        for row in range(rows - 1, -1, -1):
+            slot = flight.slots[row]
+            if alive[row] and slot.finish_reason is not None:
+                generation = slot.generation()
+                self._free(self._slots.index(slot)).handle.future.set_result(generation)
 
     # ---- entering and leaving
 
@@ -418,7 +530,7 @@ class Engine:
         if slot.entered is None:
             slot.entered = time.monotonic()
         request = slot.handle.request
-        self._tokens[index, : slot.length + 1] = torch.from_numpy(slot.prefilled).to(self.base.device)
+        self._tokens[index, : slot.length + 1] = devices.send(torch.from_numpy(slot.prefilled), self.base.device)
         self._sampling.set(index, request.sampling, len(request.prompt_ids), slot.limit)
         self.drafter.admit(index)
         donor, self._read = self._longest_shared(slot.prefilled)
@@ -456,7 +568,7 @@ class Engine:
             row, tree = slice(index, index + 1), root_only(self._tokens[index, stop : stop + 1])
             verdict = self._judge(tree, tree.ancestors(0), logits[None], hidden[None, -1:], row)
             self._times.mark("verify")
-            self._conclude(verdict, tree, None, 0, row)
+            self._conclude(verdict, tree, row)
 
     def _longest_shared(self, text: Ids) -> tuple[int, int]:
         """The row that begins with most of `text`, and how many tokens that is; 0 if too few to be worth a copy.
@@ -477,7 +589,7 @@ class Engine:
 
     def _move(self, source: int, target: int, slot: Slot) -> None:
         """`slot`, in slot `source`, goes on in slot `target`."""
-        self._copy(source, target, slot.length + 1)
+        self._copy(source, target, min(slot.length + 1 + self._ahead, self._capacity))
         self._lengths[target] = self._lengths[source]
         self._sampling.move(source, target)
         self.drafter.move(source, target)
@@ -492,6 +604,7 @@ class Engine:
         # Last, so that `fail` finds all of them if a move fails.
         self._slots[index] = self._slots[last]
         self._slots.pop()
+        self._lengths[last] = self.max_length
         self._update_mode()
         return slot
 
@@ -513,14 +626,19 @@ class Engine:
         A step writes behind a row's committed tokens and moves its length last. So whatever part of the failed step
         was done, the rows that stay are as they were before it once their lengths are.
         """
-        rows = self._in_slots()
-        self._rows = (len(rows) + 1) // 2
-        self._slots, self._entering = rows[: self._rows], None
+        self._rows = (len(self._in_slots()) + 1) // 2
+        self._settle(0)
+        back = self._in_slots()[min(self._rows, len(self._slots)) :]  # who is entering is not in its slot as a whole
+        self._slots, self._entering = self._slots[: self._rows], None
         self._update_mode()
-        self._lengths[: self._rows] = torch.tensor([slot.length for slot in self._slots], device=self.base.device)
-        self._waiting.put_back(rows[self._rows :])
-        self._preemptions += len(rows) - self._rows
+        self._lengths.fill_(self.max_length)
+        for index, slot in enumerate(self._slots):
+            self._lengths[index] = slot.length
+            self.drafter.admit(index)  # what it read in the failed step is not known
+        self._waiting.put_back(back)
+        self._preemptions += len(back)
         if self.base.device.type == "cuda":
+            self._graphs = step_graphs(self.base.device, self.base.devices)  # those of more rows are not needed again
             torch.cuda.empty_cache()  # what is left may be there, but in pieces
 
     def _update_mode(self) -> None:
@@ -539,6 +657,7 @@ class Engine:
         """
         self.base.compile()
         slots, size = self.config.slots, self.drafter.tree_size
+        self._lengths.fill_(self.max_length // 2)
         many = max(slots - 1, min(slots, 2))
         several = size + 1 if size == many else size
         try:
@@ -546,57 +665,95 @@ class Engine:
                 self._slots = [_placeholder(self.max_length // 2)] * rows
                 for nodes in (1, several) if size > 1 else (1,):
                     tree = root_only(torch.zeros(rows, dtype=torch.long, device=self.base.device))
-                    self._verify(TokenTree(*(part.expand(rows, nodes) for part in vars(tree).values())), rows)
+                    tree = TokenTree(*(part.expand(rows, nodes) for part in vars(tree).values()))
+                    kv_length = self.max_length // 2 + nodes
+                    self._verify(tree, rows, kv_length + (kv_length == rows * nodes))
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = " ".join(str(error).strip().split("\n")[:2])
             raise LoadError(f"{self.base.name} cannot be compiled here: {reason} (leave compile out)") from error
         self._slots = []
 
-    @torch.inference_mode()
-    def _measure_latency(self, rounds: int = 5, seconds: float = 2.0) -> LatencyTable:
-        """Time drafting and verification on this machine for the shapes in use.
-
-        Every round takes every shape once, and the least time counts: what else runs on the machine can only add to
-        it, and rarely adds to the same shape each time. A round before them warms up.
-
-        Args:
-            rounds: At most so many.
-            seconds: No further round begins after so long.
-        """
+    def _latencies(self) -> LatencyTable:
         most = self.drafter.tree_size - 1
-        counts = tuple(sorted({count for count in NODE_COUNTS if count < most} | {most}))
-        batches = batch_sizes(self.config.slots)
-        middle = min(256, self.max_length // 2)
-        self._lengths.fill_(middle)
-        # Drafting is nearly linear in the nodes: a few sizes are measured, those between them follow.
-        drafted = (0, *sorted({min(2, most), most // 2, most} - {0}))
-        verify = np.full((len(batches), len(counts)), np.inf)
-        draft = np.full((len(batches), len(drafted)), np.inf)
-        begun = time.monotonic()
-        for turn in range(rounds + 1):
-            for i, rows in enumerate(batches):
-                self._slots = [_placeholder(middle)] * rows
-                context = self._context(rows)
-                trees = [self._timed(partial(self.drafter.propose, context, count + 1)) for count in drafted[1:]]
-                largest = trees[-1][0]
-                self._verify(largest.leading(1), rows)  # a plain step comes after another, with what it left in caches
-                steps = [self._timed(partial(self._verify, largest.leading(count + 1), rows)) for count in counts]
-                if turn:
-                    draft[i] = np.minimum(draft[i], [0.0, *(taken for _, taken in trees)])
-                    verify[i] = np.minimum(verify[i], [taken for _, taken in steps])
-            if turn and time.monotonic() - begun > seconds:
-                break
-        self._slots = []
-        draft = np.array([np.interp(counts, drafted, row) for row in draft])
-        return LatencyTable(np.array(batches, dtype=np.float64), counts, verify, draft)
+        counts = sorted({count for count in NODE_COUNTS if count < most} | {most})
+        try:
+            self._say_something()
+            return measure_latency(self._probe, batch_sizes(self.config.slots), counts)
+        except torch.OutOfMemoryError as error:
+            raise LoadError(
+                f"{self.config.slots} slots with trees of {most} nodes do not fit into the memory beside "
+                f"{self.base.name}: lower slots or nodes"
+            ) from error
+
+    @property
+    def _probed_length(self) -> int:
+        return min(_PROBED_LENGTH, self.max_length // 2)
+
+    @torch.inference_mode()
+    def _say_something(self) -> None:
+        """Fill all slots with a text that goes on in the base's own words: searches cost more where much is likely."""
+        length, slots = self._probed_length, self.config.slots
+        rows, start = min(slots, _PROBED_ROWS), max(length - _PROBED_TEXT, 0)
+        random = torch.Generator().manual_seed(0)
+        prompt = torch.randint(self.base.vocab_size, (start + rows,), generator=random).to(self.base.device)
+        if start:
+            self._tokens[0, :start] = prompt[:start]
+            hidden = self.base.prefill(self._cache, 0, prompt[:start])
+            if self._hidden is not None:
+                self._hidden[0, :start] = hidden
+        for slot in range(1, rows):
+            self._copy(0, slot, start)
+        self._tokens[:rows, start] = prompt[start:]
+        self._lengths[:rows] = start
+        for end in range(start + 1, length + 1):
+            tree = root_only(self._tokens[:rows, end - 1])
+            self._commit(self._verify(tree, rows, end), slice(0, rows))
+        for slot in range(rows, slots):
+            self._copy(slot % rows, slot, length + 1)  # the pending token, too
+
+    @torch.inference_mode()
+    def _probe(self, rows: int, nodes: int) -> tuple[float, float]:
+        """Seconds of drafting in a step over what was said, and of the rest of it.
+
+        Where a step is queued as a whole, all of it is the rest.
+        """
+        length = self._probed_length
+        self._lengths.fill_(length)
+        self._slots = [_placeholder(length)] * rows
+        context, self._slots = self._context(rows, LEAST_AT_FIRST), []
+        if nodes:
+            self.drafter.catch_up(context)
+        if (graphs := self._graphs) is not None:
+            shape = self._shape(rows, nodes, length)
+            step = partial(self._whole_step, shape)
+            graphs.warm_up(shape, step)
+            self._lengths.fill_(length)
+            return 0.0, self._timed(lambda: graphs.run(shape, step))[1]
+        tree, drafting = root_only(context.pending), 0.0
+        if nodes:
+            tree, drafting = self._timed(lambda: self.drafter.propose(context, nodes + 1))
+            tree = replace(tree, tokens=tree.tokens.clamp_min(0))  # padding would be verified for less
+        return drafting, self._timed(lambda: self._verify(tree, rows, length + tree.size))[1]
 
     def _timed(self, work: Callable[[], T]) -> tuple[T, float]:
         """What `work` returns, and its seconds on the device."""
+        if self.base.device.type == "cuda":
+            torch.cuda.synchronize(self.base.device)
         start = time.perf_counter()
         result = work()
         if self.base.device.type == "cuda":
             torch.cuda.synchronize(self.base.device)
         return result, time.perf_counter() - start
+
+
+def _report(verdict: Verdict, tree: TokenTree) -> StepReport:
+    """What the host wants to know of a step, in as few tensors as can be."""
+    step = verdict.walk
+    if tree.size == 1:
+        return StepReport(step.tokens, tree.log_prices[:, 1:], verdict.logprobs)
+    real = (tree.tokens[:, 1:] >= 0).sum(dim=1, keepdim=True)
+    outcome = torch.cat([step.accepted[:, None], real, step.path, step.tokens], dim=1)
+    return StepReport(outcome, tree.log_prices[:, 1:], verdict.logprobs)
 
 
 def common_prefix(first: Ids, second: Ids) -> int:

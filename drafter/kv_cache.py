@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from drafter.packing import Packing
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -40,7 +42,8 @@ class _LayerView(CacheLayerMixin):
     """One layer in one forward: writes new keys and values, returns all the rows' keys and values.
 
     Args:
-        writes: `[S, H, D]` whole buffers and `[b * n]` where in them the new keys, then the new values go.
+        writes: `[S, H, D]` whole buffers and `[b * n]` where in them the new keys, then the new values go; `[M]` if
+            they come packed.
         reads: `[b, H, kv_length, D]` keys, then values, of the forward's rows.
         kv_length: Positions that are read.
     """
@@ -52,7 +55,7 @@ class _LayerView(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values `[b, H, n, D]`; return those of the rows in use `[b, H, kv_length, D]`."""
+        """Write keys and values `[b, H, n, D]`, or packed `[1, H, M, D]`; return the rows' `[b, H, kv_length, D]`."""
         for (buffer, index), states in zip(self._writes, (key_states, value_states), strict=True):
             buffer.index_copy_(0, index, states.transpose(1, 2).flatten(0, 1))
         keys, values = self._reads
@@ -115,16 +118,18 @@ class KVCache:
         """Bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
-    def view(self, first: int, positions: Tensor, kv_length: int) -> Cache:
+    def view(self, first: int, positions: Tensor, kv_length: int, packing: Packing | None = None) -> Cache:
         """The cache as one forward sees it, to be given to the model.
 
         Args:
             first: Slot of the forward's first row; the others follow it.
             positions: `[b, n]` where in their slots the rows' new tokens go.
             kv_length: Positions to read, from the start of each slot; no row may be longer.
+            packing: Of the new tokens, if only some of them come.
         """
         rows = positions.shape[0]
-        index = (positions + self._starts[first : first + rows, None]).flatten()
+        index = positions + self._starts[first : first + rows, None]
+        index = index.flatten() if packing is None else packing.pack(index)[0]
         # All layers' in a few calls: one by one they would cost more than the copies themselves.
         writes, reads = [], []
         for buffer, members in zip(self.buffers, self._members, strict=True):

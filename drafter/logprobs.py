@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from drafter.devices import send
 from drafter.requests import TokenLogprob
 from drafter.verification import Walk
 
@@ -25,6 +26,10 @@ class PathLogprobs:
     chosen: Tensor
     top_tokens: Tensor
     top: Tensor
+
+    def to_host(self) -> PathLogprobs:
+        """The same on the host, once what is queued is done."""
+        return PathLogprobs(*(tensor.to("cpu", non_blocking=True) for tensor in vars(self).values()))
 
     def read(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[TokenLogprob]]:
         """On the host, for each row.
@@ -52,7 +57,7 @@ def path_logprobs(logits: Tensor, step: Walk, rows: Sequence[int], count: int) -
         rows: The R rows that want them.
         count: K, how many of the most probable tokens.
     """
-    row = torch.tensor(rows, device=logits.device)
+    row = send(torch.tensor(rows), logits.device)
     on_path = logits[row[:, None], step.path[row]].float()
     normaliser = on_path.logsumexp(-1, keepdim=True)
     top, top_tokens = on_path.topk(min(count, on_path.shape[-1]))

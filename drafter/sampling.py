@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drafter.devices import send
 from drafter.penalties import History, penalise
 from drafter.requests import SamplingParams
 
 _MASK_64 = (1 << 64) - 1
 _MOST_TOKENS = 1 << 31
 """More than any vocabulary has: a larger top-k keeps all, as this does."""
+_ALL = slice(None)
 
 
 def keyed_uniforms(seed: int, count: int) -> Tensor:
@@ -93,15 +95,16 @@ class SamplingTable:
         self._set_biases(slot, dict(params.logit_bias))
         self.prompt_lengths[slot] = prompt_length
         if params.temperature > 0:
-            self.uniforms[slot, :new_tokens] = keyed_uniforms(params.seed, new_tokens).to(self.uniforms.device)
+            self.uniforms[slot, :new_tokens] = send(keyed_uniforms(params.seed, new_tokens), self.uniforms.device)
 
     def _set_biases(self, slot: int, biases: dict[int, float]) -> None:
         if (missing := len(biases) - self.biases.shape[1]) > 0:
             self.biased_tokens, self.biases = F.pad(self.biased_tokens, (0, missing)), F.pad(self.biases, (0, missing))
         self.biased_tokens[slot], self.biases[slot] = 0, 0
         if biases:
-            self.biased_tokens[slot, : len(biases)] = torch.tensor(list(biases))
-            self.biases[slot, : len(biases)] = torch.tensor(list(biases.values()), dtype=torch.float64)
+            device = self.biases.device
+            self.biased_tokens[slot, : len(biases)] = send(torch.tensor(list(biases)), device)
+            self.biases[slot, : len(biases)] = send(torch.tensor(list(biases.values()), dtype=torch.float64), device)
 
     def rows(self, rows: slice) -> SamplingTable:
         """The settings of these slots, as they are now."""
@@ -173,19 +176,22 @@ def choose(
     mode: SamplingMode,
     positions: Tensor | None,
     history: History | None,
+    rows: slice = _ALL,
 ) -> Tensor:
     """The base's choice after each node: `[B, N]` token ids.
 
     Args:
         logits: `[B, N, V]` the base's logits.
-        table: Settings of the B rows.
+        table: Settings of all slots.
         mode: What the batch needs.
         positions: `[B, N]` sequence position of the token that each choice becomes; None where no row is random.
         history: The tokens before each choice; None where no row has a penalty.
+        rows: The slots of the B rows; by default the table has no others.
     """
     batch, nodes, _ = logits.shape
     if not (mode.biased or mode.penalties or mode.random):
         return logits.argmax(-1)
+    table = table.rows(rows)
 
     def per_node(setting: Tensor) -> Tensor:
         return setting[:, None].expand(batch, nodes).flatten()

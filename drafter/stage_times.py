@@ -12,8 +12,8 @@ for the outcome, and all that the host does by itself."""
 class StageTimes:
     """Seconds of the host's clock in each stage.
 
-    A GPU works behind the host's back: there, `draft` is true (the tree's prices are waited for), `verify` and
-    `commit` are the time to queue them, and `wait` is what is left of them when all is queued.
+    A GPU works behind the host's back: there, `draft` is what new rows bring a drafter, `verify` the time to queue a
+    whole step, and `wait` what is left of the step before when that is done.
     """
 
     def __init__(self) -> None:

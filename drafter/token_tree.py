@@ -5,7 +5,7 @@ The contract every drafter keeps:
     A `TokenTree` lists its nodes by falling prefix probability, parents before children;
     any leading slice of it is a valid tree.
 
-So the budget can cut a tree anywhere without asking the drafter.
+So the budget can cut each row's tree anywhere without asking the drafter.
 """
 
 from __future__ import annotations
@@ -45,6 +45,17 @@ class TokenTree:
         """The tree of the first `nodes` nodes: the best tree of that size."""
         return TokenTree(
             self.tokens[:, :nodes], self.parents[:, :nodes], self.depths[:, :nodes], self.log_prices[:, :nodes]
+        )
+
+    def trimmed(self, sizes: Tensor) -> TokenTree:
+        """The trees of each row's first `sizes` `[B]` nodes, the root among them, as wide as the largest."""
+        tree = self.leading(int(sizes.max()))
+        kept = torch.arange(tree.size, device=sizes.device) < sizes[:, None]
+        return TokenTree(
+            torch.where(kept, tree.tokens, PAD_TOKEN),
+            torch.where(kept, tree.parents, 0),
+            torch.where(kept, tree.depths, 1),
+            torch.where(kept, tree.log_prices, -torch.inf),
         )
 
     def ancestors(self, depth: int | None = None) -> Tensor:

@@ -46,7 +46,7 @@ def walk(tree: TokenTree, choices: Tensor, ancestors: Tensor, depth: int) -> Wal
     if tree.size == 1:
         return Walk(tree.parents, choices, torch.zeros_like(choices[:, 0]))
     carries = tree.tokens == choices.gather(1, tree.parents)
-    carries[:, 0] = True
+    carries[:, 0].fill_(True)
     accepted = (carries[:, None, :] | ~ancestors).all(dim=2)
     depths = torch.where(accepted, tree.depths, 0)
     nodes = torch.arange(tree.size, device=choices.device).expand_as(depths)

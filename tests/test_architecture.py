@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,3 +37,10 @@ def test_imports_go_one_way(package: str) -> None:
     assert files
     for file in files:
         assert not imported(file) & FORBIDDEN[package], file
+
+
+def test_what_checks_counts_or_writes_does_without_torch() -> None:
+    """Its import takes seconds, in each process and before each message about a mistake."""
+    modules = ["config", "generate", "ledger", "progress", "staging", "training.board", "writing"]
+    program = f"import sys, {', '.join(f'pipeline.{name}' for name in modules)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0

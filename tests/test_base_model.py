@@ -49,6 +49,21 @@ def test_soft_capped_attention_loads_with_the_eager_kernel(tmp_path: Path) -> No
     assert BaseModel.from_pretrained(tmp_path, device="cpu").model.config._attn_implementation == "eager"
 
 
+def test_longrope_is_decoded_only_where_texts_do_not_hang_on_each_other() -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0] * 4, "long_factor": [9.0] * 4}
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    lengths = {"max_position_embeddings": 128, "original_max_position_embeddings": 64}
+    model = build(
+        "phi3", **sizes, **lengths, num_key_value_heads=2, vocab_size=50, pad_token_id=0, rope_parameters=rope
+    )
+    assert BaseModel(model).max_positions == 64
+
+
+def test_fingerprint_of_an_embedding_whose_last_place_float32_cannot_name() -> None:
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 8}
+    assert len(BaseModel(build("llama", vocab_size=1 << 17, hidden_size=256, **sizes)).fingerprint) == 16
+
+
 def test_fingerprint_tells_bases_apart_but_not_precisions(tmp_path: Path) -> None:
     random_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     half = BaseModel.from_pretrained(tmp_path, device="cpu", dtype="bfloat16")

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from drafter.base_model import BaseModel
-from drafter.budget import AdaptiveBudget, Calibration, FixedBudget, LatencyTable, batch_sizes
 from drafter.drafters.contract import DraftContext
 from drafter.drafters.ngram import NgramDrafter, lookup
 from drafter.drafters.plain import PlainDecoding
@@ -114,8 +113,8 @@ def test_a_shared_beginning_is_a_copy_bit_for_bit(tiny_base: BaseModel) -> None:
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_its_size(tiny_base: BaseModel) -> None:
-    """64 positions and room for a draft, three layers of 2 × 2 × 8 numbers of 4 bytes."""
-    with pytest.raises(LoadError, match=r"1,000,000,000 slots of 66 positions takes 23,6\d\d\.\d GiB .* lower slots"):
+    """64 positions and room for a draft, eight at a time, three layers of 2 × 2 × 8 numbers of 4 bytes."""
+    with pytest.raises(LoadError, match=r"1,000,000,000 slots of 72 positions takes 25,7\d\d\.\d GiB .* lower slots"):
         Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(slots=1_000_000_000, max_length=64))
 
 
@@ -348,103 +347,7 @@ def test_bad_sizes_are_refused(config: dict[str, object]) -> None:
         EngineConfig(**config)  # type: ignore[arg-type]
 
 
-# ---- budget
-
-TABLE = LatencyTable(
-    batches=np.array([1.0, 8.0]),
-    nodes=(0, 4, 8),
-    verify=np.array([[1.0, 1.2, 1.5], [2.0, 5.0, 12.0]]),
-    draft=np.array([[0.0, 0.2, 0.2], [0.0, 0.5, 0.5]]),
-)
-LIKELY = np.log(np.full((1, 8), 0.5))
-
-
-def test_latencies_are_interpolated_between_batches() -> None:
-    verify, draft = TABLE.at(1)
-    assert verify.tolist() == [1.0, 1.2, 1.5]
-    assert TABLE.at(8)[1].tolist() == [0.0, 0.5, 0.5]
-    assert 1.2 < TABLE.at(4)[0][1] < 5.0
-    assert draft.tolist() == [0.0, 0.2, 0.2]
-
-
-def test_the_budget_takes_the_best_ratio_of_tokens_to_time() -> None:
-    budget = AdaptiveBudget(TABLE)
-    # 1 + 4 × 0.5 tokens in 1.2 against 1 + 8 × 0.5 in 1.5 against 1 in 1.0.
-    assert budget.nodes(LIKELY) == 8
-    assert budget.nodes(np.log(np.full((1, 8), 0.01))) == 0
-    assert budget.nodes(np.log(np.full((8, 8), 0.5))) == 4  # 2, 3 and 5 tokens a row in 2, 5 and 12
-
-
-def decisions(budget: AdaptiveBudget, price: float, accepted: float, steps: int) -> list[int]:
-    """Nodes drafted in each of `steps` steps of eight rows, where nodes of `price` come true this often."""
-    made = []
-    for _ in range(steps):
-        made.append(budget.draft(8))
-        if made[-1]:
-            prices = np.log(np.full((8, made[-1]), price))
-            budget.nodes(prices)
-            budget.observe(prices, np.arange(prices.size).reshape(prices.shape) < accepted * prices.size)
-    return made
-
-
-def test_speculation_switches_off_where_it_does_not_pay_and_looks_again_ever_less_often() -> None:
-    """1.8 tokens in 5.5 against 1 in 2: near enough for 4 steps on trial after each look."""
-    made = decisions(AdaptiveBudget(TABLE), price=0.2, accepted=0.2, steps=770)
-    assert made[:6] == [4, 4, 4, 4, 4, 4]  # 16 rows to look at, and a trial
-    drafts = [step for step, nodes in enumerate(made) if nodes]
-    looks = [step for step in drafts if step - 1 not in drafts]
-    assert looks == [0, 37, 105, 237, 497, 757]  # 31, 63, 127, 255, 255 plain steps
-    assert all(made[look : look + 5] == [4] * 5 for look in looks)
-
-
-def test_what_is_hopeless_is_looked_at_but_not_tried() -> None:
-    made = decisions(AdaptiveBudget(TABLE), price=0.05, accepted=0.05, steps=500)
-    assert [step for step, nodes in enumerate(made) if nodes] == [0, 1, 33, 97, 225, 481]
-
-
-def test_a_look_is_no_dearer_than_four_plain_steps() -> None:
-    assert AdaptiveBudget(TABLE).draft(8) == 4  # 5.5 against 2; 8 nodes take 12.5
-    assert AdaptiveBudget(TABLE).draft(1) == 8  # 1.7 against 1
-    dear = LatencyTable(TABLE.batches, TABLE.nodes, TABLE.verify, 100 * TABLE.draft)
-    assert AdaptiveBudget(dear).draft(8) == 4  # there must be something to look at
-
-
-def test_no_more_is_drafted_than_pays() -> None:
-    """3.4 and 5.8 tokens a row in 5.5 and 12.5: the small tree, with a look at the large one now and then."""
-    made = decisions(AdaptiveBudget(TABLE), price=0.6, accepted=0.6, steps=102)
-    assert set(made) == {4, 8}
-    assert [step for step, nodes in enumerate(made) if nodes == 8] == [21, 37, 53, 69, 85, 101]
-
-
-def test_a_search_that_turns_out_dear_is_used_less() -> None:
-    budget = AdaptiveBudget(TABLE)
-    assert all(decisions(budget, price=0.6, accepted=0.6, steps=20))
-    for _ in range(100):  # drafting takes ten times as long as in the table, on a machine that is half as fast
-        budget.clock(8, 4, 4, (2 * 10 * 0.5, 2 * 5.0))
-    assert decisions(budget, price=0.6, accepted=0.6, steps=20) == [0] * 20
-
-
-def test_the_cost_of_the_largest_trees_is_learnt_like_any_other() -> None:
-    budget = AdaptiveBudget(TABLE)
-    for _ in range(16 + 4 + 1):  # burn-in, trial, and one that was decided
-        prices = np.log(np.full((1, budget.draft(1)), 0.9))
-        budget.nodes(prices)
-        budget.observe(prices, np.ones(prices.shape, dtype=bool))
-    assert budget.draft(1) == 8  # up to 9 tokens in 1.7 against 1 in 1
-    for _ in range(100):
-        budget.clock(1, 0, 0, (0.0, 1.0))
-        budget.clock(1, 8, 8, (20.0, 15.0))
-    assert budget.draft(1) == 0  # in 35 against 1 in 1
-
-
-def test_trees_pay_more_where_plain_steps_have_become_slow() -> None:
-    """Handing out tokens, say, costs as much with every step, however many they are."""
-    budget = AdaptiveBudget(TABLE)
-    assert not any(decisions(budget, price=0.2, accepted=0.2, steps=20)[6:])  # 1.8 tokens in 5.5 against 1 in 2
-    for _ in range(100):
-        budget.clock(8, 0, 0, (0.0, 2.0 + 6.0))
-        budget.clock(8, 4, 4, (0.5, 5.0 + 6.0))
-    assert all(decisions(budget, price=0.2, accepted=0.2, steps=28)[8:])  # a pause is interrupted before long
+# ---- who watches
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -559,36 +462,19 @@ def test_the_first_token_is_the_same_for_who_watches(
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
 
 
-def test_a_modest_drafter_is_found_out() -> None:
-    """Its prices say that drafting does not pay; what is accepted says that it does."""
-    budget = AdaptiveBudget(TABLE)
-    assert all(decisions(budget, price=0.3, accepted=0.6, steps=300)[-200:])
+# ---- costs
 
 
-def test_speculation_comes_back_when_the_text_allows() -> None:
-    budget = AdaptiveBudget(TABLE)
-    assert not any(decisions(budget, price=0.3, accepted=0.1, steps=400)[-30:])
-    assert all(decisions(budget, price=0.3, accepted=0.8, steps=4000)[-200:])
-
-
-def test_calibration_follows_what_is_accepted() -> None:
-    calibration = Calibration()
-    prices = np.log(np.full((1, 8), 0.5))
-    assert calibration.probability(prices) == pytest.approx(0.5)
-    for _ in range(100):
-        calibration.observe(prices, np.array([[True] * 2 + [False] * 6]))
-    assert calibration.probability(prices) == pytest.approx(0.25, abs=0.02)
-    assert calibration.probability(np.array([-np.inf])).tolist() == [0.0]
-
-
-def test_a_fixed_budget_is_fixed() -> None:
-    assert FixedBudget(4).nodes(LIKELY) == 4
-    assert FixedBudget(4).draft(1) == 4
-
-
-def test_batch_sizes_are_powers_of_four_and_the_slots() -> None:
-    assert batch_sizes(1) == [1]
-    assert batch_sizes(20) == [1, 4, 16, 20]
+def test_costs_are_measured_on_texts_of_the_bases_own(tiny_base: BaseModel) -> None:
+    engine = engine_of(tiny_base, slots=20, max_length=96)
+    engine._say_something()
+    length, said = 48, 24
+    for row in range(20):
+        text = engine._tokens[row, : length + 1].tolist()
+        start = length - said
+        expected = generate_reference(tiny_base.model, text[: start + 1], said)
+        assert text[start + 1 :][: len(expected)] == expected
+    assert len({tuple(text) for text in engine._tokens[:, : length + 1].tolist()}) > 8
 
 
 # ---- n-gram

@@ -44,6 +44,7 @@ class Small(Drafter):
         self._inner, self._rows = inner, rows
         self.tree_size, self.depth, self.reads_hidden = inner.tree_size, inner.depth, inner.reads_hidden
         self.allocate, self.admit, self.move = inner.allocate, inner.admit, inner.move  # type: ignore[method-assign]
+        self.catch_up = inner.catch_up  # type: ignore[method-assign]
 
     def propose(self, context: DraftContext, size: int) -> TokenTree:
         tree = self._inner.propose(context, size)  # so that its memory has moved on when the step fails

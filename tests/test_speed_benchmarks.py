@@ -69,9 +69,22 @@ def test_a_report_of_costs_has_every_point(tmp_path: Path) -> None:
     }
     (tmp_path / costs.COSTS_FILE).write_text(json.dumps(record), encoding="utf-8")
     table = costs.write_report(tmp_path)
-    assert "| 16 | 4 | 256 | 16.00 | 2.00 | 0.50 | 0.25 |" in table
+    assert "| 16 | 4 | 256 | 16.00 | 2.00 | 0.50 | 0.25 | 9.00 | 89% |" in table
     assert "2 GB/s" in (tmp_path / costs.TABLE_FILE).read_text(encoding="utf-8")
     assert (tmp_path / costs.PLOT_FILE).stat().st_size > 10_000
+
+
+def test_costs_of_a_shape_need_no_trained_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base: dict[str, int] = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 97}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    monkeypatch.setattr(costs, "SHAPES", {"tiny": (base | layers, {"num_heads": 2, "intermediate_size": 40})})
+    for name, few in (("NODES", (0, 4, 16)), ("ROWS", (1, 4)), ("CONTEXTS", (64, 256))):
+        monkeypatch.setattr(costs, name, few)
+    monkeypatch.setattr(costs, "_TURNS", 2)
+    costs.main(["--shape", "tiny", "--output", str(tmp_path)])
+    points = json.loads((tmp_path / costs.COSTS_FILE).read_text(encoding="utf-8"))["points"]
+    assert {(point["nodes"], point["rows"], point["context"]) for point in points} >= {(0, 1, 256), (16, 4, 64)}
+    assert all(point["verify"] > 0 and (point["draft"] > 0) == (point["nodes"] > 0) for point in points)
 
 
 def test_a_way_must_be_known(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,7 @@ def static_tree(
     """
     batch, frames, symbols = log_probs.shape
     best, names = log_probs.float().topk(min(top_k, symbols), dim=2)
-    ranks = torch.tensor(rank_paths(frames, best.shape[2], alignments), device=log_probs.device)
+    ranks = _rank_tensor(frames, best.shape[2], alignments, log_probs.device)
     index = ranks[None, :, :, None].expand(batch, -1, -1, -1)
     symbol = names[:, None].expand(-1, len(ranks), -1, -1).gather(3, index)[..., 0]
     price = best[:, None].expand(-1, len(ranks), -1, -1).gather(3, index)[..., 0].cumsum(2)
@@ -83,3 +83,10 @@ def rank_paths(frames: int, top_k: int, count: int) -> list[list[int]]:
                 if len(paths) == count:
                     return paths
     return paths
+
+
+@functools.cache
+def _rank_tensor(frames: int, top_k: int, count: int, device: torch.device) -> Tensor:
+    """`[count, T]` the rank vectors, sent to the device once: to send them is to wait for it."""
+    with torch.inference_mode(False):
+        return torch.tensor(rank_paths(frames, top_k, count), device=device)

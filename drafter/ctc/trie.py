@@ -22,11 +22,13 @@ prefix less probable than float32 can hold (1e-38) is taken as impossible.
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from drafter import devices
 from drafter.token_tree import TokenTree, from_nodes, root_only
 
 _PER_DEPTH = 2e-5
@@ -138,7 +140,14 @@ size, so that smaller trees are slices of larger ones."""
 
 
 def best_lattice_trie(
-    model: LabelModel, pending: Tensor, frames: int, band: int, depth: int, size: int, beam: int | None = None
+    model: LabelModel,
+    pending: Tensor,
+    frames: int,
+    band: int,
+    depth: int,
+    size: int,
+    beam: int | None = None,
+    least: float = 0.0,
 ) -> TokenTree:
     """The best trie where frames know the last labels: each frame says one new token or nothing.
 
@@ -159,9 +168,10 @@ def best_lattice_trie(
         depth: Longest prefix.
         size: Nodes of each tree, root included.
         beam: Prefixes kept a depth; None keeps as many as the tree could hold, which makes the search exact.
+        least: Less probable paths are not extended; not on a GPU, where the work must not depend on the tensors.
     """
     batch, device = pending.shape[0], pending.device
-    on_host = device.type == "cpu"  # elsewhere looking at prices would mean waiting for the device
+    look = not devices.is_asynchronous(device)
     # The paths to extend, of all rows: row and place in it, candidate, price, and the mass that has arrived.
     rows, place = torch.arange(batch, device=device), torch.zeros_like(pending)
     node, price = torch.full_like(pending, -1), torch.zeros(batch, device=device)
@@ -183,13 +193,13 @@ def best_lattice_trie(
         price = torch.minimum(best.log(), price[parent])
         levels.append((token, node[parent], price, torch.full_like(token, level + 1)))
         width = best.shape[1]
-        if on_host:
-            rows, place = _promising([level[2] for level in levels], size).nonzero().unbind(1)
+        if look:
+            rows, place = _promising([level[2] for level in levels], size, least).nonzero().unbind(1)
             if not len(rows):
                 break
         else:
-            rows = torch.arange(batch, device=device).repeat_interleave(width)
-            place = torch.arange(width, device=device).repeat(batch)
+            every = torch.arange(batch * width, device=device)
+            rows, place = every // width, every % width
         parent, token, price = parent[rows, place], token[rows, place], price[rows, place]
         node, found = found + place, found + width
         arrival = spoken[parent] * emit[parent, :, token]
@@ -226,17 +236,19 @@ def _best_of_rows(
     return best, path, tokens[path, index % options]
 
 
-def _promising(prices: list[Tensor], size: int) -> Tensor:
+def _promising(prices: list[Tensor], size: int, least: float) -> Tensor:
     """Which of the last level's prefixes their row may still need: those below a full tree have no child in it.
 
     Args:
-        prices: `[B, K]` of each level, falling in the last.
+        prices: `[B, K]` logarithms, of each level, falling in the last.
         size: Nodes of a tree, root included.
+        least: Less probable ones are given up.
 
     Returns:
         `[B, K]` bool of the last level: true up to a place in each row, false from there.
     """
-    found = torch.cat(prices, 1)
-    if found.shape[1] < size - 1:
-        return prices[-1] > -torch.inf
-    return prices[-1] > found.topk(size - 1, sorted=False).values.amin(1, keepdim=True)
+    found, floor = torch.cat(prices, 1), math.log(least) if least else -math.inf
+    wanted = prices[-1] > floor
+    if found.shape[1] >= size - 1:
+        wanted &= prices[-1] > found.topk(size - 1, sorted=False).values.amin(1, keepdim=True)
+    return wanted

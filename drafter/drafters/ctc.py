@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drafter import devices
 from drafter.base_model import BaseModel
 from drafter.chosen import chosen_log_probs
 from drafter.ctc.loss import ctc_loss, lattice_prefix_loss, prefix_loss
@@ -228,7 +230,7 @@ class CTCHead(FrameHead):
         """The best trie of the frames, or the published tree; see `FrameHead.search`."""
         config, pending = self.config, recent[:, -1]
         if config.label_context:
-            return self._search_lattice(states, recent, base, size, lambda labels: self.label_terms(labels, base))
+            return self._search_lattice(states, recent, size, 0.0, base, partial(self.label_terms, base=base))
         if config.loss == "ce":
             log_probs = self.token_log_probs(states, base.lm_head)
             if tree == "static":
@@ -240,38 +242,46 @@ class CTCHead(FrameHead):
         return best_trie(log_probs, pending, config.depth, size, _CANDIDATES)
 
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
-        """See `FrameHead.prepared_search`. What a label adds to the joint is looked up where a table of it is small."""
+        """See `FrameHead.prepared_search`.
+
+        On a CPU, where drafting is a large part of a step, what a label adds to the joint is looked up where a table of
+        it is small.
+        """
         config = self.config
-        table_size = config.label_context * config.vocab_size * config.joint_size
-        if not 0 < table_size <= _TABLE_ENTRIES or base.device.type != "cpu":
+        if not config.label_context:
             return super().prepared_search(base, tree)
-        table = self._label_table(base)
-        offsets = torch.arange(config.label_context) * config.vocab_size
-
-        def looked_up(labels: Tensor) -> Tensor:
-            return F.embedding_bag(labels + offsets, table, mode="sum")
-
-        return lambda states, recent, size: self._search_lattice(states, recent, base, size, looked_up)
+        small = config.label_context * config.vocab_size * config.joint_size <= _TABLE_ENTRIES
+        looked_up = small and not devices.is_asynchronous(base.device)
+        terms = self._looked_up(base) if looked_up else partial(self.label_terms, base=base)
+        return partial(self._search_lattice, base=base, label_terms=terms)
 
     def label_terms(self, labels: Tensor, base: BaseModel) -> Tensor:
         """What the last labels `[M, c]`, newest last, add to the joint's first layer: `[M, joint_size]`."""
         return self.joint_labels(self.label_norm(base.embed(labels)).flatten(1))  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def _label_table(self, base: BaseModel) -> Tensor:
-        """`[c · V, joint_size]`: what each token adds as each of the last labels; sums of rows are `label_terms`."""
+    def _looked_up(self, base: BaseModel) -> Callable[[Tensor], Tensor]:
+        """`label_terms` by a table of what each token adds as each of the last labels, `[c · V, joint_size]`."""
         config = self.config
         labels = self.label_norm(base.embed(torch.arange(config.vocab_size)))
         weights = self.joint_labels.weight.unflatten(1, (config.label_context, config.hidden_size))
-        return torch.cat([labels @ weights[:, place].T for place in range(config.label_context)])
+        table = torch.cat([labels @ weights[:, place].T for place in range(config.label_context)])
+        offsets = torch.arange(config.label_context) * config.vocab_size
+        return lambda last: F.embedding_bag(last + offsets, table, mode="sum")
 
     def _search_lattice(
-        self, states: Tensor, recent: Tensor, base: BaseModel, size: int, label_terms: Callable[[Tensor], Tensor]
+        self,
+        states: Tensor,
+        recent: Tensor,
+        size: int,
+        least: float,
+        base: BaseModel,
+        label_terms: Callable[[Tensor], Tensor],
     ) -> TokenTree:
         config = self.config
         lattice = _Lattice(self, base, states, recent, label_terms)
         return best_lattice_trie(
-            lattice, recent[:, -1], config.num_frames, config.band, config.depth, size, LATTICE_BEAM
+            lattice, recent[:, -1], config.num_frames, config.band, config.depth, size, LATTICE_BEAM, least
         )
 
     def refuse_tree(self, tree: Tree) -> None:

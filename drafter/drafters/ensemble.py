@@ -20,6 +20,11 @@ class EnsembleDrafter(Drafter):
         first, second = (member.propose(context, min(size, member.tree_size)) for member in self.members)
         return merge(first, second, self.depth, size)
 
+    def catch_up(self, context: DraftContext) -> None:
+        """Tell both."""
+        for member in self.members:
+            member.catch_up(context)
+
     def allocate(self, slots: int, length: int) -> None:
         """Make room in both."""
         for member in self.members:

@@ -14,8 +14,8 @@ from drafter.modules.contract import DraftModule
 from drafter.pretrained import DraftHead, Tree
 from drafter.token_tree import TokenTree
 
-Search = Callable[[Tensor, Tensor, int], TokenTree]
-"""Frame states `[B, T, d]`, recent tokens `[B, recent_tokens]` and a size → trees `[B, size]`."""
+Search = Callable[[Tensor, Tensor, int, float], TokenTree]
+"""Frame states `[B, T, d]`, recent tokens `[B, recent_tokens]`, a size and `DraftContext.least` → trees `[B, size]`."""
 
 
 class FrameHead(DraftHead):
@@ -38,8 +38,11 @@ class FrameHead(DraftHead):
         """
 
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
-        """`search` of weights that change no more: what follows from them alone may be computed here, once."""
-        return lambda states, recent, size: self.search(states, recent, base, size, tree)
+        """`search` of weights that change no more: what follows from them alone may be computed here, once.
+
+        It may make use of `DraftContext.least`, too.
+        """
+        return lambda states, recent, size, least: self.search(states, recent, base, size, tree)
 
     def refuse_tree(self, tree: Tree) -> None:
         """Raise `ValueError` for a kind of tree that the head does not have."""
@@ -66,7 +69,7 @@ class FrameDrafter(Drafter):
     def __init__(self, head: FrameHead, base: BaseModel, tree_size: int, tree: Tree) -> None:
         self.tree_size, self.depth = tree_size, head.config.depth
         self._recent_tokens = head.recent_tokens
-        self._reader = head.module.reader(base)
+        self._reader = head.module.reader(base, self.depth + 1)
         self._search = head.prepared_search(base, tree)
 
     def allocate(self, slots: int, length: int) -> None:
@@ -81,11 +84,15 @@ class FrameDrafter(Drafter):
         """What was read of the row moves with it."""
         self._reader.move(source, target)
 
+    def catch_up(self, context: DraftContext) -> None:
+        """Read what is more than an ordinary step brings."""
+        self._reader.catch_up(context)
+
     def propose(self, context: DraftContext, size: int) -> TokenTree:
         """Trees `[B, size]`: read what is new, compute the frames, search."""
         states = self._reader.read(context)
         recent = last_tokens(context.tokens, context.lengths[:, None], self._recent_tokens)[:, 0]
-        return self._search(states, recent, size)
+        return self._search(states, recent, size, context.least)
 
 
 def last_tokens(tokens: Tensor, anchors: Tensor, count: int) -> Tensor:

@@ -8,6 +8,7 @@ own, and the heads are deeper.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from drafter.base_model import BaseModel
 from drafter.chosen import chosen_log_probs
 from drafter.ctc.trie import LATTICE_BEAM, best_lattice_trie
-from drafter.drafters.frames import FrameHead, last_tokens
+from drafter.drafters.frames import FrameHead, Search, last_tokens
 from drafter.losses import Labels, LossSum, cross_entropy
 from drafter.modules.attention import AttentionModule
 from drafter.modules.contract import DraftModule
@@ -108,9 +109,16 @@ class HydraHead(FrameHead):
 
     def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
         """The best trie of the heads' conditionals, within a beam; see `FrameHead.search`."""
+        return self._search(states, recent, size, 0.0, base)
+
+    def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
+        """See `FrameHead.prepared_search`."""
+        return partial(self._search, base=base)
+
+    def _search(self, states: Tensor, recent: Tensor, size: int, least: float, base: BaseModel) -> TokenTree:
         depth = self.config.depth
         return best_lattice_trie(
-            _Paths(self, base, states[:, 0], recent), recent[:, -1], depth, 1, depth, size, LATTICE_BEAM
+            _Paths(self, base, states[:, 0], recent), recent[:, -1], depth, 1, depth, size, LATTICE_BEAM, least
         )
 
     def refuse_tree(self, tree: Tree) -> None:

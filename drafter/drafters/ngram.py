@@ -35,7 +35,7 @@ class NgramDrafter(Drafter):
     def propose(self, context: DraftContext, size: int) -> TokenTree:
         """Trees `[B, size]`; a row without a match gets a lone root."""
         width = context.longest + 1
-        tokens, lengths = context.tokens[:, :width], context.lengths
+        tokens, lengths = context.tokens[:, :width], context.lengths.clamp_max(context.longest)
         paths, log_weight = lookup(tokens, lengths, self.depth, self.matches)
         fading = torch.arange(1, self.depth + 1, device=tokens.device) * math.log(_FADING)
         prices = (log_weight[:, :, None] + fading).masked_fill(paths == PAD_TOKEN, -torch.inf)

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drafter import devices
 from drafter.base_model import BaseModel
 from drafter.drafters.contract import DraftContext
 from drafter.modules.contract import DraftModule, FrameReader
@@ -25,8 +27,10 @@ Memory = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 _CONTEXT_BUCKET = 64
 """Context lengths are rounded up to this, so that shapes repeat."""
+_PROMPT_ENTRIES = 4096
+"""Entries of prompts that are read at once; a longer prompt is read as a whole."""
 _SMALL_WIDTH = 8
-"""Entries read in an ordinary step; a step accepts fewer, except with a deeper drafter beside this one."""
+"""Entries read in an ordinary step on a CPU; most steps accept fewer."""
 
 
 class _Layer(nn.Module):
@@ -144,17 +148,21 @@ class AttentionModule(DraftModule):
         mask = torch.cat([sees_context, sees_frames], 2)[:, None]
         return self.frames(context, starts, rotation, mask, lambda _, keys, values: (keys, values))
 
-    def reader(self, base: BaseModel) -> FrameReader:
+    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
         """A reader that keeps the keys and values of the fused context for every slot."""
-        return _AttentionReader(self, base)
+        return _AttentionReader(self, base, fresh)
 
 
 class _AttentionReader(FrameReader):
     """Reads each row's new tokens into a KV cache of the fused context, allocated once, and computes the frames."""
 
-    def __init__(self, module: AttentionModule, base: BaseModel) -> None:
+    def __init__(self, module: AttentionModule, base: BaseModel, fresh: int) -> None:
         self._module, self._base = module, base
         self._read: list[int] = []  # entries of each slot whose keys and values are in the cache
+        # On a GPU entries are nearly free, and the host is a step behind.
+        self._behind = devices.is_asynchronous(base.device)
+        self._usual = max(_SMALL_WIDTH, _power_of_two(2 * fresh)) if self._behind else _SMALL_WIDTH
+        self._width = self._usual
 
     def allocate(self, slots: int, length: int) -> None:
         module, device, dtype = self._module, self._base.device, self._base.dtype
@@ -174,22 +182,27 @@ class _AttentionReader(FrameReader):
         rows[target, : self._read[source]] = rows[source, : self._read[source]]
         self._read[target] = self._read[source]
 
-    def read(self, context: DraftContext) -> Tensor:
-        rows = context.tokens.shape[0]
+    def catch_up(self, context: DraftContext) -> None:
         known = context.host_lengths
-        fresh = [length + 1 - self._read[slot] for slot, length in enumerate(known)]
-        # A row that has just entered brings its whole prompt; it is read alone, not by padding the others to it.
-        if rows > 1:
-            for slot, count in enumerate(fresh):
-                if count > _SMALL_WIDTH:
-                    self._states(context, slot, slot + 1, count)
-                    fresh[slot] = 1
-        states = self._states(context, 0, rows, max(fresh))
-        self._read[:rows] = [length + 1 for length in known]
-        return states
+        fresh = [length + context.ahead + 1 - self._read[slot] for slot, length in enumerate(known)]
+        self._width = self._usual
+        if len(known) == 1 and not self._behind:
+            self._width = max(self._usual, _power_of_two(fresh[0]))
+        # Rows that have just entered bring their whole prompts; these are read by themselves, not by padding the others
+        # to them, and together where they are about as long.
+        for width, group in groupby(range(len(fresh)), lambda slot: _power_of_two(fresh[slot])):
+            slots = list(group)
+            if width > self._width:
+                together = max(_PROMPT_ENTRIES // width, 1)
+                for first in slots[::together]:
+                    self._states(context, first, min(first + together, slots[-1] + 1), width)
+        self._read[: len(known)] = [length + 1 for length in known]
 
-    def _states(self, context: DraftContext, first: int, stop: int, fresh: int) -> Tensor:
-        """Frame states `[b, T, d]` of slots `first..stop-1`, whose last `fresh` entries at most are new.
+    def read(self, context: DraftContext) -> Tensor:
+        return self._states(context, 0, context.tokens.shape[0], self._width)
+
+    def _states(self, context: DraftContext, first: int, stop: int, width: int) -> Tensor:
+        """Frame states `[b, T, d]` of slots `first..stop-1`, whose last `width` entries may be new.
 
         The window of entries that is read ends at the pending token and has one of a few fixed widths, so it may
         reach back: an entry read twice gets the same keys and values. The frames' own go behind the pending
@@ -197,7 +210,6 @@ class _AttentionReader(FrameReader):
         """
         module, frames = self._module, self._module.num_frames
         assert context.hidden is not None
-        width = max(_SMALL_WIDTH, 1 << (fresh - 1).bit_length())
         lengths = context.lengths[first:stop, None]
         positions = (lengths + torch.arange(1 - width, frames + 1, device=lengths.device)).clamp_min(0)
         slots = self._slot[first:stop]
@@ -219,3 +231,8 @@ class _AttentionReader(FrameReader):
 
         rotation = self._rotation.index_select(0, positions.flatten()).view(*positions.shape, 2, -1)
         return module.frames(fused, fused[:, -1:], rotation, mask, memory)[:, 0]
+
+
+def _power_of_two(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()

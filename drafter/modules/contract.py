@@ -35,12 +35,17 @@ class DraftModule(nn.Module, ABC):
         """
 
     @abstractmethod
-    def reader(self, base: BaseModel) -> FrameReader:
-        """What reads frames step by step, on the base's device and in its dtype."""
+    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
+        """What reads frames step by step, on the base's device and in its dtype.
+
+        Args:
+            base: Lends its embedding.
+            fresh: Tokens that an ordinary step adds to a row at most.
+        """
 
 
 class FrameReader(ABC):
-    """Frames for the engine's slots, with what a module remembers of each. A module without memory overrides `read`."""
+    """Frames for the engine's slots, with what a module remembers of each. Without memory there is only `read`."""
 
     def allocate(self, slots: int, length: int) -> None:  # noqa: B027 - nothing to remember
         """Make room for `slots` rows of `length` tokens and the frames behind them. Called once."""
@@ -51,9 +56,12 @@ class FrameReader(ABC):
     def move(self, source: int, target: int) -> None:  # noqa: B027
         """The row of slot `source` goes on in slot `target`."""
 
+    def catch_up(self, context: DraftContext) -> None:  # noqa: B027
+        """Comes before each `read`, with the same rows; see `Drafter.catch_up`."""
+
     @abstractmethod
     def read(self, context: DraftContext) -> Tensor:
-        """Frame states `[B, T, d]` of the context's rows."""
+        """Frame states `[B, T, d]` of the context's rows; see `Drafter.propose`."""
 
 
 def hidden_before(hidden: Tensor, anchors: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ class LastHidden(DraftModule):
         """Frames `[B, A, 1, d]`; see `DraftModule.forward`."""
         return hidden_before(hidden, anchors)[:, :, None]
 
-    def reader(self, base: BaseModel) -> FrameReader:
+    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
         """A reader without memory."""
         return _LastHiddenReader(base.dtype)
 

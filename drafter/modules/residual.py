@@ -40,7 +40,7 @@ class ResidualBlocks(DraftModule):
         """Frames `[..., T, d]` of hidden states `[..., d]`."""
         return torch.stack([hidden + F.silu(block(hidden)) for block in self.blocks], -2)
 
-    def reader(self, base: BaseModel) -> FrameReader:
+    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
         """A reader without memory."""
         return _ResidualReader(self, base.dtype)
 

@@ -19,8 +19,8 @@ from pipeline.config import ResourcesConfig
 from pipeline.engine_actor import EngineSpec
 from pipeline.serving.app import create_app
 from pipeline.serving.config import ApplicationConfig, LimitsConfig, parse_application
+from pipeline.serving.direct_ingress import share_port
 from pipeline.serving.engines import Engines
-from pipeline.serving.environment import share_port
 from pipeline.serving.keys import read_keys
 from pipeline.serving.replica import EngineReplica
 

@@ -21,7 +21,7 @@ from pipeline.manifest import model_fingerprint
 from pipeline.ports import free_ports
 from pipeline.prompts import model_name
 from pipeline.serving.config import ServeConfig, parse_config
-from pipeline.serving.environment import short_ways
+from pipeline.serving.direct_ingress import short_ways
 from pipeline.serving.keys import ENVIRONMENT, read_keys
 
 _NAME = "drafter"

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from safetensors import SafetensorError
@@ -15,7 +15,9 @@ from safetensors import SafetensorError
 from drafter.errors import LoadError, TrainingError
 from pipeline.errors import InputError, one_line
 from pipeline.pulse import Pulse
-from pipeline.training.metrics import Record
+
+if TYPE_CHECKING:  # it imports torch, which the board's own process has no use for
+    from pipeline.training.metrics import Record
 
 _POLL_SECONDS = 0.5
 

@@ -228,9 +228,22 @@ def test_dropping_what_cannot_be_in_a_tree_changes_none(seed: int, size: int, ba
     model = LastLabels(model.table.log_softmax(-1), before)
     tree = best_lattice_trie(model, before[:, 0], 6, band, 6, size, beam)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trie, "_promising", lambda prices, size: prices[-1] > -torch.inf)
+        patch.setattr(trie, "_promising", lambda prices, size, least: prices[-1] > -torch.inf)
         whole = best_lattice_trie(model, before[:, 0], 6, band, 6, size, beam)
     assert all(torch.equal(value, getattr(whole, name)) for name, value in vars(tree).items())
+
+
+def test_what_is_less_probable_than_asked_for_is_not_extended() -> None:
+    """Children of 0.7 and 0.3, and of each again."""
+    table = torch.tensor([0.7, 0.3, 0.0]).log().expand(3, 10, 3)
+    model = LastLabels(table, torch.tensor([[5]]))
+    whole = best_lattice_trie(model, torch.tensor([5]), 3, 1, 3, 20)
+    tree = best_lattice_trie(model, torch.tensor([5]), 3, 1, 3, 20, least=0.25)
+    assert int((whole.tokens >= 0).sum()) == 1 + 2 + 4 + 8
+    # 0.49 alone is extended among the four of depth 2: 0.21 and 0.09 are too little.
+    prices = sorted(tree.log_prices[tree.tokens >= 0].exp().tolist(), reverse=True)
+    assert prices == pytest.approx([1, 0.7, 0.49, 0.343, 0.3, 0.21, 0.21, 0.147, 0.09])
+    check_slice_contract(tree)
 
 
 def test_a_full_tree_asks_for_no_more_frames() -> None:

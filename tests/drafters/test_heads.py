@@ -68,6 +68,7 @@ def test_decoding_sees_what_training_saw(tiny_base: BaseModel, kind: str, seed: 
             torch.tensor(lengths),
             list(lengths),
         )
+        drafter.catch_up(context)
         tree = drafter.propose(context, 9)
         check_slice_contract(tree)
         check_same_trees(tree, head.trees_at(tiny_base, tokens[rows], hidden[rows], pending, 9), DEPTH)
@@ -190,9 +191,9 @@ def test_what_labels_add_is_the_same_from_the_table(
     states = torch.randn(3, head.config.num_frames, tiny_base.hidden_size)
     assert isinstance(head, CTCHead)
     recent = torch.randint(0, tiny_base.vocab_size, (3, head.recent_tokens))
-    looked_up = head.prepared_search(tiny_base, "exact")(states, recent, 9)
+    looked_up = head.prepared_search(tiny_base, "exact")(states, recent, 9, 0.0)
     monkeypatch.setattr("drafter.drafters.ctc._TABLE_ENTRIES", 0)
-    check_same_trees(looked_up, head.prepared_search(tiny_base, "exact")(states, recent, 9), DEPTH)
+    check_same_trees(looked_up, head.prepared_search(tiny_base, "exact")(states, recent, 9, 0.0), DEPTH)
 
 
 @every_kind

@@ -54,11 +54,13 @@ def test_every_frame_sees_every_other(tiny_base: BaseModel, module: AttentionMod
 
 
 def test_the_cache_is_allocated_once(tiny_base: BaseModel, module: AttentionModule) -> None:
-    reader = module.reader(tiny_base)
+    reader = module.reader(tiny_base, 5)
     assert isinstance(reader, _AttentionReader)
     reader.allocate(2, 40)
     place = reader._cache.data_ptr()
     tokens, hidden = sequence(tiny_base, 2, 40)
     for length in (3, 9, 20, 39):
-        reader.read(DraftContext(tokens, hidden, torch.tensor([length, 3]), [length, 3]))
+        context = DraftContext(tokens, hidden, torch.tensor([length, 3]), [length, 3])
+        reader.catch_up(context)
+        reader.read(context)
     assert reader._cache.data_ptr() == place

@@ -28,16 +28,17 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # after these tests its two dozen processes would only take time from the others
 def local_ray() -> Iterator[None]:
     os.environ["RAY_ADDRESS"] = "local"  # never somebody else's cluster
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - tests wait for their workers
+    os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"  # how often Ray Train looks for workers that have ended
     ray.init(
         num_cpus=2,
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
-        _system_config={"metrics_report_interval_ms": 1000},
+        _system_config={"metrics_report_interval_ms": 3000},
     )
     yield
     ray.shutdown()
@@ -45,10 +46,11 @@ def local_ray() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def free_actors() -> Iterator[None]:
+def free_actors(request: pytest.FixtureRequest) -> Iterator[None]:
     """A job that failed leaves its actors to the garbage collector, and the next test needs their CPUs."""
     yield
-    gc.collect()
+    if "local_ray" in request.fixturenames:  # a collection takes half a second, more than most of the other tests
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
@@ -159,6 +161,8 @@ def run(local_ray: None, model: Path, tmp_path: Path, capfd: pytest.CaptureFixtu
         folder = output or tmp_path / "out"
         arguments = ["--input", source, "--output", folder, "--model", base or model, "--drafter", drafter]
         arguments += ["--sampling.max_new_tokens", 12, "--resources.cpus_per_actor", 1, "--engine.slots", 4]
+        # A second engine would have loaded when the few rows are done, and slow down the first meanwhile.
+        arguments += ["--resources.max_actors", 1]
         capfd.readouterr()
         code = main([str(argument) for argument in [*arguments, *settings]])
         printed = capfd.readouterr()

@@ -23,8 +23,10 @@ def wait_for_parts(job: subprocess.Popen[bytes], data: Path, more: int) -> None:
 
 def main(source: str, out: str, model: str) -> int:
     """Take one of three nodes away, then the other two, then give one back; return the job's exit code."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    nodes = [cluster.add_node(num_cpus=2) for _ in range(3)]
+    # A node is dead when five checks in a row have failed: three seconds between two would be most of the test.
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": {"health_check_period_ms": 500}}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]  # each with room for one engine
     command = [sys.executable, "-m", "jobs.generate", "--input", source, "--output", out, "--model", model]
     command += ["--drafter", "ngram", "--engine.slots", "4", "--sampling.max_new_tokens", "12"]
     command += ["--writing.rows_per_file", "8", "--resources.min_actors", "2", "--resources.cpus_per_actor", "1"]

@@ -27,6 +27,7 @@ def cluster() -> Iterator[LocalCluster]:
     """A head without work, and an autoscaler for up to two GPU nodes."""
     growing = LocalCluster(growing={"gpu": NodeType(cpus=2, gpus=1, most=MOST_NODES)}, idle_seconds=3)
     growing.environment["RAY_DATA_MIN_GAP_BETWEEN_AUTOSCALING_REQUESTS"] = "1"  # seconds, not 10: these start quickly
+    growing.environment["RAY_health_check_period_ms"] = "500"  # not 3,000, five of which a lost node is waited for
     with growing:
         yield growing
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,14 +31,20 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def address(plain: SpeculativeLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A server with a model, the same without a drafter, and keys."""
-    monkeypatch.setenv(ENVIRONMENT, "right")
+def drafted(plain: SpeculativeLM) -> Iterator[SpeculativeLM]:
+    """The model with a drafter."""
     config = EngineConfig(slots=2, nodes=8)
     with SpeculativeLM.from_pretrained(plain.base.name, "ngram", config=config) as lm:
-        answers = {NAME: Answers(lm, "a", seconds=240), f"{NAME}-plain": Answers(plain, "b", seconds=60)}
-        with served(answers, read_keys(None)) as address:
-            yield address
+        yield lm
+
+
+@pytest.fixture
+def address(plain: SpeculativeLM, drafted: SpeculativeLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server with a model, the same without a drafter, and keys."""
+    monkeypatch.setenv(ENVIRONMENT, "right")
+    answers = {NAME: Answers(drafted, "a", seconds=240), f"{NAME}-plain": Answers(plain, "b", seconds=60)}
+    with served(answers, read_keys(None)) as address:
+        yield address
 
 
 def test_an_answer_comes_in_runs(browser: Any, address: str, plain: SpeculativeLM) -> None:
@@ -67,7 +74,15 @@ def test_an_answer_comes_in_runs(browser: Any, address: str, plain: SpeculativeL
     assert not complaints
 
 
-def test_stopping_and_errors_are_told(browser: Any, address: str) -> None:
+def test_stopping_and_errors_are_told(
+    browser: Any, address: str, drafted: SpeculativeLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = drafted.engine.step
+
+    def slow_step() -> None:
+        time.sleep(0.1)  # on a busy machine the browser takes longer to press a button than the model to answer
+        step()
+
     page = browser.new_page()
     expect = playwright.expect
     page.goto(address)
@@ -79,10 +94,12 @@ def test_stopping_and_errors_are_told(browser: Any, address: str) -> None:
     expect(page.locator("#status.error")).to_contain_text("prompt and answer together", timeout=20_000)
     page.fill("#prompt", "how many")
     page.fill("#tokens", "250")
-    page.click("#run")
-    page.click("#stop")
-    expect(page.locator("#status")).to_have_text("Stopped.", timeout=20_000)
-    expect(page.locator("#run")).to_be_enabled()
+    with monkeypatch.context() as patch:
+        patch.setattr(drafted.engine, "step", slow_step)
+        page.click("#run")
+        page.click("#stop")
+        expect(page.locator("#status")).to_have_text("Stopped.", timeout=20_000)
+        expect(page.locator("#run")).to_be_enabled()
 
 
 def test_the_browser_may_do_no_more_than_the_page_needs(browser: Any, address: str) -> None:

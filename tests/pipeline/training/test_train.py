@@ -35,9 +35,9 @@ def unbroken(local_ray: None, model: Path, distilled: Path, tmp_path_factory: py
 def test_the_best_head_is_kept_and_everything_is_told(
     unbroken: Training, model: Path, train: Train, run: Run, tmp_path: Path
 ) -> None:
-    assert list(unbroken.losses) == list(range(1, 91))
-    assert list(unbroken.betas) == [45, 90]
-    assert unbroken.checkpoints == ["step-00000080", "step-00000090"]
+    assert list(unbroken.losses) == list(range(1, 61))
+    assert list(unbroken.betas) == [30, 60]
+    assert unbroken.checkpoints == ["step-00000050", "step-00000060"]
 
     # The head that was kept is the one with the best β, and it says where it comes from.
     head = load_head(unbroken.folder / "head", BaseModel.from_pretrained(model, device="cpu"), HEADS)
@@ -114,7 +114,7 @@ def test_killed_workers_and_drivers_do_not_show_in_the_losses(
     try:
         wait_for_step(job, broken, 10)
         workers_of(job)[-1].send_signal(signal.SIGKILL)
-        wait_for_step(job, broken, 50)
+        wait_for_step(job, broken, 30)
     finally:
         started = psutil.Process(job.pid).children(recursive=True)
         os.killpg(job.pid, signal.SIGKILL)

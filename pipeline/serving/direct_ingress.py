@@ -1,4 +1,4 @@
-"""Ray Serve on a cluster that this project starts for the endpoint alone: the ingress listens on the port itself.
+"""Ray Serve's direct ingress, on a cluster that is started for the endpoint alone: it listens on the port itself.
 
 A proxy before it would cost each request some milliseconds. On a cluster that is there already, this is its owner's to
 decide: see `docs/serve.md`.
