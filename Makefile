@@ -20,7 +20,7 @@ cluster-demo: $(INSTALLED) ## Start a cluster of several nodes on this machine, 
 	$(BIN)/python -m examples.cluster_demo
 
 test: $(INSTALLED) ## Run the tests, two files at a time: much of it is waiting for processes to start and to be missed.
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 
 lint: $(INSTALLED) ## Style, formatting, types.
 	$(BIN)/ruff check .

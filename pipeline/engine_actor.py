@@ -120,6 +120,7 @@ class EngineActor:
     def __init__(self, spec: EngineSpec, limits: LimitsConfig, ledger: Any, progress: Any, run: str) -> None:
         self._progress = progress
         self._name, self._begun = uuid.uuid4().hex, time.monotonic()
+        self._pulse = Pulse(BEAT_SECONDS, self._beat)
         self._failure: Exception | None = None
         remote_ledger = RemoteLedger(ledger)
         # An error here would have Ray retry what cannot succeed, so it is raised by the first call.
@@ -139,7 +140,7 @@ class EngineActor:
         stuck = RuntimeError(f"a step took longer than limits.step_seconds, {limits.step_seconds:g}")
         watch(engine, limits.step_seconds, partial(self._end, stuck))
         self._beat()
-        Pulse(BEAT_SECONDS, self._beat).start()
+        self._pulse.start()
 
     def _load(self, spec: EngineSpec, ledger: RemoteLedger) -> LoadError | None:
         """Load the models; where others could, a failure is this machine's, and ends the process to try another."""

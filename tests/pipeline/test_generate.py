@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -226,16 +227,33 @@ def generated(table: pa.Table) -> list[dict[str, Any] | None]:
     return [row and untimed(row) for row in table["generated"].to_pylist()]
 
 
+MakeActor = Callable[..., EngineActor]
+
+
 @pytest.fixture(scope="module")
-def actor(local_ray: None, model: Path) -> EngineActor:
-    """An actor's object, in this process."""
-    return make_actor(model, "ngram")
+def make_actor(local_ray: None, model: Path) -> Iterator[MakeActor]:
+    """Make an actor's object, in this process: `make_actor("ngram", base="another")`."""
+    made = []
+
+    def make(drafter: str, base: str | None = None) -> EngineActor:
+        spec = EngineSpec(str(model), drafter, {}, EngineConfig(slots=2, nodes=3), threads=1)
+        board = ray.remote(num_cpus=0)(ProgressBoard).remote()
+        ledger = ray.remote(num_cpus=0)(Ledger).remote(4, (), base)
+        actor = EngineActor(spec, LimitsConfig(), ledger, board, "test")
+        made.append(actor)
+        return actor
+
+    yield make
+    # An actor's process ends with it; here its beat would go on, and have Ray start once more.
+    for actor in made:
+        if actor._failure is None:
+            actor._pulse.end()
 
 
-def make_actor(model: Path, drafter: str, base: str | None = None) -> EngineActor:
-    spec = EngineSpec(str(model), drafter, {}, EngineConfig(slots=2, nodes=3), threads=1)
-    board, ledger = ray.remote(num_cpus=0)(ProgressBoard).remote(), ray.remote(num_cpus=0)(Ledger).remote(4, (), base)
-    return EngineActor(spec, LimitsConfig(), ledger, board, "test")
+@pytest.fixture(scope="module")
+def actor(make_actor: MakeActor) -> EngineActor:
+    """An actor's object with a drafter."""
+    return make_actor("ngram")
 
 
 def test_a_call_returns_its_rows_in_their_order_and_the_same_again(actor: EngineActor) -> None:
@@ -275,8 +293,8 @@ def test_rows_that_the_engine_refuses_do_not_harm_others(actor: EngineActor) -> 
     assert rows[0] == rows[4]
 
 
-def test_an_engine_that_fails_ends_its_process(local_ray: None, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    actor = make_actor(model, "none")
+def test_an_engine_that_fails_ends_its_process(make_actor: MakeActor, monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = make_actor("none")
 
     def died() -> None:
         raise SystemExit("died")
@@ -290,8 +308,8 @@ def test_an_engine_that_fails_ends_its_process(local_ray: None, model: Path, mon
         actor(staged_table([[7, 8]]))
 
 
-def test_an_engine_with_other_weights_than_the_first_is_refused(local_ray: None, model: Path) -> None:
-    actor = make_actor(model, "none", base="another")
+def test_an_engine_with_other_weights_than_the_first_is_refused(make_actor: MakeActor) -> None:
+    actor = make_actor("none", base="another")
     with pytest.raises(LoadError, match=r"weights \(.*\) are not those of the output's other rows \(another\)"):
         actor(staged_table([[7, 8]]))
 
