@@ -34,6 +34,7 @@ from drafter.evaluation.prompts import encode
 from drafter.evaluation.questions import QuestionError, read_questions
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
+from drafter.prepacked import as_loaded
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import mean_acceptance_length, total
 from drafter.threads import in_passing_thread
@@ -101,7 +102,8 @@ def _generate_batch(base: BaseModel, tokenizer: Any, drafter: str, batch: int, l
         settings = GenerationConfig(max_new_tokens=limit, do_sample=False, eos_token_id=ends, pad_token_id=pad)
         synchronise(base.device)
         start = time.perf_counter()
-        made = base.model.generate_batch([list(request.prompt_ids) for request in requests], settings)
+        with as_loaded(base.model):
+            made = base.model.generate_batch([list(request.prompt_ids) for request in requests], settings)
         return Run(time.perf_counter() - start, [list(one.generated_tokens) for one in made.values()], [])
 
     return decode

@@ -22,6 +22,7 @@ from drafter.kv_cache import KVCache, LayerShape
 from drafter.masks import additive, tree_attention_mask
 from drafter.memory import free_bytes
 from drafter.packing import PACKED_ATTENTION, Packing
+from drafter.prepacked import prepack
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _COMPILED_VARIANTS = 64
@@ -134,6 +135,7 @@ class BaseModel:
         self._head_input: Tensor | None = None
         self._head.register_forward_pre_hook(self._keep_head_input)
         self._verify = self._forward
+        prepack(self.model)
         self._check()
         self.fingerprint = self._fingerprint()
 

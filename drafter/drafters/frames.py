@@ -11,6 +11,7 @@ from torch import Tensor
 from drafter.base_model import BaseModel
 from drafter.drafters.contract import DraftContext, Drafter
 from drafter.modules.contract import DraftModule
+from drafter.prepacked import prepack
 from drafter.pretrained import DraftHead, Tree
 from drafter.token_tree import TokenTree
 
@@ -58,6 +59,7 @@ class FrameHead(DraftHead):
     def drafter(self, base: BaseModel, tree_size: int, tree: Tree = "exact") -> FrameDrafter:
         """See `DraftHead.drafter`."""
         self.refuse_tree(tree)
+        prepack(self)
         return FrameDrafter(self, base, tree_size, tree)
 
 

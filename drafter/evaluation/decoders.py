@@ -11,6 +11,7 @@ import torch
 
 from drafter.base_model import BaseModel
 from drafter.engine import Engine
+from drafter.prepacked import as_loaded
 from drafter.requests import Generation, Request
 from drafter.statistics import DecodeCounts
 
@@ -84,14 +85,15 @@ def transformers_decoder(base: BaseModel, batch: int, pad: int, **settings: Any)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=base.device)
         drawn = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
         torch.manual_seed(sampling.seed)
-        made = base.model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=sampling.max_new_tokens,
-            pad_token_id=pad,
-            **(drawn if sampling.temperature > 0 else {"do_sample": False}),
-            **settings,
-        )
+        with as_loaded(base.model):
+            made = base.model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=sampling.max_new_tokens,
+                pad_token_id=pad,
+                **(drawn if sampling.temperature > 0 else {"do_sample": False}),
+                **settings,
+            )
         return [_until_end(row, base.eos_token_ids) for row in made[:, width:].tolist()]
 
     def decode(requests: Sequence[Request]) -> Run:

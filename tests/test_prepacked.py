@@ -1,0 +1,96 @@
+"""Linear layers whose weights are laid out once compute what they did before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drafter import prepacked
+from drafter.base_model import BaseModel
+from drafter.prepacked import PrepackedLinear, as_loaded, prepack
+from tests.models import random_model
+
+
+def layers(bias: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10, bias=bias), nn.SiLU(), nn.Linear(10, 4, bias=bias))
+
+
+@pytest.mark.parametrize("shape", [(1, 6), (6,), (3, 6), (2, 5, 6), (0, 6), (1, 300, 6)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_same_products(shape: tuple[int, ...], bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, rows = layers(bias), torch.randn(shape)
+    with torch.no_grad():
+        before = module(rows)
+        prepack(module)
+        assert [type(module[place]) for place in (0, 2)] == [PrepackedLinear] * 2
+        torch.testing.assert_close(module(rows), before)
+        monkeypatch.setattr(prepacked, "_SMALL", 0)  # a single row, too
+        torch.testing.assert_close(module(rows), before)
+
+
+def test_rows_that_are_not_contiguous() -> None:
+    module, rows = layers(), torch.randn(6, 5, 8).transpose(0, 2)[::2]
+    with torch.inference_mode():
+        before = module(rows)
+        prepack(module)
+        torch.testing.assert_close(module(rows), before)
+
+
+def test_gradients_and_names_stay() -> None:
+    module, rows = layers(), torch.randn(3, 6, requires_grad=True)
+    names = list(module.state_dict())
+
+    def gradients() -> list[Tensor]:
+        return list(torch.autograd.grad(module(rows).sum(), [rows, *module.parameters()]))
+
+    before = gradients()
+    prepack(module)
+    torch.testing.assert_close(gradients(), before)
+    assert list(module.state_dict()) == names
+
+
+def test_weights_that_change() -> None:
+    module, rows = layers(), torch.randn(3, 6)
+    prepack(module)
+    with torch.no_grad():
+        before = module(rows)
+        next(module.parameters()).mul_(2)
+        changed = module(rows)
+        assert not torch.allclose(changed, before)
+        prepack(module)
+        torch.testing.assert_close(module(rows), changed)
+
+
+def test_autocast() -> None:
+    module, rows = layers(), torch.randn(3, 6)
+    prepack(module)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert module(rows).dtype == torch.bfloat16
+
+
+def test_what_is_not_prepacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Quantised(nn.Linear):
+        pass
+
+    others = nn.Sequential(Quantised(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16), nn.Linear(4, 4, device="meta"))
+    kinds = [type(layer) for layer in others]
+    prepack(others)
+    assert [type(layer) for layer in others] == kinds
+    module = layers()
+    monkeypatch.setattr(prepacked, "free_bytes", lambda device: 500)  # 400 bytes of weights
+    prepack(module)
+    assert type(module[0]) is nn.Linear
+    monkeypatch.setattr(prepacked, "free_bytes", lambda device: 1000)
+    prepack(module)
+    assert type(module[0]) is PrepackedLinear
+
+
+def test_a_base_and_the_model_as_it_was_loaded() -> None:
+    base = BaseModel(random_model("llama"))
+    head = base.model.get_output_embeddings()
+    assert type(head) is PrepackedLinear
+    with as_loaded(base.model):
+        assert type(head) is nn.Linear
+    assert type(head) is PrepackedLinear
