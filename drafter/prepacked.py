@@ -1,13 +1,19 @@
-"""Linear layers on a CPU whose weights are laid out once, as oneDNN's kernels read them.
+"""Linear layers on a CPU whose weights are laid out once, for kernels that are made for few rows.
 
 A product of a few rows, which is what decoding and verification are made of, takes as long as its weights take to be
-read. MKL, which PyTorch asks, lays them out anew in every call: with ten rows that is several times the product.
+read. MKL, which PyTorch asks, lays them out anew in every call, which with ten rows takes several times as long as the
+product.
+
+Weights of fp32 that came from a checkpoint of half the precision, as most do, are read as fp16 where that loses
+nothing: times a power of two, which is taken out of the product again. Sums and activations are fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,57 +23,39 @@ from drafter.memory import free_bytes
 _SHARE = 0.5
 """Of the memory that is left, what a second copy of the weights may take."""
 _SMALL = 1 << 18
-"""Weights of a matrix that a single row is multiplied by faster as it is."""
+"""Weights of a matrix that a single row is multiplied by faster as it is than by oneDNN."""
+_HALF_EXPONENT = 15
+"""Of the largest weight in fp16, so that the smallest ones, too, are numbers that it has."""
 
-# A name of our own, because the compiler has an opinion on what may call oneDNN's by its own.
-_library = torch.library.Library("drafter", "DEF")
-_library.define("prepacked_linear(Tensor rows, Tensor weight, Tensor? bias) -> Tensor")
-
-
-def _prepacked_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise.default(rows, weight, bias, "none", [], "")  # type: ignore[no-any-return]
-
-
-_library.impl("prepacked_linear", _prepacked_linear, "CPU")
-_library.impl("prepacked_linear", _prepacked_linear, "MkldnnCPU")
-
-
-def _shape_of_it(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return rows.new_empty(*rows.shape[:-1], weight.shape[0])
-
-
-torch.library.register_fake("drafter::prepacked_linear", _shape_of_it)
+Product = Callable[[Tensor], Tensor]
+"""From rows `[..., in_features]` to `[..., out_features]`."""
 
 
 class PrepackedLinear(nn.Linear):
     """A linear layer that `prepack` has made ready. With gradients or autocast it computes as PyTorch does."""
 
-    packed: Tensor
-    """The weights, laid out."""
+    product: Product
     version: int
-    """Of the weights when they were; a layer whose weights have changed since does without."""
-
-    @property
-    def _small(self) -> bool:
-        return self.in_features * self.out_features < _SMALL
+    """Of the weights that `product` has; when they have changed since it is not used."""
+    number: int
+    """Of the layer, in compiled code."""
 
     def forward(self, input: Tensor) -> Tensor:
         """`[..., out_features]` of `[..., in_features]`."""
-        rows = input.numel() // self.in_features
-        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not rows or (rows == 1 and self._small):
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or input.dim() < 2 or not input.numel():
             return super().forward(input)
         if torch.compiler.is_compiling():
-            return torch.ops.drafter.prepacked_linear.default(input, self.packed, self.bias)  # type: ignore[no-any-return]
+            return torch.ops.drafter.prepacked_linear.default(input, self.number, self.out_features)  # type: ignore[no-any-return]
         if self.weight._version != self.version:
             return super().forward(input)
-        return _prepacked_linear(input, self.packed, self.bias)
+        return self.product(input)
 
 
 @torch.no_grad()
 def prepack(module: nn.Module) -> None:
     """Lay out the weights of all linear layers in `module` for a CPU, if they are on one, in float32.
 
-    It takes as much memory again as they do; where there is not plenty of it left, they stay as they are.
+    It takes up to as much memory again as they do; where there is not plenty of it left, they stay as they are.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear) and _is_plain(layer)]
     free = free_bytes(torch.device("cpu"))
@@ -75,9 +63,10 @@ def prepack(module: nn.Module) -> None:
     if not torch.backends.mkldnn.is_available() or (free is not None and size > _SHARE * free):
         return
     for layer in layers:
-        packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight, None)
-        vars(layer).update(packed=packed, version=layer.weight._version)
+        product = _by_half(layer.weight, layer.bias) or _by_onednn(layer.weight, layer.bias)
+        vars(layer).update(product=product, version=layer.weight._version, number=next(_numbers))
         layer.__class__ = PrepackedLinear
+        _layers[layer.number] = layer  # type: ignore[assignment,index]
 
 
 @contextmanager
@@ -98,3 +87,38 @@ def _is_plain(layer: nn.Linear) -> bool:
     if type(layer) not in (nn.Linear, PrepackedLinear) or type(layer.weight) is not nn.Parameter:
         return False
     return layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32
+
+
+def _by_half(weight: Tensor, bias: Tensor | None) -> Product | None:
+    """By FBGEMM with weights of fp16, if these are exactly the weights."""
+    if torch.backends.quantized.engine not in ("x86", "fbgemm"):
+        return None
+    scale = 2.0 ** (_HALF_EXPONENT - int(torch.frexp(weight.abs().amax()).exponent))
+    scaled = weight * scale
+    packed = torch.ops.quantized.linear_prepack_fp16(scaled, None if bias is None else bias * scale)
+    if not torch.equal(torch.ops.quantized.linear_unpack_fp16(packed)[0], scaled):
+        return None
+    return lambda rows: torch.ops.quantized.linear_dynamic_fp16.default(rows, packed).mul_(1.0 / scale)
+
+
+def _by_onednn(weight: Tensor, bias: Tensor | None) -> Product:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    small = weight.numel() < _SMALL
+
+    def product(rows: Tensor) -> Tensor:
+        if small and rows.numel() == rows.shape[-1]:
+            return nn.functional.linear(rows, weight, bias)
+        return torch.ops.mkldnn._linear_pointwise.default(rows, packed, bias, "none", [], "")  # type: ignore[no-any-return]
+
+    return product
+
+
+# A compiler can neither see nor call such a product: it calls an operator that finds it by the layer's number.
+_numbers = count()
+_layers: WeakValueDictionary[int, PrepackedLinear] = WeakValueDictionary()
+_library = torch.library.Library("drafter", "DEF")
+_library.define("prepacked_linear(Tensor rows, int layer, int width) -> Tensor")
+_library.impl("prepacked_linear", lambda rows, layer, width: _layers[layer].product(rows), "CPU")
+torch.library.register_fake(
+    "drafter::prepacked_linear", lambda rows, layer, width: rows.new_empty(*rows.shape[:-1], width)
+)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from drafter import prepacked
 from drafter.base_model import BaseModel
-from drafter.prepacked import PrepackedLinear, as_loaded, prepack
+from drafter.prepacked import PrepackedLinear, _by_half, as_loaded, prepack
 from tests.models import random_model
 
 
@@ -19,15 +19,35 @@ def layers(bias: bool = True) -> nn.Sequential:
 
 @pytest.mark.parametrize("shape", [(1, 6), (6,), (3, 6), (2, 5, 6), (0, 6), (1, 300, 6)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_same_products(shape: tuple[int, ...], bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, rows = layers(bias), torch.randn(shape)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_same_products(
+    shape: tuple[int, ...], bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of weights that came from any precision; a single row, too, by the prepacked weights."""
+    monkeypatch.setattr(prepacked, "_SMALL", 0)
+    module, rows = layers(bias).to(dtype).float(), torch.randn(shape)
     with torch.no_grad():
         before = module(rows)
         prepack(module)
         assert [type(module[place]) for place in (0, 2)] == [PrepackedLinear] * 2
         torch.testing.assert_close(module(rows), before)
-        monkeypatch.setattr(prepacked, "_SMALL", 0)  # a single row, too
-        torch.testing.assert_close(module(rows), before)
+
+
+def test_half_the_bytes_where_nothing_is_lost() -> None:
+    weight = torch.randn(40, 30)
+    assert _by_half(weight, None) is None
+    weight = weight.bfloat16().float()
+    weight[0, :3] = torch.tensor([0.0, 2.0**-25, -(2.0**-29)])
+    weight[1] = weight[1] / 1024
+    product = _by_half(weight, None)
+    assert product is not None
+    rows = torch.eye(30)
+    assert torch.equal(product(rows), weight.T)  # every weight, bit by bit
+    weight[0, 0] = 2.0**-60
+    assert _by_half(weight, None) is None
+    weight[0, 0] = torch.nan
+    assert _by_half(weight, None) is None
+    assert _by_half(torch.zeros(2, 3), None) is not None
 
 
 def test_rows_that_are_not_contiguous() -> None:
