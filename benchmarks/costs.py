@@ -37,6 +37,7 @@ from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.kv_cache import KVCache
+from drafter.prepacked import halved_weights
 from drafter.step_graphs import padded_length
 from drafter.token_tree import root_only
 
@@ -107,7 +108,7 @@ class Machine:
         heads = int(config.num_attention_heads)
         queries = (nodes + 1) * heads // int(getattr(config, "num_key_value_heads", None) or heads)
         operations = 2 * weights * rows * (nodes + 1) + 2 * queries * cached // base.dtype.itemsize
-        read = weights * base.dtype.itemsize + cached
+        read = weights * base.dtype.itemsize - 2 * halved_weights(base.model) + cached
         return max(read / self.bytes_per_second, operations / self.operations_per_second)
 
 

@@ -24,6 +24,8 @@ _SHARE = 0.5
 """Of the memory that is left, what a second copy of the weights may take."""
 _SMALL = 1 << 18
 """Weights of a matrix that a single row is multiplied by faster as it is than by oneDNN."""
+_FEW = 64
+"""Rows up to which a product takes as long as its weights take to be read, more or less."""
 _HALF_EXPONENT = 15
 """Of the largest weight in fp16, so that the smallest ones, too, are numbers that it has."""
 
@@ -35,6 +37,8 @@ class PrepackedLinear(nn.Linear):
     """A linear layer that `prepack` has made ready. With gradients or autocast it computes as PyTorch does."""
 
     product: Product
+    halved: bool
+    """Whether it reads its weights as fp16 for a few rows."""
     version: int
     """Of the weights that `product` has; when they have changed since it is not used."""
     number: int
@@ -55,16 +59,20 @@ class PrepackedLinear(nn.Linear):
 def prepack(module: nn.Module) -> None:
     """Lay out the weights of all linear layers in `module` for a CPU, if they are on one, in float32.
 
-    It takes up to as much memory again as they do; where there is not plenty of it left, they stay as they are.
+    It takes up to one and a half times the memory that they do; where there is not plenty of it left, they stay as they
+    are.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear) and _is_plain(layer)]
     free = free_bytes(torch.device("cpu"))
-    size = sum(layer.weight.nbytes for layer in layers)
+    size = 1.5 * sum(layer.weight.nbytes for layer in layers)
     if not torch.backends.mkldnn.is_available() or (free is not None and size > _SHARE * free):
         return
     for layer in layers:
-        product = _by_half(layer.weight, layer.bias) or _by_onednn(layer.weight, layer.bias)
-        vars(layer).update(product=product, version=layer.weight._version, number=next(_numbers))
+        many, few = _by_onednn(layer.weight, layer.bias), _by_half(layer.weight, layer.bias)
+        product = many if few is None else _by_rows(few, many)
+        vars(layer).update(
+            product=product, halved=few is not None, version=layer.weight._version, number=next(_numbers)
+        )
         layer.__class__ = PrepackedLinear
         _layers[layer.number] = layer  # type: ignore[assignment,index]
 
@@ -80,6 +88,13 @@ def as_loaded(module: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.__class__ = PrepackedLinear
+
+
+def halved_weights(module: nn.Module) -> int:
+    """Weights in `module` that a step reads as fp16 instead of fp32."""
+    return sum(
+        layer.weight.numel() for layer in module.modules() if isinstance(layer, PrepackedLinear) and layer.halved
+    )
 
 
 def _is_plain(layer: nn.Linear) -> bool:
@@ -111,6 +126,10 @@ def _by_onednn(weight: Tensor, bias: Tensor | None) -> Product:
         return torch.ops.mkldnn._linear_pointwise.default(rows, packed, bias, "none", [], "")  # type: ignore[no-any-return]
 
     return product
+
+
+def _by_rows(few: Product, many: Product) -> Product:
+    return lambda rows: few(rows) if rows.numel() <= _FEW * rows.shape[-1] else many(rows)
 
 
 # A compiler can neither see nor call such a product: it calls an operator that finds it by the layer's number.

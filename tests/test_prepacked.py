@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from drafter import prepacked
 from drafter.base_model import BaseModel
-from drafter.prepacked import PrepackedLinear, _by_half, as_loaded, prepack
+from drafter.prepacked import PrepackedLinear, _by_half, as_loaded, halved_weights, prepack
 from tests.models import random_model
 
 
@@ -31,6 +31,7 @@ def test_the_same_products(
         prepack(module)
         assert [type(module[place]) for place in (0, 2)] == [PrepackedLinear] * 2
         torch.testing.assert_close(module(rows), before)
+        assert halved_weights(module) == (0 if dtype == torch.float32 else 100)
 
 
 def test_half_the_bytes_where_nothing_is_lost() -> None:
@@ -99,10 +100,10 @@ def test_what_is_not_prepacked(monkeypatch: pytest.MonkeyPatch) -> None:
     prepack(others)
     assert [type(layer) for layer in others] == kinds
     module = layers()
-    monkeypatch.setattr(prepacked, "free_bytes", lambda device: 500)  # 400 bytes of weights
+    monkeypatch.setattr(prepacked, "free_bytes", lambda device: 1000)  # 400 bytes of weights
     prepack(module)
     assert type(module[0]) is nn.Linear
-    monkeypatch.setattr(prepacked, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(prepacked, "free_bytes", lambda device: 1400)
     prepack(module)
     assert type(module[0]) is PrepackedLinear
 
