@@ -8,8 +8,11 @@ from torch import Tensor, nn
 
 from drafter import prepacked
 from drafter.base_model import BaseModel
+from drafter.drafters.ngram import NgramDrafter
+from drafter.drafters.plain import PlainDecoding
 from drafter.prepacked import PrepackedLinear, _by_half, as_loaded, halved_weights, prepack
-from tests.models import random_model
+from drafter.requests import Request, SamplingParams
+from tests.models import generate_reference, random_model, random_prompts, run_engine
 
 
 def layers(bias: bool = True) -> nn.Sequential:
@@ -115,3 +118,16 @@ def test_a_base_and_the_model_as_it_was_loaded() -> None:
     with as_loaded(base.model):
         assert type(head) is nn.Linear
     assert type(head) is PrepackedLinear
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_tokens_are_those_of_the_model_as_it_was_loaded(dtype: torch.dtype) -> None:
+    """Plain and drafting, alone and together, from checkpoints of both precisions."""
+    base, prompts = BaseModel(random_model("llama").to(dtype).float()), random_prompts(6)
+    assert bool(halved_weights(base.model)) == (dtype == torch.bfloat16)
+    with as_loaded(base.model):
+        expected = [generate_reference(base.model, prompt, 20) for prompt in prompts]
+    requests = [Request(prompt, SamplingParams(20)) for prompt in prompts]
+    for drafter, slots in ((PlainDecoding(), 1), (NgramDrafter(9), 1), (NgramDrafter(9), 4)):
+        made = run_engine(base, drafter, requests, slots=slots, max_length=64)
+        assert [one.token_ids for one in made] == expected
