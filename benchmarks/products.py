@@ -1,0 +1,135 @@
+"""Products of rows by a linear layer's weights on a CPU: as PyTorch computes them, and prepacked.
+
+    python -m benchmarks.products --output benchmarks/results/products
+
+Layers of one shape take turns, as those of a model do, so that their weights come from where a model's come from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from drafter.base_model import BaseModel
+from drafter.embedded import EMBEDDED_BASE
+from drafter.evaluation.environment import environment, machine
+from drafter.evaluation.results import write_json
+from drafter.evaluation.tables import markdown_table
+from drafter.prepacked import as_loaded, prepack
+from drafter.threads import in_passing_thread
+
+PRODUCTS_FILE, TABLE_FILE = "products.json", "products.md"
+SHAPES = ((256, 704), (2048, 2048), (4096, 4096))
+ROWS = (1, 2, 4, 9, 17, 33, 64, 256, 1024)
+_WEIGHTS = 1 << 24
+"""Numbers in all layers of a shape together."""
+_TURNS = 7
+_ORIGINS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Precisions that weights may have come from, before they were made fp32."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """Seconds of one product.
+
+    Args:
+        width: Of the rows.
+        outputs: Of the layer.
+        rows: Multiplied together.
+        origin: Precision that the weights came from.
+        torch: Seconds as PyTorch computes it.
+        prepacked: Seconds of the prepacked layer.
+    """
+
+    width: int
+    outputs: int
+    rows: int
+    origin: str
+    torch: float
+    prepacked: float
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, write the record and its table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help=f"folder for {PRODUCTS_FILE} and {TABLE_FILE}")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    args = parser.parse_args(given)
+    base = in_passing_thread(lambda: BaseModel.from_pretrained(EMBEDDED_BASE, device="cpu"))
+    record = {
+        "environment": environment(base, shlex.join(["python", "-m", "benchmarks.products", *given])),
+        "products": [
+            asdict(product)
+            for width, outputs in SHAPES
+            for origin in _ORIGINS
+            for product in measure(width, outputs, origin, args.rows)
+        ],
+    }
+    args.output.mkdir(parents=True, exist_ok=True)
+    write_json(args.output / PRODUCTS_FILE, record)
+    page = tables(record)
+    (args.output / TABLE_FILE).write_text(page, encoding="utf-8")
+    print(page)
+
+
+@torch.inference_mode()
+def measure(width: int, outputs: int, origin: str, counts: Sequence[int]) -> list[Product]:
+    """Both ways at each number of rows, one after the other."""
+    torch.manual_seed(0)
+    with torch.inference_mode(mode=False):  # whose weights would have no versions
+        layers = nn.ModuleList(nn.Linear(width, outputs, bias=False) for _ in range(_WEIGHTS // (width * outputs)))
+        layers.to(_ORIGINS[origin]).float()
+        prepack(layers)
+    found = []
+    for count in counts:
+        rows = torch.randn(count, width)
+        prepacked = _seconds(layers, rows)
+        with as_loaded(layers):
+            found.append(Product(width, outputs, count, origin, _seconds(layers, rows), prepacked))
+    return found
+
+
+def _seconds(layers: nn.ModuleList, rows: torch.Tensor) -> float:
+    """Median of one layer's product."""
+    seconds = []
+    for _ in range(1 + _TURNS):
+        start = time.perf_counter()
+        for layer in layers:
+            layer(rows)
+        seconds.append((time.perf_counter() - start) / len(layers))
+    return median(seconds[1:])
+
+
+def tables(record: dict[str, Any]) -> str:
+    """A page with a table of microseconds."""
+    about = record["environment"]
+    rows = [
+        {
+            "weights": f"{one.width} × {one.outputs}",
+            "came from": one.origin,
+            "rows": one.rows,
+            "PyTorch µs": f"{1e6 * one.torch:.0f}",
+            "prepacked µs": f"{1e6 * one.prepacked:.0f}",
+            "ratio": f"{one.torch / one.prepacked:.2f}",
+        }
+        for one in (Product(**product) for product in record["products"])
+    ]
+    return (
+        f"# Products of a linear layer\n\n{machine(about)}, {about['threads']} threads, fp32; medians. "
+        f"`{about['command']}`, commit {about['commit']}.\n\n{markdown_table(rows)}\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
