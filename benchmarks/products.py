@@ -10,16 +10,15 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.costs import timed
 from drafter.base_model import BaseModel
 from drafter.embedded import EMBEDDED_BASE
 from drafter.evaluation.environment import environment, machine
@@ -33,7 +32,6 @@ SHAPES = ((256, 704), (2048, 2048), (4096, 4096))
 ROWS = (1, 2, 4, 9, 17, 33, 64, 256, 1024)
 _WEIGHTS = 1 << 24
 """Numbers in all layers of a shape together."""
-_TURNS = 7
 _ORIGINS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Precisions that weights may have come from, before they were made fp32."""
 
@@ -101,14 +99,8 @@ def measure(width: int, outputs: int, origin: str, counts: Sequence[int]) -> lis
 
 
 def _seconds(layers: nn.ModuleList, rows: torch.Tensor) -> float:
-    """Median of one layer's product."""
-    seconds = []
-    for _ in range(1 + _TURNS):
-        start = time.perf_counter()
-        for layer in layers:
-            layer(rows)
-        seconds.append((time.perf_counter() - start) / len(layers))
-    return median(seconds[1:])
+    """Of one layer's product."""
+    return timed(lambda: [layer(rows) for layer in layers], rows.device) / len(layers)
 
 
 def tables(record: dict[str, Any]) -> str:

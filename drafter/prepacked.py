@@ -62,7 +62,7 @@ def prepack(module: nn.Module) -> None:
     It takes up to one and a half times the memory that they do; where there is not plenty of it left, they stay as they
     are.
     """
-    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear) and _is_plain(layer)]
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear) and _is_to_do(layer)]
     free = free_bytes(torch.device("cpu"))
     size = 1.5 * sum(layer.weight.nbytes for layer in layers)
     if not torch.backends.mkldnn.is_available() or (free is not None and size > _SHARE * free):
@@ -97,9 +97,11 @@ def halved_weights(module: nn.Module) -> int:
     )
 
 
-def _is_plain(layer: nn.Linear) -> bool:
-    """Whether it is as PyTorch has it: quantised ones have weights of other kinds."""
-    if type(layer) not in (nn.Linear, PrepackedLinear) or type(layer.weight) is not nn.Parameter:
+def _is_to_do(layer: nn.Linear) -> bool:
+    """Whether it is as PyTorch has it, or has changed since it was prepacked; quantised ones are of other kinds."""
+    if isinstance(layer, PrepackedLinear):
+        return layer.weight._version != layer.version
+    if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter:
         return False
     return layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32
 

@@ -83,8 +83,10 @@ def test_weights_that_change() -> None:
         next(module.parameters()).mul_(2)
         changed = module(rows)
         assert not torch.allclose(changed, before)
+        same = module[2].product
         prepack(module)
         torch.testing.assert_close(module(rows), changed)
+        assert module[2].product is same  # its weights have not changed: nothing to do
 
 
 def test_autocast() -> None:
