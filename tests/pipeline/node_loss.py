@@ -1,6 +1,7 @@
-"""A job on a cluster whose nodes are lost on the way: `python -m tests.pipeline.node_loss INPUT OUTPUT MODEL`.
+"""A job on a cluster whose nodes are lost on the way: `python -m tests.pipeline.node_loss INPUT OUTPUT MODEL LOSSES`.
 
-A program of its own, because a process can be in one cluster only.
+A program of its own, because a process can be in one cluster only. It tells of the losses in a file, because Ray's
+threads, too, print, in the middle of a line if need be.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def wait_for_parts(job: subprocess.Popen[bytes], data: Path, more: int) -> None:
         time.sleep(0.05)
 
 
-def main(source: str, out: str, model: str) -> int:
+def main(source: str, out: str, model: str, losses: str) -> int:
     """Take one of three nodes away, then the other two, then give one back; return the job's exit code."""
     # A node is dead when five checks in a row have failed: three seconds between two would be most of the test.
     head = {"num_cpus": 0, "include_dashboard": False, "_system_config": {"health_check_period_ms": 500}}
@@ -37,7 +38,8 @@ def main(source: str, out: str, model: str) -> int:
             for node in nodes[:lost]:
                 cluster.remove_node(node, allow_graceful=False)
             del nodes[:lost]
-            print(f"{lost} lost, {job.poll() is None}", flush=True)
+            with Path(losses).open("a", encoding="utf-8") as file:
+                file.write(f"{lost} lost, {job.poll() is None}\n")
         cluster.add_node(num_cpus=2)
         return job.wait()
     finally:
