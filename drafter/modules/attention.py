@@ -10,9 +10,9 @@ Training and decoding run the same `AttentionModule.frames`; they differ in wher
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from itertools import groupby
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,6 +21,7 @@ from drafter import devices
 from drafter.base_model import BaseModel
 from drafter.drafters.contract import DraftContext
 from drafter.modules.contract import DraftModule, FrameReader
+from drafter.slots import Ids
 
 Memory = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(layer, new keys `[B, S, H, D]`, new values) → all keys and values to attend to, `[B, S', H, D]`."""
@@ -28,9 +29,7 @@ Memory = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 _CONTEXT_BUCKET = 64
 """Context lengths are rounded up to this, so that shapes repeat."""
 _PROMPT_ENTRIES = 4096
-"""Entries of prompts that are read at once; a longer prompt is read as a whole."""
-_SMALL_WIDTH = 8
-"""Entries read in an ordinary step on a CPU; most steps accept fewer."""
+"""Entries of prompts that are read at once."""
 
 
 class _Layer(nn.Module):
@@ -50,24 +49,27 @@ class _Layer(nn.Module):
         self.gate_up = nn.Linear(width, 2 * intermediate_size, bias=False)
         self.down = nn.Linear(intermediate_size, width, bias=False)
 
-    def forward(
-        self,
-        context: Tensor,
-        frames: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor,
-        remember: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    ) -> Tensor:
-        """Frames `[B, F, d]` → `[B, F, d]`; see `AttentionModule.frames`."""
-        entries = self.attention_norm(torch.cat([context, frames], 1))
-        qkv = self.qkv(entries).unflatten(2, (3, self.num_heads, -1))
+    def project(self, entries: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values `[B, S, H, D]` of entries `[B, S, d]`, the first two rotated to their positions."""
+        qkv = self.qkv(self.attention_norm(entries)).unflatten(2, (3, self.num_heads, -1))
         queries, keys = _rotate(qkv[:, :, :2], cos, sin).unbind(2)
-        keys, values = remember(keys, qkv[:, :, 2])
+        return queries, keys, qkv[:, :, 2]
+
+    def forward(self, frames: Tensor, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Frames `[B, F, d]` → `[B, F, d]`; see `AttentionModule.frames`.
+
+        Args:
+            frames: `[B, F, d]`.
+            queries: `[B, F, H, D]`.
+            keys: `[C, S', H, D]`; where `C` is not `B`, the frames are those of C rows, one after another.
+            values: The same.
+            mask: Broadcastable to `[C, 1, B·F/C, S']`.
+        """
+        queries = queries.reshape(keys.shape[0], -1, *queries.shape[2:])
         mixed = F.scaled_dot_product_attention(
-            queries[:, context.shape[1] :].transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask
+            queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask
         )
-        frames = frames + self.out(mixed.transpose(1, 2).flatten(2))
+        frames = frames + self.out(mixed.transpose(1, 2).reshape(frames.shape))
         gate, up = self.gate_up(self.mlp_norm(frames)).chunk(2, -1)
         return frames + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
 
@@ -117,9 +119,11 @@ class AttentionModule(DraftModule):
 
         Args:
             context: `[B, W, d]` fused entries whose keys and values are not in the memory yet.
-            starts: `[B, A, d]` fused entry of the pending token of each anchor (in decoding, A = 1).
+            starts: `[B, A, d]` fused entry of the pending token of each anchor. In decoding B is 1: the entries of all
+                rows come in one list, and the rows are its anchors.
             rotation: `[B, W + A·T, 2, D]` cosine and signed sine at the entries' positions, context first.
-            mask: bool, broadcastable to `[B, 1, A·T, S']`: what each frame may attend to among what `memory` returns.
+            mask: bool, broadcastable to `[C, 1, B·A·T/C, S']`: what each frame may attend to among what `memory`
+                returns, which are C texts.
             memory: Takes a layer's new keys and values, returns those to attend to.
 
         Returns:
@@ -128,8 +132,17 @@ class AttentionModule(DraftModule):
         frames = (starts[:, :, None] + self.slots).flatten(1, 2)
         cos, sin = rotation[:, :, None, None].unbind(4)
         for index, layer in enumerate(self.layers):
-            frames = layer(context, frames, cos, sin, mask, partial(memory, index))
+            assert isinstance(layer, _Layer)
+            queries, keys, values = layer.project(torch.cat([context, frames], 1), cos, sin)
+            frames = layer(frames, queries[:, context.shape[1] :], *memory(index, keys, values), mask)
         return frames.view(frames.shape[0], starts.shape[1], self.num_frames, -1)
+
+    def remember(self, context: Tensor, rotation: Tensor, memory: Memory) -> None:
+        """Put entries into the memory, for frames to come; see `frames`."""
+        cos, sin = rotation[:, :, None, None].unbind(4)
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, _Layer)
+            memory(index, *layer.project(context, cos, sin)[1:])
 
     def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor) -> Tensor:
         """Frames `[B, A, T, d]`; see `DraftModule.forward`."""
@@ -153,86 +166,120 @@ class AttentionModule(DraftModule):
         return _AttentionReader(self, base, fresh)
 
 
+@dataclass(frozen=True)
+class _Entries:
+    """Some entries of the text of some slots, in one list.
+
+    Args:
+        slots: `[E]` the slot of each.
+        back: `[E]` how far each is from its slot's pending token.
+    """
+
+    slots: Tensor
+    back: Tensor
+
+
 class _AttentionReader(FrameReader):
     """Reads each row's new tokens into a KV cache of the fused context, allocated once, and computes the frames."""
 
     def __init__(self, module: AttentionModule, base: BaseModel, fresh: int) -> None:
         self._module, self._base = module, base
         self._read: list[int] = []  # entries of each slot whose keys and values are in the cache
-        # On a GPU entries are nearly free, and the host is a step behind.
+        # A GPU's host does not know how many are new: it is a step behind. There every row has the same number read.
         self._behind = devices.is_asynchronous(base.device)
-        self._usual = max(_SMALL_WIDTH, _power_of_two(2 * fresh)) if self._behind else _SMALL_WIDTH
-        self._width = self._usual
+        self._usual = 2 * fresh if self._behind else fresh
+        self._new = np.zeros(0, dtype=np.int64)  # entries of each row that `read` has to read
 
     def allocate(self, slots: int, length: int) -> None:
         module, device, dtype = self._module, self._base.device, self._base.dtype
         self._length = length + module.num_frames + 1
-        shape = (slots * self._length, len(module.layers), 2, module.num_heads, module.width // module.num_heads)
+        shape = (len(module.layers), 2, slots * self._length, module.num_heads, module.width // module.num_heads)
         self._cache = torch.zeros(shape, device=device, dtype=dtype)
         self._rotation = module.rotation(self._length, device, dtype)
         self._place = torch.arange(self._length, device=device)
-        self._slot = torch.arange(slots, device=device)[:, None]
+        self._slot = torch.arange(slots, device=device)
         self._read = [0] * slots
 
     def admit(self, slot: int) -> None:
         self._read[slot] = 0
 
     def move(self, source: int, target: int) -> None:
-        rows = self._cache.unflatten(0, (-1, self._length))
-        rows[target, : self._read[source]] = rows[source, : self._read[source]]
+        texts = self._cache.unflatten(2, (-1, self._length))
+        texts[:, :, target, : self._read[source]] = texts[:, :, source, : self._read[source]]
         self._read[target] = self._read[source]
 
     def catch_up(self, context: DraftContext) -> None:
-        known = context.host_lengths
-        fresh = [length + context.ahead + 1 - self._read[slot] for slot, length in enumerate(known)]
-        self._width = self._usual
-        if len(known) == 1 and not self._behind:
-            self._width = max(self._usual, _power_of_two(fresh[0]))
-        # Rows that have just entered bring their whole prompts; these are read by themselves, not by padding the others
-        # to them, and together where they are about as long.
-        for width, group in groupby(range(len(fresh)), lambda slot: _power_of_two(fresh[slot])):
-            slots = list(group)
-            if width > self._width:
-                together = max(_PROMPT_ENTRIES // width, 1)
-                for first in slots[::together]:
-                    self._states(context, first, min(first + together, slots[-1] + 1), width)
-        self._read[: len(known)] = [length + 1 for length in known]
+        known = np.array(context.host_lengths, dtype=np.int64)
+        new = known + (context.ahead + 1) - np.array(self._read[: len(known)], dtype=np.int64)
+        late = new > self._usual
+        if late.any():
+            slots, back = _last_entries(late.nonzero()[0], new[late])
+            for first in range(0, len(slots), _PROMPT_ENTRIES):
+                some = slice(first, first + _PROMPT_ENTRIES)
+                self._remember(context, self._sent(slots[some], back[some]))
+        # The pending token's entry is always read: the frames start from it.
+        self._new = np.where(late, 1, new.clip(1))
+        self._read[: len(known)] = (known + 1).tolist()
 
     def read(self, context: DraftContext) -> Tensor:
-        return self._states(context, 0, context.tokens.shape[0], self._width)
-
-    def _states(self, context: DraftContext, first: int, stop: int, width: int) -> Tensor:
-        """Frame states `[b, T, d]` of slots `first..stop-1`, whose last `width` entries may be new.
-
-        The window of entries that is read ends at the pending token and has one of a few fixed widths, so it may
-        reach back: an entry read twice gets the same keys and values. The frames' own go behind the pending
-        token's, where the next window overwrites them.
-        """
-        module, frames = self._module, self._module.num_frames
-        assert context.hidden is not None
-        lengths = context.lengths[first:stop, None]
-        positions = (lengths + torch.arange(1 - width, frames + 1, device=lengths.device)).clamp_min(0)
-        slots = self._slot[first:stop]
-        places = (positions + slots * self._length).flatten()
-        entries = positions[:, :width]
-        before = ((entries - 1).clamp_min(0) + slots * context.hidden.shape[1]).flatten()
-        hidden = context.hidden.flatten(0, 1).index_select(0, before).view(stop - first, width, -1)
-        hidden = hidden.to(self._base.dtype) * (entries > 0)[..., None]
-        fused = module.fuse(self._base.embed(context.tokens[first:stop].gather(1, entries)), hidden)
-
+        module, frames, rows = self._module, self._module.num_frames, context.tokens.shape[0]
+        entries, ends = self._recent(rows)
+        positions, fused = self._fused(context, entries)
+        ahead = context.lengths[:, None] + torch.arange(1, frames + 1, device=positions.device)
+        # The frames' own keys and values go behind the pending token's, where later entries overwrite them.
+        places = torch.cat(
+            [positions + entries.slots * self._length, (ahead + self._slot[:rows, None] * self._length).flatten()]
+        )
         bound = -(-(context.longest + 1 + frames) // _CONTEXT_BUCKET) * _CONTEXT_BUCKET
         bound = min(bound, self._length)
-        mask = (self._place[:bound] <= lengths + frames)[:, None, None]
-        rows = self._cache.unflatten(0, (-1, self._length))[first:stop, :bound]
+        mask = (self._place[:bound] <= context.lengths[:, None] + frames)[:, None, None]
+        texts = self._cache.unflatten(2, (-1, self._length))[:, :, :rows, :bound]
 
         def memory(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            self._cache[:, layer].index_copy_(0, places, torch.stack([keys, values], 2).flatten(0, 1))
-            return rows[:, :, layer, 0], rows[:, :, layer, 1]
+            self._store(places, layer, keys, values)
+            return texts[layer, 0], texts[layer, 1]
 
-        rotation = self._rotation.index_select(0, positions.flatten()).view(*positions.shape, 2, -1)
-        return module.frames(fused, fused[:, -1:], rotation, mask, memory)[:, 0]
+        rotation = self._rotation[torch.cat([positions, ahead.flatten()])]
+        return module.frames(fused[None], fused[None, ends], rotation[None], mask, memory)[0]
+
+    def _remember(self, context: DraftContext, entries: _Entries) -> None:
+        """Read entries whose frames nobody wants."""
+        positions, fused = self._fused(context, entries)
+        places = positions + entries.slots * self._length
+
+        def memory(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            self._store(places, layer, keys, values)
+            return keys, values
+
+        self._module.remember(fused[None], self._rotation[positions][None], memory)
+
+    def _store(self, places: Tensor, layer: int, keys: Tensor, values: Tensor) -> None:
+        self._cache[layer, 0].index_copy_(0, places, keys[0])
+        self._cache[layer, 1].index_copy_(0, places, values[0])
+
+    def _fused(self, context: DraftContext, entries: _Entries) -> tuple[Tensor, Tensor]:
+        """Positions `[E]` of the entries and themselves `[E, d]`."""
+        assert context.hidden is not None
+        slots = entries.slots
+        # Of a short text some may be asked for several times: the first entry is always the same.
+        positions = (context.lengths[slots] - entries.back).clamp_min(0)
+        hidden = context.hidden[slots, (positions - 1).clamp_min(0)].to(self._base.dtype) * (positions > 0)[:, None]
+        return positions, self._module.fuse(self._base.embed(context.tokens[slots, positions]), hidden)
+
+    def _recent(self, rows: int) -> tuple[_Entries, Tensor]:
+        """What `rows` rows may have new, and which of these are the pending tokens' `[rows]`."""
+        if not self._behind:
+            return self._sent(*_last_entries(np.arange(rows), self._new)), torch.from_numpy(self._new.cumsum() - 1)
+        back = torch.arange(self._usual - 1, -1, -1, device=self._slot.device)
+        slots = self._slot[:rows, None].expand(-1, self._usual)
+        return _Entries(slots.flatten(), back.repeat(rows)), (self._slot[:rows] + 1) * self._usual - 1
+
+    def _sent(self, slots: Ids, back: Ids) -> _Entries:
+        device = self._base.device
+        return _Entries(*(devices.send(torch.from_numpy(part), device) for part in (slots, back)))
 
 
-def _power_of_two(count: int) -> int:
-    """The next power of two."""
-    return 1 << (count - 1).bit_length()
+def _last_entries(slots: Ids, counts: Ids) -> tuple[Ids, Ids]:
+    """Slots and distances from the pending token of the last `counts` `[B]` entries of `slots` `[B]`."""
+    ends = counts.cumsum()
+    return slots.repeat(counts), ends.repeat(counts) - 1 - np.arange(counts.sum())
