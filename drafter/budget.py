@@ -115,8 +115,10 @@ class AdaptiveBudget:
     """Plain steps before drafting is tried again; twice as many each time that it does not pay."""
     _PACE = 0.1
     """Weight of the newest step in what is expected to be accepted, and in what price is still verified."""
-    _SLACK = 0.5
-    """Half as probable as what is still verified: to be looked for, in case more is verified next time."""
+    _SLACK = 0.75
+    """So much as probable as what is still verified: to be looked for, in case more is verified next time."""
+    _WIDTH_SHARE = 0.25
+    """Of what a node for each row costs, what one in the widest row alone costs: attention is padded to that row."""
 
     def __init__(self, table: LatencyTable, cut: Cut = "each", margin: float = 0.05) -> None:
         self._table, self._cut, self._margin = table, cut, margin
@@ -204,9 +206,11 @@ class AdaptiveBudget:
         if self._cut == "never":
             return np.full(rows, drafted)
         verify, draft = self._now(rows)
-        spent = count[-1] if self._cut == "each" else np.ceil(count[-1])
-        rate = (1.0 + gain[-1]) / (np.interp(spent, self._nodes, verify) + draft[known][-1])
-        kept = order[: round(spent[rate.argmax()] * rows)]
+        cost = self._cost(count, self._nodes[known][:, None])
+        rate = (1.0 + gain) / (np.interp(cost, self._nodes, verify) + draft[known][-1])
+        width, some = np.unravel_index(rate.argmax(), rate.shape)
+        total = round((math.ceil(cost[width, some]) if self._cut == "alike" else count[width, some]) * rows)
+        kept = order[order % drafted < self._nodes[width]][:total]
         prices = log_prices.flat[kept]
         if (real := prices[prices > -np.inf]).size:
             self._lowest += self._PACE * (real.min() - self._lowest)
@@ -235,8 +239,8 @@ class AdaptiveBudget:
         """Learn which of the verified draft nodes `[B, N]` were accepted."""
         self._calibration.observe(log_prices, accepted)
 
-    def clock(self, rows: int, drafted: int, verified: float, seconds: tuple[float, float]) -> None:
-        """Learn how long a step took to draft trees, and for the rest: to verify so many nodes a row.
+    def clock(self, rows: int, drafted: int, sizes: Sizes, seconds: tuple[float, float]) -> None:
+        """Learn how long a step took to draft trees, and for the rest: to verify so many nodes of each row `[B]`.
 
         The table was made on a quiet machine. On other text a search may cost more or less; handing out tokens costs
         something with every step; and what else runs on the machine slows down the many small operations of a plain
@@ -251,7 +255,7 @@ class AdaptiveBudget:
             if self._plain_run > self._WARM_UP:
                 self._plain_slowness.observe(rest / float(verify[0]))
             return
-        expected = float(np.interp(verified, self._nodes, verify))
+        expected = float(np.interp(self._cost(sizes.mean(), sizes.max()), self._nodes, verify))
         self._slowness.observe(rest / expected)
         size = int(self._nodes.searchsorted(drafted))
         self._dearness[size].observe(drafting / rest / (float(draft[size]) / expected))
@@ -259,12 +263,24 @@ class AdaptiveBudget:
     def _promises(self, rows: int) -> tuple[Floats, int]:
         """Tokens a row `[M]` by the time that a step with each number of nodes takes, and the best number but 0."""
         verify, draft = self._now(rows)
-        # A larger tree has the nodes of a smaller one, which may have been seen more lately.
-        rates = (1.0 + np.maximum.accumulate(self._gain)) / (verify + draft[:, None])
-        rate = np.diag(rates).copy()
-        if self._cut != "never":
-            rate[1:] = rates[1:, 1:].max(axis=1)
+        if self._cut == "never":
+            rate = (1.0 + self._gain.diagonal()) / (verify + draft)
+        else:
+            # [M, M, M] By what is drafted, the widest row and what is verified. A tree has the nodes of smaller ones.
+            cost = self._cost(np.broadcast_to(self._nodes, self._gain.shape), self._nodes[:, None])
+            seconds = np.interp(cost, self._nodes, verify) + draft[:, None, None]
+            can = np.tri(len(self._nodes), dtype=bool)[:, :, None] & (self._nodes > 0)
+            rate = ((1.0 + self._gain) / seconds).max(axis=(1, 2), where=can, initial=0.0)
+            rate[0] = 1.0 / verify[0]
         return rate, int(rate[1:].argmax()) + 1
+
+    def _cost(self, count: Floats, widest: Sizes | int) -> Floats:
+        """Nodes that alike trees would have that take as long as `count` a row on average, and none with more than
+        `widest`.
+        """
+        if self._cut != "each":
+            return np.ceil(count)
+        return (1 - self._WIDTH_SHARE) * count + self._WIDTH_SHARE * widest
 
     def _now(self, rows: int) -> tuple[Floats, Floats]:
         """The table's latencies `[M]` as they are now, to verify and to draft, in units of a plain step's."""
@@ -304,7 +320,7 @@ class FixedBudget:
     def observe(self, log_prices: Floats, accepted: npt.NDArray[np.bool_]) -> None:
         """Nothing to learn."""
 
-    def clock(self, rows: int, drafted: int, verified: float, seconds: tuple[float, float]) -> None:
+    def clock(self, rows: int, drafted: int, sizes: Sizes, seconds: tuple[float, float]) -> None:
         """Nothing to learn."""
 
 

@@ -295,19 +295,19 @@ class Engine:
             tree = self.drafter.propose(context, nodes + 1)
             prices = tree.log_prices[:, 1:].cpu().numpy().astype(np.float64)
             self._times.mark("draft")
-            tree = tree.trimmed(1 + torch.from_numpy(self._budget.sizes(prices)))
+            sizes = self._budget.sizes(prices)
+            tree = tree.trimmed(1 + torch.from_numpy(sizes))
             self._times.mark("host")
             drafting = time.perf_counter() - begun
             self._admit()  # half of the step is over: who has come since need not wait for the other half
         else:
-            tree = root_only(context.pending)
+            tree, sizes = root_only(context.pending), np.zeros(rows, dtype=np.int64)
         begun = time.perf_counter()
         verdict = self._verify(tree, rows, context.longest + tree.size)
         self._times.mark("verify")
         self._conclude(verdict, tree, slice(0, rows))
         if self.base.device.type == "cpu":  # elsewhere the work has only been queued
-            verified = float((tree.tokens >= 0).sum()) / rows - 1 if self._packs else tree.size - 1
-            self._budget.clock(rows, nodes, verified, (drafting, time.perf_counter() - begun))
+            self._budget.clock(rows, nodes, sizes, (drafting, time.perf_counter() - begun))
 
     def _queue(self, rows: int, nodes: int) -> None:
         """Queue a step of `nodes` draft nodes, and look at what came of the one before."""

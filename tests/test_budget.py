@@ -41,7 +41,7 @@ def test_nodes_go_to_the_rows_where_they_are_worth_most() -> None:
     prices[2] = np.log(0.9)  # eight nodes of this row
     prices[5, :3] = np.log(0.8)
     prices[6, 1:] = -np.inf  # padding
-    assert AdaptiveBudget(TABLE).sizes(prices).tolist() == [0, 0, 8, 0, 0, 3, 0, 0]
+    assert AdaptiveBudget(TABLE).sizes(prices).tolist() == [0, 0, 4, 0, 0, 3, 0, 0]
     # 8 + 9.6 + 0.05 × 5 tokens in 5 against 8 in 2; what one row has, all have to pay for.
     assert AdaptiveBudget(TABLE, "alike").sizes(prices).tolist() == [0] * 8
     assert AdaptiveBudget(TABLE, "alike").sizes(np.log(np.full((8, 8), 0.5))).tolist() == [4] * 8
@@ -61,7 +61,8 @@ def test_no_allocation_of_as_many_nodes_promises_more(rows: int, drafted: int, c
     assert sizes.max() <= drafted
     taken = np.arange(drafted) < sizes[:, None]
     if cut == "each" and 0 < taken.sum() < taken.size:
-        assert prices[taken].min() >= prices[~taken].max()
+        narrow = np.arange(drafted) < sizes.max()
+        assert prices[taken].min() >= prices[~taken & narrow].max(initial=-np.inf)
     if cut != "each":
         assert len(set(sizes.tolist())) == 1
 
@@ -112,7 +113,7 @@ def test_a_search_that_turns_out_dear_is_used_less() -> None:
     budget = AdaptiveBudget(TABLE)
     assert all(decisions(budget, price=0.6, accepted=0.6, steps=20))
     for _ in range(100):  # drafting takes ten times as long as in the table, on a machine that is half as fast
-        budget.clock(8, 4, 4, (2 * 10 * 0.5, 2 * 5.0))
+        budget.clock(8, 4, np.full(8, 4), (2 * 10 * 0.5, 2 * 5.0))
     assert decisions(budget, price=0.6, accepted=0.6, steps=20) == [0] * 20
 
 
@@ -124,8 +125,8 @@ def test_the_cost_of_the_largest_trees_is_learnt_like_any_other() -> None:
         budget.observe(prices, np.ones(prices.shape, dtype=bool))
     assert budget.draft(1) == 8  # up to 9 tokens in 1.7 against 1 in 1
     for _ in range(100):
-        budget.clock(1, 0, 0, (0.0, 1.0))
-        budget.clock(1, 8, 8, (20.0, 15.0))
+        budget.clock(1, 0, np.full(1, 0), (0.0, 1.0))
+        budget.clock(1, 8, np.full(1, 8), (20.0, 15.0))
     assert budget.draft(1) == 0  # in 35 against 1 in 1
 
 
@@ -134,9 +135,9 @@ def test_trees_pay_more_where_plain_steps_have_become_slow() -> None:
     budget = AdaptiveBudget(TABLE)
     assert not any(decisions(budget, price=0.2, accepted=0.2, steps=20)[8:])  # 1.8 tokens in 5.5 against 1 in 2
     for _ in range(100):
-        budget.clock(8, 0, 0, (0.0, 2.0 + 6.0))
+        budget.clock(8, 0, np.full(8, 0), (0.0, 2.0 + 6.0))
     for _ in range(100):
-        budget.clock(8, 4, 4, (0.5, 5.0 + 6.0))
+        budget.clock(8, 4, np.full(8, 4), (0.5, 5.0 + 6.0))
     # A pause is interrupted before long; then plain steps are compared with once, as now their time is known.
     assert decisions(budget, price=0.2, accepted=0.2, steps=28)[:17] == [0] * 16 + [4]
 
@@ -146,11 +147,11 @@ def test_plain_steps_count_only_where_many_come_one_after_another() -> None:
     budget = AdaptiveBudget(TABLE)
     assert not any(decisions(budget, price=0.2, accepted=0.2, steps=20)[8:])  # 1.8 tokens in 5.5 against 1 in 2
     for _ in range(60):
-        budget.clock(8, 4, 4, (0.5, 5.0))
-        budget.clock(8, 0, 0, (0.0, 50.0))
+        budget.clock(8, 4, np.full(8, 4), (0.5, 5.0))
+        budget.clock(8, 0, np.full(8, 0), (0.0, 50.0))
     assert not any(decisions(budget, price=0.2, accepted=0.2, steps=11))
     for _ in range(60):
-        budget.clock(8, 0, 0, (0.0, 50.0))
+        budget.clock(8, 0, np.full(8, 0), (0.0, 50.0))
     assert decisions(budget, price=0.2, accepted=0.2, steps=40)[-1]
 
 
@@ -165,7 +166,7 @@ def test_other_sizes_are_tried_and_what_they_cost_is_learnt_apart() -> None:
             budget.sizes(prices)
             budget.observe(prices, np.arange(nodes)[None] < 0.5 * nodes)
         # Eight nodes take fifteen times as long to draft as the table says, four as long as that.
-        budget.clock(1, nodes, nodes, ({0: 0.0, 4: 0.2, 8: 3.0}[nodes], {0: 1.0, 4: 1.2, 8: 1.5}[nodes]))
+        budget.clock(1, nodes, np.full(1, nodes), ({0: 0.0, 4: 0.2, 8: 3.0}[nodes], {0: 1.0, 4: 1.2, 8: 1.5}[nodes]))
     assert {0, 4, 8} <= set(made[:50])
     assert set(made[100:]) <= {4, 8}
     assert made[100:].count(8) < 10
@@ -189,10 +190,10 @@ def test_what_is_hardly_verified_is_hardly_looked_for() -> None:
     prices = np.log(np.tile([0.9, 0.6, 0.02, 0.01, 0.01, 0.01, 0.01, 0.01], (8, 1)))
     for _ in range(100):
         assert budget.sizes(prices).tolist() == [2] * 8
-    assert budget.least == pytest.approx(0.3, rel=0.01)
+    assert budget.least == pytest.approx(0.45, rel=0.01)
     for _ in range(100):
         budget.sizes(prices - 9)  # nothing of this is verified
-    assert budget.least == pytest.approx(0.3, rel=0.01)
+    assert budget.least == pytest.approx(0.45, rel=0.01)
 
 
 def test_calibration_follows_what_is_accepted() -> None:
