@@ -219,7 +219,7 @@ def measure(
     kind: Any = {"device": base.device, "generator": torch.Generator(base.device).manual_seed(0)}
     tokens = torch.randint(0, base.vocab_size, (rows, context + 1), **kind)
     lengths = torch.full((rows,), context, device=base.device)
-    hidden = torch.stack([base.prefill(cache, row, tokens[row, :context]) for row in range(rows)])
+    hidden = torch.stack([base.prefill(cache, row, [tokens[row, :context]]) for row in range(rows)])
     seen = DraftContext(tokens, hidden, lengths, [context] * rows)
     draft, tree = 0.0, root_only(tokens[:, -1])
     if nodes:

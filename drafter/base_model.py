@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from drafter import devices
 from drafter.errors import LoadError
 from drafter.kv_cache import KVCache, LayerShape
 from drafter.masks import additive, tree_attention_mask
@@ -306,36 +308,43 @@ class BaseModel:
                 )
         return KVCache(self._layer_shapes, slots, length, self.device)
 
-    def prefill(self, cache: KVCache, slot: int, prompt: Tensor, start: int = 0) -> Tensor:
-        """Run a prompt, or a piece of one, into `slot` in one forward; return its hidden states `[P, d]`.
+    def prefill(self, cache: KVCache, slot: int, prompts: Sequence[Tensor], starts: Sequence[int] = (0,)) -> Tensor:
+        """Run prompts, or pieces of them, into slots in one forward; return their hidden states `[ΣP, d]`.
 
         Args:
-            cache: Holds `start` committed positions of the slot, on which the prompt follows.
-            slot: Where to.
-            prompt: `[P]`, at least one token.
-            start: Position of the prompt's first token.
+            cache: Holds the committed positions on which each prompt follows.
+            slot: Where the first one goes to; the others follow it.
+            prompts: Each `[P]`, at least one token; several only where `allow_packing` says so.
+            starts: Position of each one's first token.
         """
         # The decoder without its LM head: these logits are never needed.
-        return self.decoder(**self._prompt_inputs(cache, slot, prompt, start)).last_hidden_state[0]  # type: ignore[no-any-return]
+        return self.decoder(**self._prompt_inputs(cache, slot, prompts, starts)).last_hidden_state[0]  # type: ignore[no-any-return]
 
     def prefill_last(self, cache: KVCache, slot: int, prompt: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
-        """The same for a prompt's last piece; return the logits `[1, V]` after it, too, before the hidden states."""
+        """The same for one prompt's last piece; return the logits `[1, V]` after it, too, before the hidden states."""
         found: list[Tensor] = []
         # The model hands out what its LM head makes of these, and may do something to the logits after that.
         hook = self.decoder.register_forward_hook(lambda *call: found.append(call[2].last_hidden_state[0]))
         try:
-            logits = self.model(**self._prompt_inputs(cache, slot, prompt, start), **self._last_logits).logits
+            logits = self.model(**self._prompt_inputs(cache, slot, [prompt], [start]), **self._last_logits).logits
         finally:
             hook.remove()
             self._head_input = None
         return logits[0, -1:], found[0]
 
-    def _prompt_inputs(self, cache: KVCache, slot: int, prompt: Tensor, start: int) -> dict[str, Any]:
-        tokens = prompt[None]
-        lengths = torch.full((1,), start, dtype=torch.long, device=tokens.device)
-        depths = torch.arange(len(prompt), device=tokens.device)[None]
-        ancestors = torch.ones(1, len(prompt), len(prompt), dtype=torch.bool, device=tokens.device).tril()
-        return self._inputs(cache, slot, _Nodes(tokens, lengths, depths, ancestors, start + len(prompt)))
+    def _prompt_inputs(
+        self, cache: KVCache, slot: int, prompts: Sequence[Tensor], starts: Sequence[int]
+    ) -> dict[str, Any]:
+        """Of prompts as trees without branches."""
+        counts = [len(prompt) for prompt in prompts]
+        rows, longest, device = len(counts), max(counts), self.device
+        tokens = nn.utils.rnn.pad_sequence(list(prompts), batch_first=True)
+        lengths = devices.send(torch.tensor(starts), device)
+        depths = torch.arange(longest, device=device).expand(rows, -1)
+        ancestors = torch.ones(longest, longest, dtype=torch.bool, device=device).tril().expand(rows, -1, -1)
+        kv_length = max(start + count for start, count in zip(starts, counts, strict=True))
+        packing = Packing.of_counts(counts, device) if rows > 1 else None
+        return self._inputs(cache, slot, _Nodes(tokens, lengths, depths, ancestors, kv_length, packing))
 
     def verify(
         self,
@@ -443,7 +452,7 @@ class BaseModel:
 
     @torch.inference_mode()
     def _packs(self) -> bool:
-        """Whether the model computes two trees, of three nodes and of two, packed as it does padded."""
+        """Whether the model computes two trees, and two prompts, of three and two tokens, packed as it does apart."""
         tokens = torch.arange(1, 7, device=self.device).view(2, 3) * 7919 % self.vocab_size
         lengths = torch.tensor([0, 1], device=self.device)
         depths = torch.tensor([[0, 1, 1], [0, 1, 1]], device=self.device)
@@ -457,9 +466,15 @@ class BaseModel:
                 self._forward(cache, _Nodes(tokens, lengths, depths, ancestors, 4, packing))
                 for packing in (Packing.of(real), None)
             )
+            prompts, starts = [tokens[0], tokens[1, :2]], [0, 1]
+            together = self.prefill(cache, 0, prompts, starts)
+            apart = torch.cat(
+                [self.prefill(cache, row, prompts[row : row + 1], starts[row : row + 1]) for row in (0, 1)]
+            )
         except _FOREIGN:
             return False
-        return all(self._alike(ours[real], theirs[real]) for ours, theirs in zip(packed, padded, strict=True))
+        same = [(packed[0][real], padded[0][real]), (packed[1][real], padded[1][real]), (together, apart)]
+        return all(self._alike(ours, theirs) for ours, theirs in same)
 
 
 def _decoder(model: Any) -> nn.Module:

@@ -11,7 +11,7 @@ On a GPU a step is queued as a whole (`StepGraphs`), and its outcome is read whi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -156,13 +156,13 @@ class Engine:
         self._sampling = SamplingTable.empty(slots, self.max_length, device)
         drafter.allocate(slots, self._capacity)
         self._graphs = step_graphs(device, base.devices)
+        self._packs_prompts = base.allow_packing()
         # A step that is repeated as a whole always has the same nodes.
-        self._packs = self._graphs is None and drafter.tree_size > 1 and base.allow_packing()
+        self._packs = self._graphs is None and self._packs_prompts
         self._flights: list[Flight] = []
         self._slots: list[Slot] = []
-        # A request that is being prefilled, in the slot behind the active rows, and how many of its tokens are read.
-        self._entering: Slot | None = None
-        self._read = 0
+        # Requests that are being prefilled, in the slots behind the active rows.
+        self._entering: list[Slot] = []
         self._mode = SamplingMode.of([])
         # Log-probabilities that rows have asked for: row → how many of the most probable tokens.
         self._logprobs: dict[int, int] = {}
@@ -201,7 +201,7 @@ class Engine:
     def state(self) -> EngineState:
         """What it is doing and has done. Figures may be a step apart."""
         return EngineState(
-            active=len(self._slots) + (self._entering is not None),
+            active=len(self._in_slots()),
             waiting=len(self._waiting),
             slots=self._rows,
             steps=self._steps,
@@ -218,7 +218,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to decode and nothing waiting."""
-        return not self._slots and self._entering is None and not self._flights and not self._waiting
+        return not self._in_slots() and not self._flights and not self._waiting
 
     @property
     def failure(self) -> EngineError | None:
@@ -240,7 +240,7 @@ class Engine:
         failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
         slots = [*self._in_slots(), *self._waiting.close(failure)]
-        self._slots, self._entering, self._flights = [], None, []
+        self._slots, self._entering, self._flights = [], [], []
         for slot in slots:
             slot.handle.future.set_exception(failure)
 
@@ -497,7 +497,7 @@ class Engine:
         )
 
     def _in_slots(self) -> list[Slot]:
-        return self._slots if self._entering is None else [*self._slots, self._entering]
+        return [*self._slots, *self._entering]
 
     def _admit(self) -> None:
         """Let requests that wait enter free slots.
@@ -505,7 +505,9 @@ class Engine:
         All at once if nobody watches, as full batches are fastest. Otherwise a step takes on only so much, so that the
         rows that are watched do not stand still for as long as a long prompt takes.
         """
-        while self._may_read() and (self._entering is not None or self._enter()):
+        while self._may_read() and (self._entering or self._enter()):
+            while self._may_join() and self._enter():
+                pass
             self._times.mark("host")
             self._prefill()
             self.last_step = time.monotonic()
@@ -515,68 +517,106 @@ class Engine:
         watched = any(slot.handle.streams for slot in self._slots)
         return not watched or self._prefilled_tokens - self._read_before < _PREFILL_CHUNK
 
-    def _enter(self) -> bool:
-        """Give the next request the slot behind the active rows, if there are both, and say whether there were.
+    def _may_join(self) -> bool:
+        """Whether the next forward has room for another prompt."""
+        unread = sum(slot.length - slot.read for slot in self._entering)
+        return self._packs_prompts and unread < _PREFILL_CHUNK
 
-        What another row begins with is copied from there. A request that has been in a slot before comes with its
-        output.
+    def _enter(self) -> bool:
+        """Give the next request the slot behind all others, if there are both, and say whether there were.
+
+        A request that has been in a slot before comes with its output.
         """
-        slot = self._waiting.take() if len(self._slots) < self._rows else None
+        index = len(self._in_slots())
+        slot = self._waiting.take() if index < self._rows else None
         if slot is None:
             return False
         # It is in its slot before anything can fail, so that `fail` finds it.
-        self._entering, index = slot, len(self._slots)
-        slot.prefilled = slot.text
+        self._entering.append(slot)
+        slot.prefilled, slot.read = slot.text, 0
         if slot.entered is None:
             slot.entered = time.monotonic()
         request = slot.handle.request
         self._tokens[index, : slot.length + 1] = devices.send(torch.from_numpy(slot.prefilled), self.base.device)
         self._sampling.set(index, request.sampling, len(request.prompt_ids), slot.limit)
         self.drafter.admit(index)
-        donor, self._read = self._longest_shared(slot.prefilled)
-        if self._read:
-            self._copy(donor, index, self._read)
-        self._shared_tokens += self._read
         return True
 
     def _prefill(self) -> None:
-        """Run the next tokens of the request that enters; after all but the last it is active.
+        """Run the next tokens of the requests that enter; after all but its last one a request is active.
 
-        The last one is the first pending token, and the first output token comes from a decode step. Where somebody
-        watches, that step is part of the forward over the prompt's end: a plain one, which verifies the pending token
-        alone.
+        That is the first pending token, and the first output token comes from a decode step. Where somebody watches,
+        that step is part of the forward over the prompt's end: a plain one, which verifies the pending token alone.
         """
-        slot, index, start = self._entering, len(self._slots), self._read
-        assert slot is not None
-        stop = min(start + _PREFILL_CHUNK, slot.length)
+        first = len(self._slots)
+        pieces = self._next_pieces()
         logits = hidden = None
-        if slot.handle.streams and slot.first_token is None and start < stop == slot.length:
-            logits, hidden = self.base.prefill_last(self._cache, index, self._tokens[index, start : stop + 1], start)
-        elif start < stop:
-            hidden = self.base.prefill(self._cache, index, self._tokens[index, start:stop], start)
-        if self._hidden is not None and hidden is not None:
-            self._hidden[index, start:stop] = hidden[: stop - start]
-        self._read = stop
-        self._prefilled_tokens += stop - start
+        slot, piece = self._entering[0], pieces[0]
+        if slot.handle.streams and slot.first_token is None and piece.start < piece.stop == slot.length:
+            prompt = self._tokens[first, piece.start : piece.stop + 1]
+            logits, hidden = self.base.prefill_last(self._cache, first, prompt, piece.start)
+        elif any(piece.start < piece.stop for piece in pieces):
+            prompts = [self._tokens[first + place, one] for place, one in enumerate(pieces)]
+            hidden = self.base.prefill(self._cache, first, prompts, [one.start for one in pieces])
+        read = 0
+        for place, one in enumerate(pieces):
+            size = one.stop - one.start
+            if self._hidden is not None and hidden is not None:
+                self._hidden[first + place, one] = hidden[read : read + size]
+            read += size
+        self._prefilled_tokens += read
         self._times.mark("prefill")
-        if stop == slot.length:
-            self._lengths[index] = stop
-            self._slots.append(slot)
-            self._entering = None
-            self._update_mode()
+        self._activate(pieces)
         if logits is not None and hidden is not None:
-            row, tree = slice(index, index + 1), root_only(self._tokens[index, stop : stop + 1])
+            row, tree = slice(first, first + 1), root_only(self._tokens[first, piece.stop : piece.stop + 1])
             verdict = self._judge(tree, tree.ancestors(0), logits[None], hidden[None, -1:], row)
             self._times.mark("verify")
             self._conclude(verdict, tree, row)
 
-    def _longest_shared(self, text: Ids) -> tuple[int, int]:
-        """The row that begins with most of `text`, and how many tokens that is; 0 if too few to be worth a copy.
+    def _next_pieces(self) -> list[slice]:
+        """What the next forward reads of the first requests that enter; an empty piece of one that has been read.
+
+        What another row begins with is copied from there, and a prompt waits for one that has more than half of it.
+        What is watched has a forward of its own; see `_prefill`.
+        """
+        pieces: list[slice] = []
+        room = _PREFILL_CHUNK
+        for place, slot in enumerate(self._entering):
+            donor, shared = (0, 0) if slot.read else self._longest_shared(slot, self._slots)
+            start = max(slot.read, shared)
+            rest = slot.length - start
+            if place:
+                coming = self._longest_shared(slot, self._entering[:place])[1]
+                watched = slot.handle.streams or self._entering[0].handle.streams
+                if watched or not room or not rest or coming - start > rest / 2:
+                    break
+            if shared:
+                self._copy(donor, len(self._slots) + place, shared)
+                self._shared_tokens += shared
+            pieces.append(slice(start, start + min(room, rest)))
+            room -= min(room, rest)
+            if not rest:
+                break
+        return pieces
+
+    def _activate(self, pieces: list[slice]) -> None:
+        """`pieces` of the first requests that enter are read."""
+        for slot, piece in zip(self._entering[: len(pieces)], pieces, strict=True):
+            slot.read = piece.stop
+            if slot.read == slot.length:
+                self._lengths[len(self._slots)] = slot.length
+                self._slots.append(slot)
+                self._entering.remove(slot)
+        self._update_mode()
+
+    @staticmethod
+    def _longest_shared(slot: Slot, others: Sequence[Slot]) -> tuple[int, int]:
+        """Which of `others` begins with most of what `slot` does, and how many tokens that is; 0 if hardly any.
 
         Keys, values and hidden states of a position follow from the tokens up to it alone, in every kind of attention.
         The last token of either is not counted: as long as it is pending, there is nothing of it to copy.
         """
-        lengths = [common_prefix(text[:-1], slot.prefilled[:-1]) for slot in self._slots]
+        lengths = [common_prefix(slot.prefilled[:-1], other.prefilled[:-1]) for other in others]
         shared = max(lengths, default=0)
         return (lengths.index(shared), shared) if shared >= _LEAST_SHARED else (0, 0)
 
@@ -595,12 +635,12 @@ class Engine:
         self.drafter.move(source, target)
 
     def _free(self, index: int) -> Slot:
-        """Take the request at `index` out; the last active row takes its place, and the one that enters that row's."""
+        """Take the request at `index` out; the last active row takes its place, and those that enter move up."""
         slot, last = self._slots[index], len(self._slots) - 1
         if index != last:
             self._move(last, index, self._slots[last])
-        if self._entering is not None:
-            self._move(last + 1, last, self._entering)
+        for place, entering in enumerate(self._entering):
+            self._move(last + 1 + place, last + place, entering)
         # Last, so that `fail` finds all of them if a move fails.
         self._slots[index] = self._slots[last]
         self._slots.pop()
@@ -614,9 +654,12 @@ class Engine:
         for index in range(len(self._slots) - 1, -1, -1):
             if self._slots[index].handle.unwanted(now):
                 self._free(index).drop()
-        if self._entering is not None and self._entering.handle.unwanted(now):
-            self._entering.drop()
-            self._entering = None
+        for place in range(len(self._entering) - 1, -1, -1):
+            if (slot := self._entering[place]).handle.unwanted(now):
+                for index in range(len(self._slots) + place, len(self._in_slots()) - 1):
+                    self._move(index + 1, index, self._in_slots()[index + 1])
+                self._entering.remove(slot)
+                slot.drop()
         for slot in self._waiting.take_unwanted(now):
             slot.drop()
 
@@ -628,8 +671,8 @@ class Engine:
         """
         self._rows = (len(self._in_slots()) + 1) // 2
         self._settle(0)
-        back = self._in_slots()[min(self._rows, len(self._slots)) :]  # who is entering is not in its slot as a whole
-        self._slots, self._entering = self._slots[: self._rows], None
+        back = self._in_slots()[min(self._rows, len(self._slots)) :]  # who enters is not in its slot as a whole
+        self._slots, self._entering = self._slots[: self._rows], []
         self._update_mode()
         self._lengths.fill_(self.max_length)
         for index, slot in enumerate(self._slots):
@@ -698,7 +741,7 @@ class Engine:
         prompt = torch.randint(self.base.vocab_size, (start + rows,), generator=random).to(self.base.device)
         if start:
             self._tokens[0, :start] = prompt[:start]
-            hidden = self.base.prefill(self._cache, 0, prompt[:start])
+            hidden = self.base.prefill(self._cache, 0, [prompt[:start]])
             if self._hidden is not None:
                 self._hidden[0, :start] = hidden
         for slot in range(1, rows):

@@ -6,13 +6,17 @@ belongs to: there the queries are laid out by rows again, beside their rows' key
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from drafter import devices
 
 PACKED_ATTENTION = "packed_sdpa"
 """Name of `packed_attention` in transformers."""
@@ -35,6 +39,13 @@ class Packing:
         """Of the nodes that are `real` `[B, N]` bool. Waits for the device."""
         places = real.flatten().cumsum(0) - 1
         return Packing(real.flatten().nonzero()[:, 0], places.view_as(real))
+
+    @staticmethod
+    def of_counts(counts: Sequence[int], device: torch.device) -> Packing:
+        """Of the first `counts` `[B]` nodes of each row, where the widest row has no padding."""
+        real = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+        packing = Packing.of(real)
+        return Packing(devices.send(packing.nodes, device), devices.send(packing.places, device))
 
     def pack(self, values: Tensor) -> Tensor:
         """`[1, M, ...]` of `[B, N, ...]`."""

@@ -144,6 +144,7 @@ class Slot:
         entered: When it first entered a slot, in monotonic seconds.
         first_token: When it got its first token.
         prefilled: Its tokens when it last entered a slot; all but the last are prefilled.
+        read: How many of these are by now.
     """
 
     handle: Handle
@@ -158,6 +159,7 @@ class Slot:
     entered: float | None = None
     first_token: float | None = None
     prefilled: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    read: int = 0
     _shown: int = 0
     _detokenizer: Detokenizer | None = None
 

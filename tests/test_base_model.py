@@ -102,8 +102,21 @@ def test_unknown_devices_and_dtypes_are_refused() -> None:
 def test_a_prompt_may_be_prefilled_in_pieces(tiny_base: BaseModel) -> None:
     prompt = torch.arange(3, 40)
     whole_cache, pieces_cache = tiny_base.new_cache(2, 64), tiny_base.new_cache(2, 64)
-    whole = tiny_base.prefill(whole_cache, 1, prompt)
-    pieces = [tiny_base.prefill(pieces_cache, 1, prompt[at : at + 8], at) for at in range(0, len(prompt), 8)]
+    whole = tiny_base.prefill(whole_cache, 1, [prompt])
+    pieces = [tiny_base.prefill(pieces_cache, 1, [prompt[at : at + 8]], [at]) for at in range(0, len(prompt), 8)]
     assert torch.allclose(whole, torch.cat(pieces), atol=1e-4)
     for a, b in zip(whole_cache.buffers, pieces_cache.buffers, strict=True):
         assert torch.allclose(a, b, atol=1e-4)
+
+
+def test_several_prompts_may_be_prefilled_at_once(tiny_base: BaseModel) -> None:
+    assert tiny_base.allow_packing()
+    beginning, prompts, starts = torch.arange(60, 67), [torch.arange(3, 20), torch.arange(20, 21)], [0, 7]
+    caches = tiny_base.new_cache(3, 32), tiny_base.new_cache(3, 32)
+    for cache in caches:
+        tiny_base.prefill(cache, 2, [beginning])
+    together = tiny_base.prefill(caches[0], 1, prompts, starts)
+    apart = [tiny_base.prefill(caches[1], 1 + row, [prompts[row]], [starts[row]]) for row in range(2)]
+    assert torch.allclose(together, torch.cat(apart), atol=1e-4)
+    for ours, theirs in zip(caches[0].buffers, caches[1].buffers, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4)

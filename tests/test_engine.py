@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -108,7 +108,7 @@ def test_a_shared_beginning_is_a_copy_bit_for_bit(tiny_base: BaseModel) -> None:
         for row, length in shared.items():
             assert torch.equal(buffer[row, :, :length], buffer[0, :, :length])
     for row in shared:
-        alone = tiny_base.prefill(tiny_base.new_cache(1, 64), 0, torch.tensor(prompts[row][:-1]))
+        alone = tiny_base.prefill(tiny_base.new_cache(1, 64), 0, [torch.tensor(prompts[row][:-1])])
         assert torch.allclose(engine._hidden[row, : len(prompts[row]) - 1], alone, atol=1e-4)
 
 
@@ -149,6 +149,64 @@ def test_rows_that_are_watched_do_not_wait_for_a_long_prompt(
     for handle in (first, long, short):
         alone = run_engine(tiny_base, PlainDecoding(), [handle.request], slots=1)[0]
         assert handle.result(0).token_ids == alone.token_ids
+
+
+def check_alone(base: BaseModel, handles: Sequence[Handle]) -> None:
+    """Every result is what the request by itself has."""
+    for handle in handles:
+        alone = run_engine(base, PlainDecoding(), [handle.request], slots=1)[0]
+        assert handle.result(0).token_ids == alone.token_ids
+
+
+def test_prompts_that_enter_together_are_read_together(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafter.engine._PREFILL_CHUNK", 16)
+    prefill, sizes = tiny_base.prefill, []
+
+    def counted(cache: KVCache, slot: int, prompts: Sequence[torch.Tensor], starts: Sequence[int]) -> torch.Tensor:
+        sizes.append([len(prompt) for prompt in prompts])
+        return prefill(cache, slot, prompts, starts)
+
+    drafter = make_head(tiny_base, "ctc").drafter(tiny_base, tree_size=5)
+    engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(slots=8, nodes=4))
+    prompts = [range(3, 10), range(20, 25), range(30, 50), [7], range(60, 72), [*range(60, 70), 5]]
+    handles = [engine.submit(Request(list(prompt), SamplingParams(9, ignore_eos=True))) for prompt in prompts]
+    monkeypatch.setattr(tiny_base, "prefill", counted)
+    engine.step()
+    # Of each all but the last token. The third is read in two pieces; the fourth has nothing to read; the last waits
+    # for the beginning that it shares with the one before it, and is then there as a whole.
+    assert sizes == [[6, 4, 6], [13], [11]]
+    assert engine.state().shared_tokens == 10
+    assert engine.active == 6
+    finish(engine)
+    monkeypatch.undo()
+    check_alone(tiny_base, handles)
+
+
+def test_requests_may_end_while_others_enter(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafter.engine._PREFILL_CHUNK", 8)
+    drafter = make_head(tiny_base, "ctc").drafter(tiny_base, tree_size=5)
+    engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(slots=8, nodes=4))
+
+    def submit(prompt: Sequence[int], new_tokens: int, stream: bool) -> Handle:
+        return engine.submit(Request(list(prompt), SamplingParams(new_tokens, ignore_eos=True)), stream=stream)
+
+    short = submit([5], 2, True)
+    engine.step()
+    # The second is read by itself, as it is watched, and then the third, and with that the step has read enough.
+    handles = [
+        submit(range(3, 11), 9, True),
+        submit([40, 41], 9, False),
+        submit(range(50, 54), 9, True),
+        submit(range(60, 64), 9, False),
+        submit(range(70, 74), 9, False),
+    ]
+    engine.step()
+    assert short.future.done()
+    assert (engine.active, engine.state().active) == (2, 5)
+    handles[3].cancel()
+    finish(engine)
+    assert handles.pop(3).result(0).token_ids == []
+    check_alone(tiny_base, [short, *handles])
 
 
 def test_cancelling_while_a_prompt_is_read_makes_room(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def test_a_packed_forward_is_a_padded_one(family: str) -> None:
         for packing in (Packing.of(REAL), None):
             cache = base.new_cache(4, 16)
             for row, length in enumerate(lengths.tolist()):
-                base.prefill(cache, row, torch.arange(11, 11 + length))
+                base.prefill(cache, row, [torch.arange(11, 11 + length)])
             made = base.verify(cache, tokens, lengths, depths, ancestors, 12, packing)
             # What later steps read: the keys and values of the nodes that are there.
             keys = cache.buffers[0].unflatten(0, (-1, 4, 16))
