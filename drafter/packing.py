@@ -1,4 +1,4 @@
-"""Forwards over trees of different sizes without their padding: the nodes of all rows follow one another as one row.
+"""Forwards over trees, or prompts, of different sizes without padding: the nodes of all rows follow one another as one.
 
 Everything in a transformer but attention treats each token by itself. Only attention needs to know which row a node
 belongs to: there the queries are laid out by rows again, beside their rows' keys and values.

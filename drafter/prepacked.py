@@ -103,6 +103,8 @@ def _is_to_do(layer: nn.Linear) -> bool:
         return layer.weight._version != layer.version
     if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter:
         return False
+    if layer.out_features == 1:
+        return False  # nothing to lay out
     return layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32
 
 

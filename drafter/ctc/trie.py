@@ -27,6 +27,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from drafter import devices
 from drafter.token_tree import TokenTree, from_nodes, root_only
@@ -168,7 +169,8 @@ def best_lattice_trie(
         depth: Longest prefix.
         size: Nodes of each tree, root included.
         beam: Prefixes kept a depth; None keeps as many as the tree could hold, which makes the search exact.
-        least: Less probable paths are not extended; not on a GPU, where the work must not depend on the tensors.
+        least: Less probable paths are not extended, and frames that a path less probably comes to are not asked; not on
+            a GPU, where the work must not depend on the tensors.
     """
     batch, device = pending.shape[0], pending.device
     look = not devices.is_asynchronous(device)
@@ -183,12 +185,7 @@ def best_lattice_trie(
         keep = min(size - 1 - level, beam or size)
         if keep < 1:
             break
-        logits, silent = model.score(level, min(level + band, frames), rows, state)
-        mass = [arrival[:, 0]]
-        for i in range(1, logits.shape[1]):
-            mass.append(arrival[:, i] + mass[-1] * silent[:, i - 1])
-        spoken = torch.stack(mass, 1) * (1.0 - silent)
-        emit = logits.float().softmax(-1)
+        spoken, emit = _said(model, (level, min(level + band, frames)), rows, state, arrival, least)
         best, parent, token = _best_of_rows((spoken[:, None] @ emit)[:, 0], rows, place, (batch, width), keep)
         price = torch.minimum(best.log(), price[parent])
         levels.append((token, node[parent], price, torch.full_like(token, level + 1)))
@@ -202,12 +199,52 @@ def best_lattice_trie(
             rows, place = every // width, every % width
         parent, token, price = parent[rows, place], token[rows, place], price[rows, place]
         node, found = found + place, found + width
-        arrival = spoken[parent] * emit[parent, :, token]
+        arrival = F.pad(spoken[parent] * emit[parent, :, token], (0, band - spoken.shape[1]))
         state = model.extend(state[parent], token)
     if not levels:
         return root_only(pending)
     tokens, parents, prices, depths = (torch.cat(part, 1) for part in zip(*levels, strict=True))
     return from_nodes(pending, tokens, parents, depths, prices, size)
+
+
+def _said(
+    model: LabelModel, frames: tuple[int, int], rows: Tensor, state: Tensor, arrival: Tensor, least: float
+) -> tuple[Tensor, Tensor]:
+    """What the frames of a band say after each path.
+
+    Args:
+        model: Prices tokens after paths.
+        frames: First of the band's frames and the one after its last.
+        rows: `[M]` row of each path.
+        state: `[M, ...]` of each path.
+        arrival: `[M, band]` mass that has arrived at each frame, without what waits from the one before.
+        least: See `best_lattice_trie`.
+
+    Returns:
+        `[M, K]` the mass that says some token at each of the first `K ≤ band` frames, and the tokens' shares of it,
+        `[M, K, V]`. What is not asked says nothing, and lets go of its mass.
+    """
+    first, stop = frames
+    if devices.is_asynchronous(arrival.device):
+        logits, silent = model.score(first, stop, rows, state)
+        mass = [arrival[:, 0]]
+        for i in range(1, stop - first):
+            mass.append(arrival[:, i] + mass[-1] * silent[:, i - 1])
+        return torch.stack(mass, 1) * (1.0 - silent), logits.float().softmax(-1)
+    logits, silent = model.score(first, first + 1, rows, state)
+    spoken, waiting = [arrival[:, :1] * (1.0 - silent)], arrival[:, 0] * silent[:, 0]
+    emit = [logits.float().softmax(-1)]
+    for frame in range(first + 1, stop):
+        here = arrival[:, frame - first] + waiting
+        asked = (here > least).nonzero()[:, 0]
+        if not len(asked) and frame + 1 == stop:
+            break
+        logits, silent = model.score(frame, frame + 1, rows[asked], state[asked])
+        here, at = torch.zeros_like(here), here[asked, None]
+        spoken.append(torch.zeros_like(spoken[0]).index_copy_(0, asked, at * (1.0 - silent)))
+        emit.append(torch.zeros_like(emit[0]).index_copy_(0, asked, logits.float().softmax(-1)))
+        waiting = here.index_copy_(0, asked, (at * silent)[:, 0])
+    return (spoken[0], emit[0]) if len(spoken) == 1 else (torch.cat(spoken, 1), torch.cat(emit, 1))
 
 
 def _best_of_rows(

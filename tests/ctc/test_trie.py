@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -172,13 +173,25 @@ def last_labels(seed: int, frames: int, vocabulary: int, before: Tensor) -> Last
     depth=st.integers(1, 5),
     size=st.integers(1, 30),
     context=st.integers(1, 2),
+    least=st.sampled_from([0.0, 0.0, 0.05, 0.3]),
+    at_once=st.booleans(),
 )
 def test_lattice_finds_the_most_probable_prefixes(
-    seed: int, frames: int, vocabulary: int, band: int, depth: int, size: int, context: int
+    seed: int,
+    frames: int,
+    vocabulary: int,
+    band: int,
+    depth: int,
+    size: int,
+    context: int,
+    least: float,
+    at_once: bool,
 ) -> None:
+    """On a CPU frame by frame, where it may leave out what is less probable than `least`; at once as on a GPU."""
     before = torch.tensor([[7, 8], [9, 5]])[:, 2 - context :]
     model = last_labels(seed, frames, vocabulary, before)
-    tree = best_lattice_trie(model, before[:, -1], frames, band, depth, size)
+    with patch("drafter.devices.is_asynchronous", lambda device: at_once):
+        tree = best_lattice_trie(model, before[:, -1], frames, band, depth, size, least=least)
     assert tree.tokens.shape == (2, size)
     assert tree.tokens[:, 0].tolist() == [8, 5]
     check_slice_contract(tree)
@@ -189,7 +202,12 @@ def test_lattice_finds_the_most_probable_prefixes(
             return model.table[j - 1][(so_far + text)[-context:]].tolist()
 
         exact = prefix_probabilities(lattice_text_probabilities(frame, frames, vocabulary, band), depth)
-        check_best(nodes(tree, row, depth), exact, size)
+        if at_once or not least:
+            check_best(nodes(tree, row, depth), exact, size)
+            continue
+        for prefix, price in nodes(tree, row, depth).items():
+            # Each depth lets go of no more than `least` at each frame after the first.
+            assert exact[prefix] - depth * (band - 1) * least - 1e-5 <= price <= exact[prefix] + 1e-5
 
 
 def test_a_narrow_beam_keeps_the_contract() -> None:
