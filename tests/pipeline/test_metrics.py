@@ -79,7 +79,9 @@ def exported(local_ray: None) -> Iterator[Exported]:
     for _ in range(120):  # workers report to the node's agent every few seconds
         job.show(Progress("generating", total=40, before=8, rows=12, errors=2, row_rate=2.0, engines=1))
         seen = scrape()
-        if Exported(seen, []).total("ray_drafter_tokens_total") == 400:
+        so_far = Exported(seen, [])
+        # The actor's process reports apart from this one.
+        if so_far.total("ray_drafter_tokens_total") == 400 and so_far.total("ray_drafter_job_rows_done"):
             break
         time.sleep(0.5)
     yield Exported(seen, table["generated"].to_pylist()[:10])
