@@ -232,19 +232,21 @@ def _said(
             mass.append(arrival[:, i] + mass[-1] * silent[:, i - 1])
         return torch.stack(mass, 1) * (1.0 - silent), logits.float().softmax(-1)
     logits, silent = model.score(first, first + 1, rows, state)
-    spoken, waiting = [arrival[:, :1] * (1.0 - silent)], arrival[:, 0] * silent[:, 0]
-    emit = [logits.float().softmax(-1)]
+    spoken, emit = [arrival[:, :1] * (1.0 - silent)], [logits.float().softmax(-1)]
+    waiting = arrival[:, 0] * silent[:, 0]
     for frame in range(first + 1, stop):
         here = arrival[:, frame - first] + waiting
         asked = (here > least).nonzero()[:, 0]
         if not len(asked) and frame + 1 == stop:
             break
         logits, silent = model.score(frame, frame + 1, rows[asked], state[asked])
-        here, at = torch.zeros_like(here), here[asked, None]
-        spoken.append(torch.zeros_like(spoken[0]).index_copy_(0, asked, at * (1.0 - silent)))
+        mass = here[asked, None]
+        spoken.append(torch.zeros_like(spoken[0]).index_copy_(0, asked, mass * (1.0 - silent)))
         emit.append(torch.zeros_like(emit[0]).index_copy_(0, asked, logits.float().softmax(-1)))
-        waiting = here.index_copy_(0, asked, (at * silent)[:, 0])
-    return (spoken[0], emit[0]) if len(spoken) == 1 else (torch.cat(spoken, 1), torch.cat(emit, 1))
+        waiting = torch.zeros_like(here).index_copy_(0, asked, (mass * silent)[:, 0])
+    if len(spoken) == 1:  # as nearly always where blanks are rare
+        return spoken[0], emit[0]
+    return torch.cat(spoken, 1), torch.cat(emit, 1)
 
 
 def _best_of_rows(
