@@ -227,23 +227,23 @@ def _said(
     first, stop = frames
     if devices.is_asynchronous(arrival.device):
         logits, silent = model.score(first, stop, rows, state)
-        mass = [arrival[:, 0]]
+        here = [arrival[:, 0]]
         for i in range(1, stop - first):
-            mass.append(arrival[:, i] + mass[-1] * silent[:, i - 1])
-        return torch.stack(mass, 1) * (1.0 - silent), logits.float().softmax(-1)
+            here.append(arrival[:, i] + here[-1] * silent[:, i - 1])
+        return torch.stack(here, 1) * (1.0 - silent), logits.float().softmax(-1)
     logits, silent = model.score(first, first + 1, rows, state)
     spoken, emit = [arrival[:, :1] * (1.0 - silent)], [logits.float().softmax(-1)]
     waiting = arrival[:, 0] * silent[:, 0]
     for frame in range(first + 1, stop):
-        here = arrival[:, frame - first] + waiting
-        asked = (here > least).nonzero()[:, 0]
+        arrived = arrival[:, frame - first] + waiting
+        asked = (arrived > least).nonzero()[:, 0]
         if not len(asked) and frame + 1 == stop:
             break
         logits, silent = model.score(frame, frame + 1, rows[asked], state[asked])
-        mass = here[asked, None]
+        mass = arrived[asked, None]
         spoken.append(torch.zeros_like(spoken[0]).index_copy_(0, asked, mass * (1.0 - silent)))
         emit.append(torch.zeros_like(emit[0]).index_copy_(0, asked, logits.float().softmax(-1)))
-        waiting = torch.zeros_like(here).index_copy_(0, asked, (mass * silent)[:, 0])
+        waiting = torch.zeros_like(arrived).index_copy_(0, asked, (mass * silent)[:, 0])
     if len(spoken) == 1:  # as nearly always where blanks are rare
         return spoken[0], emit[0]
     return torch.cat(spoken, 1), torch.cat(emit, 1)
