@@ -268,7 +268,7 @@ class BaseModel:
     # ---- forwards
 
     def compile(self) -> None:
-        """Compile the forward of `verify` for this machine: the same sums with less Python between them.
+        """Compile the forward of `verify` for this machine: the same sums in fewer operations.
 
         The first call for one row and for several, of one node and of several, compiles for a while; a compiler's
         error comes from there.

@@ -62,7 +62,7 @@ class EngineConfig:
         max_queue: Requests that may wait for a slot.
         nodes: Draft nodes verified a step; `auto` adapts to what pays on this machine.
         compile: Compile the base's forward with torch.compile: a minute or two at start, less where it was done
-            before, for steps with less Python in them.
+            before, for steps of fewer operations.
     """
 
     slots: int = 16
@@ -558,13 +558,11 @@ class Engine:
         elif any(piece.start < piece.stop for piece in pieces):
             prompts = [self._tokens[first + place, one] for place, one in enumerate(pieces)]
             hidden = self.base.prefill(self._cache, first, prompts, [one.start for one in pieces])
-        read = 0
-        for place, one in enumerate(pieces):
-            size = one.stop - one.start
-            if self._hidden is not None and hidden is not None:
-                self._hidden[first + place, one] = hidden[read : read + size]
-            read += size
-        self._prefilled_tokens += read
+        sizes = [one.stop - one.start for one in pieces]
+        if self._hidden is not None and hidden is not None:
+            for place, part in enumerate(hidden[: sum(sizes)].split(sizes)):
+                self._hidden[first + place, pieces[place]] = part
+        self._prefilled_tokens += sum(sizes)
         self._times.mark("prefill")
         self._activate(pieces)
         if logits is not None and hidden is not None:
@@ -634,13 +632,17 @@ class Engine:
         self._sampling.move(source, target)
         self.drafter.move(source, target)
 
+    def _move_up(self, place: int) -> None:
+        """The requests that enter, from this one of them on, each take the slot before theirs."""
+        for index, slot in enumerate(self._entering[place:], len(self._slots) + place):
+            self._move(index, index - 1, slot)
+
     def _free(self, index: int) -> Slot:
         """Take the request at `index` out; the last active row takes its place, and those that enter move up."""
         slot, last = self._slots[index], len(self._slots) - 1
         if index != last:
             self._move(last, index, self._slots[last])
-        for place, entering in enumerate(self._entering):
-            self._move(last + 1 + place, last + place, entering)
+        self._move_up(0)
         # Last, so that `fail` finds all of them if a move fails.
         self._slots[index] = self._slots[last]
         self._slots.pop()
@@ -656,8 +658,7 @@ class Engine:
                 self._free(index).drop()
         for place in range(len(self._entering) - 1, -1, -1):
             if (slot := self._entering[place]).handle.unwanted(now):
-                for index in range(len(self._slots) + place, len(self._in_slots()) - 1):
-                    self._move(index + 1, index, self._in_slots()[index + 1])
+                self._move_up(place + 1)
                 self._entering.remove(slot)
                 slot.drop()
         for slot in self._waiting.take_unwanted(now):

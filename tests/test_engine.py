@@ -34,6 +34,13 @@ def finish(engine: Engine) -> None:
         engine.step()
 
 
+def check_alone(base: BaseModel, handles: Sequence[Handle]) -> None:
+    """Every result is what the request by itself has."""
+    for handle in handles:
+        alone = run_engine(base, PlainDecoding(), [handle.request], slots=1)[0]
+        assert handle.result(0).token_ids == alone.token_ids
+
+
 def test_two_hundred_requests_through_eight_slots_grow_nothing(tiny_base: BaseModel) -> None:
     engine = Engine(tiny_base, AdversarialDrafter(0), SpellingTokenizer(), EngineConfig(slots=8, nodes=8))
     before = engine.nbytes
@@ -146,16 +153,7 @@ def test_rows_that_are_watched_do_not_wait_for_a_long_prompt(
     # 59 tokens of the long prompt and 1 of the short one.
     assert taken[:9] == ([8, 8, 8, 8, 8, 8, 8, 4, 0] if stream else [60] + [0] * 8)
     finish(engine)
-    for handle in (first, long, short):
-        alone = run_engine(tiny_base, PlainDecoding(), [handle.request], slots=1)[0]
-        assert handle.result(0).token_ids == alone.token_ids
-
-
-def check_alone(base: BaseModel, handles: Sequence[Handle]) -> None:
-    """Every result is what the request by itself has."""
-    for handle in handles:
-        alone = run_engine(base, PlainDecoding(), [handle.request], slots=1)[0]
-        assert handle.result(0).token_ids == alone.token_ids
+    check_alone(tiny_base, [first, long, short])
 
 
 def test_prompts_that_enter_together_are_read_together(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:

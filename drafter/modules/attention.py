@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -137,12 +138,12 @@ class AttentionModule(DraftModule):
             frames = layer(frames, queries[:, context.shape[1] :], *memory(index, keys, values), mask)
         return frames.view(frames.shape[0], starts.shape[1], self.num_frames, -1)
 
-    def remember(self, context: Tensor, rotation: Tensor, memory: Memory) -> None:
-        """Put entries into the memory, for frames to come; see `frames`."""
+    def remember(self, context: Tensor, rotation: Tensor, store: Callable[[int, Tensor, Tensor], None]) -> None:
+        """Hand a memory the keys and values of entries, for frames to come; see `frames`."""
         cos, sin = rotation[:, :, None, None].unbind(4)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, _Layer)
-            memory(index, *layer.project(context, cos, sin)[1:])
+            store(index, *layer.project(context, cos, sin)[1:])
 
     def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor) -> Tensor:
         """Frames `[B, A, T, d]`; see `DraftModule.forward`."""
@@ -245,13 +246,8 @@ class _AttentionReader(FrameReader):
     def _remember(self, context: DraftContext, entries: _Entries) -> None:
         """Read entries whose frames nobody wants."""
         positions, fused = self._fused(context, entries)
-        places = positions + entries.slots * self._length
-
-        def memory(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            self._store(places, layer, keys, values)
-            return keys, values
-
-        self._module.remember(fused[None], self._rotation[positions][None], memory)
+        store = partial(self._store, positions + entries.slots * self._length)
+        self._module.remember(fused[None], self._rotation[positions][None], store)
 
     def _store(self, places: Tensor, layer: int, keys: Tensor, values: Tensor) -> None:
         self._cache[layer, 0].index_copy_(0, places, keys[0])
