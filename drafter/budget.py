@@ -85,6 +85,22 @@ class RecentMedian:
         self.value = median(self._values)
 
 
+class _Costs:
+    """What is learnt of the costs of steps of about the same number of rows, against the table.
+
+    Args:
+        sizes: Numbers of draft nodes in the table.
+        comparison: Plain steps to make for a comparison.
+    """
+
+    def __init__(self, sizes: int, comparison: int) -> None:
+        # Of plain steps, of steps that draft (but for drafting), and of drafting each size relative to these.
+        self.plain_slowness, self.slowness = RecentMedian(), RecentMedian()
+        self.dearness = [RecentMedian() for _ in range(sizes)]
+        self.trials: list[int] | None = None  # sizes still to be tried, last first; None before the first ones
+        self.comparison = comparison  # plain steps still to be made
+
+
 class AdaptiveBudget:
     """Chooses the nodes of each step.
 
@@ -131,12 +147,10 @@ class AdaptiveBudget:
         self._gain = np.zeros((len(table.nodes), len(table.nodes)))
         self._seen = np.zeros(len(table.nodes))
         self._lowest = math.log(LEAST_AT_FIRST / self._SLACK)  # log price of the last nodes that are verified
-        # Against the table: plain steps, steps that draft (but for drafting), and drafting each size relative to these.
-        self._plain_slowness, self._slowness = RecentMedian(), RecentMedian()
-        self._dearness = [RecentMedian() for _ in table.nodes]
+        # For each number of rows in the table: few rows and many are off by different factors.
+        self._costs = [_Costs(len(table.nodes), self._COMPARISON) for _ in table.batches]
         self._plain_run = 0  # plain steps one after another
-        self._burn_in, self._comparison = self._BURN_IN_ROWS, self._COMPARISON
-        self._trials: list[int] | None = None  # sizes still to be tried, last first; None before the first ones
+        self._burn_in = self._BURN_IN_ROWS
         self._looked = False
         self._drafts = 0
         self._plain, self._pause, self._paused_rows = 0, self._FIRST_PAUSE, 0
@@ -150,19 +164,20 @@ class AdaptiveBudget:
         if self._looked:
             return self._look(rows)
         rate, best = self._promises(rows)
-        if self._trials is None:
+        costs = self._costs_of(rows)
+        if costs.trials is None:
             worth = [size for size in rate[1:].argsort() + 1 if rate[size] > self._HOPELESS * rate[0]]
-            self._trials = [int(self._nodes[size]) for size in worth[-self._TRIALS :] for _ in range(self._TRIAL)]
-        if self._trials:
-            return self._trials.pop()
-        if self._comparison > 0 and self._slowness.seen:
-            self._comparison -= 1
+            costs.trials = [int(self._nodes[size]) for size in worth[-self._TRIALS :] for _ in range(self._TRIAL)]
+        if costs.trials:
+            return costs.trials.pop()
+        if costs.comparison > 0 and costs.slowness.seen:
+            costs.comparison -= 1
             return 0
         if rate[best] > (1.0 if self._drafts else 1.0 + self._margin) * rate[0]:
             self._plain, self._pause = 0, self._FIRST_PAUSE
             self._drafts += 1
             if self._drafts % self._COMPARE_EVERY == 0:
-                self._comparison = self._COMPARISON
+                costs.comparison = self._COMPARISON
             turn, rest = divmod(self._drafts, self._RENEW_EVERY)
             if rest == 0:
                 best += 1 if turn % 2 else -1
@@ -177,7 +192,7 @@ class AdaptiveBudget:
         self._seen[:] = 1
         self._plain, self._pause = 0, min(2 * self._pause, self._LONGEST_PAUSE)
         if rate[best] > self._CLOSE * rate[0]:
-            self._trials = [int(self._nodes[best])] * self._TRIAL
+            costs.trials = [int(self._nodes[best])] * self._TRIAL
         self._looked = True
         return self._look(rows)
 
@@ -250,15 +265,16 @@ class AdaptiveBudget:
         if self._looked:
             return  # a look at larger trees, not a size in use; the first ones start slowly
         verify, draft = self._latency(rows)
+        costs = self._costs_of(rows)
         drafting, rest = seconds
         if not drafted:
             if self._plain_run > self._WARM_UP:
-                self._plain_slowness.observe(rest / float(verify[0]))
+                costs.plain_slowness.observe(rest / float(verify[0]))
             return
         expected = float(np.interp(self._cost(sizes.mean(), sizes.max()), self._nodes, verify))
-        self._slowness.observe(rest / expected)
+        costs.slowness.observe(rest / expected)
         size = int(self._nodes.searchsorted(drafted))
-        self._dearness[size].observe(drafting / rest / (float(draft[size]) / expected))
+        costs.dearness[size].observe(drafting / rest / (float(draft[size]) / expected))
 
     def _promises(self, rows: int) -> tuple[Floats, int]:
         """Tokens a row `[M]` by the time that a step with each number of nodes takes, and the best number but 0."""
@@ -285,12 +301,16 @@ class AdaptiveBudget:
     def _now(self, rows: int) -> tuple[Floats, Floats]:
         """The table's latencies `[M]` as they are now, to verify and to draft, in units of a plain step's."""
         verify, draft = self._latency(rows)
-        slower = self._slowness.value / self._plain_slowness.value if self._plain_slowness.seen else 1.0
-        known = [size for size, dearness in enumerate(self._dearness) if dearness.seen]
+        costs = self._costs_of(rows)
+        slower = costs.slowness.value / costs.plain_slowness.value if costs.plain_slowness.seen else 1.0
+        known = [size for size, dearness in enumerate(costs.dearness) if dearness.seen]
         dearness = (
-            np.interp(self._nodes, self._nodes[known], [self._dearness[size].value for size in known]) if known else 1.0
+            np.interp(self._nodes, self._nodes[known], [costs.dearness[size].value for size in known]) if known else 1.0
         )
         return np.where(self._nodes > 0, slower, 1.0) * verify, slower * dearness * draft
+
+    def _costs_of(self, rows: int) -> _Costs:
+        return self._costs[int(np.abs(np.log(self._table.batches / rows)).argmin())]
 
     def _latency(self, rows: int) -> tuple[Floats, Floats]:
         if rows not in self._latencies:

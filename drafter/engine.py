@@ -22,7 +22,7 @@ from torch import Tensor
 
 from drafter import devices
 from drafter.base_model import BaseModel
-from drafter.budget import LEAST_AT_FIRST, AdaptiveBudget, Budget, Cut, FixedBudget
+from drafter.budget import AdaptiveBudget, Budget, Cut, FixedBudget
 from drafter.drafters.contract import DraftContext, Drafter
 from drafter.errors import EngineError, LoadError, RequestError
 from drafter.latency import NODE_COUNTS, LatencyTable, batch_sizes, measure_latency
@@ -764,7 +764,7 @@ class Engine:
         length = self._probed_length
         self._lengths.fill_(length)
         self._slots = [_placeholder(length)] * rows
-        context, self._slots = self._context(rows, LEAST_AT_FIRST), []
+        context, self._slots = self._context(rows, FixedBudget(nodes).least), []
         if nodes:
             self.drafter.catch_up(context)
         if (graphs := self._graphs) is not None:

@@ -136,8 +136,7 @@ class LabelModel(Protocol):
 
 
 LATTICE_BEAM = 10
-"""Prefixes a depth that heads keep in a lattice search, where each costs a network's forward. The same for every tree
-size, so that smaller trees are slices of larger ones."""
+"""Prefixes a depth that heads keep in a lattice search, where each costs a network's forward."""
 
 
 def best_lattice_trie(

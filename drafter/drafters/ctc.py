@@ -281,8 +281,16 @@ class CTCHead(FrameHead):
         config = self.config
         lattice = _Lattice(self, base, states, recent, label_terms)
         return best_lattice_trie(
-            lattice, recent[:, -1], config.num_frames, config.band, config.depth, size, LATTICE_BEAM, least
+            lattice, recent[:, -1], states.shape[1], config.band, config.depth, size, LATTICE_BEAM, least
         )
+
+    def frames_for(self, size: int, tree: Tree) -> int | None:
+        """Those within the band of a level; all of them where any may say any label. See `FrameHead.frames_for`."""
+        config = self.config
+        levels = min(config.depth, size - 1)
+        if config.label_context:
+            return min(levels + config.band - 1, config.num_frames)
+        return levels if config.loss == "ce" and tree == "exact" else None
 
     def refuse_tree(self, tree: Tree) -> None:
         """Raise `ValueError` for a tree that these frames do not have."""
@@ -291,7 +299,7 @@ class CTCHead(FrameHead):
 
 
 class _Lattice:
-    """`LabelModel` of a head's frames `[B, T, d]`: a path's state is its last `c` tokens."""
+    """`LabelModel` of a head's frames `[B, F, d]`: a path's state is its last `c` tokens."""
 
     def __init__(
         self,

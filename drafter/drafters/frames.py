@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from drafter.pretrained import DraftHead, Tree
 from drafter.token_tree import TokenTree
 
 Search = Callable[[Tensor, Tensor, int, float], TokenTree]
-"""Frame states `[B, T, d]`, recent tokens `[B, recent_tokens]`, a size and `DraftContext.least` → trees `[B, size]`."""
+"""Frame states `[B, F, d]`, recent tokens `[B, recent_tokens]`, a size and `DraftContext.least` → trees `[B, size]`."""
 
 
 class FrameHead(DraftHead):
@@ -31,7 +32,7 @@ class FrameHead(DraftHead):
         """Trees of `size` nodes, root included.
 
         Args:
-            states: `[B, T, d]` frame states.
+            states: `[B, F, d]` frame states, as many as `frames_for` says.
             recent: `[B, recent_tokens]` last tokens, the pending one last.
             base: Lends its embedding and LM head.
             size: Nodes of a tree.
@@ -45,6 +46,10 @@ class FrameHead(DraftHead):
         """
         return lambda states, recent, size, least: self.search(states, recent, base, size, tree)
 
+    def frames_for(self, size: int, tree: Tree) -> int | None:
+        """How many frames, the first ones, trees of `size` nodes can be made of; None for all of them."""
+        return None
+
     def refuse_tree(self, tree: Tree) -> None:
         """Raise `ValueError` for a kind of tree that the head does not have."""
 
@@ -53,7 +58,8 @@ class FrameHead(DraftHead):
     ) -> TokenTree:
         """Trees `[B * A, size]` at `anchors` `[B, A]`; see `DraftHead.trees_at`."""
         self.refuse_tree(tree)
-        states = self.module(base.embed(tokens), hidden, anchors).flatten(0, 1)
+        count = self.frames_for(size, tree)
+        states = self.module(base.embed(tokens), hidden, anchors, count).flatten(0, 1)
         return self.search(states, last_tokens(tokens, anchors, self.recent_tokens).flatten(0, 1), base, size, tree)
 
     def drafter(self, base: BaseModel, tree_size: int, tree: Tree = "exact") -> FrameDrafter:
@@ -73,6 +79,7 @@ class FrameDrafter(Drafter):
         self._recent_tokens = head.recent_tokens
         self._reader = head.module.reader(base, self.depth + 1)
         self._search = head.prepared_search(base, tree)
+        self._frames_for = partial(head.frames_for, tree=tree)
 
     def allocate(self, slots: int, length: int) -> None:
         """Make room for what the module remembers."""
@@ -92,7 +99,7 @@ class FrameDrafter(Drafter):
 
     def propose(self, context: DraftContext, size: int) -> TokenTree:
         """Trees `[B, size]`: read what is new, compute the frames, search."""
-        states = self._reader.read(context)
+        states = self._reader.read(context, self._frames_for(size))
         recent = last_tokens(context.tokens, context.lengths[:, None], self._recent_tokens)[:, 0]
         return self._search(states, recent, size, context.least)
 

@@ -72,8 +72,9 @@ class MedusaHead(FrameHead):
         return cross_entropy(log_probs, labels, batch.lengths[real], self.config.depth_decay)
 
     def log_probs(self, states: Tensor) -> Tensor:
-        """`[N, U, V]` float32 log-probabilities of frame states `[N, U, d]`."""
-        logits = torch.bmm(states.transpose(0, 1), self.outputs.to(states.dtype).transpose(1, 2))
+        """`[N, F, V]` float32 log-probabilities of the first frame states `[N, F, d]`."""
+        outputs = self.outputs[: states.shape[1]].to(states.dtype)
+        logits = torch.bmm(states.transpose(0, 1), outputs.transpose(1, 2))
         return logits.transpose(0, 1).float().log_softmax(-1)
 
     def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
@@ -81,3 +82,7 @@ class MedusaHead(FrameHead):
         if tree == "static":
             return static_tree(self.log_probs(states), recent[:, -1], self.config.depth, size, blank=False)
         return best_product_trie(self.log_probs(states), recent[:, -1], size)
+
+    def frames_for(self, size: int, tree: Tree) -> int | None:
+        """One for each level; see `FrameHead.frames_for`."""
+        return min(self.config.depth, size - 1) if tree == "exact" else None

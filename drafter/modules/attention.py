@@ -115,28 +115,31 @@ class AttentionModule(DraftModule):
         cos, sin = angles.cos(), angles.sin()
         return torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)], 1).to(dtype)
 
-    def frames(self, context: Tensor, starts: Tensor, rotation: Tensor, mask: Tensor, memory: Memory) -> Tensor:
-        """The frames' last states: the one forward that training and decoding share.
+    def frames(
+        self, context: Tensor, starts: Tensor, count: int, rotation: Tensor, mask: Tensor, memory: Memory
+    ) -> Tensor:
+        """The first F frames' last states: the one forward that training and decoding share.
 
         Args:
             context: `[B, W, d]` fused entries whose keys and values are not in the memory yet.
             starts: `[B, A, d]` fused entry of the pending token of each anchor. In decoding B is 1: the entries of all
                 rows come in one list, and the rows are its anchors.
-            rotation: `[B, W + A·T, 2, D]` cosine and signed sine at the entries' positions, context first.
-            mask: bool, broadcastable to `[C, 1, B·A·T/C, S']`: what each frame may attend to among what `memory`
+            count: F.
+            rotation: `[B, W + A·F, 2, D]` cosine and signed sine at the entries' positions, context first.
+            mask: bool, broadcastable to `[C, 1, B·A·F/C, S']`: what each frame may attend to among what `memory`
                 returns, which are C texts.
             memory: Takes a layer's new keys and values, returns those to attend to.
 
         Returns:
-            `[B, A, T, d]`, before any output norm.
+            `[B, A, F, d]`, before any output norm.
         """
-        frames = (starts[:, :, None] + self.slots).flatten(1, 2)
+        frames = (starts[:, :, None] + self.slots[:count]).flatten(1, 2)
         cos, sin = rotation[:, :, None, None].unbind(4)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, _Layer)
             queries, keys, values = layer.project(torch.cat([context, frames], 1), cos, sin)
             frames = layer(frames, queries[:, context.shape[1] :], *memory(index, keys, values), mask)
-        return frames.view(frames.shape[0], starts.shape[1], self.num_frames, -1)
+        return frames.view(frames.shape[0], starts.shape[1], count, -1)
 
     def remember(self, context: Tensor, rotation: Tensor, store: Callable[[int, Tensor, Tensor], None]) -> None:
         """Hand a memory the keys and values of entries, for frames to come; see `frames`."""
@@ -145,10 +148,10 @@ class AttentionModule(DraftModule):
             assert isinstance(layer, _Layer)
             store(index, *layer.project(context, cos, sin)[1:])
 
-    def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor) -> Tensor:
-        """Frames `[B, A, T, d]`; see `DraftModule.forward`."""
+    def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor, count: int | None = None) -> Tensor:
+        """Frames `[B, A, F, d]`; see `DraftModule.forward`."""
         batch, length, _ = embeddings.shape
-        count, frames = anchors.shape[1], self.num_frames
+        frames = count or self.num_frames
         before = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], 1)
         context = self.fuse(embeddings, before)
         starts = context.gather(1, anchors[:, :, None].expand(-1, -1, context.shape[-1]))
@@ -157,10 +160,10 @@ class AttentionModule(DraftModule):
         positions = torch.cat([place.expand(batch, -1), (anchors[:, :, None] + own).flatten(1)], 1)
         rotation = self.rotation(length + frames, hidden.device, context.dtype)[positions]
         sees_context = (place <= anchors[:, :, None]).repeat_interleave(frames, 1)
-        anchor = torch.arange(count, device=anchors.device).repeat_interleave(frames)
+        anchor = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(frames)
         sees_frames = (anchor[:, None] == anchor).expand(batch, -1, -1)
         mask = torch.cat([sees_context, sees_frames], 2)[:, None]
-        return self.frames(context, starts, rotation, mask, lambda _, keys, values: (keys, values))
+        return self.frames(context, starts, frames, rotation, mask, lambda _, keys, values: (keys, values))
 
     def reader(self, base: BaseModel, fresh: int) -> FrameReader:
         """A reader that keeps the keys and values of the fused context for every slot."""
@@ -222,8 +225,9 @@ class _AttentionReader(FrameReader):
         self._new = np.where(late, 1, new.clip(1))
         self._read[: len(known)] = (known + 1).tolist()
 
-    def read(self, context: DraftContext) -> Tensor:
-        module, frames, rows = self._module, self._module.num_frames, context.tokens.shape[0]
+    def read(self, context: DraftContext, count: int | None = None) -> Tensor:
+        module, rows = self._module, context.tokens.shape[0]
+        frames = count or module.num_frames
         entries, ends = self._recent(rows)
         positions, fused = self._fused(context, entries)
         ahead = context.lengths[:, None] + torch.arange(1, frames + 1, device=positions.device)
@@ -241,7 +245,7 @@ class _AttentionReader(FrameReader):
             return texts[layer, 0], texts[layer, 1]
 
         rotation = self._rotation[torch.cat([positions, ahead.flatten()])]
-        return module.frames(fused[None], fused[None, ends], rotation[None], mask, memory)[0]
+        return module.frames(fused[None], fused[None, ends], frames, rotation[None], mask, memory)[0]
 
     def _remember(self, context: DraftContext, entries: _Entries) -> None:
         """Read entries whose frames nobody wants."""

@@ -22,16 +22,18 @@ class DraftModule(nn.Module, ABC):
     """T."""
 
     @abstractmethod
-    def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor) -> Tensor:
+    def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor, count: int | None = None) -> Tensor:
         """Frames for many anchors of known sequences, each as decoding would compute it there.
 
         Args:
             embeddings: `[B, L, d]` frozen embeddings of the tokens.
             hidden: `[B, L, d]` the base's last hidden states, after its final norm.
             anchors: `[B, A]` position of the pending token. Its own hidden state and all later ones are not looked at.
+            count: F, the first frames that are wanted; None for all T. The others are not computed: a frame that attends
+                to the others does so among these.
 
         Returns:
-            `[B, A, T, d]`.
+            `[B, A, F, d]`.
         """
 
     @abstractmethod
@@ -60,8 +62,8 @@ class FrameReader(ABC):
         """Comes before each `read`, with the same rows; see `Drafter.catch_up`."""
 
     @abstractmethod
-    def read(self, context: DraftContext) -> Tensor:
-        """Frame states `[B, T, d]` of the context's rows; see `Drafter.propose`."""
+    def read(self, context: DraftContext, count: int | None = None) -> Tensor:
+        """The first `count` frame states, or all, `[B, F, d]` of the context's rows; see `Drafter.propose`."""
 
 
 def hidden_before(hidden: Tensor, anchors: Tensor) -> Tensor:

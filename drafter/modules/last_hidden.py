@@ -15,7 +15,7 @@ class LastHidden(DraftModule):
 
     num_frames = 1
 
-    def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor) -> Tensor:
+    def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor, count: int | None = None) -> Tensor:
         """Frames `[B, A, 1, d]`; see `DraftModule.forward`."""
         return hidden_before(hidden, anchors)[:, :, None]
 
@@ -28,5 +28,5 @@ class _LastHiddenReader(FrameReader):
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def read(self, context: DraftContext) -> Tensor:
+    def read(self, context: DraftContext, count: int | None = None) -> Tensor:
         return newest_hidden(context)[:, None].to(self._dtype)

@@ -32,13 +32,13 @@ class ResidualBlocks(DraftModule):
             nn.init.zeros_(block.weight)
             nn.init.zeros_(block.bias)
 
-    def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor) -> Tensor:
-        """Frames `[B, A, T, d]`; see `DraftModule.forward`."""
-        return self.frames(hidden_before(hidden, anchors))
+    def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor, count: int | None = None) -> Tensor:
+        """Frames `[B, A, F, d]`; see `DraftModule.forward`."""
+        return self.frames(hidden_before(hidden, anchors), count)
 
-    def frames(self, hidden: Tensor) -> Tensor:
-        """Frames `[..., T, d]` of hidden states `[..., d]`."""
-        return torch.stack([hidden + F.silu(block(hidden)) for block in self.blocks], -2)
+    def frames(self, hidden: Tensor, count: int | None = None) -> Tensor:
+        """The first `count` frames, or all, `[..., F, d]` of hidden states `[..., d]`."""
+        return torch.stack([hidden + F.silu(block(hidden)) for block in self.blocks[:count]], -2)
 
     def reader(self, base: BaseModel, fresh: int) -> FrameReader:
         """A reader without memory."""
@@ -49,5 +49,5 @@ class _ResidualReader(FrameReader):
     def __init__(self, module: ResidualBlocks, dtype: torch.dtype) -> None:
         self._module, self._dtype = module, dtype
 
-    def read(self, context: DraftContext) -> Tensor:
-        return self._module.frames(newest_hidden(context).to(self._dtype))
+    def read(self, context: DraftContext, count: int | None = None) -> Tensor:
+        return self._module.frames(newest_hidden(context).to(self._dtype), count)
