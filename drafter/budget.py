@@ -247,7 +247,9 @@ class AdaptiveBudget:
             order = np.arange(rows * drafted).reshape(rows, drafted).T.ravel()
         there = order % drafted < sizes[:, None]
         promised = calibrated.ravel()[order]
-        gain, count = (np.pad((there * of).cumsum(axis=1), ((0, 0), (1, 0))) / rows for of in (promised, 1))
+        gain, count = np.zeros((2, len(sizes), rows * drafted + 1))
+        np.cumsum(there * (promised / rows), axis=1, out=gain[:, 1:])
+        np.cumsum(there / rows, axis=1, out=count[:, 1:])
         return order, gain, count
 
     def observe(self, log_prices: Floats, accepted: npt.NDArray[np.bool_]) -> None:

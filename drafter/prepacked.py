@@ -192,15 +192,16 @@ def _fits_half(weight: Tensor) -> bool:
 class _Kind:
     """Layers for which the same ways are the fastest."""
 
-    outputs: int
     inputs: int
+    outputs: int
     bias: bool
     fits_half: bool
     threads: int
 
 
 def _kind(layer: nn.Linear) -> _Kind:
-    return _Kind(*layer.weight.shape, layer.bias is not None, _fits_half(layer.weight), torch.get_num_threads())
+    bias, fits_half = layer.bias is not None, _fits_half(layer.weight)
+    return _Kind(layer.in_features, layer.out_features, bias, fits_half, torch.get_num_threads())
 
 
 def _fastest_ways(kind: _Kind, layers: Sequence[nn.Linear]) -> tuple[Way, Way]:
@@ -210,7 +211,9 @@ def _fastest_ways(kind: _Kind, layers: Sequence[nn.Linear]) -> tuple[Way, Way]:
     products = [[way(layer.weight, layer.bias) for layer in layers] for way in ways]
 
     def fastest(counts: Sequence[int]) -> Way:
-        times = torch.tensor([[_seconds(some, torch.ones(count, kind.inputs)) for count in counts] for some in products])
+        times = torch.tensor(
+            [[_seconds(some, torch.ones(count, kind.inputs)) for count in counts] for some in products]
+        )
         times[0] /= _WORTH
         return ways[int((times / times.amin(0)).sum(1).argmin())]
 

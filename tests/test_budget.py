@@ -130,6 +130,19 @@ def test_the_cost_of_the_largest_trees_is_learnt_like_any_other() -> None:
     assert budget.draft(1) == 0  # in 35 against 1 in 1
 
 
+def test_what_one_row_costs_says_nothing_of_many() -> None:
+    """A search that is dear for one row may be as cheap as the table says for eight; six are counted as eight."""
+    budget = AdaptiveBudget(TABLE)
+    assert all(decisions(budget, price=0.6, accepted=0.6, steps=20))
+    for _ in range(100):
+        budget.clock(1, 4, np.full(1, 4), (100.0, 1.2))
+        budget.clock(2, 8, np.full(2, 8), (100.0, 1.5))
+    assert all(decisions(budget, price=0.6, accepted=0.6, steps=20))
+    for _ in range(100):
+        budget.clock(6, 4, np.full(6, 4), (100.0, 5.0))
+    assert not any(decisions(budget, price=0.6, accepted=0.6, steps=20))
+
+
 def test_trees_pay_more_where_plain_steps_have_become_slow() -> None:
     """Handing out tokens, say, costs as much with every step, however many they are."""
     budget = AdaptiveBudget(TABLE)

@@ -144,7 +144,8 @@ class CTCHead(FrameHead):
         """CTC, prefix, lattice or cross-entropy loss, as the configuration says; see `DraftHead.forward`."""
         config = self.config
         real = batch.lengths > 0
-        states = self.module(base.embed(batch.tokens), hidden, batch.anchors)[real]
+        count = self.frames_for(config.depth + 1, "exact")
+        states = self.module(base.embed(batch.tokens), hidden, batch.anchors, count)[real]
         targets, lengths, labels = batch.targets[real], batch.lengths[real], labels[real]
         if config.label_context:
             known = last_tokens(batch.tokens, batch.anchors, config.label_context)[real]
@@ -166,16 +167,16 @@ class CTCHead(FrameHead):
         return prefix_loss(log_probs, targets, lengths, config.depth_decay, labels)
 
     def _lattice_loss(self, base: BaseModel, states: Tensor, text: Tensor, lengths: Tensor, labels: Labels) -> LossSum:
-        """The prefix loss of frames `[N, T, d]` that know the last labels.
+        """The prefix loss of frames `[N, F, d]` that know the last labels.
 
         Args:
             text: `[N, c + U]` the tokens around the anchor: `c` up to the pending one, then the targets.
             labels: `[N, U, K]`.
         """
         config = self.config
-        depth = config.depth
+        depth, frames = config.depth, states.shape[1]
         frame = torch.arange(depth, device=text.device)[:, None] + torch.arange(config.band, device=text.device)
-        frame = frame.clamp_max(config.num_frames - 1)
+        frame = frame.clamp_max(frames - 1)
         known = self.label_norm(base.embed(text)).unfold(1, config.label_context, 1)[:, :depth]
         joint = self.joint_frames(states)[:, frame] + self.joint_labels(known.transpose(2, 3).flatten(2))[:, :, None]
         states = self.joint(states[:, frame], joint)
@@ -187,7 +188,7 @@ class CTCHead(FrameHead):
             chosen[..., 0],
             blank[..., 0],
             lengths,
-            config.num_frames,
+            frames,
             config.depth_decay,
             (chosen[..., 1:], labels.probs),
         )

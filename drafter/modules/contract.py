@@ -29,8 +29,8 @@ class DraftModule(nn.Module, ABC):
             embeddings: `[B, L, d]` frozen embeddings of the tokens.
             hidden: `[B, L, d]` the base's last hidden states, after its final norm.
             anchors: `[B, A]` position of the pending token. Its own hidden state and all later ones are not looked at.
-            count: F, the first frames that are wanted; None for all T. The others are not computed: a frame that attends
-                to the others does so among these.
+            count: F, the first frames that are wanted; None for all T. Others are not computed: frames that attend to
+                one another do so among these.
 
         Returns:
             `[B, A, F, d]`.

@@ -48,8 +48,8 @@ def test_the_lattice_loss_without_a_joint_is_the_frames_own(tiny_base: BaseModel
     torch.nn.init.zeros_(head.joint_out.weight)
     batch = draft_batch(random_texts(2), DEPTH, 16)
     hidden = base_hidden_states(tiny_base, batch.tokens)
-    states = head.module(tiny_base.embed(batch.tokens), hidden, batch.anchors).flatten(0, 1)
-    log_probs = head.log_probs(states, tiny_base.lm_head)[:, :DEPTH]
+    states = head.module(tiny_base.embed(batch.tokens), hidden, batch.anchors, DEPTH).flatten(0, 1)
+    log_probs = head.log_probs(states, tiny_base.lm_head)
     entropy = -log_probs.gather(2, batch.targets.flatten(0, 1)[..., None])[..., 0]
     weights = (torch.arange(DEPTH) < batch.lengths.flatten()[:, None]) * 0.8 ** torch.arange(DEPTH)
     expected = (entropy * weights).sum() / weights.sum()

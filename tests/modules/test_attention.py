@@ -53,6 +53,15 @@ def test_every_frame_sees_every_other(tiny_base: BaseModel, module: AttentionMod
     assert bool(((before - after).abs().amax(-1) > 1e-6).all())
 
 
+def test_the_first_frames_alone(tiny_base: BaseModel, module: AttentionModule) -> None:
+    """They are what a module without the others would make."""
+    tokens, hidden = sequence(tiny_base, 2, 10)
+    embeddings, anchors = tiny_base.embed(tokens), torch.tensor([[4, 7], [2, 9]])
+    some = module(embeddings, hidden, anchors, 3)
+    module.num_frames, module.slots = 3, torch.nn.Parameter(module.slots[:3])
+    assert torch.equal(some, module(embeddings, hidden, anchors))
+
+
 def test_the_cache_is_allocated_once(tiny_base: BaseModel, module: AttentionModule) -> None:
     reader = module.reader(tiny_base, 5)
     assert isinstance(reader, _AttentionReader)

@@ -38,3 +38,4 @@ def test_a_residual_block_by_hand() -> None:
         module.blocks[1].bias.fill_(-1.0)  # type: ignore[operator]
     # h + SiLU(3 h − 1) of h = 2, and SiLU(5) = 5 σ(5).
     assert torch.allclose(module.frames(torch.tensor([2.0])), torch.tensor([[2.0], [2.0 + 5.0 * 0.9933071]]))
+    assert module.frames(torch.tensor([2.0]), 1).tolist() == [[2.0]]
