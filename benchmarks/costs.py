@@ -27,12 +27,11 @@ from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from drafter.base_model import BaseModel, pick_device, pick_dtype
-from drafter.devices import is_asynchronous
+from drafter.devices import is_asynchronous, synchronise
 from drafter.drafters.contract import DraftContext, Drafter
 from drafter.drafters.registry import load_drafter, new_head
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import LoadError
-from drafter.evaluation.decoders import synchronise
 from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table

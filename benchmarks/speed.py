@@ -24,11 +24,12 @@ from typing import Any
 from transformers import GenerationConfig
 
 from drafter.base_model import BaseModel, load_tokenizer
+from drafter.devices import synchronise
 from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_BASE
 from drafter.engine import Engine, EngineConfig
 from drafter.errors import LoadError
-from drafter.evaluation.decoders import Decoder, Run, engine_decoder, padding, synchronise, transformers_decoder
+from drafter.evaluation.decoders import Decoder, Run, engine_decoder, padding, transformers_decoder
 from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.prompts import encode
 from drafter.evaluation.questions import QuestionError, read_questions

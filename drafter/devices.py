@@ -11,6 +11,12 @@ def is_asynchronous(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done everything it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """`tensor`, which the host has just made, on `device`, without waiting for what is queued there."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

@@ -11,43 +11,31 @@ On a GPU a step is queued as a whole (`StepGraphs`), and its outcome is read whi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from drafter import devices
 from drafter.base_model import BaseModel
 from drafter.budget import AdaptiveBudget, Budget, Cut, FixedBudget
 from drafter.drafters.contract import DraftContext, Drafter
 from drafter.errors import EngineError, LoadError, RequestError
-from drafter.latency import NODE_COUNTS, LatencyTable, batch_sizes, measure_latency
-from drafter.logprobs import PathLogprobs, path_logprobs
-from drafter.packing import Packing
-from drafter.penalties import History
 from drafter.requests import Request, TokenLogprob
-from drafter.sampling import SamplingMode, SamplingTable, choose
+from drafter.rows import Rows, Verdict, report
 from drafter.slots import Handle, Ids, Slot
 from drafter.stage_times import StageTimes
+from drafter.start import compile_base, measure_steps
 from drafter.statistics import EngineState
-from drafter.step_graphs import StepReport, StepShape, padded_length, padded_rows, step_graphs
+from drafter.step_graphs import StepReport, step_graphs
 from drafter.token_tree import TokenTree, root_only
-from drafter.verification import Walk, walk
 from drafter.waiting import WaitingQueue
-
-T = TypeVar("T")
 
 _DEFAULT_MAX_LENGTH = 2048
 _PREFILL_CHUNK = 512
 """Prompt tokens of one forward, and about as many a step takes on while somebody watches a row's tokens come."""
-_PROBED_LENGTH = 256
-"""Committed tokens of the rows whose steps are timed at start."""
-_PROBED_TEXT, _PROBED_ROWS = 24, 16
-"""How many of these the base says itself, in how many different ways."""
 _LEAST_SHARED = 8
 """Shorter common beginnings of prompts are computed again: that costs no more than to copy them."""
 
@@ -100,21 +88,6 @@ class Flight:
     landed: torch.cuda.Event | None
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What the base says to a step's trees.
-
-    Args:
-        walk: The way down each tree.
-        hidden: `[B, N, d]` the nodes' hidden states.
-        logprobs: Of the rows that asked for them; None if none did.
-    """
-
-    walk: Walk
-    hidden: Tensor
-    logprobs: PathLogprobs | None
-
-
 class Engine:
     """The decoding loop. `submit`, `state` and `Handle.cancel` may be called from any thread, `step` from one.
 
@@ -125,6 +98,7 @@ class Engine:
         config: Sizes.
 
     Attributes:
+        rows: The device's side of them.
         last_step: When it last gave a sign of life, in monotonic seconds: if it is not idle and this is long ago, it
             hangs.
 
@@ -139,47 +113,30 @@ class Engine:
         if config.max_length is not None and config.max_length > limit:
             raise LoadError(f"max_length {config.max_length} is more than the {limit} positions of {base.name}")
         self.max_length = config.max_length or min(limit, _DEFAULT_MAX_LENGTH)
-        # Draft nodes and the stale ends of a path are written past a row's last token, never read. A multiple of eight,
-        # as a GPU's kernels want masks to be.
-        self._capacity = -(-(self.max_length + drafter.tree_size + drafter.depth + 1) // 8) * 8
-        device, slots = base.device, config.slots
-        self._cache = base.new_cache(slots, self._capacity)
-        self._tokens = torch.zeros(slots, self._capacity, dtype=torch.long, device=device)
-        self._hidden = (
-            torch.zeros(slots, self._capacity, base.hidden_size, dtype=base.dtype, device=device)
-            if drafter.reads_hidden
-            else None
-        )
-        # An empty slot counts as full, so that a step that runs over it writes behind every text.
-        self._lengths = torch.full((slots,), self.max_length, dtype=torch.long, device=device)
-        self._offsets = torch.arange(drafter.depth + 1, device=device)
-        self._sampling = SamplingTable.empty(slots, self.max_length, device)
-        drafter.allocate(slots, self._capacity)
-        self._graphs = step_graphs(device, base.devices)
-        self._packs_prompts = base.allow_packing()
+        self._graphs = step_graphs(base.device, base.devices)
         # A step that is repeated as a whole always has the same nodes.
-        self._packs = self._graphs is None and self._packs_prompts
+        self.rows = Rows(base, drafter, config.slots, self.max_length, packs=self._graphs is None)
         self._flights: list[Flight] = []
         self._slots: list[Slot] = []
         # Requests that are being prefilled, in the slots behind the active rows.
         self._entering: list[Slot] = []
-        self._mode = SamplingMode.of([])
-        # Log-probabilities that rows have asked for: row → how many of the most probable tokens.
-        self._logprobs: dict[int, int] = {}
         self._waiting = WaitingQueue(config.max_queue)
-        self._rows = config.slots  # may be in slots together; fewer after memory ran out
+        self._most = config.slots  # requests may be in slots together; fewer after memory ran out
         self._times = StageTimes()
         self._steps = self._row_steps = self._preemptions = 0
         self._output_tokens = self._draft_tokens = self._accepted_tokens = 0
         self._prefilled_tokens = self._shared_tokens = self._read_before = 0
         self.last_step = time.monotonic()
         if config.compile:
-            self._compile()
+            compile_base(self.rows)
         self._budget: Budget = FixedBudget(0)
         if drafter.tree_size > 1:
             fixed = config.nodes
-            self._budget = FixedBudget(fixed) if fixed != "auto" else AdaptiveBudget(self._latencies(), self._cut)
-        self._lengths.fill_(self.max_length)
+            self._budget = (
+                FixedBudget(fixed)
+                if fixed != "auto"
+                else AdaptiveBudget(measure_steps(self.rows, self._graphs), self._cut)
+            )
 
     # ---- from any thread
 
@@ -203,7 +160,7 @@ class Engine:
         return EngineState(
             active=len(self._in_slots()),
             waiting=len(self._waiting),
-            slots=self._rows,
+            slots=self._most,
             steps=self._steps,
             row_steps=self._row_steps,
             output_tokens=self._output_tokens,
@@ -233,7 +190,7 @@ class Engine:
     @property
     def nbytes(self) -> int:
         """Bytes of the KV cache."""
-        return self._cache.nbytes
+        return self.rows.cache.nbytes
 
     def fail(self, error: BaseException) -> None:
         """End every request with `error`; later ones are refused."""
@@ -303,7 +260,7 @@ class Engine:
         else:
             tree, sizes = root_only(context.pending), np.zeros(rows, dtype=np.int64)
         begun = time.perf_counter()
-        verdict = self._verify(tree, rows, context.longest + tree.size)
+        verdict = self.rows.verify(tree, context.longest + tree.size)
         self._times.mark("verify")
         self._conclude(verdict, tree, slice(0, rows))
         if self.base.device.type == "cpu":  # elsewhere the work has only been queued
@@ -316,37 +273,20 @@ class Engine:
         if nodes:
             self.drafter.catch_up(context)
             self._times.mark("draft")
-        shape = self._shape(rows, nodes, context.longest)
-        step = partial(self._whole_step, shape)
+        shape = self.rows.shape(rows, nodes, context.longest)
+        step = partial(self.rows.step, shape)
         assert self._graphs is not None
         # How many rows want how many log-probabilities is not part of a shape.
-        report = step() if self._logprobs else self._graphs.run(shape, step)
+        found = step() if self.rows.logprobs else self._graphs.run(shape, step)
         self._times.mark("verify")
-        self._fly(report, slice(0, rows), nodes)
+        self._fly(found, slice(0, rows), nodes)
         self._settle(1)
-
-    def _shape(self, rows: int, nodes: int, longest: int) -> StepShape:
-        kv_length = padded_length(min(longest, self.max_length) + nodes + 1, self._capacity)
-        biases = self._sampling.biases.shape[1] if self._mode.biased else 0
-        return StepShape(padded_rows(rows, self.config.slots), nodes, kv_length, self._mode, biases)
-
-    def _whole_step(self, shape: StepShape) -> StepReport:
-        """A step without the host: what it does follows from `shape` and from what is in the buffers."""
-        rows = slice(0, shape.rows)
-        hidden = None if self._hidden is None else self._hidden[rows]
-        bound = shape.kv_length - shape.nodes - 1
-        context = DraftContext(self._tokens[rows], hidden, self._lengths[rows], [], bound=bound)
-        tree = self.drafter.propose(context, shape.nodes + 1) if shape.nodes else root_only(context.pending)
-        verdict = self._verify(tree, shape.rows, shape.kv_length)
-        self._commit(verdict, rows)
-        self._lengths.clamp_(max=self.max_length)  # empty slots stay full
-        return _report(verdict, tree)
 
     def _conclude(self, verdict: Verdict, tree: TokenTree, rows: slice) -> None:
         """What follows every forward that makes tokens for `rows`, where the host is there."""
-        self._commit(verdict, rows)
+        self.rows.commit(verdict, rows)
         self._times.mark("commit")
-        self._fly(_report(verdict, tree), rows, tree.size - 1)
+        self._fly(report(verdict, tree), rows, tree.size - 1)
         # The step before is still under way on a GPU, and must be while the next one is queued.
         self._settle(0 if self._graphs is None else 2)
 
@@ -363,7 +303,7 @@ class Engine:
             landed = torch.cuda.Event(blocking=True)
             landed.record(torch.cuda.current_stream(self.base.device))
         most = min(nodes, self.drafter.depth) + 1
-        self._flights.append(Flight(slots, nodes, most, report, self._wanted_logprobs(rows), landed))
+        self._flights.append(Flight(slots, nodes, most, report, self.rows.wanted_logprobs(rows), landed))
 
     def _settle(self, flying: int) -> None:
         """Look at what came of all steps but the last `flying` ones."""
@@ -371,9 +311,7 @@ class Engine:
             self._deliver(self._flights.pop(0))
 
     def _context(self, rows: int, least: float = 0.0) -> DraftContext:
-        hidden = None if self._hidden is None else self._hidden[:rows]
-        known = [slot.length for slot in self._slots[:rows]]
-        return DraftContext(self._tokens[:rows], hidden, self._lengths[:rows], known, self._ahead, least=least)
+        return self.rows.context([slot.length for slot in self._slots[:rows]], self._ahead, least)
 
     @property
     def _ahead(self) -> int:
@@ -383,52 +321,7 @@ class Engine:
     @property
     def _cut(self) -> Cut:
         """What can be done with trees before they are verified."""
-        return "never" if self._graphs is not None else "each" if self._packs else "alike"
-
-    def _verify(self, tree: TokenTree, rows: int, kv_length: int) -> Verdict:
-        """Run the base over `tree` `[B, N]` and walk down."""
-        lengths = self._lengths[:rows]
-        ancestors = tree.ancestors(self._depth(tree))
-        packing = Packing.of(tree.tokens >= 0) if self._packs and rows > 1 and tree.size > 1 else None
-        logits, hidden = self.base.verify(
-            self._cache, tree.tokens.clamp_min(0), lengths, tree.depths, ancestors, kv_length, packing
-        )
-        return self._judge(tree, ancestors, logits, hidden, slice(0, rows))
-
-    def _depth(self, tree: TokenTree) -> int:
-        return min(self.drafter.depth, tree.size - 1)
-
-    def _judge(self, tree: TokenTree, ancestors: Tensor, logits: Tensor, hidden: Tensor, rows: slice) -> Verdict:
-        """Walk down the trees of `rows` by the base's choices."""
-        lengths, history = self._lengths[rows], None
-        if self._mode.penalties:
-            history = History(self._tokens[rows], lengths, tree.tokens, tree.depths, ancestors)
-        positions = lengths[:, None] + tree.depths + 1 if self._mode.random else None
-        choices = choose(logits, self._sampling, self._mode, positions, history, rows)
-        step = walk(tree, choices, ancestors, self._depth(tree))
-        logprobs = None
-        if wanted := self._wanted_logprobs(rows):
-            logprobs = path_logprobs(logits, step, list(wanted), max(wanted.values()))
-        return Verdict(step, hidden, logprobs)
-
-    def _wanted_logprobs(self, rows: slice) -> dict[int, int]:
-        """Which of `rows`, counted from their first, want how many log-probabilities."""
-        return {row - rows.start: count for row, count in self._logprobs.items() if rows.start <= row < rows.stop}
-
-    def _commit(self, verdict: Verdict, rows: slice) -> None:
-        """Move the path's KV, hidden states and tokens to each row's tail; the bonus token becomes pending."""
-        step, hidden = verdict.walk, verdict.hidden
-        width = step.path.shape[1]
-        lengths = self._lengths[rows]
-        if width > 1:
-            self._cache.commit(lengths, step.path)
-        places = lengths[:, None] + self._offsets[:width]
-        self._tokens[rows].scatter_(1, places + 1, step.tokens)
-        if self._hidden is not None:
-            columns = (-1, -1, hidden.shape[-1])
-            path_hidden = hidden.gather(1, step.path[:, :, None].expand(columns)) if width > 1 else hidden
-            self._hidden[rows].scatter_(1, places[:, :, None].expand(columns), path_hidden.to(self._hidden))
-        lengths += step.accepted + 1
+        return "never" if self._graphs is not None else "each" if self.rows.packs else "alike"
 
     def _deliver(self, flight: Flight) -> None:
         """Read the outcome, hand out tokens, retire what has ended."""
@@ -520,7 +413,7 @@ class Engine:
     def _may_join(self) -> bool:
         """Whether the next forward has room for another prompt."""
         unread = sum(slot.length - slot.read for slot in self._entering)
-        return self._packs_prompts and unread < _PREFILL_CHUNK
+        return self.rows.packs_prompts and unread < _PREFILL_CHUNK
 
     def _enter(self) -> bool:
         """Give the next request the slot behind all others, if there are both, and say whether there were.
@@ -528,7 +421,7 @@ class Engine:
         A request that has been in a slot before comes with its output.
         """
         index = len(self._in_slots())
-        slot = self._waiting.take() if index < self._rows else None
+        slot = self._waiting.take() if index < self._most else None
         if slot is None:
             return False
         # It is in its slot before anything can fail, so that `fail` finds it.
@@ -537,9 +430,7 @@ class Engine:
         if slot.entered is None:
             slot.entered = time.monotonic()
         request = slot.handle.request
-        self._tokens[index, : slot.length + 1] = devices.send(torch.from_numpy(slot.prefilled), self.base.device)
-        self._sampling.set(index, request.sampling, len(request.prompt_ids), slot.limit)
-        self.drafter.admit(index)
+        self.rows.enter(index, slot.prefilled, request.sampling, len(request.prompt_ids), slot.limit)
         return True
 
     def _prefill(self) -> None:
@@ -548,26 +439,18 @@ class Engine:
         That is the first pending token, and the first output token comes from a decode step. Where somebody watches,
         that step is part of the forward over the prompt's end: a plain one, which verifies the pending token alone.
         """
-        first = len(self._slots)
-        pieces = self._next_pieces()
-        logits = hidden = None
-        slot, piece = self._entering[0], pieces[0]
+        first, pieces = len(self._slots), self._next_pieces()
+        slot, piece, answer = self._entering[0], pieces[0], None
         if slot.handle.streams and slot.first_token is None and piece.start < piece.stop == slot.length:
-            prompt = self._tokens[first, piece.start : piece.stop + 1]
-            logits, hidden = self.base.prefill_last(self._cache, first, prompt, piece.start)
-        elif any(piece.start < piece.stop for piece in pieces):
-            prompts = [self._tokens[first + place, one] for place, one in enumerate(pieces)]
-            hidden = self.base.prefill(self._cache, first, prompts, [one.start for one in pieces])
-        sizes = [one.stop - one.start for one in pieces]
-        if self._hidden is not None and hidden is not None:
-            for place, part in enumerate(hidden[: sum(sizes)].split(sizes)):
-                self._hidden[first + place, pieces[place]] = part
-        self._prefilled_tokens += sum(sizes)
+            answer = self.rows.prefill_last(first, piece)
+        else:
+            self.rows.prefill(first, pieces)
+        self._prefilled_tokens += sum(one.stop - one.start for one in pieces)
         self._times.mark("prefill")
         self._activate(pieces)
-        if logits is not None and hidden is not None:
-            row, tree = slice(first, first + 1), root_only(self._tokens[first, piece.stop : piece.stop + 1])
-            verdict = self._judge(tree, tree.ancestors(0), logits[None], hidden[None, -1:], row)
+        if answer is not None:
+            row, tree = slice(first, first + 1), root_only(self.rows.tokens[first, piece.stop : piece.stop + 1])
+            verdict = self.rows.judge(tree, tree.ancestors(0), *answer, row)
             self._times.mark("verify")
             self._conclude(verdict, tree, row)
 
@@ -589,7 +472,7 @@ class Engine:
                 if watched or not room or not rest or coming - start > rest / 2:
                     break
             if shared:
-                self._copy(donor, len(self._slots) + place, shared)
+                self.rows.copy(donor, len(self._slots) + place, shared)
                 self._shared_tokens += shared
             pieces.append(slice(start, start + min(room, rest)))
             room -= min(room, rest)
@@ -602,7 +485,7 @@ class Engine:
         for slot, piece in zip(self._entering[: len(pieces)], pieces, strict=True):
             slot.read = piece.stop
             if slot.read == slot.length:
-                self._lengths[len(self._slots)] = slot.length
+                self.rows.begin(len(self._slots), slot.length)
                 self._slots.append(slot)
                 self._entering.remove(slot)
         self._update_mode()
@@ -618,35 +501,25 @@ class Engine:
         shared = max(lengths, default=0)
         return (lengths.index(shared), shared) if shared >= _LEAST_SHARED else (0, 0)
 
-    def _copy(self, source: int, target: int, length: int) -> None:
-        """Copy what the device has of the first `length` positions of slot `source` to slot `target`."""
-        self._cache.move(source, target, length)
-        self._tokens[target, :length] = self._tokens[source, :length]
-        if self._hidden is not None:
-            self._hidden[target, :length] = self._hidden[source, :length]
-
-    def _move(self, source: int, target: int, slot: Slot) -> None:
-        """`slot`, in slot `source`, goes on in slot `target`."""
-        self._copy(source, target, min(slot.length + 1 + self._ahead, self._capacity))
-        self._lengths[target] = self._lengths[source]
-        self._sampling.move(source, target)
-        self.drafter.move(source, target)
-
     def _move_up(self, place: int) -> None:
         """The requests that enter, from this one of them on, each take the slot before theirs."""
         for index, slot in enumerate(self._entering[place:], len(self._slots) + place):
-            self._move(index, index - 1, slot)
+            self.rows.move(index, index - 1, self._end_of(slot))
+
+    def _end_of(self, slot: Slot) -> int:
+        """No token of it lies behind this place."""
+        return slot.length + 1 + self._ahead
 
     def _free(self, index: int) -> Slot:
         """Take the request at `index` out; the last active row takes its place, and those that enter move up."""
         slot, last = self._slots[index], len(self._slots) - 1
         if index != last:
-            self._move(last, index, self._slots[last])
+            self.rows.move(last, index, self._end_of(self._slots[last]))
         self._move_up(0)
         # Last, so that `fail` finds all of them if a move fails.
         self._slots[index] = self._slots[last]
         self._slots.pop()
-        self._lengths[last] = self.max_length
+        self.rows.end(last)
         self._update_mode()
         return slot
 
@@ -665,20 +538,13 @@ class Engine:
             slot.drop()
 
     def _preempt(self) -> None:
-        """Put half of the rows back to wait, and be content with the other half from now on.
-
-        A step writes behind a row's committed tokens and moves its length last. So whatever part of the failed step
-        was done, the rows that stay are as they were before it once their lengths are.
-        """
-        self._rows = (len(self._in_slots()) + 1) // 2
+        """Put half of the rows back to wait, and be content with the other half from now on."""
+        self._most = (len(self._in_slots()) + 1) // 2
         self._settle(0)
-        back = self._in_slots()[min(self._rows, len(self._slots)) :]  # who enters is not in its slot as a whole
-        self._slots, self._entering = self._slots[: self._rows], []
+        back = self._in_slots()[min(self._most, len(self._slots)) :]  # who enters is not in its slot as a whole
+        self._slots, self._entering = self._slots[: self._most], []
         self._update_mode()
-        self._lengths.fill_(self.max_length)
-        for index, slot in enumerate(self._slots):
-            self._lengths[index] = slot.length
-            self.drafter.admit(index)  # what it read in the failed step is not known
+        self.rows.restore([slot.length for slot in self._slots])
         self._waiting.put_back(back)
         self._preemptions += len(back)
         if self.base.device.type == "cuda":
@@ -686,118 +552,7 @@ class Engine:
             torch.cuda.empty_cache()  # what is left may be there, but in pieces
 
     def _update_mode(self) -> None:
-        sampling = [slot.handle.request.sampling for slot in self._slots]
-        self._mode = SamplingMode.of(sampling)
-        self._logprobs = {row: one.logprobs for row, one in enumerate(sampling) if one.logprobs is not None}
-
-    # ---- before the first step
-
-    @torch.inference_mode()
-    def _compile(self) -> None:
-        """Compile the base's forward, and call it once for each of the shapes that compilers tell apart.
-
-        These are one row and several, one node and several. Sizes that happen to be equal would be taken to be so
-        always, so none of them are.
-        """
-        self.base.compile()
-        slots, size = self.config.slots, self.drafter.tree_size
-        self._lengths.fill_(self.max_length // 2)
-        many = max(slots - 1, min(slots, 2))
-        several = size + 1 if size == many else size
-        try:
-            for rows in sorted({1, many}):
-                self._slots = [_placeholder(self.max_length // 2)] * rows
-                for nodes in (1, several) if size > 1 else (1,):
-                    tree = root_only(torch.zeros(rows, dtype=torch.long, device=self.base.device))
-                    tree = TokenTree(*(part.expand(rows, nodes) for part in vars(tree).values()))
-                    kv_length = self.max_length // 2 + nodes
-                    self._verify(tree, rows, kv_length + (kv_length == rows * nodes))
-        except torch._dynamo.exc.TorchDynamoException as error:
-            reason = " ".join(str(error).strip().split("\n")[:2])
-            raise LoadError(f"{self.base.name} cannot be compiled here: {reason} (leave compile out)") from error
-        self._slots = []
-
-    def _latencies(self) -> LatencyTable:
-        most = self.drafter.tree_size - 1
-        counts = sorted({count for count in NODE_COUNTS if count < most} | {most})
-        try:
-            self._say_something()
-            return measure_latency(self._probe, batch_sizes(self.config.slots), counts)
-        except torch.OutOfMemoryError as error:
-            raise LoadError(
-                f"{self.config.slots} slots with trees of {most} nodes do not fit into the memory beside "
-                f"{self.base.name}: lower slots or nodes"
-            ) from error
-
-    @property
-    def _probed_length(self) -> int:
-        return min(_PROBED_LENGTH, self.max_length // 2)
-
-    @torch.inference_mode()
-    def _say_something(self) -> None:
-        """Fill all slots with a text that goes on in the base's own words: searches cost more where much is likely."""
-        length, slots = self._probed_length, self.config.slots
-        rows, start = min(slots, _PROBED_ROWS), max(length - _PROBED_TEXT, 0)
-        random = torch.Generator().manual_seed(0)
-        prompt = torch.randint(self.base.vocab_size, (start + rows,), generator=random).to(self.base.device)
-        if start:
-            self._tokens[0, :start] = prompt[:start]
-            hidden = self.base.prefill(self._cache, 0, [prompt[:start]])
-            if self._hidden is not None:
-                self._hidden[0, :start] = hidden
-        for slot in range(1, rows):
-            self._copy(0, slot, start)
-        self._tokens[:rows, start] = prompt[start:]
-        self._lengths[:rows] = start
-        for end in range(start + 1, length + 1):
-            tree = root_only(self._tokens[:rows, end - 1])
-            self._commit(self._verify(tree, rows, end), slice(0, rows))
-        for slot in range(rows, slots):
-            self._copy(slot % rows, slot, length + 1)  # the pending token, too
-
-    @torch.inference_mode()
-    def _probe(self, rows: int, nodes: int) -> tuple[float, float]:
-        """Seconds of drafting in a step over what was said, and of the rest of it.
-
-        Where a step is queued as a whole, all of it is the rest.
-        """
-        length = self._probed_length
-        self._lengths.fill_(length)
-        self._slots = [_placeholder(length)] * rows
-        context, self._slots = self._context(rows, FixedBudget(nodes).least), []
-        if nodes:
-            self.drafter.catch_up(context)
-        if (graphs := self._graphs) is not None:
-            shape = self._shape(rows, nodes, length)
-            step = partial(self._whole_step, shape)
-            graphs.warm_up(shape, step)
-            self._lengths.fill_(length)
-            return 0.0, self._timed(lambda: graphs.run(shape, step))[1]
-        tree, drafting = root_only(context.pending), 0.0
-        if nodes:
-            tree, drafting = self._timed(lambda: self.drafter.propose(context, nodes + 1))
-            tree = replace(tree, tokens=tree.tokens.clamp_min(0))  # padding would be verified for less
-        return drafting, self._timed(lambda: self._verify(tree, rows, length + tree.size))[1]
-
-    def _timed(self, work: Callable[[], T]) -> tuple[T, float]:
-        """What `work` returns, and its seconds on the device."""
-        if self.base.device.type == "cuda":
-            torch.cuda.synchronize(self.base.device)
-        start = time.perf_counter()
-        result = work()
-        if self.base.device.type == "cuda":
-            torch.cuda.synchronize(self.base.device)
-        return result, time.perf_counter() - start
-
-
-def _report(verdict: Verdict, tree: TokenTree) -> StepReport:
-    """What the host wants to know of a step, in as few tensors as can be."""
-    step = verdict.walk
-    if tree.size == 1:
-        return StepReport(step.tokens, tree.log_prices[:, 1:], verdict.logprobs)
-    real = (tree.tokens[:, 1:] >= 0).sum(dim=1, keepdim=True)
-    outcome = torch.cat([step.accepted[:, None], real, step.path, step.tokens], dim=1)
-    return StepReport(outcome, tree.log_prices[:, 1:], verdict.logprobs)
+        self.rows.expect([slot.handle.request.sampling for slot in self._slots])
 
 
 def common_prefix(first: Ids, second: Ids) -> int:
@@ -805,8 +560,3 @@ def common_prefix(first: Ids, second: Ids) -> int:
     size = min(len(first), len(second))
     differs = first[:size] != second[:size]
     return int(differs.argmax()) if differs.any() else size
-
-
-def _placeholder(length: int) -> Slot:
-    """A row that stands in for any while latency is measured."""
-    return Slot(Handle(Request([0]), stream=False), limit=1, length=length, eos=frozenset(), tokenizer=None)

@@ -32,8 +32,10 @@ _TIMED_FEW, _TIMED_MANY = (1, 5, 17), (96,)
 """Rows whose products are timed, of few and of many."""
 _TIMED_WEIGHTS = 1 << 22
 """Numbers in the layers that take turns while their shape is timed: those of a model do not stay in a core's cache."""
-_REPEATS = 5
-"""Of each timing; the fastest counts, as nothing else has disturbed it."""
+_REPEATS, _ENOUGH = 5, 0.05
+"""Of each timing, unless it has taken so many seconds; the fastest counts, as nothing else has disturbed it."""
+_SMALL = 1 << 14
+"""Numbers in a matrix below which it stays as it is: there is nothing to gain."""
 _WORTH = 1.05
 """How much faster than as they are weights must be to be laid out again."""
 _HALF_EXPONENT = 15
@@ -206,6 +208,8 @@ def _kind(layer: nn.Linear) -> _Kind:
 
 def _fastest_ways(kind: _Kind, layers: Sequence[nn.Linear]) -> tuple[Way, Way]:
     """For few rows and for many: what takes the least, relative to the best, over the counts that are timed."""
+    if kind.inputs * kind.outputs < _SMALL:
+        return _as_it_is, _as_it_is
     layers = layers[: max(1, _TIMED_WEIGHTS // layers[0].weight.numel())]
     ways = [_as_it_is, _by_columns, _by_onednn, *([_by_half] if kind.fits_half else [])]
     products = [[way(layer.weight, layer.bias) for layer in layers] for way in ways]
@@ -222,13 +226,13 @@ def _fastest_ways(kind: _Kind, layers: Sequence[nn.Linear]) -> tuple[Way, Way]:
 
 def _seconds(products: Sequence[Product], rows: Tensor) -> float:
     """Of all of them, one after the other."""
-    best = float("inf")
-    for _ in range(_REPEATS):
+    times: list[float] = []
+    while len(times) < _REPEATS and sum(times) < _ENOUGH:
         start = time.perf_counter()
         for product in products:
             product.of(rows)
-        best = min(best, time.perf_counter() - start)
-    return best
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 # What has been found, so that a process computes alike whatever it loads, and whenever.

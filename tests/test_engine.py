@@ -44,7 +44,7 @@ def check_alone(base: BaseModel, handles: Sequence[Handle]) -> None:
 def test_two_hundred_requests_through_eight_slots_grow_nothing(tiny_base: BaseModel) -> None:
     engine = Engine(tiny_base, AdversarialDrafter(0), SpellingTokenizer(), EngineConfig(slots=8, nodes=8))
     before = engine.nbytes
-    pointers = [buffer.data_ptr() for buffer in engine._cache.buffers]
+    pointers = [buffer.data_ptr() for buffer in engine.rows.cache.buffers]
 
     def live_bytes() -> int:
         gc.collect()
@@ -61,7 +61,7 @@ def test_two_hundred_requests_through_eight_slots_grow_nothing(tiny_base: BaseMo
         del handles
         sizes.append(live_bytes())
     assert engine.nbytes == before
-    assert [buffer.data_ptr() for buffer in engine._cache.buffers] == pointers
+    assert [buffer.data_ptr() for buffer in engine.rows.cache.buffers] == pointers
     # The last step's own tensors stay, which differ by a little; 150 requests must not leave 50 bytes each.
     assert sizes[-1] - sizes[0] < 150 * 50, sizes
 
@@ -106,17 +106,17 @@ def test_a_shared_beginning_is_a_copy_bit_for_bit(tiny_base: BaseModel) -> None:
     shared = {1: 20, 3: 21}
     state = engine.state()
     assert (state.shared_tokens, state.prefilled_tokens) == (41, 21 + 2 + 20 + 0)
-    assert engine._hidden is not None
+    assert engine.rows.hidden is not None
     parts = [
-        *(buffer.unflatten(0, (-1, 4, engine._capacity)).transpose(0, 1) for buffer in engine._cache.buffers),
-        engine._hidden[:, None],
+        *(buffer.unflatten(0, (-1, 4, engine.rows.capacity)).transpose(0, 1) for buffer in engine.rows.cache.buffers),
+        engine.rows.hidden[:, None],
     ]
     for buffer in parts:
         for row, length in shared.items():
             assert torch.equal(buffer[row, :, :length], buffer[0, :, :length])
     for row in shared:
         alone = tiny_base.prefill(tiny_base.new_cache(1, 64), 0, [torch.tensor(prompts[row][:-1])])
-        assert torch.allclose(engine._hidden[row, : len(prompts[row]) - 1], alone, atol=1e-4)
+        assert torch.allclose(engine.rows.hidden[row, : len(prompts[row]) - 1], alone, atol=1e-4)
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_its_size(tiny_base: BaseModel) -> None:
@@ -516,21 +516,6 @@ def test_the_first_token_is_the_same_for_who_watches(
     for one, other in zip(found[0].logprobs, found[1].logprobs, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
-
-
-# ---- costs
-
-
-def test_costs_are_measured_on_texts_of_the_bases_own(tiny_base: BaseModel) -> None:
-    engine = engine_of(tiny_base, slots=20, max_length=96)
-    engine._say_something()
-    length, said = 48, 24
-    for row in range(20):
-        text = engine._tokens[row, : length + 1].tolist()
-        start = length - said
-        expected = generate_reference(tiny_base.model, text[: start + 1], said)
-        assert text[start + 1 :][: len(expected)] == expected
-    assert len({tuple(text) for text in engine._tokens[:, : length + 1].tolist()}) > 8
 
 
 # ---- n-gram

@@ -126,7 +126,7 @@ def test_memory_may_run_out_at_any_stage(
         "prefill_last": (tiny_base, "prefill_last"),
         "verify": (tiny_base, "verify"),
         "forward": (tiny_base.model.lm_head, "forward"),
-        "commit": (engine._cache, "commit"),
+        "commit": (engine.rows.cache, "commit"),
         "read": (engine._budget, "observe"),
     }[stage]
     # Later, the prompt's last piece is that of a row alone, which is an error.

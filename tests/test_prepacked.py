@@ -94,6 +94,7 @@ def test_the_fastest_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         return took[name][len(rows) > 32]
 
     monkeypatch.setattr(prepacked, "_seconds", seconds)
+    monkeypatch.setattr(prepacked, "_SMALL", 60)
     prepack(nn.Sequential(*(nn.Linear(6, 10) for _ in range(3))))
     assert set(timed) == {3}
     kind = next(iter(prepacked._fastest))
@@ -104,7 +105,8 @@ def test_the_fastest_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert halved_weights(half) == 60
     timed.clear()
     prepack(nn.Linear(6, 10))
-    assert not timed  # once for each kind
+    prepack(nn.Linear(6, 9))
+    assert not timed  # once for each kind; the other is too small
 
 
 def test_half_the_bytes_where_nothing_is_lost() -> None:

@@ -254,7 +254,7 @@ def test_running_out_of_memory_while_a_long_prompt_is_read(
     ]
     expected = plainly(tiny_base, requests)
     engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(slots=3, max_length=96))
-    whole, calls = engine._whole_step, 0
+    whole, calls = engine.rows.step, 0
 
     def step(shape: StepShape) -> StepReport:
         nonlocal calls
@@ -263,7 +263,7 @@ def test_running_out_of_memory_while_a_long_prompt_is_read(
             raise torch.OutOfMemoryError("no memory")
         return whole(shape)
 
-    monkeypatch.setattr(engine, "_whole_step", step)
+    monkeypatch.setattr(engine.rows, "step", step)
     handles = [engine.submit(request, stream=True) for request in requests]
     while not engine.idle:
         engine.step()
@@ -368,6 +368,6 @@ def test_nothing_is_left_when_the_last_step_has_landed(tiny_base: BaseModel, rec
             engine.step()
         assert all(handle.future.done() for handle in handles)
         assert engine._flights == []
-        assert engine._lengths.tolist() == [96] * 4
+        assert engine.rows.lengths.tolist() == [96] * 4
         steps += sum(handle.result(0).counts.num_decode_steps for handle in handles)
     assert engine.state().row_steps == steps

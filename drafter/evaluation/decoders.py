@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from drafter.base_model import BaseModel
+from drafter.devices import synchronise
 from drafter.engine import Engine
 from drafter.prepacked import as_loaded
 from drafter.requests import Generation, Request
@@ -38,12 +39,6 @@ class Run:
 
 Decoder = Callable[[Sequence[Request]], Run]
 """Decodes some requests to their ends."""
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until the device has done everything it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def decode_all(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[Generation]]:

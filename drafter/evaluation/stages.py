@@ -11,9 +11,10 @@ from unittest.mock import patch
 
 import torch
 
+from drafter.devices import synchronise
 from drafter.drafters import ctc, ensemble, hydra, medusa, ngram
 from drafter.engine import Engine
-from drafter.evaluation.decoders import decode_all, synchronise
+from drafter.evaluation.decoders import decode_all
 from drafter.requests import Request
 
 STAGES = ("draft", "tree", "verify", "commit", "host")
@@ -41,8 +42,8 @@ def stage_seconds(engine: Engine, requests: Sequence[Request]) -> tuple[dict[str
         (engine, "step", "host"),
         (engine, "_admit", "prefill"),
         (engine.drafter, "propose", "draft"),
-        (engine, "_verify", "verify"),
-        (engine, "_commit", "commit"),
+        (engine.rows, "verify", "verify"),
+        (engine.rows, "commit", "commit"),
         *_TREE_AND_DRAFT,
     ]
     # A step that is repeated as a whole has no stages.
