@@ -85,20 +85,24 @@ class RecentMedian:
         self.value = median(self._values)
 
 
-class _Costs:
-    """What is learnt of the costs of steps of about the same number of rows, against the table.
+class _Band:
+    """What is known of steps of about the same number of rows: what they cost, and whether drafting pays.
 
     Args:
         sizes: Numbers of draft nodes in the table.
         comparison: Plain steps to make for a comparison.
+        pause: Plain steps of the first pause.
     """
 
-    def __init__(self, sizes: int, comparison: int) -> None:
-        # Of plain steps, of steps that draft (but for drafting), and of drafting each size relative to these.
+    def __init__(self, sizes: int, comparison: int, pause: int) -> None:
+        # Against the table: plain steps, steps that draft (but for drafting), and drafting each size relative to these.
         self.plain_slowness, self.slowness = RecentMedian(), RecentMedian()
         self.dearness = [RecentMedian() for _ in range(sizes)]
         self.trials: list[int] | None = None  # sizes still to be tried, last first; None before the first ones
         self.comparison = comparison  # plain steps still to be made
+        self.drafts = 0  # steps that have drafted since it was found to pay
+        self.plain, self.pause = 0, pause  # steps of a pause so far, and of the whole of it
+        self.pausing = False
 
 
 class AdaptiveBudget:
@@ -129,8 +133,9 @@ class AdaptiveBudget:
     """Plain steps of a pause after which it is asked whether drafting pays by now; asking costs something, too."""
     _FIRST_PAUSE, _LONGEST_PAUSE = 64, 512
     """Plain steps before drafting is tried again; twice as many each time that it does not pay."""
-    _PACE = 0.1
-    """Weight of the newest step in what is expected to be accepted, and in what price is still verified."""
+    _PACE, _MOST_ROWS = 0.1, 4
+    """Weight of the newest step in what price is still verified, and of each row of it, but not of more than so many, in
+    what is expected to be accepted."""
     _SLACK = 0.75
     """So much as probable as what is still verified: to be looked for, in case more is verified next time."""
     _WIDTH_SHARE = 0.25
@@ -148,51 +153,48 @@ class AdaptiveBudget:
         self._seen = np.zeros(len(table.nodes))
         self._lowest = math.log(LEAST_AT_FIRST / self._SLACK)  # log price of the last nodes that are verified
         # For each number of rows in the table: few rows and many are off by different factors.
-        self._costs = [_Costs(len(table.nodes), self._COMPARISON) for _ in table.batches]
+        self._bands = [_Band(len(table.nodes), self._COMPARISON, self._FIRST_PAUSE) for _ in table.batches]
         self._plain_run = 0  # plain steps one after another
         self._burn_in = self._BURN_IN_ROWS
         self._looked = False
-        self._drafts = 0
-        self._plain, self._pause, self._paused_rows = 0, self._FIRST_PAUSE, 0
 
     def draft(self, rows: int) -> int:
         """Nodes to draft in a step of `rows` rows; 0 for plain decoding."""
-        if rows == self._paused_rows and self._plain + 1 < self._pause and self._plain % self._RECONSIDER_EVERY:
-            self._plain += 1
+        band = self._band(rows)
+        if band.pausing and band.plain + 1 < band.pause and band.plain % self._RECONSIDER_EVERY:
+            band.plain += 1
             return 0
         self._looked = self._burn_in > 0
         if self._looked:
             return self._look(rows)
         rate, best = self._promises(rows)
-        costs = self._costs_of(rows)
-        if costs.trials is None:
+        if band.trials is None:
             worth = [size for size in rate[1:].argsort() + 1 if rate[size] > self._HOPELESS * rate[0]]
-            costs.trials = [int(self._nodes[size]) for size in worth[-self._TRIALS :] for _ in range(self._TRIAL)]
-        if costs.trials:
-            return costs.trials.pop()
-        if costs.comparison > 0 and costs.slowness.seen:
-            costs.comparison -= 1
+            band.trials = [int(self._nodes[size]) for size in worth[-self._TRIALS :] for _ in range(self._TRIAL)]
+        if band.trials:
+            return band.trials.pop()
+        if band.comparison > 0 and band.slowness.seen:
+            band.comparison -= 1
             return 0
-        if rate[best] > (1.0 if self._drafts else 1.0 + self._margin) * rate[0]:
-            self._plain, self._pause = 0, self._FIRST_PAUSE
-            self._drafts += 1
-            if self._drafts % self._COMPARE_EVERY == 0:
-                costs.comparison = self._COMPARISON
-            turn, rest = divmod(self._drafts, self._RENEW_EVERY)
+        if rate[best] > (1.0 if band.drafts else 1.0 + self._margin) * rate[0]:
+            band.pausing, band.plain, band.pause = False, 0, self._FIRST_PAUSE
+            band.drafts += 1
+            if band.drafts % self._COMPARE_EVERY == 0:
+                band.comparison = self._COMPARISON
+            turn, rest = divmod(band.drafts, self._RENEW_EVERY)
             if rest == 0:
                 best += 1 if turn % 2 else -1
             return int(self._nodes[min(max(best, 1), len(self._nodes) - 1)])
-        self._drafts = 0
-        self._plain += 1
-        self._paused_rows = rows
-        if self._plain < self._pause:
+        band.pausing, band.drafts = True, 0
+        band.plain += 1
+        if band.plain < band.pause:
             return 0
         # The text has gone on: what was learnt before the pause counts for less.
-        self._calibration.fade(self._plain)
+        self._calibration.fade(band.plain)
         self._seen[:] = 1
-        self._plain, self._pause = 0, min(2 * self._pause, self._LONGEST_PAUSE)
+        band.plain, band.pause = 0, min(2 * band.pause, self._LONGEST_PAUSE)
         if rate[best] > self._CLOSE * rate[0]:
-            costs.trials = [int(self._nodes[best])] * self._TRIAL
+            band.trials = [int(self._nodes[best])] * self._TRIAL
         self._looked = True
         return self._look(rows)
 
@@ -215,7 +217,7 @@ class AdaptiveBudget:
         known = self._nodes <= drafted
         order, gain, count = self._best(log_prices, self._nodes[known])
         self._seen[known] += 1
-        pace = np.maximum(self._PACE, 1 / self._seen[known])[:, None]
+        pace = np.maximum(1 - (1 - self._PACE) ** min(rows, self._MOST_ROWS), 1 / self._seen[known])[:, None]
         now = np.array([np.interp(self._nodes, *curve) for curve in zip(count, gain, strict=True)])
         self._gain[known] += pace * (now - self._gain[known])
         if self._cut == "never":
@@ -267,16 +269,16 @@ class AdaptiveBudget:
         if self._looked:
             return  # a look at larger trees, not a size in use; the first ones start slowly
         verify, draft = self._latency(rows)
-        costs = self._costs_of(rows)
+        band = self._band(rows)
         drafting, rest = seconds
         if not drafted:
             if self._plain_run > self._WARM_UP:
-                costs.plain_slowness.observe(rest / float(verify[0]))
+                band.plain_slowness.observe(rest / float(verify[0]))
             return
         expected = float(np.interp(self._cost(sizes.mean(), sizes.max()), self._nodes, verify))
-        costs.slowness.observe(rest / expected)
+        band.slowness.observe(rest / expected)
         size = int(self._nodes.searchsorted(drafted))
-        costs.dearness[size].observe(drafting / rest / (float(draft[size]) / expected))
+        band.dearness[size].observe(drafting / rest / (float(draft[size]) / expected))
 
     def _promises(self, rows: int) -> tuple[Floats, int]:
         """Tokens a row `[M]` by the time that a step with each number of nodes takes, and the best number but 0."""
@@ -303,16 +305,16 @@ class AdaptiveBudget:
     def _now(self, rows: int) -> tuple[Floats, Floats]:
         """The table's latencies `[M]` as they are now, to verify and to draft, in units of a plain step's."""
         verify, draft = self._latency(rows)
-        costs = self._costs_of(rows)
-        slower = costs.slowness.value / costs.plain_slowness.value if costs.plain_slowness.seen else 1.0
-        known = [size for size, dearness in enumerate(costs.dearness) if dearness.seen]
+        band = self._band(rows)
+        slower = band.slowness.value / band.plain_slowness.value if band.plain_slowness.seen else 1.0
+        known = [size for size, dearness in enumerate(band.dearness) if dearness.seen]
         dearness = (
-            np.interp(self._nodes, self._nodes[known], [costs.dearness[size].value for size in known]) if known else 1.0
+            np.interp(self._nodes, self._nodes[known], [band.dearness[size].value for size in known]) if known else 1.0
         )
         return np.where(self._nodes > 0, slower, 1.0) * verify, slower * dearness * draft
 
-    def _costs_of(self, rows: int) -> _Costs:
-        return self._costs[int(np.abs(np.log(self._table.batches / rows)).argmin())]
+    def _band(self, rows: int) -> _Band:
+        return self._bands[int(np.abs(np.log(self._table.batches / rows)).argmin())]
 
     def _latency(self, rows: int) -> tuple[Floats, Floats]:
         if rows not in self._latencies:

@@ -234,21 +234,25 @@ class Engine:
         return True
 
     def _decode(self) -> None:
-        rows = len(self._slots)
+        rows, begun = len(self._slots), time.perf_counter()
         nodes = min(self._budget.draft(rows), self.drafter.tree_size - 1)
         if self._graphs is None:
-            self._decode_by_stages(rows, nodes)
+            self._decode_by_stages(rows, nodes, begun)
         else:
             self._queue(rows, nodes)
 
-    def _decode_by_stages(self, rows: int, nodes: int) -> None:
-        """Draft `nodes` nodes, verify as many of them as seem worth it, and look at what came of it."""
+    def _decode_by_stages(self, rows: int, nodes: int, begun: float) -> None:
+        """Draft `nodes` nodes, verify as many of them as seem worth it, and look at what came of it.
+
+        The step began to be thought about at `begun`, in seconds: that, too, is what drafting costs.
+        """
         context = self._context(rows, self._budget.least)
         self._times.mark("host")
         drafting = 0.0
         if nodes:
+            reading = time.perf_counter()
             self.drafter.catch_up(context)  # a prompt is read once, whatever this step costs
-            begun = time.perf_counter()
+            begun += time.perf_counter() - reading
             tree = self.drafter.propose(context, nodes + 1)
             prices = tree.log_prices[:, 1:].cpu().numpy().astype(np.float64)
             self._times.mark("draft")
