@@ -134,8 +134,8 @@ class AdaptiveBudget:
     _FIRST_PAUSE, _LONGEST_PAUSE = 64, 512
     """Plain steps before drafting is tried again; twice as many each time that it does not pay."""
     _PACE, _MOST_ROWS = 0.1, 4
-    """Weight of the newest step in what price is still verified, and of each row of it, but not of more than so many, in
-    what is expected to be accepted."""
+    """Weight of the newest step in what price is still verified; and of each of its rows, but not of more than so many,
+    in what is expected to be accepted."""
     _SLACK = 0.75
     """So much as probable as what is still verified: to be looked for, in case more is verified next time."""
     _WIDTH_SHARE = 0.25
