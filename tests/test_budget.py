@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -141,6 +142,28 @@ def test_what_one_row_costs_says_nothing_of_many() -> None:
     for _ in range(100):
         budget.clock(6, 4, np.full(6, 4), (100.0, 5.0))
     assert not any(decisions(budget, price=0.6, accepted=0.6, steps=20))
+
+
+def test_many_rows_pause_while_one_drafts() -> None:
+    """Eight times 1.8 tokens in 5.5 against 1 in 2, and up to 2.6 in 1.7 against 1 in 1."""
+    budget = AdaptiveBudget(TABLE)
+    assert not any(decisions(budget, price=0.2, accepted=0.2, steps=20)[8:])
+    assert all(budget.draft(1) for _ in range(20))
+    assert not any(budget.draft(8) for _ in range(20))
+
+
+def test_what_many_rows_say_is_believed_sooner() -> None:
+    """Texts that have become unlikely: how long drafting goes on, where it is as cheap for eight rows as for one."""
+    cheap = replace(TABLE, verify=TABLE.verify[[0, 0]], draft=TABLE.draft[[0, 0]])
+    steps: dict[int, int] = {}
+    for rows in (1, 8):
+        budget = AdaptiveBudget(cheap)
+        for price in (0.9,) * 40 + (0.01,) * 40:
+            nodes = budget.draft(rows)
+            if nodes:
+                budget.sizes(np.log(np.full((rows, nodes), price)))
+                steps[rows] = steps.get(rows, 0) + (price < 0.9)
+    assert steps[8] < 10 < steps[1]
 
 
 def test_trees_pay_more_where_plain_steps_have_become_slow() -> None:
