@@ -167,8 +167,8 @@ class AdaptiveBudget:
         self._looked = self._burn_in > 0
         if self._looked:
             return self._look(rows)
-        rate, best = self._promises(rows)
         if band.trials is None:
+            rate, _ = self._promises(rows)
             worth = [size for size in rate[1:].argsort() + 1 if rate[size] > self._HOPELESS * rate[0]]
             band.trials = [int(self._nodes[size]) for size in worth[-self._TRIALS :] for _ in range(self._TRIAL)]
         if band.trials:
@@ -176,6 +176,7 @@ class AdaptiveBudget:
         if band.comparison > 0 and band.slowness.seen:
             band.comparison -= 1
             return 0
+        rate, best = self._promises(rows)
         if rate[best] > (1.0 if band.drafts else 1.0 + self._margin) * rate[0]:
             band.pausing, band.plain, band.pause = False, 0, self._FIRST_PAUSE
             band.drafts += 1

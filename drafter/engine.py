@@ -98,7 +98,7 @@ class Engine:
         config: Sizes.
 
     Attributes:
-        rows: The device's side of them.
+        rows: What it decodes, as the device has it.
         last_step: When it last gave a sign of life, in monotonic seconds: if it is not idle and this is long ago, it
             hangs.
 

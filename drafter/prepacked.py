@@ -94,18 +94,18 @@ def prepack(module: nn.Module) -> None:
 
     It takes up to twice the memory that they do; where there is not plenty of it left, they stay as they are.
     """
-    alike: dict[_Kind, list[nn.Linear]] = {}
-    for layer in module.modules():
-        if isinstance(layer, nn.Linear) and _is_to_do(layer):
-            alike.setdefault(_kind(layer), []).append(layer)
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear) and _is_to_do(layer)]
     free = free_bytes(torch.device("cpu"))
-    size = 2 * sum(layer.weight.nbytes for layers in alike.values() for layer in layers)
+    size = 2 * sum(layer.weight.nbytes for layer in layers)
     if not torch.backends.mkldnn.is_available() or (free is not None and size > _SHARE * free):
         return
-    for kind, layers in alike.items():
+    alike: dict[_Kind, list[nn.Linear]] = {}
+    for layer in layers:
+        alike.setdefault(_kind(layer), []).append(layer)
+    for kind, some in alike.items():
         if kind not in _fastest:
-            _fastest[kind] = _fastest_ways(kind, layers)
-        for layer in layers:
+            _fastest[kind] = _fastest_ways(kind, some)
+        for layer in some:
             _lay_out(layer, *_fastest[kind])
 
 

@@ -103,7 +103,7 @@ class Rows:
         self.lengths[row] = self.max_length
 
     def restore(self, lengths: Sequence[int]) -> None:
-        """After a step that failed: the first rows have these lengths, as before it, and the other slots are empty.
+        """The first rows have these lengths, as before a step that failed or was a trial; the other slots are empty.
 
         A step writes behind a row's committed tokens and moves its length last. So whatever part of the step was done,
         the rows are as they were once their lengths are.
@@ -139,8 +139,11 @@ class Rows:
     # ---- prompts
 
     def prefill(self, first: int, pieces: Sequence[slice]) -> None:
-        """Read a piece of each of some rows, the first of them in slot `first`, in one forward; some may be empty."""
-        if not any(piece.start < piece.stop for piece in pieces):
+        """Read a piece of each of some rows, the first of them in slot `first`, in one forward.
+
+        An empty piece comes alone, of a row of which there is nothing left to read.
+        """
+        if pieces[0].start == pieces[0].stop:
             return
         prompts = [self.tokens[first + place, piece] for place, piece in enumerate(pieces)]
         hidden = self.base.prefill(self.cache, first, prompts, [piece.start for piece in pieces])

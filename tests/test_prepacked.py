@@ -35,7 +35,11 @@ def layers(bias: bool = True) -> nn.Sequential:
 
 
 WAYS: dict[str, Way] = {way.__name__: way for way in (_as_it_is, _by_columns, _by_onednn, _by_half)}
-every_way = pytest.mark.parametrize("way", WAYS)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+every_way = pytest.mark.parametrize(
+    ("way", "origin"), [(way, origin) for way in WAYS for origin in DTYPES if (way, origin) != ("_by_half", "fp32")]
+)
+"""By every way, of weights that came from any precision."""
 
 
 @pytest.fixture
@@ -52,15 +56,18 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shape", [(1, 6), (6,), (3, 6), (2, 5, 6), (0, 6), (1, 300, 6)])
 @pytest.mark.parametrize("bias", [True, False])
 @every_way
-def test_the_same_products(shape: tuple[int, ...], bias: bool, way: str, take: Callable[[str], None]) -> None:
+def test_the_same_products(
+    shape: tuple[int, ...], bias: bool, way: str, origin: str, take: Callable[[str], None]
+) -> None:
     take(way)
-    module, rows = layers(bias).bfloat16().float(), torch.randn(shape)
+    module, rows = layers(bias).to(DTYPES[origin]).float(), torch.randn(shape)
     with torch.no_grad():
         before = module(rows)
         prepack(module)
         assert [type(module[place]) for place in (0, 2)] == [PrepackedLinear] * 2
         torch.testing.assert_close(module(rows), before)
         assert halved_weights(module) == (100 if way == "_by_half" else 0)
+        assert all(_fits_half(one) == (origin != "fp32") for one in module.parameters() if one.dim() == 2)
 
 
 def test_few_rows_one_way_and_many_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,10 +200,10 @@ def test_a_base_and_the_model_as_it_was_loaded() -> None:
 
 
 @every_way
-def test_the_tokens_are_those_of_the_model_as_it_was_loaded(way: str, take: Callable[[str], None]) -> None:
+def test_the_tokens_are_those_of_the_model_as_it_was_loaded(way: str, origin: str, take: Callable[[str], None]) -> None:
     """Plain and drafting, alone and together."""
     take(way)
-    base, prompts = BaseModel(random_model("llama").bfloat16().float()), random_prompts(6)
+    base, prompts = BaseModel(random_model("llama").to(DTYPES[origin]).float()), random_prompts(6)
     assert bool(halved_weights(base.model)) == (way == "_by_half")
     with as_loaded(base.model):
         expected = [generate_reference(base.model, prompt, 20) for prompt in prompts]
