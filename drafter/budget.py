@@ -72,17 +72,20 @@ class RecentMedian:
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=self._WINDOW)
-        self.value = 1.0
 
     @property
     def seen(self) -> bool:
         """Whether there are any values."""
         return bool(self._values)
 
+    @property
+    def value(self) -> float:
+        """Asked for far less often than there are values."""
+        return median(self._values) if self._values else 1.0
+
     def observe(self, value: float) -> None:
         """Take in a value."""
         self._values.append(value)
-        self.value = median(self._values)
 
 
 class _Band:
@@ -129,10 +132,11 @@ class AdaptiveBudget:
     """Of so many steps that draft, one drafts trees of the next size, up and down by turns: do they pay by now?"""
     _COMPARE_EVERY = 256
     """Steps that draft between two comparisons, where the host knows how long steps take."""
-    _RECONSIDER_EVERY = 8
+    _RECONSIDER_EVERY = 32
     """Plain steps of a pause after which it is asked whether drafting pays by now; asking costs something, too."""
     _FIRST_PAUSE, _LONGEST_PAUSE = 64, 512
-    """Plain steps before drafting is tried again; twice as many each time that it does not pay."""
+    """Plain steps before drafting is tried again; twice as many each time that it does not pay, four times where that
+    is hopeless."""
     _PACE, _MOST_ROWS = 0.1, 4
     """Weight of the newest step in what price is still verified; and of each of its rows, but not of more than so many,
     in what is expected to be accepted."""
@@ -143,8 +147,9 @@ class AdaptiveBudget:
 
     def __init__(self, table: LatencyTable, cut: Cut = "each", margin: float = 0.05) -> None:
         self._table, self._cut, self._margin = table, cut, margin
-        # By number of rows: it is asked for at every step, and there are no more than slots.
+        # By number of rows: they are asked for at every step, and there are no more than slots.
         self._latencies: dict[int, tuple[Floats, Floats]] = {}
+        self._band_of: dict[int, _Band] = {}
         self._calibration = Calibration()
         self._nodes = np.array(table.nodes)
         # [M, M] Accepted tokens a row that were expected over the last steps: of trees drafted to each size, by their
@@ -193,7 +198,8 @@ class AdaptiveBudget:
         # The text has gone on: what was learnt before the pause counts for less.
         self._calibration.fade(band.plain)
         self._seen[:] = 1
-        band.plain, band.pause = 0, min(2 * band.pause, self._LONGEST_PAUSE)
+        longer = 2 if rate[best] > self._HOPELESS * rate[0] else 4
+        band.plain, band.pause = 0, min(longer * band.pause, self._LONGEST_PAUSE)
         if rate[best] > self._CLOSE * rate[0]:
             band.trials = [int(self._nodes[best])] * self._TRIAL
         self._looked = True
@@ -315,7 +321,9 @@ class AdaptiveBudget:
         return np.where(self._nodes > 0, slower, 1.0) * verify, slower * dearness * draft
 
     def _band(self, rows: int) -> _Band:
-        return self._bands[int(np.abs(np.log(self._table.batches / rows)).argmin())]
+        if rows not in self._band_of:
+            self._band_of[rows] = self._bands[int(np.abs(np.log(self._table.batches / rows)).argmin())]
+        return self._band_of[rows]
 
     def _latency(self, rows: int) -> tuple[Floats, Floats]:
         if rows not in self._latencies:

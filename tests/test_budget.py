@@ -92,7 +92,7 @@ def test_speculation_switches_off_where_it_does_not_pay_and_looks_again_ever_les
 
 def test_what_is_hopeless_is_looked_at_but_not_tried() -> None:
     made = decisions(AdaptiveBudget(TABLE), price=0.05, accepted=0.05, steps=500)
-    assert [step for step, nodes in enumerate(made) if nodes] == [0, 1, 65, 193, 449]
+    assert [step for step, nodes in enumerate(made) if nodes] == [0, 1, 65, 321]  # 63, 255, 511 plain steps
 
 
 def test_a_look_is_no_dearer_than_four_plain_steps() -> None:
@@ -175,7 +175,9 @@ def test_trees_pay_more_where_plain_steps_have_become_slow() -> None:
     for _ in range(100):
         budget.clock(8, 4, np.full(8, 4), (0.5, 5.0 + 6.0))
     # A pause is interrupted before long; then plain steps are compared with once, as now their time is known.
-    assert decisions(budget, price=0.2, accepted=0.2, steps=28)[:17] == [0] * 16 + [4]
+    made = decisions(budget, price=0.2, accepted=0.2, steps=60)
+    assert made[:33].count(4) == 1
+    assert all(made[33:])
 
 
 def test_plain_steps_count_only_where_many_come_one_after_another() -> None:

@@ -21,7 +21,9 @@ from drafter.base_model import BaseModel
 from drafter.chosen import chosen_log_probs
 from drafter.ctc.loss import ctc_loss, lattice_prefix_loss, prefix_loss
 from drafter.ctc.static_tree import static_tree
-from drafter.ctc.trie import LATTICE_BEAM, best_lattice_trie, best_trie
+from drafter.ctc.label_model import LATTICE_BEAM
+from drafter.ctc.lattice import best_lattice_trie
+from drafter.ctc.trie import best_trie
 from drafter.drafters.frames import FrameHead, Search, last_tokens
 from drafter.losses import Labels, LossSum, cross_entropy
 from drafter.modules.attention import AttentionModule

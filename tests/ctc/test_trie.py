@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drafter.ctc import trie
-from drafter.ctc.trie import best_lattice_trie, best_trie
+from drafter.ctc import lattice_on_host
+from drafter.ctc.lattice import best_lattice_trie
+from drafter.ctc.trie import best_trie
 from tests.ctc.enumeration import lattice_text_probabilities, prefix_probabilities, text_probabilities
 from tests.trees import Prefix, check_best, check_slice_contract, nodes
 
@@ -246,7 +247,7 @@ def test_dropping_what_cannot_be_in_a_tree_changes_none(seed: int, size: int, ba
     model = LastLabels(model.table.log_softmax(-1), before)
     tree = best_lattice_trie(model, before[:, 0], 6, band, 6, size, beam)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trie, "_promising", lambda prices, size, least: prices[-1] > -torch.inf)
+        patch.setattr(lattice_on_host, "_promising", lambda prices, size, least: prices[-1] > 0)
         whole = best_lattice_trie(model, before[:, 0], 6, band, 6, size, beam)
     assert all(torch.equal(value, getattr(whole, name)) for name, value in vars(tree).items())
 
