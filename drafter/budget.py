@@ -156,6 +156,9 @@ class AdaptiveBudget:
         # best nodes, so many a row.
         self._gain = np.zeros((len(table.nodes), len(table.nodes)))
         self._seen = np.zeros(len(table.nodes))
+        # [M, M] What the widest row and so many nodes a row cost, and [M, M, M] which of these trees of each size have.
+        self._shapes = self._cost(np.broadcast_to(self._nodes, self._gain.shape), self._nodes[:, None])
+        self._possible = np.tri(len(self._nodes), dtype=bool)[:, :, None] & (self._nodes > 0)
         self._lowest = math.log(LEAST_AT_FIRST / self._SLACK)  # log price of the last nodes that are verified
         # For each number of rows in the table: few rows and many are off by different factors.
         self._bands = [_Band(len(table.nodes), self._COMPARISON, self._FIRST_PAUSE) for _ in table.batches]
@@ -174,8 +177,8 @@ class AdaptiveBudget:
             return self._look(rows)
         if band.trials is None:
             rate, _ = self._promises(rows)
-            worth = [size for size in rate[1:].argsort() + 1 if rate[size] > self._HOPELESS * rate[0]]
-            band.trials = [int(self._nodes[size]) for size in worth[-self._TRIALS :] for _ in range(self._TRIAL)]
+            worth = [int(size) for size in rate[1:].argsort() + 1 if rate[size] > self._HOPELESS * rate[0]]
+            band.trials = self._trials(worth[-self._TRIALS :])
         if band.trials:
             return band.trials.pop()
         if band.comparison > 0 and band.slowness.seen:
@@ -197,17 +200,23 @@ class AdaptiveBudget:
             return 0
         # The text has gone on: what was learnt before the pause counts for less.
         self._calibration.fade(band.plain)
-        self._seen[:] = 1
+        self._seen = np.minimum(self._seen, 1)
         longer = 2 if rate[best] > self._HOPELESS * rate[0] else 4
         band.plain, band.pause = 0, min(longer * band.pause, self._LONGEST_PAUSE)
         if rate[best] > self._CLOSE * rate[0]:
-            band.trials = [int(self._nodes[best])] * self._TRIAL
+            band.trials = self._trials([best])
         self._looked = True
         return self._look(rows)
 
+    def _trials(self, sizes: list[int]) -> list[int]:
+        """What to try, last first: trees of these sizes, and of the next one where nobody knows what it would bring."""
+        largest = int(self._seen.nonzero()[0].max(initial=0))
+        beyond = [largest + 1] if largest in sizes and largest + 1 < len(self._nodes) else []
+        return [int(self._nodes[size]) for size in [*beyond, *sizes] for _ in range(self._TRIAL)]
+
     def _look(self, rows: int) -> int:
         """The most nodes that are not too dear to be looked at: if trees can be cut, few of them need be verified."""
-        verify, draft = self._latency(rows)
+        verify, draft = self._now(rows)
         least = verify if self._cut == "never" else np.minimum(verify, verify[1])
         bearable = self._nodes[least + draft <= self._DEAREST_LOOK * verify[0]]
         return int(max(bearable[-1], self._nodes[1]))
@@ -293,11 +302,9 @@ class AdaptiveBudget:
         if self._cut == "never":
             rate = (1.0 + self._gain.diagonal()) / (verify + draft)
         else:
-            # [M, M, M] By what is drafted, the widest row and what is verified. A tree has the nodes of smaller ones.
-            cost = self._cost(np.broadcast_to(self._nodes, self._gain.shape), self._nodes[:, None])
-            seconds = np.interp(cost, self._nodes, verify) + draft[:, None, None]
-            can = np.tri(len(self._nodes), dtype=bool)[:, :, None] & (self._nodes > 0)
-            rate = ((1.0 + self._gain) / seconds).max(axis=(1, 2), where=can, initial=0.0)
+            # [M, M, M] By what is drafted, the widest row and what is verified.
+            seconds = np.interp(self._shapes, self._nodes, verify) + draft[:, None, None]
+            rate = ((1.0 + self._gain) / seconds).max(axis=(1, 2), where=self._possible, initial=0.0)
             rate[0] = 1.0 / verify[0]
         return rate, int(rate[1:].argmax()) + 1
 

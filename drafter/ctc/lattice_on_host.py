@@ -58,8 +58,9 @@ class _Said:
         if len(self.masses) == 1:  # as nearly always where blanks are rare
             shares, tokens = self.shares[0].topk(min(keep, self.shares[0].shape[1]))
             return shares.numpy() * self.masses[0][:, None], tokens.numpy()
-        scores = sum(torch.from_numpy(mass)[:, None] * share for mass, share in zip(self.masses, self.shares, strict=True))
-        assert isinstance(scores, Tensor)
+        scores = torch.zeros_like(self.shares[0])
+        for mass, shares in zip(self.masses, self.shares, strict=True):
+            scores.addcmul_(torch.from_numpy(mass)[:, None], shares)
         best, tokens = scores.topk(min(keep, scores.shape[1]))
         return best.numpy(), tokens.numpy()
 
@@ -121,9 +122,14 @@ def best_trie_on_host(
     if not tokens:
         return root_only(pending)
     depths = np.repeat(np.arange(1, len(tokens) + 1), [part.shape[1] for part in tokens])
-    candidates = (torch.from_numpy(np.concatenate(parts, 1)) for parts in (tokens, parents, prices))
-    token_ids, parent_ids, price_of = candidates
-    return from_nodes(pending, token_ids, parent_ids, torch.from_numpy(depths), price_of.log(), size)
+    return from_nodes(
+        pending,
+        torch.from_numpy(np.concatenate(tokens, 1)),
+        torch.from_numpy(np.concatenate(parents, 1)),
+        torch.from_numpy(depths),
+        torch.from_numpy(np.concatenate(prices, 1)).log(),
+        size,
+    )
 
 
 def _said(model: LabelModel, band: range, paths: _Paths, least: float) -> _Said:
@@ -137,9 +143,9 @@ def _said(model: LabelModel, band: range, paths: _Paths, least: float) -> _Said:
     """
     rows = torch.from_numpy(paths.rows)
     said = _Said([], [])
-    waiting = np.zeros(len(paths.rows), dtype=np.float32)
+    waiting: _Masses = np.zeros(len(paths.rows), dtype=np.float32)
     for place, frame in enumerate(band):
-        arrived = paths.arrival[:, place] + waiting
+        arrived: _Masses = paths.arrival[:, place] + waiting
         asked = (arrived > least).nonzero()[0] if place else np.arange(len(arrived))
         if not len(asked) and frame == band[-1]:
             break
@@ -148,12 +154,14 @@ def _said(model: LabelModel, band: range, paths: _Paths, least: float) -> _Said:
         logits, silent = model.score(
             frame, frame + 1, rows[which] if some else rows, paths.state[which] if some else paths.state
         )
-        shares, blank = logits[:, 0].float().softmax(-1), silent[:, 0].numpy()
-        mass = arrived[asked]
-        speaks, waits = mass * (1.0 - blank), mass * blank
+        shares = logits[:, 0].float().softmax(-1)
+        blank: _Masses = silent[:, 0].numpy()
+        mass: _Masses = arrived[asked]
+        speaks: _Masses = mass * (1.0 - blank)
+        waits: _Masses = mass * blank
         if some:
             shares = shares.new_zeros(len(arrived), shares.shape[1]).index_copy_(0, which, shares)
-            speaks, waits = (_spread(part, asked, len(arrived)) for part in (speaks, waits))
+            speaks, waits = _spread(speaks, asked, len(arrived)), _spread(waits, asked, len(arrived))
         said.masses.append(speaks)
         said.shares.append(shares)
         waiting = waits

@@ -19,11 +19,12 @@ from torch.nn import functional as F
 from drafter import devices
 from drafter.base_model import BaseModel
 from drafter.chosen import chosen_log_probs
+from drafter.ctc.label_model import LATTICE_BEAM, LabelModel
+from drafter.ctc.lattice import best_lattice_trie
 from drafter.ctc.loss import ctc_loss, lattice_prefix_loss, prefix_loss
 from drafter.ctc.static_tree import static_tree
-from drafter.ctc.label_model import LATTICE_BEAM
-from drafter.ctc.lattice import best_lattice_trie
 from drafter.ctc.trie import best_trie
+from drafter.drafters.ctc_lattice import FrameLattice, PreparedLattices
 from drafter.drafters.frames import FrameHead, Search, last_tokens
 from drafter.losses import Labels, LossSum, cross_entropy
 from drafter.modules.attention import AttentionModule
@@ -35,8 +36,6 @@ from drafter.training.targets import DraftBatch
 
 _CANDIDATES = 64
 """Tokens a row that the exact search looks at (see `best_trie`)."""
-_TABLE_ENTRIES = 1 << 24
-"""On a CPU, where reading weights is what a small product costs, tables of up to this many numbers replace one."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +232,7 @@ class CTCHead(FrameHead):
         """The best trie of the frames, or the published tree; see `FrameHead.search`."""
         config, pending = self.config, recent[:, -1]
         if config.label_context:
-            return self._search_lattice(states, recent, size, 0.0, base, partial(self.label_terms, base=base))
+            return self._search_lattice(partial(FrameLattice, self, base), states, recent, size, 0.0)
         if config.loss == "ce":
             log_probs = self.token_log_probs(states, base.lm_head)
             if tree == "static":
@@ -245,47 +244,17 @@ class CTCHead(FrameHead):
         return best_trie(log_probs, pending, config.depth, size, _CANDIDATES)
 
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
-        """See `FrameHead.prepared_search`.
-
-        On a CPU, where drafting is a large part of a step, what a label adds to the joint is looked up where a table of
-        it is small.
-        """
-        config = self.config
-        if not config.label_context:
+        """See `FrameHead.prepared_search`."""
+        if not self.config.label_context or devices.is_asynchronous(base.device):
             return super().prepared_search(base, tree)
-        small = config.label_context * config.vocab_size * config.joint_size <= _TABLE_ENTRIES
-        looked_up = small and not devices.is_asynchronous(base.device)
-        terms = self._looked_up(base) if looked_up else partial(self.label_terms, base=base)
-        return partial(self._search_lattice, base=base, label_terms=terms)
-
-    def label_terms(self, labels: Tensor, base: BaseModel) -> Tensor:
-        """What the last labels `[M, c]`, newest last, add to the joint's first layer: `[M, joint_size]`."""
-        return self.joint_labels(self.label_norm(base.embed(labels)).flatten(1))  # type: ignore[no-any-return]
-
-    @torch.no_grad()
-    def _looked_up(self, base: BaseModel) -> Callable[[Tensor], Tensor]:
-        """`label_terms` by a table of what each token adds as each of the last labels, `[c · V, joint_size]`."""
-        config = self.config
-        labels = self.label_norm(base.embed(torch.arange(config.vocab_size)))
-        weights = self.joint_labels.weight.unflatten(1, (config.label_context, config.hidden_size))
-        table = torch.cat([labels @ weights[:, place].T for place in range(config.label_context)])
-        offsets = torch.arange(config.label_context) * config.vocab_size
-        return lambda last: F.embedding_bag(last + offsets, table, mode="sum")
+        return partial(self._search_lattice, PreparedLattices(self, base))
 
     def _search_lattice(
-        self,
-        states: Tensor,
-        recent: Tensor,
-        size: int,
-        least: float,
-        base: BaseModel,
-        label_terms: Callable[[Tensor], Tensor],
+        self, lattices: Callable[[Tensor, Tensor], LabelModel], states: Tensor, recent: Tensor, size: int, least: float
     ) -> TokenTree:
-        config = self.config
-        lattice = _Lattice(self, base, states, recent, label_terms)
-        return best_lattice_trie(
-            lattice, recent[:, -1], states.shape[1], config.band, config.depth, size, LATTICE_BEAM, least
-        )
+        config, frames = self.config, states.shape[1]
+        lattice = lattices(states, recent)
+        return best_lattice_trie(lattice, recent[:, -1], frames, config.band, config.depth, size, LATTICE_BEAM, least)
 
     def frames_for(self, size: int, tree: Tree) -> int | None:
         """Those within the band of a level; all of them where any may say any label. See `FrameHead.frames_for`."""
@@ -299,30 +268,3 @@ class CTCHead(FrameHead):
         """Raise `ValueError` for a tree that these frames do not have."""
         if tree == "static" and self.config.label_context:
             raise ValueError("the static tree needs frames that do not depend on labels: label_context 0")
-
-
-class _Lattice:
-    """`LabelModel` of a head's frames `[B, F, d]`: a path's state is its last `c` tokens."""
-
-    def __init__(
-        self,
-        head: CTCHead,
-        base: BaseModel,
-        states: Tensor,
-        recent: Tensor,
-        label_terms: Callable[[Tensor], Tensor],
-    ) -> None:
-        self._head, self._base, self._recent, self._label_terms = head, base, recent, label_terms
-        self._states, self._joint = states, head.joint_frames(states)
-
-    def start(self) -> Tensor:
-        return self._recent
-
-    def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        head = self._head
-        joint = self._joint[rows, first:stop] + self._label_terms(state)[:, None]
-        states = head.norm(head.joint(self._states[rows, first:stop], joint))
-        return self._base.lm_head(states), head.blank(states)[..., 0].float().sigmoid()
-
-    def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
-        return torch.cat([state[:, 1:], tokens[:, None]], 1)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 
 from drafter.devices import synchronise
-from drafter.drafters import ctc, ensemble, hydra, medusa, ngram
+from drafter.drafters import ctc, ctc_lattice, ensemble, hydra, medusa, ngram
 from drafter.engine import Engine
 from drafter.evaluation.decoders import decode_all
 from drafter.requests import Request
@@ -30,7 +30,8 @@ _TREE_AND_DRAFT = [
         if hasattr(module, name)
     ),
     # A search over labels calls the head for each depth; that is drafting.
-    (ctc._Lattice, "score", "draft"),
+    (ctc_lattice.FrameLattice, "score", "draft"),
+    (ctc_lattice._PreparedLattice, "score", "draft"),
     (hydra._Paths, "score", "draft"),
 ]
 
