@@ -110,6 +110,27 @@ def test_no_more_is_drafted_than_pays() -> None:
     assert [step for step, nodes in enumerate(made) if nodes == 8] == [0, 1, 2, 3, 4, 23, 55, 87]
 
 
+def test_larger_trees_than_could_be_looked_at_are_tried_where_the_largest_nearly_pay() -> None:
+    """A look at eight nodes would take longer than four plain steps; four nodes bring 3.4 in 3.4 against 1 in 1."""
+    dear = LatencyTable(
+        batches=np.array([1.0]),
+        nodes=(0, 4, 8),
+        verify=np.array([[1.0, 1.9, 2.2]]),
+        draft=np.array([[0.0, 1.5, 2.3]]),
+    )
+    made = []
+    budget = AdaptiveBudget(dear)
+    for _ in range(60):
+        made.append(budget.draft(1))
+        if made[-1]:
+            prices = np.log(np.full((1, made[-1]), 0.6))
+            budget.sizes(prices)
+            budget.observe(prices, np.arange(made[-1])[None] < 0.6 * made[-1])
+    assert made[:19] == [4] * 19  # 16 looks and three on trial
+    assert made[19:22] == [8] * 3  # 5.8 in 4.5
+    assert 0 not in made
+
+
 def test_a_search_that_turns_out_dear_is_used_less() -> None:
     budget = AdaptiveBudget(TABLE)
     assert all(decisions(budget, price=0.6, accepted=0.6, steps=20))

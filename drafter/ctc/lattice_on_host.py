@@ -72,6 +72,7 @@ class _Said:
         return arrival
 
 
+@torch.no_grad()
 def best_trie_on_host(
     model: LabelModel, pending: Tensor, frames: int, band: int, depth: int, size: int, beam: int, least: float
 ) -> TokenTree:

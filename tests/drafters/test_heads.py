@@ -18,6 +18,7 @@ from drafter.drafters.ctc import CTCHead
 from drafter.drafters.plain import PlainDecoding
 from drafter.drafters.registry import HEADS
 from drafter.losses import hard_labels
+from drafter.prepacked import prepack
 from drafter.pretrained import Provenance, Tree, load_head
 from drafter.requests import Request, SamplingParams
 from drafter.training.optimiser import TorchOptimiser
@@ -187,16 +188,21 @@ def test_the_engine_says_the_same_with_the_head(tiny_base: BaseModel, kind: str,
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - set(STATIC) - {"hydra", "hydra++"}))
-def test_what_labels_add_is_the_same_from_the_table(
-    tiny_base: BaseModel, kind: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("entries", [0, 1 << 24], ids=["computed", "looked up"])
+@torch.no_grad()
+def test_a_prepared_search_finds_what_the_head_says(
+    tiny_base: BaseModel, kind: str, entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whether what labels add comes from a table or not; with weights that are laid out anew, as in an engine."""
     head = make_head(tiny_base, kind)
     states = torch.randn(3, head.config.num_frames, tiny_base.hidden_size)
     assert isinstance(head, CTCHead)
     recent = torch.randint(0, tiny_base.vocab_size, (3, head.recent_tokens))
-    looked_up = head.prepared_search(tiny_base, "exact")(states, recent, 9, 0.0)
-    monkeypatch.setattr("drafter.drafters.ctc_lattice._TABLE_ENTRIES", 0)
-    check_same_trees(looked_up, head.prepared_search(tiny_base, "exact")(states, recent, 9, 0.0), DEPTH)
+    expected = head.search(states, recent, tiny_base, 9, "exact")
+    monkeypatch.setattr("drafter.prepacked._SMALL", 0)
+    prepack(head)
+    monkeypatch.setattr("drafter.drafters.ctc_lattice._TABLE_ENTRIES", entries)
+    check_same_trees(head.prepared_search(tiny_base, "exact")(states, recent, 9, 0.0), expected, DEPTH)
 
 
 @every_kind
