@@ -26,7 +26,6 @@ class _Paths:
 
     Args:
         rows: `[M]` row of each.
-        places: `[M]` its place among the row's paths.
         nodes: `[M]` its place among all candidates of the row so far; -1 for the root.
         prices: `[M]` its prefix probability.
         arrival: `[M, band]` mass that has arrived at each frame, without what waits from the one before.
@@ -34,7 +33,6 @@ class _Paths:
     """
 
     rows: _Ids
-    places: _Ids
     nodes: _Ids
     prices: _Masses
     arrival: _Masses
@@ -80,7 +78,6 @@ def best_trie_on_host(
     batch = len(pending)
     paths = _Paths(
         rows=np.arange(batch),
-        places=np.zeros(batch, dtype=np.int64),
         nodes=np.full(batch, -1),
         prices=np.ones(batch, dtype=np.float32),
         arrival=np.eye(1, band, dtype=np.float32).repeat(batch, 0),
@@ -97,11 +94,12 @@ def best_trie_on_host(
         said = _said(model, range(level, min(level + band, frames)), paths, least)
         scores, names = said.best(keep)
         options = scores.shape[1]
+        first = paths.rows.searchsorted(each)  # path of each row
         by_row = np.zeros((batch, width, options), dtype=np.float32)
-        by_row[paths.rows, paths.places] = scores
+        by_row[paths.rows, np.arange(len(paths.rows)) - first[paths.rows]] = scores
         best, index = (part.numpy() for part in torch.from_numpy(by_row).flatten(1).topk(min(keep, width * options)))
         # Where a row has no more continuations this is any path; none comes of it, as its score is 0.
-        path = np.minimum(paths.rows.searchsorted(each)[:, None] + index // options, len(paths.rows) - 1)
+        path = np.minimum(first[:, None] + index // options, len(paths.rows) - 1)
         token = names[path, index % options]
         price = np.minimum(best, paths.prices[path])
         tokens.append(token)
@@ -113,7 +111,6 @@ def best_trie_on_host(
         path, token = path[rows, places], token[rows, places]
         paths = _Paths(
             rows,
-            places,
             found + places,
             price[rows, places],
             said.arrival(path, token, band),
@@ -180,12 +177,12 @@ def _promising(prices: list[_Masses], size: int, least: float) -> npt.NDArray[np
     """Which of the last level's prefixes their row may still need: those below a full tree have no child in it.
 
     Args:
-        prices: `[B, K]` of each level, falling in the last.
+        prices: `[B, K]` of each level.
         size: Nodes of a tree, root included.
         least: Less probable ones are given up.
 
     Returns:
-        `[B, K]` of the last level: true up to a place in each row, false from there.
+        `[B, K]` of the last level.
     """
     wanted = prices[-1] > least
     found = np.concatenate(prices, 1)
