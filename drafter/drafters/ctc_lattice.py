@@ -23,8 +23,21 @@ _TABLE_ENTRIES = 1 << 24
 """Tables of up to this many numbers replace a product, which takes as long as its weights take to be read."""
 
 
-class FrameLattice:
-    """`LabelModel` of a head's frames `[B, F, d]`: a path's state is its last `c` tokens.
+class _LastTokens:
+    """Of a `LabelModel`, the state: a path's last `c` tokens, from those of the text `[B, c]` on."""
+
+    def __init__(self, recent: Tensor) -> None:
+        self._recent = recent
+
+    def start(self) -> Tensor:
+        return self._recent
+
+    def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
+        return torch.cat([state[:, 1:], tokens[:, None]], 1)
+
+
+class FrameLattice(_LastTokens):
+    """`LabelModel` of a head's frames `[B, F, d]`.
 
     Args:
         head: With a label context.
@@ -34,20 +47,15 @@ class FrameLattice:
     """
 
     def __init__(self, head: CTCHead, base: BaseModel, states: Tensor, recent: Tensor) -> None:
-        self._head, self._base, self._recent = head, base, recent
+        super().__init__(recent)
+        self._head, self._base = head, base
         self._states, self._joint = states, head.joint_frames(states)
-
-    def start(self) -> Tensor:
-        return self._recent
 
     def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         head = self._head
         joint = self._joint[rows, first:stop] + label_terms(head, self._base, state)[:, None]
         states = head.norm(head.joint(self._states[rows, first:stop], joint))
         return self._base.lm_head(states), head.blank(states)[..., 0].float().sigmoid()
-
-    def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
-        return torch.cat([state[:, 1:], tokens[:, None]], 1)
 
 
 def label_terms(head: CTCHead, base: BaseModel, labels: Tensor) -> Tensor:
@@ -80,15 +88,13 @@ class PreparedLattices:
         return _PreparedLattice(self, states, recent)
 
 
-class _PreparedLattice:
+class _PreparedLattice(_LastTokens):
     """`LabelModel` that `PreparedLattices` makes."""
 
     def __init__(self, prepared: PreparedLattices, states: Tensor, recent: Tensor) -> None:
-        self._prepared, self._recent = prepared, recent
+        super().__init__(recent)
+        self._prepared = prepared
         self._states, self._joint = states, prepared.joint_frames(states)
-
-    def start(self) -> Tensor:
-        return self._recent
 
     def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         assert stop == first + 1
@@ -100,9 +106,6 @@ class _PreparedLattice:
             states += out(F.silu(inner(torch.layer_norm(states, width, weight, bias)), inplace=True))
         states = torch.layer_norm(states, width, *prepared.norm)
         return prepared.lm_head(states)[:, None], F.linear(states, *prepared.blank).float().sigmoid()
-
-    def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
-        return torch.cat([state[:, 1:], tokens[:, None]], 1)
 
 
 @torch.no_grad()
