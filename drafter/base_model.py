@@ -251,7 +251,9 @@ class BaseModel:
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Frozen LM head: logits `[..., V]` of `hidden` `[..., d]`."""
-        return self._head.forward(hidden)  # type: ignore[no-any-return]  # the hook is for the model's own calls
+        logits: Tensor = self._head(hidden)
+        self._head_input = None
+        return logits
 
     @property
     def lm_head_weight(self) -> Tensor:
