@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from drafter.kv_cache import KVCache, LayerShape
 from drafter.masks import additive, tree_attention_mask
 from drafter.memory import free_bytes
 from drafter.packing import PACKED_ATTENTION, Packing
-from drafter.prepacked import prepack
+from drafter.prepacked import prepack, product_of
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _COMPILED_VARIANTS = 64
@@ -254,6 +254,11 @@ class BaseModel:
         logits: Tensor = self._head(hidden)
         self._head_input = None
         return logits
+
+    def prepared_lm_head(self) -> Callable[[Tensor], Tensor]:
+        """`lm_head` for weights that change no more, without gradients; see `product_of`."""
+        product = product_of(self._head)
+        return self.lm_head if product is self._head else product
 
     @property
     def lm_head_weight(self) -> Tensor:

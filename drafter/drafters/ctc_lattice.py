@@ -81,7 +81,7 @@ class PreparedLattices:
             self.joint_layers.append((norm.weight, norm.bias, product_of(inner), product_of(out)))
         self.norm = (head.norm.weight, head.norm.bias)
         self.blank = (head.blank.weight, head.blank.bias)
-        self.lm_head = base.lm_head
+        self.lm_head = base.prepared_lm_head()
 
     def __call__(self, states: Tensor, recent: Tensor) -> _PreparedLattice:
         """Of frame states `[B, F, d]`, behind the last tokens `[B, c]`."""
