@@ -14,7 +14,7 @@ Floats = npt.NDArray[np.float64]
 
 NODE_COUNTS = (0, 3, 5, 7, 11, 15, 23, 31, 47, 63)
 """Draft nodes a step may verify: few enough to measure, and a CUDA graph each. With its root a tree then has a round
-number of nodes: a kernel for 16 rows of a matrix takes nearly twice as long for 17."""
+number of nodes: MKL takes nearly one and a half times as long for 17 rows of a matrix as for 16."""
 _PLAIN_RUN = 10
 """Plain steps that are timed one after another: the first ones find little of the base in a processor's caches."""
 

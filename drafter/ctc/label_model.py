@@ -6,9 +6,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-LATTICE_BEAM = 10
-"""Prefixes a depth that heads keep in a lattice search, where each costs a network's forward."""
-
 
 class LabelModel(Protocol):
     """Frames that know the path so far. Paths of all rows come in one list; a path's state is a row of `[M, ...]`."""

@@ -22,6 +22,9 @@ from drafter.ctc.label_model import LabelModel
 from drafter.ctc.lattice_on_host import best_trie_on_host
 from drafter.token_tree import TokenTree, from_nodes, root_only
 
+LATTICE_BEAM = 10
+"""Prefixes a depth that heads keep in a lattice search, where each costs a network's forward."""
+
 
 def best_lattice_trie(
     model: LabelModel,

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from drafter import devices
 from drafter.base_model import BaseModel
 from drafter.chosen import chosen_log_probs
-from drafter.ctc.label_model import LATTICE_BEAM, LabelModel
-from drafter.ctc.lattice import best_lattice_trie
+from drafter.ctc.label_model import LabelModel
+from drafter.ctc.lattice import LATTICE_BEAM, best_lattice_trie
 from drafter.ctc.loss import ctc_loss, lattice_prefix_loss, prefix_loss
 from drafter.ctc.static_tree import static_tree
 from drafter.ctc.trie import best_trie

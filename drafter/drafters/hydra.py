@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 from drafter.base_model import BaseModel
 from drafter.chosen import chosen_log_probs
-from drafter.ctc.label_model import LATTICE_BEAM
-from drafter.ctc.lattice import best_lattice_trie
+from drafter.ctc.lattice import LATTICE_BEAM, best_lattice_trie
 from drafter.drafters.frames import FrameHead, Search, last_tokens
 from drafter.losses import Labels, LossSum, cross_entropy
 from drafter.modules.attention import AttentionModule
