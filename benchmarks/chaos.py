@@ -3,7 +3,7 @@
     python -m benchmarks.chaos --output benchmarks/results/chaos.json
 
 Nothing of the job is changed for it: its processes are found by their names and end by SIGKILL, and the results are
-read from the files. Losses of machines are in `tests/pipeline/test_chaos.py`.
+read from the files. Losses of machines are in `tests/pipeline/generate/test_chaos.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import pyarrow.parquet
 
-from drafter.base_model import BaseModel
+from drafter.base.causal_lm import BaseModel
 from drafter.embedded import EMBEDDED_BASE
 from drafter.evaluation.environment import environment
 from drafter.evaluation.results import write_json

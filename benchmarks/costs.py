@@ -26,7 +26,7 @@ import torch
 from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from drafter.base_model import BaseModel, pick_device, pick_dtype
+from drafter.base.causal_lm import BaseModel, pick_device, pick_dtype
 from drafter.devices import is_asynchronous, synchronise
 from drafter.drafters.contract import DraftContext, Drafter
 from drafter.drafters.registry import load_drafter, new_head
@@ -35,10 +35,10 @@ from drafter.errors import LoadError
 from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
-from drafter.kv_cache import KVCache
-from drafter.prepacked import halved_weights
-from drafter.step_graphs import padded_length
-from drafter.token_tree import root_only
+from drafter.base.kv_cache import KVCache
+from drafter.base.executors.prepacked import halved_weights
+from drafter.engine.cuda_graphs import padded_length
+from drafter.tree.token_tree import root_only
 
 COSTS_FILE = "costs.json"
 TABLE_FILE = "costs.md"

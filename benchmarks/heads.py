@@ -16,16 +16,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from drafter.base_model import BaseModel, load_tokenizer
+from drafter.base.causal_lm import BaseModel, load_tokenizer
 from drafter.drafters.registry import HEADS
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import LoadError
 from drafter.evaluation.environment import environment
-from drafter.evaluation.prompts import prompts_of
+from drafter.evaluation.prepared_prompts import prompts_of
 from drafter.evaluation.questions import QuestionError, read_questions
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
-from drafter.pretrained import CONFIG_FILE, DraftHead, load_head
+from drafter.heads.checkpoint import CONFIG_FILE, DraftHead, load_head
 from drafter.training.simulated_walk import simulated_beta
 from drafter.training.targets import RegeneratedText
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import httpx2
 
-from pipeline.local_cluster import LocalCluster, NodeType
-from pipeline.ports import LOOPBACK, free_ports
+from pipeline.cluster.local_cluster import LocalCluster, NodeType
+from pipeline.cluster.ports import LOOPBACK, free_ports
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PATIENCE = 120.0

@@ -30,14 +30,14 @@ import pyarrow.parquet
 import ray
 import torch
 
-from drafter.engine import Engine, EngineConfig
+from drafter.engine.loop import Engine, EngineConfig
 from drafter.evaluation.environment import environment
 from drafter.evaluation.questions import read_questions
 from drafter.evaluation.results import write_json
 from drafter.llm import SpeculativeLM
 from drafter.requests import SamplingParams
-from pipeline.engine_actor import EngineSpec
-from pipeline.generate import main as generate
+from pipeline.engines.engine_actor import EngineSpec
+from pipeline.generate.generate_job import main as generate
 
 _QUESTIONS = Path(__file__).resolve().parents[1] / "data" / "gsm8k" / "train.jsonl"
 _LOOK_SECONDS = 0.1
@@ -125,7 +125,7 @@ def run_job(spec: WatchedEngine, questions: list[Any], sampling: SamplingParams,
     arguments = ["--input", source, "--output", folder / "out", "--drafter", spec.drafter]
     arguments += ["--sampling.max_new_tokens", sampling.max_new_tokens, "--engine.slots", spec.config.slots]
     arguments += ["--engine.nodes", spec.config.nodes, "--resources.cpus_per_actor", spec.threads]
-    with patch("pipeline.execution.EngineSpec", partial(WatchedEngine, looks=spec.looks)):
+    with patch("pipeline.generate.cluster_run.EngineSpec", partial(WatchedEngine, looks=spec.looks)):
         code = generate([str(one) for one in arguments])
     ray.shutdown()
     if code:

@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from benchmarks.costs import timed
-from drafter.base_model import BaseModel
+from drafter.base.causal_lm import BaseModel
 from drafter.embedded import EMBEDDED_BASE
 from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
-from drafter.prepacked import as_loaded, prepack
+from drafter.base.executors.prepacked import as_loaded, prepack
 from drafter.threads import in_passing_thread
 
 PRODUCTS_FILE, TABLE_FILE = "products.json", "products.md"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks import costs, scale, serving, speed
 from benchmarks.heads import HEADS_FILE, write_table
-from drafter.evaluation.report import write_report
+from drafter.evaluation.report_files import write_report
 from drafter.evaluation.results import RESULTS_FILE, Results
 
 _RESULTS = Path(__file__).parent / "results"

@@ -23,17 +23,17 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet
 
-from drafter.base_model import BaseModel
+from drafter.base.causal_lm import BaseModel
 from drafter.embedded import EMBEDDED_BASE
 from drafter.evaluation.environment import environment
 from drafter.evaluation.results import write_json
 from drafter.requests import Generation, Request
 from drafter.statistics import DecodeCounts
-from pipeline.engine_actor import OUTPUT_TYPE, output_columns
-from pipeline.files import locate
-from pipeline.output import OutputFolder
-from pipeline.staging import Part, StagedInput
-from pipeline.writing import commit_part
+from pipeline.engines.engine_actor import OUTPUT_TYPE, output_columns
+from pipeline.io.files import locate
+from pipeline.output.output_folder import OutputFolder
+from pipeline.generate.staged_input import Part, StagedInput
+from pipeline.output.part_files import commit_part
 
 _LOOK_SECONDS = 0.1
 

@@ -24,23 +24,23 @@ import pyarrow as pa
 import pyarrow.parquet
 import ray
 
-from drafter.base_model import BaseModel
+from drafter.base.causal_lm import BaseModel
 from drafter.embedded import EMBEDDED_BASE
 from drafter.evaluation.environment import environment
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
-from pipeline.cluster import connect
-from pipeline.config import ReadingConfig, WritingConfig
-from pipeline.engine_actor import OUTPUT_TYPE, output_columns
-from pipeline.execution import missing_parts
-from pipeline.files import locate
-from pipeline.generate import main as generate
-from pipeline.output import OutputFolder
-from pipeline.reading import find_prompts, list_input
-from pipeline.staging import PROBLEM_TYPE, Part, StagedInput, StagedParts, stage_files
-from pipeline.writing import commit_part
+from pipeline.cluster.ray_cluster import connect
+from pipeline.generate.generate_config import ReadingConfig, WritingConfig
+from pipeline.engines.engine_actor import OUTPUT_TYPE, output_columns
+from pipeline.generate.cluster_run import missing_parts
+from pipeline.io.files import locate
+from pipeline.generate.generate_job import main as generate
+from pipeline.output.output_folder import OutputFolder
+from pipeline.io.reading import find_prompts, list_input
+from pipeline.generate.staged_input import PROBLEM_TYPE, Part, StagedInput, StagedParts, stage_files
+from pipeline.output.part_files import commit_part
 
 SCALE_FILE = "scale.json"
 TABLE_FILE = "scale.md"

@@ -25,7 +25,7 @@ from typing import Any
 import httpx2
 
 from benchmarks.servers import Server, endpoint, transformers_serve
-from drafter.base_model import BaseModel
+from drafter.base.causal_lm import BaseModel
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import LoadError
 from drafter.evaluation.environment import environment

@@ -23,19 +23,19 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from drafter.base_model import BaseModel, load_tokenizer
+from drafter.base.causal_lm import BaseModel, load_tokenizer
 from drafter.devices import synchronise
 from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_BASE
-from drafter.engine import Engine, EngineConfig
+from drafter.engine.loop import Engine, EngineConfig
 from drafter.errors import LoadError
 from drafter.evaluation.decoders import Decoder, Run, engine_decoder, padding, transformers_decoder
 from drafter.evaluation.environment import environment, machine
-from drafter.evaluation.prompts import encode
+from drafter.evaluation.prepared_prompts import encode
 from drafter.evaluation.questions import QuestionError, read_questions
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
-from drafter.prepacked import as_loaded
+from drafter.base.executors.prepacked import as_loaded
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import mean_acceptance_length, total
 from drafter.threads import in_passing_thread

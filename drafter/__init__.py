@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from drafter.engine import EngineConfig
+    from drafter.engine.loop import EngineConfig
     from drafter.errors import EngineError, LoadError, QueueFullError, RequestError, RequestTimeoutError
     from drafter.llm import SpeculativeLM
     from drafter.requests import Generation, Request, SamplingParams, TokenLogprob
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "EngineConfig": "engine",
+    "EngineConfig": "engine.engine_config",
     "EngineError": "errors",
     "Generation": "requests",
     "LoadError": "errors",

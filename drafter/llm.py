@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from drafter.base_model import BaseModel, load_tokenizer
-from drafter.chat import render_chat
+from drafter.base.causal_lm import BaseModel, load_tokenizer
+from drafter.text.chat import render_chat
 from drafter.drafters.contract import Drafter
 from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_BASE
-from drafter.engine import Engine, EngineConfig
+from drafter.engine.loop import Engine, EngineConfig
 from drafter.errors import RequestError
 from drafter.requests import Generation, Request, SamplingParams
-from drafter.slots import Handle
+from drafter.engine.sequence import Handle
 from drafter.threads import in_passing_thread
 
 Message = dict[str, str]

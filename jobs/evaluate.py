@@ -2,7 +2,7 @@
 
 import sys
 
-from pipeline.evaluation.job import main
+from pipeline.evaluation.evaluate_job import main
 
 if __name__ == "__main__":
     sys.exit(main())

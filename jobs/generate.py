@@ -2,7 +2,7 @@
 
 import sys
 
-from pipeline.generate import main
+from pipeline.generate.generate_job import main
 
 if __name__ == "__main__":
     sys.exit(main())

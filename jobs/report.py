@@ -2,7 +2,7 @@
 
 import sys
 
-from pipeline.report.job import main
+from pipeline.report.report_job import main
 
 if __name__ == "__main__":
     sys.exit(main())

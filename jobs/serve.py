@@ -2,7 +2,7 @@
 
 import sys
 
-from pipeline.serving.server import main
+from pipeline.serving.serve_job import main
 
 if __name__ == "__main__":
     sys.exit(main())

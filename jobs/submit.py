@@ -2,7 +2,7 @@
 
 import sys
 
-from pipeline.submission import main
+from pipeline.cluster.submission import main
 
 if __name__ == "__main__":
     sys.exit(main())

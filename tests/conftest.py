@@ -11,8 +11,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
-from drafter.base_model import BaseModel
-from tests.models import random_model
+from drafter.base.causal_lm import BaseModel
+from tests.support.models import random_model
 
 # Tiny models gain nothing from more threads, and lose much where cores are shared.
 torch.set_num_threads(1)

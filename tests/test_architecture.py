@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 FORBIDDEN = {
     "drafter": {"ray", "pipeline", "jobs", "recipes", "benchmarks", "tests"},
     "pipeline": {"jobs", "recipes", "benchmarks", "tests"},

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from drafter.base_model import BaseModel
+from drafter.base.causal_lm import BaseModel
 from drafter.drafters import registry
-from drafter.drafters.plain import PlainDecoding
+from drafter.drafters.none import PlainDecoding
 from drafter.requests import Request, SamplingParams
 from drafter.training.targets import RegeneratedText
-from tests.models import random_prompts, run_engine
+from tests.support.models import random_prompts, run_engine
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "add-a-drafter.md"
 
 

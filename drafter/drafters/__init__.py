@@ -1,0 +1,1 @@
+"""Drafters that need no training, and the contract that every drafter keeps."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from drafter.token_tree import TokenTree
+from drafter.tree.token_tree import TokenTree
 
 
 @dataclass(frozen=True)

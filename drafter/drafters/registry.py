@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from drafter.base_model import BaseModel
+from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import Drafter
-from drafter.drafters.ctc import CTCHead
-from drafter.drafters.ensemble import EnsembleDrafter
-from drafter.drafters.hydra import HydraHead
-from drafter.drafters.medusa import MedusaHead
+from drafter.heads.ctc.ctc_head import CTCHead
+from drafter.drafters.merged import EnsembleDrafter
+from drafter.heads.hydra import HydraHead
+from drafter.heads.medusa import MedusaHead
 from drafter.drafters.ngram import NgramDrafter
-from drafter.drafters.plain import PlainDecoding
+from drafter.drafters.none import PlainDecoding
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
 from drafter.errors import LoadError
-from drafter.pretrained import DraftHead, build_config, load_head
+from drafter.heads.checkpoint import DraftHead, build_config, load_head
 
 TRAINING_FREE: dict[str, Callable[[int], Drafter]] = {
     "none": lambda tree_size: PlainDecoding(),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from drafter.base_model import BaseModel
+from drafter.base.causal_lm import BaseModel
 
 _ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,20 +14,20 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from drafter.base_model import BaseModel
+from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import Drafter
 from drafter.drafters.registry import HEADS, TRAINING_FREE, load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_HEADS
-from drafter.engine import Engine, EngineConfig
+from drafter.engine.loop import Engine, EngineConfig
 from drafter.errors import LoadError
 from drafter.evaluation.decoders import Decoder, Run, engine_decoder, padding, transformers_decoder
 from drafter.evaluation.environment import environment
 from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Arm, Plan
-from drafter.evaluation.prompts import Prompt, prompts_of
+from drafter.evaluation.prepared_prompts import Prompt, prompts_of
 from drafter.evaluation.questions import Question, QuestionError
 from drafter.evaluation.results import Cell, Place, Results, Skipped, StageSums
 from drafter.evaluation.stages import stage_seconds
-from drafter.pretrained import DraftHead, load_head
+from drafter.heads.checkpoint import DraftHead, load_head
 from drafter.requests import Request
 from drafter.statistics import DecodeCounts, total
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from drafter.pretrained import Tree
+from drafter.heads.checkpoint import Tree
 
 Nodes = int | Literal["auto"]
 

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 
 from drafter.errors import TrainingError
-from drafter.pretrained import DraftHead
+from drafter.heads.checkpoint import DraftHead
 from drafter.training.settings import TrainingSettings
-from drafter.training.step import TrainingStep
+from drafter.training.training_step import TrainingStep
 from drafter.training.targets import DraftBatch
 
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from drafter.base_model import BaseModel
-from drafter.pretrained import DraftHead, Tree
-from drafter.token_tree import TokenTree
+from drafter.base.causal_lm import BaseModel
+from drafter.heads.checkpoint import DraftHead, Tree
+from drafter.tree.token_tree import TokenTree
 from drafter.training.settings import NODE_COUNTS
-from drafter.training.step import base_hidden_states
+from drafter.training.training_step import base_hidden_states
 from drafter.training.targets import DraftBatch, RegeneratedText, draft_batch
 
 

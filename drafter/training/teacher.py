@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafter.base_model import BaseModel
-from drafter.losses import Labels
+from drafter.base.causal_lm import BaseModel
+from drafter.heads.losses import Labels
 from drafter.training.targets import DraftBatch
 
 _CHUNK = 512

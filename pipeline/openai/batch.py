@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drafter.requests import Generation
-from pipeline.openai.errors import OpenAIError
-from pipeline.openai.requests import ParsedRequest, parse_chat, parse_completion
-from pipeline.openai.responses import TokenText, chat_response, completion_response
+from pipeline.openai.api_error import OpenAIError
+from pipeline.openai.request_body import ParsedRequest, parse_chat, parse_completion
+from pipeline.openai.response_body import TokenText, chat_response, completion_response
 
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from drafter.requests import Generation, TokenDelta
-from pipeline.openai.errors import OpenAIError
-from pipeline.openai.requests import ParsedRequest
-from pipeline.openai.responses import TokenText, chat_logprobs, completion_logprobs, usage
+from pipeline.openai.api_error import OpenAIError
+from pipeline.openai.request_body import ParsedRequest
+from pipeline.openai.response_body import TokenText, chat_logprobs, completion_logprobs, usage
 from pipeline.openai.speculation import generation_statistics, step_statistics
 
 DONE = "data: [DONE]\n\n"

@@ -11,7 +11,7 @@ from typing import Any
 
 from drafter.requests import Generation, TokenDelta
 from drafter.statistics import statistics_columns
-from pipeline.openai.errors import OpenAIError
+from pipeline.openai.api_error import OpenAIError
 
 FIELD = "speculation"
 

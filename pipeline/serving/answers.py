@@ -20,15 +20,15 @@ from typing import Any
 from drafter.errors import EngineError, QueueFullError, RequestError, RequestTimeoutError
 from drafter.llm import SpeculativeLM
 from drafter.requests import Generation, Request, SamplingParams, TokenDelta
-from drafter.slots import Handle
+from drafter.engine.sequence import Handle
 from pipeline.openai.chunks import ChatChunks, Chunks, CompletionChunks, error_event
-from pipeline.openai.errors import OpenAIError
-from pipeline.openai.requests import ParsedRequest
-from pipeline.openai.responses import chat_response, completion_response, token_text
+from pipeline.openai.api_error import OpenAIError
+from pipeline.openai.request_body import ParsedRequest
+from pipeline.openai.response_body import chat_response, completion_response, token_text
 from pipeline.openai.speculation import FIELD, generation_statistics
-from pipeline.samples import sample_seed
+from pipeline.generate.samples import sample_seed
 from pipeline.serving.messages import Call, Failure, Reply, interrupted, overloaded
-from pipeline.serving.metrics import ReplicaMetrics, Snapshot
+from pipeline.serving.replica_metrics import ReplicaMetrics, Snapshot
 
 _STALLED_SECONDS = 300.0
 """A step that takes longer hangs."""

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from starlette.requests import Request
 
-from pipeline.openai.errors import OpenAIError
+from pipeline.openai.api_error import OpenAIError
 
 _DISCARDED = 16
 """A body may be so many times too large and its sender still reads the answer; beyond that the connection is cut."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.openai.errors import OpenAIError
-from pipeline.openai.requests import ParsedRequest
+from pipeline.openai.api_error import OpenAIError
+from pipeline.openai.request_body import ParsedRequest
 
 BUSY_SECONDS = 1
 """When to come again if there is no room, or a replica is being replaced."""

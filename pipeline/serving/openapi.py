@@ -13,9 +13,9 @@ from openai.types.chat import ChatCompletion
 from pydantic import BaseModel
 from starlette.responses import PlainTextResponse
 
-from pipeline.openai.requests import Body, ChatBody, CompletionBody
+from pipeline.openai.request_body import Body, ChatBody, CompletionBody
 from pipeline.openai.speculation import FIELD
-from pipeline.serving.config import LimitsConfig
+from pipeline.serving.serve_config import LimitsConfig
 
 
 class ErrorDetail(BaseModel):

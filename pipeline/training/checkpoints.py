@@ -17,8 +17,8 @@ from pyarrow import fs
 from ray.train import Checkpoint, CheckpointUploadMode
 from safetensors.torch import load_file, save_file
 
-from pipeline.files import Location
-from pipeline.training.board import refusals
+from pipeline.io.files import Location
+from pipeline.training.training_board import refusals
 from pipeline.training.state import MOMENTS, TrainingState
 
 _TENSORS = "state.safetensors"

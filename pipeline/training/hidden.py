@@ -15,12 +15,12 @@ from pyarrow import fs
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from drafter.base_model import BaseModel
+from drafter.base.causal_lm import BaseModel
 from drafter.training.settings import TrainingSettings
-from drafter.training.step import base_hidden_states
-from pipeline.files import Location
-from pipeline.staging import Part
-from pipeline.training.staging import StagedTexts, read_part
+from drafter.training.training_step import base_hidden_states
+from pipeline.io.files import Location
+from pipeline.generate.staged_input import Part
+from pipeline.training.staged_texts import StagedTexts, read_part
 
 _TEXTS_AT_ONCE = 8
 _POLL_SECONDS = 1.0

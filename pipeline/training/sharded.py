@@ -21,12 +21,12 @@ from deepspeed.utils import (
 from torch import Tensor, distributed, nn
 
 from drafter.drafters.registry import HEADS
-from drafter.pretrained import DraftHead
+from drafter.heads.checkpoint import DraftHead
 from drafter.training.optimiser import Update, adamw, check_finite
 from drafter.training.settings import TrainingSettings
-from drafter.training.step import TrainingStep
+from drafter.training.training_step import TrainingStep
 from drafter.training.targets import DraftBatch
-from pipeline.training.config import ShardingConfig
+from pipeline.training.train_config import ShardingConfig
 from pipeline.training.state import MOMENTS, TrainingState
 
 T = TypeVar("T")

@@ -13,9 +13,9 @@ import pyarrow.parquet
 from pyarrow import fs
 
 from pipeline.errors import InputError, one_line
-from pipeline.files import locate
-from pipeline.manifest import read_run
-from pipeline.output import OutputFolder
+from pipeline.io.files import locate
+from pipeline.output.run_manifest import read_run
+from pipeline.output.output_folder import OutputFolder
 
 COLUMNS = ("request_id", "prompt_token_ids", "token_ids")
 """What is read of a distilled row."""

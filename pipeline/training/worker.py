@@ -11,22 +11,22 @@ import ray.train
 import ray.train.torch
 import torch
 
-from drafter.base_model import BaseModel
+from drafter.base.causal_lm import BaseModel
 from drafter.drafters.registry import new_head
-from drafter.pretrained import DraftHead, Provenance
-from drafter.training.loop import StepDone, train
+from drafter.heads.checkpoint import DraftHead, Provenance
+from drafter.training.train_loop import StepDone, train
 from drafter.training.simulated_walk import simulated_beta
-from drafter.training.step import TrainingStep
+from drafter.training.training_step import TrainingStep
 from drafter.training.targets import DraftBatch, anchor_draws, draft_batch
 from pipeline.errors import InputError
-from pipeline.training.board import progress_line
+from pipeline.training.training_board import progress_line
 from pipeline.training.checkpoints import SavedRun, report, restore
 from pipeline.training.hidden import store_hidden
-from pipeline.training.metrics import MetricsLog, Record
+from pipeline.training.metrics_log import MetricsLog, Record
 from pipeline.training.sharded import ShardedOptimiser, head_of
 from pipeline.training.state import TrainingState
 from pipeline.training.stream import Share, StepTexts, stream_steps
-from pipeline.training.task import WorkerTask
+from pipeline.training.worker_task import WorkerTask
 
 
 def run(task: WorkerTask) -> None:

@@ -25,10 +25,10 @@ from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
-from drafter.engine import EngineConfig
+from drafter.engine.loop import EngineConfig
 from drafter.llm import SpeculativeLM
 from drafter.requests import Request, SamplingParams
-from drafter.slots import Handle
+from drafter.engine.sequence import Handle
 from recipes.embedded.gsm8k import read_split
 
 CHUNK = 256

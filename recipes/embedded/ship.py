@@ -9,10 +9,10 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from drafter.base_model import BaseModel
+from drafter.base.causal_lm import BaseModel
 from drafter.drafters.registry import HEADS
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
-from drafter.pretrained import load_head
+from drafter.heads.checkpoint import load_head
 
 
 def main() -> None:

@@ -25,15 +25,15 @@ import transformers
 import yaml
 from torch.nn.utils.rnn import pad_sequence
 
-from drafter.base_model import BaseModel
+from drafter.base.causal_lm import BaseModel
 from drafter.drafters.registry import new_head
 from drafter.embedded import EMBEDDED_BASE
-from drafter.pretrained import DraftHead, Provenance
-from drafter.training.loop import train
+from drafter.heads.checkpoint import DraftHead, Provenance
+from drafter.training.train_loop import train
 from drafter.training.optimiser import TorchOptimiser
 from drafter.training.settings import TrainingSettings
 from drafter.training.simulated_walk import simulated_beta
-from drafter.training.step import TrainingStep, base_hidden_states
+from drafter.training.training_step import TrainingStep, base_hidden_states
 from drafter.training.targets import DraftBatch, RegeneratedText, anchor_draws, draft_batch
 
 HEADS = Path(__file__).with_name("heads.yaml")

@@ -13,18 +13,18 @@ import torch
 from torch import distributed
 from torch.multiprocessing.spawn import spawn
 
-from drafter.base_model import BaseModel
+from drafter.base.causal_lm import BaseModel
 from drafter.drafters.registry import new_head
 from drafter.training.optimiser import Optimiser, TorchOptimiser
 from drafter.training.settings import TrainingSettings
 from drafter.training.simulated_walk import simulated_beta
-from drafter.training.step import TrainingStep
+from drafter.training.training_step import TrainingStep
 from drafter.training.targets import DraftBatch, RegeneratedText, anchor_draws, draft_batch
 from pipeline.training.checkpoints import SavedRun, read, write
-from pipeline.training.config import ShardingConfig
+from pipeline.training.train_config import ShardingConfig
 from pipeline.training.schedule import share
 from pipeline.training.sharded import ShardedOptimiser, head_of
-from tests.models import random_model
+from tests.support.models import random_model
 
 STEPS, STOP = 5, 3
 SETTINGS = TrainingSettings(steps=STEPS, anchors_per_text=6, learning_rate=1e-2, warmup_steps=2, clip=0.5)

@@ -1,0 +1,1 @@
+"""Ways to run the base's forward."""

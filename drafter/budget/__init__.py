@@ -1,0 +1,1 @@
+"""Budgets: how many draft nodes a step drafts and verifies."""

@@ -1,0 +1,96 @@
+"""Conversations become prompts, once, so that every decoder is measured on the same ones.
+
+A later turn's prompt holds the answers before it. They are plain decoding's: a lossless decoder would have given the
+same, and one whose rounding differs is still asked the same question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from drafter.base.causal_lm import BaseModel
+from drafter.text.chat import render_chat
+from drafter.drafters.none import PlainDecoding
+from drafter.engine.loop import Engine, EngineConfig
+from drafter.errors import RequestError
+from drafter.evaluation.decoders import decode_all
+from drafter.evaluation.questions import Question, QuestionError
+from drafter.requests import Request, SamplingParams
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One turn of a conversation.
+
+    Args:
+        request: Its token ids and sampling, with a seed of its own.
+        category: Of its question.
+        answer: Plain decoding's tokens.
+    """
+
+    request: Request
+    category: str
+    answer: list[int]
+
+
+def prompts_of(
+    base: BaseModel,
+    tokenizer: Any,
+    questions: Sequence[Question],
+    *,
+    temperature: float,
+    max_new_tokens: int,
+    slots: int,
+) -> list[Prompt]:
+    """Every turn of every question with its answer, all first turns first.
+
+    Args:
+        base: The base model.
+        tokenizer: Of the base.
+        questions: What to ask.
+        temperature: Of all answers.
+        max_new_tokens: Longest answer.
+        slots: Conversations decoded together.
+
+    Raises:
+        QuestionError: A prompt and its answer do not fit the base's positions, or the chat template refuses it.
+    """
+    histories: list[list[dict[str, str]]] = [[] for _ in questions]
+    prompts: list[Prompt] = []
+    for turn in range(max(len(question.turns) for question in questions)):
+        asked = [index for index, question in enumerate(questions) if turn < len(question.turns)]
+        requests: list[Request] = []
+        for index in asked:
+            question = questions[index]
+            histories[index].append({"role": "user", "content": question.turns[turn]})
+            try:
+                ids = encode(tokenizer, histories[index])
+            except RequestError as error:
+                raise QuestionError(f"question {question.name}, turn {turn + 1}: {error}") from error
+            if base.max_positions is not None and len(ids) + max_new_tokens > base.max_positions:
+                raise QuestionError(
+                    f"question {question.name}, turn {turn + 1}: {len(ids)} tokens of prompt and {max_new_tokens} of "
+                    f"answer are more than the base's {base.max_positions} positions: lower max_new_tokens, or leave "
+                    "the question out"
+                )
+            sampling = SamplingParams(max_new_tokens, temperature, seed=len(prompts) + len(requests))
+            requests.append(Request(ids, sampling))
+        longest = max(len(request.prompt_ids) for request in requests) + max_new_tokens
+        config = EngineConfig(slots, max_length=longest, max_queue=len(requests))
+        _, generations = decode_all(Engine(base, PlainDecoding(), tokenizer, config), requests)
+        for index, request, generation in zip(asked, requests, generations, strict=True):
+            histories[index].append({"role": "assistant", "content": generation.text})
+            prompts.append(Prompt(request, questions[index].category, generation.token_ids))
+    return prompts
+
+
+def encode(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+    """Token ids of a conversation so far, up to where the assistant speaks.
+
+    Without a chat template it is the messages' texts, with an empty line between.
+    """
+    if tokenizer.chat_template is None:
+        return list(tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"])
+    return list(tokenizer(render_chat(tokenizer, messages), add_special_tokens=False)["input_ids"])

@@ -1,0 +1,1 @@
+"""Draft heads: drafters with trained weights."""

@@ -1,0 +1,146 @@
+"""`hydra`: sequentially dependent heads (Ankner et al. 2024, arXiv 2402.05109).
+
+Head `u` sees the base's last hidden state and the embeddings of the pending token and of the `u - 1` drafted after it
+on its path. With `prefix_attention` (Hydra++) the hidden state first attends to the whole text, through a layer of its
+own, and the heads are deeper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drafter.base.causal_lm import BaseModel
+from drafter.heads.chosen_log_probs import chosen_log_probs
+from drafter.search.lattice import LATTICE_BEAM, best_lattice_trie
+from drafter.heads.frame_head import FrameHead, Search, last_tokens
+from drafter.heads.losses import Labels, LossSum, cross_entropy
+from drafter.heads.modules.attention import AttentionModule
+from drafter.heads.modules.contract import DraftModule
+from drafter.heads.modules.last_hidden import LastHidden
+from drafter.heads.checkpoint import Tree, check_sizes
+from drafter.tree.token_tree import TokenTree
+from drafter.training.targets import DraftBatch
+
+
+@dataclass(frozen=True)
+class HydraHeadConfig:
+    """Shape of Hydra heads.
+
+    Args:
+        hidden_size: d, of the base.
+        vocab_size: V, of the base.
+        depth: U, heads.
+        num_layers: Layers of each head's MLP: 1 for Hydra, 4 for Hydra++.
+        prefix_attention: Hydra++: a transformer layer over the text, before the heads.
+        num_heads: Attention heads of the prefix attention; even width each.
+        intermediate_size: Width of its gated MLP.
+        rope_theta: Base of its rotary positions.
+        depth_decay: Weight of a head's loss, relative to the one before.
+
+    Raises:
+        ValueError: Sizes that do not fit together.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    depth: int = 6
+    num_layers: int = 1
+    prefix_attention: bool = False
+    num_heads: int = 4
+    intermediate_size: int = 704
+    rope_theta: float = 10_000.0
+    depth_decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "hidden_size", "vocab_size", "depth", "num_layers", "num_heads", "intermediate_size")
+        if self.prefix_attention and self.hidden_size % (2 * self.num_heads):
+            raise ValueError(f"hidden_size {self.hidden_size} does not split into {self.num_heads} heads of even width")
+
+
+class _Mlp(nn.Module):
+    """One head: from the state and the path's embeddings to a state; residual beyond the first layer."""
+
+    def __init__(self, width: int, inputs: int, num_layers: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(inputs * width, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers - 1))
+
+    def forward(self, state: Tensor, path: Tensor) -> Tensor:
+        """State `[..., d]` and path `[..., u · d]` → `[..., d]`."""
+        mixed = state + F.silu(self.first(torch.cat([state, path], -1)))
+        for layer in self.layers:
+            mixed = mixed + F.silu(layer(mixed))
+        return mixed
+
+
+class HydraHead(FrameHead):
+    """Heads in a row, each told the path so far."""
+
+    algorithm = "hydra"
+    config_class = HydraHeadConfig
+    config: HydraHeadConfig
+
+    def __init__(self, config: HydraHeadConfig) -> None:
+        super().__init__(config)
+        width = config.hidden_size
+        self.module: DraftModule = LastHidden()
+        if config.prefix_attention:
+            self.module = AttentionModule(width, 1, 1, config.num_heads, config.intermediate_size, config.rope_theta)
+        self.embedding_norm = nn.LayerNorm(width)
+        self.heads = nn.ModuleList(_Mlp(width, u + 2, config.num_layers) for u in range(config.depth))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
+        """Depth-weighted cross-entropy of the heads along the text; see `DraftHead.forward`."""
+        real = batch.lengths > 0
+        state = self.module(base.embed(batch.tokens), hidden, batch.anchors)[real][:, 0]
+        text = torch.cat([last_tokens(batch.tokens, batch.anchors, 1)[real], batch.targets[real]], 1)
+        path = self.embedding_norm(base.embed(text)).flatten(1)
+        width = self.config.hidden_size
+        states = [head(state, path[:, : (u + 1) * width]) for u, head in enumerate(self.heads)]
+        labels = labels[real]
+        log_probs = chosen_log_probs(base, self.norm(torch.stack(states, 1)), labels.tokens)
+        return cross_entropy(log_probs, labels, batch.lengths[real], self.config.depth_decay)
+
+    def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
+        """The best trie of the heads' conditionals, within a beam; see `FrameHead.search`."""
+        return self._search(states, recent, size, 0.0, base)
+
+    def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
+        """See `FrameHead.prepared_search`."""
+        return partial(self._search, base=base)
+
+    def _search(self, states: Tensor, recent: Tensor, size: int, least: float, base: BaseModel) -> TokenTree:
+        depth = self.config.depth
+        return best_lattice_trie(
+            _Paths(self, base, states[:, 0], recent), recent[:, -1], depth, 1, depth, size, LATTICE_BEAM, least
+        )
+
+    def refuse_tree(self, tree: Tree) -> None:
+        """Raise `ValueError` for the static tree."""
+        if tree == "static":
+            raise ValueError("the static tree needs heads that do not depend on the path: Hydra's do")
+
+
+class _Paths:
+    """`LabelModel` of the heads: a path's state is the tokens on it, the root's first."""
+
+    def __init__(self, head: HydraHead, base: BaseModel, states: Tensor, recent: Tensor) -> None:
+        self._head, self._base, self._states, self._root = head, base, states, recent[:, -1:]
+
+    def start(self) -> Tensor:
+        return self._root
+
+    def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        path = self._head.embedding_norm(self._base.embed(state)).flatten(1)
+        states = self._head.norm(self._head.heads[first](self._states[rows], path))
+        logits = self._base.lm_head(states)[:, None]
+        return logits, torch.zeros(logits.shape[:2], device=logits.device)
+
+    def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
+        return torch.cat([state, tokens[:, None]], 1)

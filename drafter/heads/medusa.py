@@ -1,0 +1,88 @@
+"""`medusa`: residual blocks on the last hidden state, an output layer each (Cai et al. 2024, arXiv 2401.10774).
+
+Head `u` guesses the `u`-th token after the pending one, alone. Its output layer starts as the base's LM head, as
+published. The published fixed tree is there as `static`; the exact one is the best trie of the product of the heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from drafter.base.causal_lm import BaseModel
+from drafter.search.static import static_tree
+from drafter.heads.frame_head import FrameHead
+from drafter.heads.losses import Labels, LossSum, cross_entropy
+from drafter.heads.modules.residual import ResidualBlocks
+from drafter.heads.checkpoint import Tree, check_sizes
+from drafter.search.product import best_product_trie
+from drafter.tree.token_tree import TokenTree
+from drafter.training.targets import DraftBatch
+
+
+@dataclass(frozen=True)
+class MedusaHeadConfig:
+    """Shape of Medusa heads.
+
+    Args:
+        hidden_size: d, of the base.
+        vocab_size: V, of the base.
+        depth: U, heads: tokens guessed ahead.
+        depth_decay: Weight of a head's loss, relative to the one before; 0.8 as published.
+
+    Raises:
+        ValueError: A size below 1.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    depth: int = 6
+    depth_decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "hidden_size", "vocab_size", "depth")
+
+
+class MedusaHead(FrameHead):
+    """Independent heads."""
+
+    algorithm = "medusa"
+    config_class = MedusaHeadConfig
+    config: MedusaHeadConfig
+
+    def __init__(self, config: MedusaHeadConfig) -> None:
+        super().__init__(config)
+        self.module = ResidualBlocks(config.hidden_size, config.depth)
+        self.outputs = nn.Parameter(torch.empty(config.depth, config.vocab_size, config.hidden_size))
+        nn.init.normal_(self.outputs, std=config.hidden_size**-0.5)
+
+    def start_from(self, base: BaseModel) -> None:
+        """Every output layer starts as the base's LM head."""
+        with torch.no_grad():
+            self.outputs.copy_(base.lm_head_weight.expand_as(self.outputs))
+
+    def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
+        """Depth-weighted cross-entropy; see `DraftHead.forward`."""
+        real = batch.lengths > 0
+        states = self.module(base.embed(batch.tokens), hidden, batch.anchors)[real]
+        labels = labels[real]
+        log_probs = self.log_probs(states).gather(2, labels.tokens)
+        return cross_entropy(log_probs, labels, batch.lengths[real], self.config.depth_decay)
+
+    def log_probs(self, states: Tensor) -> Tensor:
+        """`[N, F, V]` float32 log-probabilities of the first frame states `[N, F, d]`."""
+        outputs = self.outputs[: states.shape[1]].to(states.dtype)
+        logits = torch.bmm(states.transpose(0, 1), outputs.transpose(1, 2))
+        return logits.transpose(0, 1).float().log_softmax(-1)
+
+    def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
+        """The best trie of the heads' product, or the published tree; see `FrameHead.search`."""
+        if tree == "static":
+            return static_tree(self.log_probs(states), recent[:, -1], self.config.depth, size, blank=False)
+        return best_product_trie(self.log_probs(states), recent[:, -1], size)
+
+    def frames_for(self, size: int, tree: Tree) -> int | None:
+        """One for each level; see `FrameHead.frames_for`."""
+        return min(self.config.depth, size - 1) if tree == "exact" else None

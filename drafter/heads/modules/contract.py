@@ -1,0 +1,78 @@
+"""The contract between draft modules and the heads that read their frames.
+
+A module turns the text so far into `T` frame states a pending token. It does so in two ways that must agree: for many
+anchors of a known text (training, simulated walks), and step by step for the engine's slots (decoding).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from drafter.base.causal_lm import BaseModel
+from drafter.drafters.contract import DraftContext
+
+
+class DraftModule(nn.Module, ABC):
+    """Frame states from tokens and the base's hidden states."""
+
+    num_frames: int
+    """T."""
+
+    @abstractmethod
+    def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor, count: int | None = None) -> Tensor:
+        """Frames for many anchors of known sequences, each as decoding would compute it there.
+
+        Args:
+            embeddings: `[B, L, d]` frozen embeddings of the tokens.
+            hidden: `[B, L, d]` the base's last hidden states, after its final norm.
+            anchors: `[B, A]` position of the pending token. Its own hidden state and all later ones are not looked at.
+            count: F, the first frames that are wanted; None for all T. Others are not computed: frames that attend to
+                one another do so among these.
+
+        Returns:
+            `[B, A, F, d]`.
+        """
+
+    @abstractmethod
+    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
+        """What reads frames step by step, on the base's device and in its dtype.
+
+        Args:
+            base: Lends its embedding.
+            fresh: Tokens that an ordinary step adds to a row at most.
+        """
+
+
+class FrameReader(ABC):
+    """Frames for the engine's slots, with what a module remembers of each. Without memory there is only `read`."""
+
+    def allocate(self, slots: int, length: int) -> None:  # noqa: B027 - nothing to remember
+        """Make room for `slots` rows of `length` tokens and the frames behind them. Called once."""
+
+    def admit(self, slot: int) -> None:  # noqa: B027
+        """A new row enters `slot`."""
+
+    def move(self, source: int, target: int) -> None:  # noqa: B027
+        """The row of slot `source` goes on in slot `target`."""
+
+    def catch_up(self, context: DraftContext) -> None:  # noqa: B027
+        """Comes before each `read`, with the same rows; see `Drafter.catch_up`."""
+
+    @abstractmethod
+    def read(self, context: DraftContext, count: int | None = None) -> Tensor:
+        """The first `count` frame states, or all, `[B, F, d]` of the context's rows; see `Drafter.propose`."""
+
+
+def hidden_before(hidden: Tensor, anchors: Tensor) -> Tensor:
+    """`[B, A, d]`: of `hidden` `[B, L, d]`, the state before each of `anchors` `[B, A]`; zeros before the text."""
+    index = (anchors - 1).clamp_min(0)[:, :, None].expand(-1, -1, hidden.shape[-1])
+    return torch.where((anchors > 0)[:, :, None], hidden.gather(1, index), 0.0)
+
+
+def newest_hidden(context: DraftContext) -> Tensor:
+    """`[B, d]` the hidden state before each row's pending token."""
+    assert context.hidden is not None
+    return hidden_before(context.hidden, context.lengths[:, None])[:, 0]

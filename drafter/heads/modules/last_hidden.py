@@ -1,0 +1,32 @@
+"""The base's last hidden state as the only frame: no module at all."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from drafter.base.causal_lm import BaseModel
+from drafter.drafters.contract import DraftContext
+from drafter.heads.modules.contract import DraftModule, FrameReader, hidden_before, newest_hidden
+
+
+class LastHidden(DraftModule):
+    """One frame, `h_t` itself."""
+
+    num_frames = 1
+
+    def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor, count: int | None = None) -> Tensor:
+        """Frames `[B, A, 1, d]`; see `DraftModule.forward`."""
+        return hidden_before(hidden, anchors)[:, :, None]
+
+    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
+        """A reader without memory."""
+        return _LastHiddenReader(base.dtype)
+
+
+class _LastHiddenReader(FrameReader):
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def read(self, context: DraftContext, count: int | None = None) -> Tensor:
+        return newest_hidden(context)[:, None].to(self._dtype)

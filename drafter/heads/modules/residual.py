@@ -1,0 +1,53 @@
+"""Residual blocks on the last hidden state, one a frame: Medusa's draft module (Cai et al. 2024, arXiv 2401.10774).
+
+Nothing but `h_t` is looked at: not the pending token, not the text before. It is what CTC-drafter's ablation calls the
+linear head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drafter.base.causal_lm import BaseModel
+from drafter.drafters.contract import DraftContext
+from drafter.heads.modules.contract import DraftModule, FrameReader, hidden_before, newest_hidden
+
+
+class ResidualBlocks(DraftModule):
+    """`frame_j = h + SiLU(W_j h)`; `W_j` starts at zero, so every frame starts as the base's own state.
+
+    Args:
+        width: d.
+        num_frames: T.
+    """
+
+    def __init__(self, width: int, num_frames: int) -> None:
+        super().__init__()
+        self.num_frames = num_frames
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(num_frames))
+        for block in self.blocks:
+            assert isinstance(block, nn.Linear)
+            nn.init.zeros_(block.weight)
+            nn.init.zeros_(block.bias)
+
+    def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor, count: int | None = None) -> Tensor:
+        """Frames `[B, A, F, d]`; see `DraftModule.forward`."""
+        return self.frames(hidden_before(hidden, anchors), count)
+
+    def frames(self, hidden: Tensor, count: int | None = None) -> Tensor:
+        """The first `count` frames, or all, `[..., F, d]` of hidden states `[..., d]`."""
+        return torch.stack([hidden + F.silu(block(hidden)) for block in self.blocks[:count]], -2)
+
+    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
+        """A reader without memory."""
+        return _ResidualReader(self, base.dtype)
+
+
+class _ResidualReader(FrameReader):
+    def __init__(self, module: ResidualBlocks, dtype: torch.dtype) -> None:
+        self._module, self._dtype = module, dtype
+
+    def read(self, context: DraftContext, count: int | None = None) -> Tensor:
+        return self._module.frames(newest_hidden(context).to(self._dtype), count)

@@ -1,0 +1,1 @@
+"""Searches for the best draft tree under a head's distributions."""

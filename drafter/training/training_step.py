@@ -1,0 +1,46 @@
+"""One training step's forward: base and head as one module, so that whatever shards modules can shard both."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from drafter.base.causal_lm import BaseModel
+from drafter.heads.losses import hard_labels
+from drafter.heads.checkpoint import DraftHead
+from drafter.training.settings import TrainingSettings
+from drafter.training.targets import DraftBatch
+from drafter.training.teacher import teacher_labels
+
+
+class TrainingStep(nn.Module):
+    """The loss of a head on a batch; hidden states that the batch does not bring are computed by the frozen base.
+
+    Args:
+        base: The frozen base.
+        head: The head, on the base's device; its parameters are all that trains.
+        settings: Says which labels and which precision.
+    """
+
+    def __init__(self, base: BaseModel, head: DraftHead, settings: TrainingSettings) -> None:
+        super().__init__()
+        self.base_model: nn.Module = base.model
+        self.head = head
+        self._base, self._settings = base, settings
+
+    def forward(self, batch: DraftBatch) -> tuple[Tensor, Tensor]:
+        """The loss's total and weight, scalars; see `LossSum`. `batch` is on the base's device."""
+        settings, base = self._settings, self._base
+        with torch.autocast(base.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
+            hidden = base_hidden_states(base, batch.tokens) if batch.hidden is None else batch.hidden.to(base.dtype)
+            labels = hard_labels(batch.targets)
+            if settings.teacher:
+                labels = teacher_labels(base, batch, hidden, settings.teacher, settings.teacher_temperature)
+            loss = self.head(base, batch, hidden, labels)
+        return loss.total, loss.weight
+
+
+@torch.no_grad()
+def base_hidden_states(base: BaseModel, tokens: Tensor) -> Tensor:
+    """The base's last hidden states `[B, L, d]` of `tokens` `[B, L]`, padded on the right: the LM head's input."""
+    return base.decoder(input_ids=tokens, use_cache=False).last_hidden_state  # type: ignore[no-any-return]

@@ -1,0 +1,1 @@
+"""Draft trees: what every drafter proposes and every verifier reads."""

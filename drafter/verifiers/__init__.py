@@ -1,0 +1,1 @@
+"""Verifiers: how the base's logits decide which draft tokens become output."""

@@ -1,0 +1,226 @@
+"""The base's choice at a node: logits, then filters, then one keyed uniform, then a token.
+
+The uniform depends on (seed, position) alone, so a row's tokens are a function of model, prompt and seed: the same
+with speculation and without, at any tree, batch or order. The stages follow one another as in transformers: logit
+bias, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafter.devices import send
+from drafter.verifiers.penalties import History, penalise
+from drafter.requests import SamplingParams
+
+_MASK_64 = (1 << 64) - 1
+_MOST_TOKENS = 1 << 31
+"""More than any vocabulary has: a larger top-k keeps all, as this does."""
+_ALL = slice(None)
+
+
+def keyed_uniforms(seed: int, count: int) -> Tensor:
+    """`[count]` float64 in [0, 1): the uniform of each output position, by the counter-based generator Philox-4x64.
+
+    Entry `p` is a function of `(seed, p)` alone (Salmon et al. 2011, *Parallel random numbers: as easy as 1, 2, 3*).
+    """
+    generator = np.random.Philox(key=np.array([seed & _MASK_64, (seed >> 64) & _MASK_64], dtype=np.uint64))
+    # The raw stream is stable between numpy releases; the top 53 bits fill a float64's mantissa.
+    return torch.from_numpy((generator.random_raw(count) >> np.uint64(11)) * 2.0**-53)
+
+
+@dataclass
+class SamplingTable:
+    """Sampling settings of all slots, as tensors.
+
+    Args:
+        temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: `[S]` float64.
+        top_k: `[S]` int64.
+        biased_tokens: `[S, K]` int64 tokens with a bias; K is as wide as any request has needed.
+        biases: `[S, K]` float64, 0 in entries that are not used.
+        uniforms: `[S, L]` float64, a row's keyed uniforms by output position.
+        prompt_lengths: `[S]` int64 prompt tokens.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    biased_tokens: Tensor
+    biases: Tensor
+    uniforms: Tensor
+    prompt_lengths: Tensor
+
+    @classmethod
+    def empty(cls, slots: int, length: int, device: torch.device) -> SamplingTable:
+        """A table of greedy rows."""
+
+        def full(value: float) -> Tensor:
+            return torch.full((slots,), value, dtype=torch.float64, device=device)
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.long, device=device)
+
+        return cls(
+            temperature=full(0),
+            top_k=zeros(slots),
+            top_p=full(1),
+            min_p=full(0),
+            repetition_penalty=full(1),
+            presence_penalty=full(0),
+            frequency_penalty=full(0),
+            biased_tokens=zeros(slots, 0),
+            biases=zeros(slots, 0).double(),
+            uniforms=zeros(slots, length).double(),
+            prompt_lengths=zeros(slots),
+        )
+
+    def set(self, slot: int, params: SamplingParams, prompt_length: int, new_tokens: int) -> None:
+        """Enter a request that may produce `new_tokens` tokens."""
+        self.temperature[slot] = params.temperature
+        self.top_k[slot] = min(params.top_k, _MOST_TOKENS)
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.repetition_penalty[slot] = params.repetition_penalty
+        self.presence_penalty[slot] = params.presence_penalty
+        self.frequency_penalty[slot] = params.frequency_penalty
+        self._set_biases(slot, dict(params.logit_bias))
+        self.prompt_lengths[slot] = prompt_length
+        if params.temperature > 0:
+            self.uniforms[slot, :new_tokens] = send(keyed_uniforms(params.seed, new_tokens), self.uniforms.device)
+
+    def _set_biases(self, slot: int, biases: dict[int, float]) -> None:
+        if (missing := len(biases) - self.biases.shape[1]) > 0:
+            self.biased_tokens, self.biases = F.pad(self.biased_tokens, (0, missing)), F.pad(self.biases, (0, missing))
+        self.biased_tokens[slot], self.biases[slot] = 0, 0
+        if biases:
+            device = self.biases.device
+            self.biased_tokens[slot, : len(biases)] = send(torch.tensor(list(biases)), device)
+            self.biases[slot, : len(biases)] = send(torch.tensor(list(biases.values()), dtype=torch.float64), device)
+
+    def rows(self, rows: slice) -> SamplingTable:
+        """The settings of these slots, as they are now."""
+        return SamplingTable(*(tensor[rows] for tensor in vars(self).values()))
+
+    def move(self, source: int, target: int) -> None:
+        """The row of slot `source` goes on in slot `target`."""
+        for tensor in vars(self).values():
+            tensor[target] = tensor[source]
+
+
+@dataclass(frozen=True)
+class SamplingMode:
+    """Which work a batch needs, known on the host; a stage that no row asks for is left out."""
+
+    biased: bool
+    penalties: bool
+    random: bool
+    ranked: bool
+
+    @classmethod
+    def of(cls, params: list[SamplingParams]) -> SamplingMode:
+        """The union of what the rows need."""
+        drawn = [p for p in params if p.temperature > 0]
+        return cls(
+            biased=any(p.logit_bias for p in params),
+            penalties=any(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty for p in params),
+            random=bool(drawn),
+            ranked=any(p.top_k > 0 or p.top_p < 1 for p in drawn),
+        )
+
+
+def filter_logits(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, ranked: bool) -> Tensor:
+    """Scores of the tokens that the filters keep, -inf elsewhere. Ties at a threshold are kept.
+
+    Args:
+        scores: `[R, V]` after temperature.
+        top_k: `[R]`, 0 keeps all.
+        top_p: `[R]` in (0, 1].
+        min_p: `[R]` in [0, 1].
+        ranked: Whether any row uses `top_k` or `top_p`; the sort is left out otherwise.
+    """
+    if ranked:
+        ordered = scores.sort(dim=-1, descending=True).values
+        size = scores.shape[-1]
+        kept = torch.arange(size, device=scores.device) < torch.where(top_k > 0, top_k, size)[:, None]
+        # Ties with the k-th score are kept, so that the choice does not hang on the sort's order.
+        kept = kept | (ordered == ordered.gather(1, (kept.sum(1, keepdim=True) - 1)))
+        mass = ordered.masked_fill(~kept, -torch.inf).softmax(-1)
+        above = mass.cumsum(-1) - mass
+        kept = kept & ((above < top_p[:, None]) | (top_p >= 1)[:, None])
+        lowest = ordered.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
+        scores = scores.masked_fill(scores < lowest, -torch.inf)
+    return scores.masked_fill(scores < scores.amax(-1, keepdim=True) + min_p[:, None].log(), -torch.inf)
+
+
+def inverse_cdf(scores: Tensor, uniform: Tensor) -> Tensor:
+    """`[R]` tokens: the first whose cumulative probability, in order of token id, exceeds `uniform` `[R]`.
+
+    Token order, not rank order: near ties then cannot swap places. `scores` is `[R, V]`, -inf for dropped tokens.
+    """
+    cdf = scores.softmax(-1).cumsum(-1)
+    return torch.searchsorted(cdf, (uniform * cdf[:, -1])[:, None], right=True)[:, 0].clamp_max(scores.shape[-1] - 1)
+
+
+def choose(
+    logits: Tensor,
+    table: SamplingTable,
+    mode: SamplingMode,
+    positions: Tensor | None,
+    history: History | None,
+    rows: slice = _ALL,
+) -> Tensor:
+    """The base's choice after each node: `[B, N]` token ids.
+
+    Args:
+        logits: `[B, N, V]` the base's logits.
+        table: Settings of all slots.
+        mode: What the batch needs.
+        positions: `[B, N]` sequence position of the token that each choice becomes; None where no row is random.
+        history: The tokens before each choice; None where no row has a penalty.
+        rows: The slots of the B rows; by default the table has no others.
+    """
+    batch, nodes, _ = logits.shape
+    if not (mode.biased or mode.penalties or mode.random):
+        return logits.argmax(-1)
+    table = table.rows(rows)
+
+    def per_node(setting: Tensor) -> Tensor:
+        return setting[:, None].expand(batch, nodes).flatten()
+
+    scores = logits.double()
+    if mode.biased:
+        every_node = (batch, nodes, table.biases.shape[1])
+        tokens, biases = table.biased_tokens[:, None], table.biases[:, None]
+        scores = scores.scatter_add(2, tokens.expand(every_node), biases.expand(every_node))
+    if history is not None:
+        scores = penalise(
+            scores,
+            history,
+            table.prompt_lengths,
+            table.repetition_penalty,
+            table.frequency_penalty,
+            table.presence_penalty,
+        )
+    greedy = scores.argmax(-1)
+    if not mode.random:
+        return greedy
+    assert positions is not None
+    scores = scores.flatten(0, 1)
+    temperature = per_node(table.temperature)
+    # The best score becomes 0 first, so that even the smallest temperature divides it to a number.
+    scores = (scores - scores.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1)[:, None]
+    scores = filter_logits(
+        scores, per_node(table.top_k), per_node(table.top_p), per_node(table.min_p), ranked=mode.ranked
+    )
+    outputs = (positions - table.prompt_lengths[:, None]).clamp(0, table.uniforms.shape[1] - 1)
+    drawn = inverse_cdf(scores, table.uniforms.gather(1, outputs).flatten()).view(batch, nodes)
+    return torch.where(table.temperature[:, None] > 0, drawn, greedy)

@@ -1,0 +1,214 @@
+"""A Ray cluster of several nodes on this machine, apart from every other Ray there.
+
+GPUs are logical here: Ray counts what it is told, so that placement and growth are the same as on real nodes. The
+cluster has a folder, free ports and a token of its own. All its processes carry the folder's name in their
+environment, by which they, and no others, are ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
+
+from pipeline.errors import JobError
+from pipeline.cluster.ports import LOOPBACK, free_ports
+
+_MARK = "DRAFTER_LOCAL_CLUSTER"
+_START_SECONDS = 300
+_OBJECT_STORE_BYTES = 128 << 20
+_UNUSED_LISTS = (
+    "cluster_synced_files",
+    "initialization_commands",
+    "setup_commands",
+    "head_setup_commands",
+    "worker_setup_commands",
+    "head_start_ray_commands",
+    "worker_start_ray_commands",
+)
+"""What the autoscaler looks up for nodes that have to be set up."""
+
+
+@dataclass(frozen=True)
+class NodeType:
+    """What equal nodes have.
+
+    Args:
+        cpus: Logical cores.
+        gpus: Logical GPUs.
+        most: How many of them an autoscaler may start.
+    """
+
+    cpus: int
+    gpus: int = 0
+    most: int = 1
+
+
+class LocalCluster:
+    """A head that runs no work, and nodes that do: started at once, or by an autoscaler when there is work.
+
+    To be used in a `with` statement; at its end all processes of the cluster are killed.
+
+    Args:
+        nodes: Nodes from the beginning.
+        growing: Kinds of nodes, by name, that an autoscaler starts and ends.
+        idle_seconds: After which the autoscaler ends a node without work.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[NodeType] = (),
+        growing: Mapping[str, NodeType] | None = None,
+        idle_seconds: float = 5.0,
+    ) -> None:
+        self._nodes, self._growing, self._idle_seconds = nodes, growing or {}, idle_seconds
+        self._folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # paths of sockets must be short
+        self._gcs, self._dashboard, self._client = free_ports(3)
+        self._head: list[int] = []
+        self.environment: dict[str, str] = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+            # In a job's command, `python` is this one.
+            "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
+            "RAY_ADDRESS": f"{LOOPBACK}:{self._gcs}",
+            "RAY_API_SERVER_ADDRESS": self.jobs_address,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",
+        }
+        """What a process needs in its environment to join the cluster or to submit jobs to it."""
+
+    @property
+    def jobs_address(self) -> str:
+        """Where jobs are submitted."""
+        return f"http://{LOOPBACK}:{self._dashboard}"
+
+    def __enter__(self) -> LocalCluster:
+        try:
+            self._start_head()
+            self._head = self._raylets()
+            for node in self._nodes:
+                self._start("--address", f"{LOOPBACK}:{self._gcs}", *_has(node))
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def nodes(self) -> list[int]:
+        """Process ids of the nodes' raylets, without the head's: a node ends with its raylet."""
+        return [pid for pid in self._raylets() if pid not in self._head]
+
+    def _raylets(self) -> list[int]:
+        return [pid for pid in self._processes() if _command(pid) == "raylet"]
+
+    def _start_head(self) -> None:
+        head = NodeType(cpus=0)
+        options = ["--head", "--port", self._gcs, "--dashboard-host", LOOPBACK, "--dashboard-port", self._dashboard]
+        options += ["--ray-client-server-port", self._client, "--temp-dir", self._folder]
+        extra: dict[str, str] = {}
+        if self._growing:
+            config = self._folder / "autoscaler.json"
+            config.write_text(json.dumps(self._autoscaler_config()))
+            options += ["--autoscaling-config", config]
+            extra = {
+                "RAY_FAKE_CLUSTER": "1",
+                "RAY_enable_autoscaler_v2": "1",
+                "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
+                "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
+                "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+            }
+        self._start(*options, *_has(head), environment=extra)
+
+    def _autoscaler_config(self) -> dict[str, Any]:
+        types = {
+            name: {
+                "resources": {"CPU": kind.cpus, "GPU": kind.gpus, "object_store_memory": _OBJECT_STORE_BYTES},
+                "node_config": {},
+                "min_workers": 0,
+                "max_workers": kind.most,
+            }
+            for name, kind in self._growing.items()
+        }
+        types["ray.head.default"] = {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0}
+        return {
+            "cluster_name": self._folder.name,
+            "max_workers": sum(kind.most for kind in self._growing.values()),
+            "upscaling_speed": 10.0,
+            "idle_timeout_minutes": self._idle_seconds / 60,
+            "provider": {
+                "type": "external",  # under its own name, the provider wants a file that is not in the wheel
+                "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
+                "gcs_address": f"{LOOPBACK}:{self._gcs}",
+                "head_node_id": FAKE_HEAD_NODE_ID,
+                "launch_multiple": True,
+                "disable_node_updaters": True,
+            },
+            "available_node_types": types,
+            "head_node_type": "ray.head.default",
+            "docker": {},
+            "file_mounts": {},
+            **{name: [] for name in _UNUSED_LISTS},
+        }
+
+    def _start(self, *options: Any, environment: Mapping[str, str] | None = None) -> None:
+        """Start a node, and wait until it stands."""
+        command: list[Any] = [sys.executable, "-m", "ray.scripts.scripts", "start", "--node-ip-address", LOOPBACK]
+        command += ["--object-store-memory", _OBJECT_STORE_BYTES, "--min-worker-port", 0, "--max-worker-port", 0]
+        command += ["--dashboard-agent-listen-port", 0, *options]
+        log = self._folder / "start.log"
+        with log.open("ab") as output:
+            started = subprocess.run(
+                [str(part) for part in command],
+                env={**self.environment, _MARK: self._folder.name, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=_START_SECONDS,
+            )
+        if started.returncode:
+            raise JobError(f"a node of the local cluster did not start: {log.read_text()[-2_000:]}")
+
+    def _processes(self) -> Iterator[int]:
+        """All processes of the cluster, whoever their parents are by now."""
+        mark = f"{_MARK}={self._folder.name}".encode()
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):  # it has just ended, or is somebody else's
+                if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                    yield int(entry.name)
+
+    def _end(self) -> None:
+        while left := list(self._processes()):  # while some are killed, others may start new ones
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _has(node: NodeType) -> list[Any]:
+    return ["--num-cpus", node.cpus, "--num-gpus", node.gpus]
+
+
+def _command(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""

@@ -1,0 +1,1 @@
+"""Engines as Ray actors: rows in, generations out, and what survives when an actor dies."""

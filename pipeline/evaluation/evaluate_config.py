@@ -1,0 +1,119 @@
+"""The configuration of an evaluation job: typed, from YAML and the command line, checked before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from drafter.embedded import EMBEDDED_HEADS
+from drafter.evaluation.plan import Nodes, Plan
+from drafter.heads.checkpoint import Tree
+from pipeline.command_line import at_least, make_parser, parse
+from pipeline.generate.generate_config import LoadingConfig
+from pipeline.errors import InputError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """An evaluation. Where it says "one or a list", every value is measured with every other.
+
+    Args:
+        output: Folder for the results; new, empty, or of an earlier submission of the same job.
+        model: Base model: hub id or folder; by default the embedded demonstration model.
+        drafters: One or a list, as `jobs.generate` takes them: draft heads' folders, `ctc`, `ngram`, `ctc+ngram`. By
+            default the embedded heads for the embedded model, and `ngram` for any other.
+        trees: One or a list: `exact` is the best trie in the drafter's belief, `static` the published fixed tree, left
+            out for drafters that have none.
+        nodes: One or a list: draft tokens verified a step; `auto` adapts to what pays on the machine.
+        batches: One or a list: requests decoded together.
+        temperatures: One or a list.
+        questions: Question files by name, JSON lines with `turns` (MT-bench's format) or `question` (GSM8K's).
+        questions_per_file: Take so many, spread evenly over each file; null takes all.
+        rounds: How often everything is timed.
+        max_new_tokens: Longest answer.
+        compile: Compile the base's forward, as `engine.compile` of `jobs.generate` does.
+        loading: How the models are loaded.
+        gpus: GPUs to take; by default 1 where there are any.
+    """
+
+    output: str
+    model: str | None = None
+    drafters: list[str] | str | None = None
+    trees: list[Tree] | Tree = field(default_factory=lambda: list(Plan.trees))
+    nodes: list[Nodes] | Nodes = field(default_factory=lambda: list(Plan.nodes))
+    batches: list[int] | int = field(default_factory=lambda: list(Plan.batches))
+    temperatures: list[float] | float = field(default_factory=lambda: list(Plan.temperatures))
+    questions: dict[str, str] = field(
+        default_factory=lambda: {"chat": "data/chat-prompts/questions.jsonl", "gsm8k": "data/gsm8k/test.jsonl"}
+    )
+    questions_per_file: int | None = 8
+    rounds: int = Plan.rounds
+    max_new_tokens: int = Plan.max_new_tokens
+    compile: bool = Plan.compile
+    loading: LoadingConfig = field(default_factory=LoadingConfig)
+    gpus: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.output.strip():
+            raise InputError("output is empty")
+        if not self.questions:
+            raise InputError("questions must name at least one file")
+        at_least("questions_per_file", self.questions_per_file, 1)
+        at_least("gpus", self.gpus, 0)
+        try:
+            self.plan()
+        except ValueError as error:
+            raise InputError(str(error)) from error
+
+    def plan(self) -> Plan:
+        """What is measured.
+
+        Raises:
+            ValueError: A value is out of range.
+        """
+        default = embedded_heads() if self.model is None else ("ngram",)
+        return Plan(
+            drafters=default if self.drafters is None else _each(self.drafters),
+            trees=_each(self.trees),
+            nodes=_each(self.nodes),
+            batches=_each(self.batches),
+            temperatures=_each(self.temperatures),
+            rounds=self.rounds,
+            max_new_tokens=self.max_new_tokens,
+            compile=self.compile,
+        )
+
+
+def embedded_heads() -> tuple[str, ...]:
+    """Names of the embedded base's draft heads."""
+    return tuple(sorted(folder.name for folder in EMBEDDED_HEADS.iterdir() if (folder / "config.json").is_file()))
+
+
+def _each(value: list[T] | T) -> tuple[T, ...]:
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+_DESCRIPTION = """\
+Measure what drafters gain: β, γ, acceptance by depth and where the time goes, side by side with plain
+decoding and transformers.generate in one run.
+
+Into --output go results.json (raw counts and seconds), table.md and plots. Submitting the same command
+again goes on where the job stopped.
+
+  python -m jobs.evaluate --output build/evaluation
+  python -m jobs.evaluate --drafters build/heads/ctc --output build/evaluation
+  python -m jobs.evaluate --model MODEL --drafters '[HEAD, ngram]' --nodes '[16, auto]' --batches '[1, 4, 16]' \\
+      --questions '{mt-bench: question.jsonl}' --questions_per_file null --output out"""
+
+
+def parse_config(arguments: Sequence[str] | None = None) -> EvaluateConfig:
+    """The configuration that a command line asks for (`sys.argv` by default).
+
+    Raises:
+        InputError: An unknown setting, a value of the wrong type or out of range, or a file that cannot be read.
+        SystemExit: `--help` or `--print_config` was asked for, and is done.
+    """
+    return parse(EvaluateConfig, make_parser(EvaluateConfig, "jobs.evaluate", "--output DIR", _DESCRIPTION), arguments)

@@ -1,0 +1,182 @@
+"""The evaluation job's entry.
+
+One Ray task measures everything side by side; it takes a GPU where there is one. Results are written as they come.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import ray
+import torch
+
+from drafter.base.causal_lm import BaseModel, load_tokenizer
+from drafter.errors import LoadError
+from drafter.evaluation.measurement import Evaluation, Progress
+from drafter.evaluation.plan import Plan
+from drafter.evaluation.questions import Question, QuestionError, read_questions
+from drafter.evaluation.report_files import write_report
+from drafter.evaluation.results import RESULTS_FILE, Cell, Place, Results
+from drafter.evaluation.tables import speed_tables
+from pipeline.cluster.ray_cluster import ActorResources, connect, share_out
+from pipeline.command_line import run_job
+from pipeline.generate.generate_config import LoadingConfig, ResourcesConfig
+from pipeline.errors import InputError, JobError, one_line
+from pipeline.evaluation.evaluate_config import EvaluateConfig, parse_config
+from pipeline.generate.row_requests import model_name
+
+Item = Results | list[Cell] | Progress
+"""What the task sends: first the results without a cell, then the cells of a place together, and progress."""
+
+_LINE_SECONDS = 5.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the job that a command line asks for; see `run_job` for what it returns."""
+    given = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "-m", "jobs.evaluate", *given])
+    return run_job(lambda given: evaluate(parse_config(given), command), arguments)
+
+
+def evaluate(config: EvaluateConfig, command: str) -> None:
+    """Run a job to its end.
+
+    Args:
+        config: What to measure.
+        command: The command line to repeat it, for the record.
+
+    Raises:
+        InputError: The configuration, the questions, the models or the output cannot be used.
+        JobError: The job failed on the way.
+    """
+    try:
+        questions = {name: read_questions(file, config.questions_per_file) for name, file in config.questions.items()}
+    except QuestionError as error:
+        raise InputError(str(error)) from error
+    folder = Path(config.output).expanduser()
+    earlier = open_output(folder)
+    wanted = ResourcesConfig(gpus_per_actor=config.gpus)
+    resources = share_out(wanted, connect(), what="evaluation", settings="{}")
+    done = frozenset(cell.place for cell in earlier.cells) if earlier is not None else frozenset()
+    results = collect(measure_on(resources, config, questions, command, done), folder, earlier)
+    files = write_report(results, folder)
+    print(f"{speed_tables(results)}\n")
+    for one in results.skipped:
+        print(f"left out: {one.drafter} with the {one.tree} tree: {one.reason}")
+    print("written:  " + ", ".join(map(str, [folder / RESULTS_FILE, *files])), flush=True)
+
+
+def open_output(folder: Path) -> Results | None:
+    """Make the output's folder; return what an earlier submission has measured.
+
+    Raises:
+        InputError: It cannot be made, or what is there cannot be read.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return Results.load(folder) if (folder / RESULTS_FILE).exists() else None
+    except OSError as error:
+        raise InputError(f"output {folder} cannot be used: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"output {folder} has a damaged {RESULTS_FILE}: choose another output") from error
+
+
+def measure_on(
+    resources: ActorResources,
+    config: EvaluateConfig,
+    questions: Mapping[str, Sequence[Question]],
+    command: str,
+    done: frozenset[Place],
+) -> Iterator[Item]:
+    """What `measure` gives, from a task on the cluster.
+
+    Raises:
+        InputError: The models or the questions cannot be used.
+        JobError: The task failed.
+    """
+    task = ray.remote(num_cpus=resources.cpus, num_gpus=resources.gpus, max_retries=0, num_returns="streaming")(measure)
+    stream = task.remote(
+        model_name(config.model),
+        config.loading,
+        config.plan(),
+        questions,
+        config.questions,
+        command,
+        done,
+        resources.threads,
+    )
+    try:
+        for item in stream:
+            yield ray.get(item)
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None) or error
+        if isinstance(cause, LoadError | QuestionError):
+            raise InputError(str(cause)) from error
+        raise JobError(f"{type(cause).__name__}: {one_line(cause)}") from error
+
+
+def measure(
+    model: str,
+    loading: LoadingConfig,
+    plan: Plan,
+    questions: Mapping[str, Sequence[Question]],
+    files: Mapping[str, str],
+    command: str,
+    done: frozenset[Place],
+    threads: int,
+) -> Iterator[Item]:
+    """Load the models and measure. Runs on a worker.
+
+    Args:
+        model: Hub id or folder of the base.
+        loading: How it is loaded.
+        plan: What to measure.
+        questions: Sets by name.
+        files: Their files, for the record.
+        command: The command line, for the record.
+        done: Places that need not be measured.
+        threads: CPU threads.
+
+    Raises:
+        LoadError: A model cannot be loaded.
+        QuestionError: The questions do not fit the base or the plan.
+    """
+    torch.set_num_threads(threads)
+    base = BaseModel.from_pretrained(model, **asdict(loading))
+    tokenizer = load_tokenizer(model, trust_remote_code=loading.trust_remote_code)
+    evaluation = Evaluation(base, tokenizer, questions, plan)
+    yield evaluation.describe(command, files)
+    yield from evaluation.run(done)
+
+
+def collect(stream: Iterator[Item], folder: Path, earlier: Results | None) -> Results:
+    """Put what comes together and on disk, and say how far it is.
+
+    Raises:
+        InputError: `earlier` is of another measurement.
+    """
+    results = next(stream)
+    assert isinstance(results, Results)
+    if earlier is not None:
+        if not earlier.same_measurement(results):
+            raise InputError(
+                f"output {folder} holds another evaluation (settings, questions, models, machine or code): "
+                "choose another"
+            )
+        results = earlier
+    last_line = time.monotonic()
+    for item in stream:
+        if isinstance(item, list):
+            results.cells.extend(item)
+            results.save(folder)
+        elif isinstance(item, Progress) and (item.done == item.total or time.monotonic() - last_line > _LINE_SECONDS):
+            last_line = time.monotonic()
+            temperature, batch, questions = item.place
+            where = f"temperature {temperature:g}, batch {batch}, {questions}"
+            print(f"{where}: {item.done} of {item.total} turns of all arms", file=sys.stderr, flush=True)
+    return results

@@ -1,0 +1,1 @@
+"""The generation job: from its configuration to the streaming execution on the cluster."""

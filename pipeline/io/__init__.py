@@ -1,0 +1,1 @@
+"""Input files: listing, formats, columns."""

@@ -1,0 +1,1 @@
+"""The folder of a job's results: committed parts, run.json, the lease, compaction."""

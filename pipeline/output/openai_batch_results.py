@@ -1,0 +1,122 @@
+"""The results of an OpenAI batch, as OpenAI hands them out: made at the end, from what is committed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import pyarrow.parquet
+
+from drafter.requests import Generation
+from drafter.statistics import DecodeCounts
+from pipeline.io.files import Location
+from pipeline.engines.logprobs_column import logprobs_of
+from pipeline.openai.batch import answer_line, failure_line, parse_line, refusal_line
+from pipeline.openai.api_error import OpenAIError
+from pipeline.openai.response_body import token_text
+from pipeline.output.output_folder import OutputFolder
+from pipeline.generate.staged_input import BAD_REQUEST, StagedInput
+
+_ROWS = 256
+_REFUSED = (BAD_REQUEST, "BadPrompt", "BadSampling", "Refused")
+"""Errors of the request itself, which OpenAI would have answered with status 400."""
+
+Row = dict[str, Any]
+
+
+def write_batch(output: OutputFolder, staged: StagedInput, tokenizer: Callable[[], Any]) -> None:
+    """Write `batch_output.jsonl`, and `batch_errors.jsonl` if there are any errors; each appears as a whole.
+
+    The lines are in the order of the input, and the same whenever they are written.
+
+    Args:
+        output: A job's folder, all of whose rows are committed.
+        staged: Its input.
+        tokenizer: Loads the base's tokeniser; called where log-probabilities are to be told.
+    """
+    created = staged.created
+    load = cache(tokenizer)
+    lines = _lines(output, staged, created, cache(lambda token: token_text(load(), token)))
+    with ExitStack() as files:
+        answers = files.enter_context(output.batch_output.open_whole())
+        errors = None
+        for line in lines:
+            if line["response"] is not None and line["response"]["status_code"] == 200:
+                stream = answers
+            else:
+                stream = errors = errors or files.enter_context(output.batch_errors.open_whole())
+            stream.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+
+
+def _lines(
+    output: OutputFolder, staged: StagedInput, created: int, text: Callable[[int], str]
+) -> Iterator[dict[str, Any]]:
+    for _, rows in groupby(_committed(output, staged), key=lambda row: row["request_id"].rpartition("#")[0]):
+        choices = list(rows)
+        failed = [row for row in choices if "error_type" in row]
+        if failed:
+            yield _error_line(failed[0], created)
+        else:
+            yield answer_line(choices[0], [_generation(row) for row in choices], created, text)
+
+
+def _committed(output: OutputFolder, staged: StagedInput) -> Iterator[Row]:
+    """Finished rows and errors together, in the order of the input."""
+    finished, errors = _rows(output.data), _rows(output.errors)
+    row, error = next(finished, None), next(errors, None)
+    for name in staged.names():
+        if row is not None and row["request_id"] == name:
+            yield row
+            row = next(finished, None)
+        elif error is not None and error["request_id"] == name:
+            yield error
+            error = next(errors, None)
+        else:
+            raise RuntimeError(f"row {name} is neither in the output nor among the errors")
+
+
+def _rows(folder: Location) -> Iterator[Row]:
+    for info in folder.children():
+        if info.path.endswith(".parquet"):
+            with folder.filesystem.open_input_file(info.path) as stream:
+                for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(_ROWS):
+                    yield from batch.to_pylist()
+
+
+def _generation(row: Row) -> Generation:
+    counts = DecodeCounts(
+        num_output_tokens=row["num_output_tokens"],
+        num_draft_tokens=row["num_draft_tokens"],
+        num_accepted_draft_tokens=row["num_accepted_draft_tokens"],
+    )
+    return Generation(
+        row["request_id"],
+        row["token_ids"],
+        row["text"],
+        row["finish_reason"],
+        row["num_prompt_tokens"],
+        counts,
+        logprobs_of(row["logprobs"]),
+    )
+
+
+def _error_line(row: Row, created: int) -> dict[str, Any]:
+    place = row["request_id"].rpartition("#")[0]
+    try:
+        line = json.loads(row["input"])
+        custom_id = line["custom_id"]
+    except (ValueError, TypeError, KeyError):  # the line is no record
+        line, custom_id = {}, None
+    if not isinstance(custom_id, str) or not custom_id:
+        return failure_line(None, place, created, "invalid_line", f"{place}: {row['message']}")
+    if row["error_type"] not in _REFUSED:
+        return failure_line(custom_id, place, created, row["error_type"], row["message"])
+    try:
+        parse_line(line)
+    except OpenAIError as error:
+        return refusal_line(custom_id, created, error)
+    return refusal_line(custom_id, created, OpenAIError(400, row["message"]))

@@ -1,0 +1,119 @@
+"""The folder of a job's results."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from pipeline.io.files import Location, make_folders
+
+RUN_FILE = "run.json"
+"""What was run, in every job's output."""
+STATUS_FILE = "status.json"
+"""How far a generation job is, in its output."""
+
+
+@dataclass(frozen=True)
+class CompactionPlan:
+    """Which files become one: parts by the name of the merged file, without suffixes.
+
+    Args:
+        data: In `data/`.
+        errors: In `errors/`.
+    """
+
+    data: dict[str, list[str]]
+    errors: dict[str, list[str]]
+
+
+@dataclass(frozen=True)
+class OutputFolder:
+    """Where everything of a job is.
+
+    Args:
+        root: The output that was asked for.
+    """
+
+    root: Location
+
+    @property
+    def data(self) -> Location:
+        """Parquet files of finished rows."""
+        return self.root / "data"
+
+    @property
+    def errors(self) -> Location:
+        """Parquet files of rows that could not be generated."""
+        return self.root / "errors"
+
+    @property
+    def staged(self) -> Location:
+        """The staged input."""
+        return self.root / "_staged"
+
+    @property
+    def temporary(self) -> Location:
+        """Files that are being written."""
+        return self.root / "_temporary"
+
+    @property
+    def unfinished(self) -> Location:
+        """Finished rows of parts that are not committed, as a submission that was stopped left them."""
+        return self.root / "_unfinished.parquet"
+
+    @property
+    def lease(self) -> Location:
+        """Says which submission is at work."""
+        return self.root / "_lease.json"
+
+    @property
+    def compaction_file(self) -> Location:
+        """Which parts' files become one."""
+        return self.root / "_compaction.json"
+
+    @property
+    def run_file(self) -> Location:
+        """What was run."""
+        return self.root / RUN_FILE
+
+    @property
+    def status_file(self) -> Location:
+        """How far the job is."""
+        return self.root / STATUS_FILE
+
+    @property
+    def batch_output(self) -> Location:
+        """Answers to the requests of an OpenAI batch, a line each."""
+        return self.root / "batch_output.jsonl"
+
+    @property
+    def batch_errors(self) -> Location:
+        """Requests of an OpenAI batch that were not answered, and why, a line each."""
+        return self.root / "batch_errors.jsonl"
+
+    def create(self) -> None:
+        """Make the folders.
+
+        Raises:
+            InputError: They cannot be made or written to.
+        """
+        make_folders(self.root, [self.data, self.errors, self.temporary], self.temporary)
+
+    def delete_temporary(self) -> None:
+        """Delete what others were writing when they ended; for the only submission at work."""
+        self.temporary.filesystem.delete_dir_contents(self.temporary.path, missing_dir_ok=True)
+
+    def compaction(self) -> CompactionPlan | None:
+        """Which parts' files become one; None where none do."""
+        try:
+            return CompactionPlan(**json.loads(self.compaction_file.read_text()))
+        except FileNotFoundError:
+            return None
+
+    def committed(self) -> set[str]:
+        """Names of the parts that are in the output."""
+        paths = (info.path.rpartition("/")[2] for info in self.data.children())
+        names = {name.removesuffix(".parquet") for name in paths if name.endswith(".parquet")}
+        plan = self.compaction()
+        merges = {} if plan is None else plan.data
+        return names.difference(merges).union(*(merges[merged] for merged in names.intersection(merges)))

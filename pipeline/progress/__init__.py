@@ -1,0 +1,1 @@
+"""How far a job is: for people, for programs and for Prometheus."""

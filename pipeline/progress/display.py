@@ -1,0 +1,87 @@
+"""Progress for a person: a bar on a terminal, now and then a line elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import TextIO
+
+from tqdm import tqdm
+
+from pipeline.progress.board import Progress, Viewer
+
+_FIRST_LINES_SECONDS = 5.0
+_LINES_SHARE = 0.02
+_LAST_LINES_SECONDS = 600.0
+
+
+def display(stream: TextIO | None = None) -> Viewer:
+    """What suits `stream` (stderr by default)."""
+    stream = stream or sys.stderr
+    return Bar(stream) if _has_room(stream) else Lines(stream)
+
+
+class Bar:
+    """A bar on a terminal.
+
+    Args:
+        stream: The terminal.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._bar = tqdm(
+            file=stream, dynamic_ncols=True, bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
+        )
+
+    def show(self, now: Progress) -> None:
+        """Draw it."""
+        self._bar.total, self._bar.n = now.total, now.done
+        self._bar.set_description_str(now.state, refresh=False)
+        self._bar.set_postfix_str(", ".join(rates(now)))
+        if now.state not in ("starting", "generating"):
+            self._bar.close()
+
+
+class Lines:
+    """A line when there is something new, at first every few seconds and in a long job every ten minutes.
+
+    Args:
+        stream: Where to.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._begun = self._printed = time.monotonic()
+        self._last: tuple[str, int] | None = None
+
+    def show(self, now: Progress) -> None:
+        """Print a line if it is time."""
+        ended = now.state not in ("starting", "generating")
+        clock = time.monotonic()
+        pause = min(max(_FIRST_LINES_SECONDS, _LINES_SHARE * (clock - self._begun)), _LAST_LINES_SECONDS)
+        if ended or (clock - self._printed >= pause and (now.state, now.rows) != self._last):
+            self._printed, self._last = clock, (now.state, now.rows)
+            print(line(now), file=self._stream, flush=True)
+
+
+def line(now: Progress) -> str:
+    """Progress on one line."""
+    return ", ".join([f"{now.done}/{now.total} rows", *rates(now)])
+
+
+def rates(now: Progress) -> list[str]:
+    """How fast it goes, when it will be done, and what went wrong."""
+    said = [f"{now.row_rate:.1f} rows/s", f"{now.token_rate:,.0f} tokens/s"]
+    if now.steps:
+        said.append(f"β {now.beta:.2f}")
+    eta = now.eta_seconds
+    said.append(f"{'?' if eta is None else tqdm.format_interval(eta)} left")
+    if now.errors:
+        said.append(f"{now.errors} errors")
+    return said
+
+
+def _has_room(stream: TextIO) -> bool:
+    """Whether a bar can be drawn: on a terminal, and not on one of no size, as in some containers."""
+    return stream.isatty() and min(os.get_terminal_size(stream.fileno())) > 0

@@ -1,0 +1,148 @@
+"""What Prometheus can see of engines and jobs: a bridge to `ray.util.metrics`, which exports it on every node.
+
+Ray puts `ray_` before the names, `_total` after those of counters, and labels of its own beside ours (`WorkerId` tells
+engines apart). Acceptance and β are not exported: they are ratios of counters, and made in PromQL they are right for
+any time and any set of engines. `docs/metrics.md` lists all names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ray.util.metrics import Counter, Gauge, Histogram
+
+from drafter.engine.loop import Engine
+from pipeline.progress.board import Progress
+
+TAGS = ("run", "model", "drafter")
+"""Labels of an engine's metrics: whose it is (a job's output, an endpoint's name), and what it runs."""
+_COUNTERS = {
+    "steps": "Decode steps of the engine: forwards of the base over all active requests.",
+    "busy_seconds": "Seconds in which the engine had something to decode.",
+    "tokens": "New tokens.",
+    "row_steps": "Decode steps of single requests: their parts in forwards of the base.",
+    "draft_tokens": "Draft tokens verified.",
+    "accepted_tokens": "Draft tokens that became output.",
+}
+_GAUGES = {
+    "slots": "Requests that can be decoded together.",
+    "slots_active": "Requests being decoded.",
+    "requests_waiting": "Requests that wait for a slot.",
+}
+_FINISH_REASONS = ("stop", "length")
+_ERROR_TYPES = ("BadRow", "BadPrompt", "BadSampling", "Refused")
+_ROW_SECONDS = [0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0]
+
+
+class EngineMetrics:
+    """Exports an engine's counters and state.
+
+    Args:
+        engine: What to look at.
+        tags: Values of `TAGS`.
+    """
+
+    def __init__(self, engine: Engine, tags: Mapping[str, str]) -> None:
+        self._engine, self._tags = engine, dict(tags)
+        self._counters = {name: Counter(f"drafter_{name}", what, TAGS) for name, what in _COUNTERS.items()}
+        self._stages = Counter("drafter_stage_seconds", "Seconds of a step's stages.", (*TAGS, "stage"))
+        self._gauges = {name: Gauge(f"drafter_{name}", what, TAGS) for name, what in _GAUGES.items()}
+        self._published: dict[str, float] = {}
+        for counter in self._counters.values():
+            begin(counter, self._tags)
+
+    def publish(self) -> None:
+        """Export what has come since the last call, and the state as it is.
+
+        Call it every few seconds: gauges that are not set again disappear, as they should when an engine has ended.
+        """
+        state = self._engine.state()
+        sums = {
+            "steps": state.steps,
+            "busy_seconds": state.busy_seconds,
+            "tokens": state.output_tokens,
+            "row_steps": state.row_steps,
+            "draft_tokens": state.draft_tokens,
+            "accepted_tokens": state.accepted_tokens,
+        }
+        for name, value in sums.items():
+            self._count(self._counters[name], name, value, self._tags)
+        for stage, seconds in state.stage_seconds.items():
+            self._count(self._stages, f"stage_{stage}", seconds, {**self._tags, "stage": stage})
+        for name, value in {
+            "slots": state.slots,
+            "slots_active": state.active,
+            "requests_waiting": state.waiting,
+        }.items():
+            self._gauges[name].set(value, self._tags)
+
+    def _count(self, counter: Counter, name: str, value: float, tags: dict[str, str]) -> None:
+        """Bring a counter to `value`."""
+        if (new := value - self._published.get(name, 0.0)) > 0:
+            counter.inc(new, tags)
+            self._published[name] = value
+
+
+def begin(counter: Counter, tags: Mapping[str, str]) -> None:
+    """Export a counter at 0: `rate` in PromQL does not see the step to a first value."""
+    counter._record(0.0, dict(tags))  # `inc` refuses 0
+
+
+class RowMetrics:
+    """Counts a generation job's rows as an engine ends them.
+
+    Args:
+        tags: Values of `TAGS`.
+    """
+
+    def __init__(self, tags: Mapping[str, str]) -> None:
+        self._tags = dict(tags)
+        self._rows = Counter("drafter_rows", "Rows generated.", (*TAGS, "finish_reason"))
+        self._errors = Counter("drafter_errors", "Rows that could not be generated.", (*TAGS, "type"))
+        self._seconds = Histogram("drafter_row_seconds", "Seconds of a row in its slot.", _ROW_SECONDS, TAGS)
+        for reason in _FINISH_REASONS:
+            begin(self._rows, {**self._tags, "finish_reason": reason})
+        for kind in _ERROR_TYPES:
+            begin(self._errors, {**self._tags, "type": kind})
+
+    def generated(self, finish_reason: str, seconds: float) -> None:
+        """A row is done."""
+        self._rows.inc(1, {**self._tags, "finish_reason": finish_reason})
+        self._seconds.observe(seconds, self._tags)
+
+    def failed(self, kind: str) -> None:
+        """A row could not be generated; `kind` is a problem's type."""
+        self._errors.inc(1, {**self._tags, "type": kind})
+
+
+class JobMetrics:
+    """Shows a job's progress, from its driver.
+
+    Args:
+        run: The job's output.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._tags = {"run": run}
+        self._gauges = {
+            name: Gauge(f"drafter_job_{name}", what, ("run",))
+            for name, what in {
+                "rows": "Rows of the input.",
+                "rows_done": "Rows done by all submissions, errors included.",
+                "rows_failed": "Rows that could not be generated, in all submissions.",
+                "engines": "Engines at work.",
+                "eta_seconds": "Seconds until the job is done, at the rate of the last ten minutes.",
+            }.items()
+        }
+
+    def show(self, now: Progress) -> None:
+        """Set the gauges."""
+        values = {
+            "rows": now.total,
+            "rows_done": now.done,
+            "rows_failed": now.errors_before + now.errors,
+            "engines": now.engines,
+            "eta_seconds": now.eta_seconds,
+        }
+        for name, value in values.items():
+            self._gauges[name].set(value, self._tags)  # None is not set

@@ -1,0 +1,124 @@
+"""`status.json` in the output: how far the job is, for programs and for people without its terminal.
+
+It is replaced as a whole every few seconds, and once more when the job ends, however it ends. Only where the process
+was killed does it stay at `generating`, with a time of `updated_at` that has passed. It also keeps what each submission
+took, from which `jobs.report` knows what the output cost.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any
+
+from pyarrow import fs
+
+from pipeline.cluster.ray_cluster import ActorResources
+from pipeline.errors import one_line
+from pipeline.io.files import Location
+from pipeline.progress.board import Progress, ending
+
+_WRITE_SECONDS = 5.0
+
+
+class StatusFile:
+    """Writes the file from the beginning of a `with` block, which is a submission, to its end.
+
+    Args:
+        place: The file.
+    """
+
+    def __init__(self, place: Location) -> None:
+        self._place = place
+        self._begun = _now()
+        self._earlier = submissions(place)
+        self._resources: ActorResources | None = None
+        self._now = Progress()
+        self._written = 0.0
+        self._warned = False
+
+    def __enter__(self) -> StatusFile:
+        self._write()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        failure = None if error is None else one_line(error)
+        self._now = replace(self._now, state=ending(error), failure=failure)
+        self._write()
+
+    def takes(self, resources: ActorResources) -> None:
+        """Remember what each engine of this submission has of the cluster."""
+        self._resources = resources
+
+    def show(self, now: Progress) -> None:
+        """Write how far the job is, if it is time or the first engine is ready."""
+        new = now.state != self._now.state
+        self._now = now
+        if new or time.monotonic() - self._written >= _WRITE_SECONDS:
+            self._write()
+
+    def _write(self) -> None:
+        self._written = time.monotonic()
+        try:
+            self._place.write_text(json.dumps(self._content(), indent=2, ensure_ascii=False) + "\n")
+        except OSError as error:  # the job is worth more than its status
+            if not self._warned:
+                print(f"{self._place.path} cannot be written: {one_line(error)}", file=sys.stderr, flush=True)
+            self._warned = True
+
+    def _content(self) -> dict[str, Any]:
+        now = self._now
+        eta = now.eta_seconds
+        return {
+            "state": now.state,
+            "updated_at": _now(),
+            "rows_total": now.total,
+            "rows_done": now.done,
+            "errors": now.errors_before + now.errors,
+            "rows_per_second": round(now.row_rate, 3),
+            "tokens_per_second": round(now.token_rate, 1),
+            "eta_seconds": None if eta is None else round(eta, 1),
+            "mean_acceptance_length": round(now.beta, 4) if now.steps else None,
+            "engines": now.engines,
+            "slots": now.slots,
+            "slots_active": now.active,
+            "requests_waiting": now.waiting,
+            "failure": now.failure,
+            "last_crash": now.crash,
+            "submissions": [*self._earlier, self._submission()],
+        }
+
+    def _submission(self) -> dict[str, Any]:
+        now, resources = self._now, self._resources
+        return {
+            "begun_at": self._begun,
+            "rows": now.rows,
+            "errors": now.errors,
+            "tokens": now.tokens,
+            "seconds": round(now.seconds, 3),
+            "device": now.device,
+            "engine_seconds": round(now.engine_seconds, 3),
+            "gpu_seconds": round(now.engine_seconds * resources.gpus, 3) if resources else 0.0,
+            "cpu_seconds": round(now.engine_seconds * resources.cpus, 3) if resources else 0.0,
+        }
+
+
+def submissions(place: Location) -> list[dict[str, Any]]:
+    """What the submissions so far took, from a status file; nothing where there is none or it is damaged."""
+    if place.type != fs.FileType.File:
+        return []
+    try:
+        found = json.loads(place.read_text())["submissions"]
+    except (ValueError, KeyError, TypeError):
+        return []
+    return found if isinstance(found, list) else []
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,264 @@
+"""One pass over an output's rows, in batches of a few light columns; what it keeps does not grow with the rows.
+
+Only the rows that the page shows in full, a handful, are read again with their tokens.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import nlargest, nsmallest
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset
+
+from drafter.statistics import DecodeCounts
+from pipeline.errors import InputError
+from pipeline.io.files import Location
+from pipeline.output.output_folder import OutputFolder
+
+_BATCH_ROWS = 1 << 16
+_COUNTS = ("num_output_tokens", "num_decode_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+_COLUMNS = (
+    "request_id",
+    *_COUNTS,
+    "num_prompt_tokens",
+    "acceptance_histogram",
+    "finish_reason",
+    "generation_seconds",
+    "finished_at",
+)
+_MOST_CATEGORIES = 10_000
+
+
+@dataclass
+class Group:
+    """The rows of one category.
+
+    Args:
+        rows: How many.
+        counts: Their speculation counts; without the histogram.
+    """
+
+    rows: int = 0
+    counts: DecodeCounts = field(default_factory=DecodeCounts)
+
+
+@dataclass(frozen=True)
+class RowTime:
+    """How long one row took.
+
+    Args:
+        seconds: In its slot.
+        request_id: Its name.
+        prompt_tokens: Tokens of its prompt.
+        tokens: New tokens.
+        steps: Decode steps.
+        finish_reason: Why it ended.
+    """
+
+    seconds: float
+    request_id: str
+    prompt_tokens: int
+    tokens: int
+    steps: int
+    finish_reason: str
+
+
+@dataclass
+class Rows:
+    """What a pass over the finished rows has found.
+
+    Args:
+        rows: How many.
+        prompt_tokens: Tokens of their prompts.
+        counts: Their speculation counts.
+        finish_reasons: How many ended how.
+        groups: By category; empty if the rows have none.
+        by_second: (rows, tokens) that were finished in each second of the Unix epoch.
+        slowest: Those that took longest, longest first.
+        drawn: Names of rows drawn at random: the same whenever an output has them.
+        files: Where the drawn rows are, by name.
+    """
+
+    rows: int = 0
+    prompt_tokens: int = 0
+    counts: DecodeCounts = field(default_factory=DecodeCounts)
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    groups: dict[str, Group] = field(default_factory=lambda: defaultdict(Group))
+    by_second: dict[int, tuple[int, int]] = field(default_factory=dict)
+    slowest: list[RowTime] = field(default_factory=list)
+    drawn: list[str] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+
+
+def open_rows(output: OutputFolder) -> pyarrow.dataset.Dataset:
+    """The files of finished rows.
+
+    Raises:
+        InputError: There are none, or they lack columns.
+    """
+    if not any(info.path.endswith(".parquet") for info in output.data.children()):
+        raise InputError(f"output {output.root.path} has no finished rows: run jobs.generate first")
+    found = _dataset(output.data)
+    if missing := [name for name in _COLUMNS if name not in found.schema.names]:
+        raise InputError(f"{output.data.path} is not of jobs.generate: its rows have no {', '.join(missing)}")
+    return found
+
+
+def read_rows(dataset: pyarrow.dataset.Dataset, category: str | None, by_file: bool, slowest: int, drawn: int) -> Rows:
+    """Go through all finished rows.
+
+    Args:
+        dataset: From `open_rows`.
+        category: Column to group by.
+        by_file: Group by the file that a row's name begins with, where there is no `category`.
+        slowest: How many of the slowest rows to keep.
+        drawn: How many rows to draw at random.
+
+    Raises:
+        InputError: There is no such column.
+    """
+    if category is not None and category not in dataset.schema.names:
+        names = ", ".join(dataset.schema.names)
+        raise InputError(f"the output has no column {category!r} to group by (it has {names}): set --category")
+    result = Rows()
+    keys: list[tuple[int, str, str]] = []
+    for table in _batches(dataset, list(dict.fromkeys([*_COLUMNS, *filter(None, [category])]))):
+        ids = table["request_id"].to_pylist()
+        _add_counts(result, table)
+        _add_times(result, table)
+        if category is not None:
+            _add_groups(result, table, table[category].combine_chunks())
+        elif by_file:
+            _add_groups(result, table, pa.array([name.rpartition(":")[0] for name in ids]))
+        result.slowest = nlargest(slowest, [*result.slowest, *_slowest(table, slowest)], key=lambda row: row.seconds)
+        named = zip((zlib.crc32(name.encode()) for name in ids), ids, table["_file"].to_pylist(), strict=True)
+        keys = nsmallest(drawn, [*keys, *named])
+    result.drawn = [name for _, name, _ in keys]
+    result.files = {name: file for _, name, file in keys}
+    return result
+
+
+def read_full(output: OutputFolder, rows: Rows) -> list[dict[str, Any]]:
+    """The drawn rows with all their columns, in the order they were drawn."""
+    if not rows.drawn:
+        return []
+    files = list(dict.fromkeys(rows.files.values()))
+    dataset = pyarrow.dataset.dataset(files, filesystem=output.root.filesystem, format="parquet")
+    table = dataset.to_table(filter=pc.field("request_id").isin(rows.drawn))
+    found = {row["request_id"]: row for row in table.to_pylist()}
+    return [found[name] for name in rows.drawn]
+
+
+@dataclass
+class Errors:
+    """The rows that could not be generated.
+
+    Args:
+        rows: How many.
+        kinds: By type.
+        examples: Some rows of each type.
+    """
+
+    rows: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    examples: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read_errors(output: OutputFolder, each: int) -> Errors:
+    """Go through the errors, and keep `each` rows of each type."""
+    result = Errors()
+    if not any(info.path.endswith(".parquet") for info in output.errors.children()):
+        return result
+    columns = ["request_id", "error_type", "message", "input"]
+    for batch in _dataset(output.errors).to_batches(columns=columns, batch_size=_BATCH_ROWS):
+        result.rows += batch.num_rows
+        kinds = batch["error_type"]
+        for kind in kinds.unique().to_pylist():
+            of_kind = batch.filter(pc.equal(kinds, kind))
+            room = each - result.kinds[kind]
+            result.kinds[kind] += of_kind.num_rows
+            result.examples += of_kind.slice(0, max(room, 0)).to_pylist()
+    result.examples.sort(key=lambda row: str(row["error_type"]))
+    return result
+
+
+def _dataset(folder: Location) -> pyarrow.dataset.Dataset:
+    return pyarrow.dataset.dataset(folder.path, filesystem=folder.filesystem, format="parquet")
+
+
+def _batches(dataset: pyarrow.dataset.Dataset, columns: list[str]) -> Iterator[pa.Table]:
+    """Tables of some tens of thousands of rows, with the file of each row as `_file`."""
+    held: list[pa.RecordBatch] = []
+    for tagged in dataset.scanner(columns=columns, batch_size=_BATCH_ROWS).scan_batches():
+        batch = tagged.record_batch
+        file = pa.DictionaryArray.from_arrays(np.zeros(batch.num_rows, dtype=np.int32), [tagged.fragment.path])
+        held.append(batch.append_column("_file", file.cast(pa.string())))
+        if sum(one.num_rows for one in held) >= _BATCH_ROWS:
+            yield pa.Table.from_batches(held)
+            held = []
+    if held:
+        yield pa.Table.from_batches(held)
+
+
+def _add_counts(result: Rows, table: pa.Table) -> None:
+    result.rows += table.num_rows
+    result.prompt_tokens += pc.sum(table["num_prompt_tokens"]).as_py() or 0
+    for name in _COUNTS:
+        setattr(result.counts, name, getattr(result.counts, name) + (pc.sum(table[name]).as_py() or 0))
+    lists = table["acceptance_histogram"].combine_chunks()
+    lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
+    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    places = np.arange(len(starts)) - starts
+    steps = np.bincount(places, weights=pc.list_flatten(lists).to_numpy()).astype(int).tolist()
+    histogram = result.counts.acceptance_histogram
+    histogram.extend([0] * (len(steps) - len(histogram)))
+    for accepted, number in enumerate(steps):
+        histogram[accepted] += number
+    result.finish_reasons.update(dict(_pairs(pc.value_counts(table["finish_reason"]))))
+
+
+def _pairs(counts: pa.StructArray) -> Iterable[tuple[str, int]]:
+    return ((one["values"], one["counts"]) for one in counts.to_pylist())
+
+
+def _add_times(result: Rows, table: pa.Table) -> None:
+    seconds = table["finished_at"].cast(pa.timestamp("s", "UTC"), safe=False).cast(pa.int64())
+    sums = pa.table({"second": seconds, "tokens": table["num_output_tokens"]}).group_by("second")
+    for one in sums.aggregate([("tokens", "sum"), ("tokens", "count")]).to_pylist():
+        rows, tokens = result.by_second.get(one["second"], (0, 0))
+        result.by_second[one["second"]] = (rows + one["tokens_count"], tokens + one["tokens_sum"])
+
+
+def _add_groups(result: Rows, table: pa.Table, categories: pa.Array) -> None:
+    names = pa.array([None if value is None else str(value) for value in categories.to_pylist()], pa.string())
+    columns = {"category": names} | {name: table[name] for name in _COUNTS}
+    sums = pa.table(columns).group_by("category").aggregate([*((name, "sum") for name in _COUNTS), ([], "count_all")])
+    for one in sums.to_pylist():
+        name = "(none)" if one["category"] is None else one["category"]
+        if name not in result.groups and len(result.groups) >= _MOST_CATEGORIES:
+            raise InputError(f"more than {_MOST_CATEGORIES:,} categories: choose another column as --category")
+        group = result.groups[name]
+        group.rows += one["count_all"]
+        for count in _COUNTS:
+            setattr(group.counts, count, getattr(group.counts, count) + one[f"{count}_sum"])
+
+
+def _slowest(table: pa.Table, number: int) -> list[RowTime]:
+    places = pc.top_k_unstable(table["generation_seconds"], min(number, table.num_rows))
+    columns: Sequence[str] = (
+        "generation_seconds",
+        "request_id",
+        "num_prompt_tokens",
+        "num_output_tokens",
+        "num_decode_steps",
+        "finish_reason",
+    )
+    rows = table.select(columns).take(places).to_pylist()
+    return [RowTime(*(row[name] for name in columns)) for row in rows]

@@ -1,0 +1,153 @@
+"""The configuration of the endpoint: of the application that is served, and of the server around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.command_line import at_least, make_parser, parse, parse_object
+from pipeline.generate.generate_config import EngineSettings, LoadingConfig
+from pipeline.errors import InputError
+
+
+@dataclass(frozen=True)
+class LimitsConfig:
+    """What one client, and all together, may ask for.
+
+    Args:
+        queue: Requests that may wait for a slot of a replica; further ones are told to come again later.
+        choices: Texts that one request may ask for: its prompts times its `n`.
+        body_bytes: Size of a request's body.
+        seconds: How long a request may take; it ends with an error then. An update waits so long for open streams.
+    """
+
+    queue: int = 64
+    choices: int = 16
+    body_bytes: int = 1 << 20
+    seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("queue", "choices", "body_bytes"):
+            at_least(f"limits.{name}", getattr(self, name), 1)
+        at_least("limits.seconds", self.seconds, 0, above=True)
+
+
+@dataclass(frozen=True)
+class ReplicasConfig:
+    """How many engines there are, and what each takes of the cluster.
+
+    Args:
+        min: Replicas at least.
+        max: Replicas at most; by default as many as at least. Between the two, their number follows the requests.
+        gpus: GPUs of a replica, a fraction allowed; by default 1 where there are GPUs, otherwise 0.
+        cpus: CPU cores of a replica, and so its threads; by default 1 beside a GPU, otherwise a fair share.
+    """
+
+    min: int = 1
+    max: int | None = None
+    gpus: float | None = None
+    cpus: float | None = None
+
+    def __post_init__(self) -> None:
+        at_least("replicas.min", self.min, 1)
+        at_least("replicas.max", self.max, self.min)
+        at_least("replicas.gpus", self.gpus, 0)
+        at_least("replicas.cpus", self.cpus, 0, above=True)
+
+
+@dataclass(frozen=True)
+class ReplicaSettings(EngineSettings):
+    """How much a replica's engine does at once.
+
+    Args:
+        slots: Requests decoded together.
+        max_length: Prompt and output tokens a request may have; by default the base's own limit, at most 2,048.
+        nodes: Draft tokens verified a step; `auto` adapts to what pays on the machine.
+        compile: Compile the base's forward for the machine: a minute or two at start, for faster steps.
+    """
+
+    slots: int = 32
+
+
+@dataclass(frozen=True)
+class ApplicationConfig:
+    """What is served: the `args` of the application in a file for Ray Serve.
+
+    Args:
+        model: Base model: hub id or folder; by default the embedded demonstration model.
+        drafter: What proposes tokens: `none`, `ngram`, a draft head's folder or hub id, `ctc` (the embedded head), two
+            joined by `+`, or `auto`.
+        name: What clients call the model; by default as in `model`, or `embedded`.
+        plain: Serve the model a second time, without a drafter, as NAME-plain: to compare with.
+        keys_file: File with a bearer key on each line, one of which clients must send. Keys may also be in the
+            environment variable DRAFTER_API_KEYS, separated by commas. Without any, everybody is answered.
+        loading: How the models are loaded.
+        engine: How much an engine does at once.
+        limits: What clients may ask for.
+        replicas: How many engines there are.
+    """
+
+    model: str | None = None
+    drafter: str = "auto"
+    name: str | None = None
+    plain: bool = False
+    keys_file: str | None = None
+    loading: LoadingConfig = field(default_factory=LoadingConfig)
+    engine: ReplicaSettings = field(default_factory=ReplicaSettings)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("model", "drafter", "name"):
+            value = getattr(self, name)
+            if value is not None and not value.strip():
+                raise InputError(f"{name} is empty")
+
+    @property
+    def served_name(self) -> str:
+        """What clients call the model."""
+        return self.name or self.model or "embedded"
+
+
+@dataclass(frozen=True)
+class ServeConfig(ApplicationConfig):
+    """The endpoint.
+
+    Args:
+        host: Address to listen on; 0.0.0.0 for all of this machine's.
+        port: TCP port to listen on.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.port <= 65535:
+            raise InputError(f"port must be at least 1 and at most 65535, not {self.port}")
+
+
+_DESCRIPTION = """\
+Serve a model by OpenAI's API, with speculative decoding that never changes the tokens.
+
+Any client of OpenAI's works with http://HOST:PORT/v1, and a browser with http://HOST:PORT/.
+Joins the Ray cluster there is, or starts one here; ends in good order on Ctrl-C or SIGTERM.
+
+  python -m jobs.serve
+  python -m jobs.serve --model meta-llama/Llama-3.2-1B-Instruct --port 8080
+  python -m jobs.serve --replicas.max 4 --replicas.gpus 0.5 --keys_file keys.txt"""
+
+
+def parse_config(arguments: Sequence[str] | None = None) -> ServeConfig:
+    """The endpoint that a command line asks for; see `command_line.parse`."""
+    return parse(ServeConfig, make_parser(ServeConfig, "jobs.serve", "", _DESCRIPTION), arguments)
+
+
+def parse_application(settings: Mapping[str, Any]) -> ApplicationConfig:
+    """The application that the `args` in a file for Ray Serve ask for.
+
+    Raises:
+        InputError: An unknown setting, or a value of the wrong type or out of range.
+    """
+    return parse_object(ApplicationConfig, make_parser(ApplicationConfig, "jobs.serve", "", _DESCRIPTION), settings)

@@ -1,0 +1,200 @@
+"""The training job on the cluster, told in order: stage, train, draw, sum up."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from pyarrow import fs
+from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from pipeline.cluster.ray_cluster import ActorResources, Cluster, connect, quiet_ray_data, share_out
+from pipeline.generate.generate_config import ResourcesConfig
+from pipeline.errors import InputError, JobError, one_line
+from pipeline.output.run_manifest import read_run, save_run, versions
+from pipeline.training.training_board import TrainingBoard, TrainingDisplay
+from pipeline.training.checkpoints import forget_torn_list
+from pipeline.training.train_config import TrainConfig, WorkersConfig
+from pipeline.training.run_folder import TrainingFolder
+from pipeline.training.metrics_log import Record, read_metrics
+from pipeline.training.metrics_plot import plot_run
+from pipeline.training.staged_texts import StagedTexts, stage_texts
+from pipeline.training.worker_task import WorkerTask, train_worker
+from pipeline.training.texts import DistilledTexts
+
+_CHECKPOINTS_KEPT = 2
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What the head is to learn from.
+
+    Args:
+        data: Texts to learn from.
+        held_out: Texts that β is measured on, if they are others.
+        base_fingerprint: Of the base that said them.
+        vocab_size: Of the base that the head is for.
+    """
+
+    data: Sequence[DistilledTexts]
+    held_out: DistilledTexts | None
+    base_fingerprint: str
+    vocab_size: int
+
+
+def run(config: TrainConfig, model: str, texts: Texts, folder: TrainingFolder, meant: dict[str, Any]) -> None:
+    """Stage what is not staged, train from where it stopped, and say what came of it.
+
+    Raises:
+        InputError: The texts, the base, the head or the cluster cannot be used.
+        JobError: The job failed on the way.
+    """
+    if not finished(folder):
+        facts: dict[str, Any] = {"base_fingerprint": texts.base_fingerprint}
+        save_run(folder.run_file, config.as_dict(), meant, state="running", **facts)
+        resources = share_workers(config.workers, connect())
+        quiet_ray_data()
+        staged = StagedTexts.load(folder.staged)
+        if staged is None:
+            settings = config.training
+            staged = stage_texts(
+                texts.data,
+                texts.held_out,
+                folder.staged,
+                config.texts,
+                texts.vocab_size,
+                settings.texts_per_step,
+                settings.seed,
+            )
+        execute(config, model, texts.base_fingerprint, folder, staged, resources)
+        draw(folder)
+        facts["texts"] = asdict(staged.counts)
+        save_run(folder.run_file, config.as_dict(), meant, state="finished", **facts)
+    print(summarise(folder, config), flush=True)
+
+
+def finished(folder: TrainingFolder) -> bool:
+    """Whether an earlier submission came to the end."""
+    return folder.run_file.type == fs.FileType.File and bool(read_run(folder.run_file)["state"] == "finished")
+
+
+def share_workers(config: WorkersConfig, cluster: Cluster) -> ActorResources:
+    """Divide the cluster among the workers.
+
+    Raises:
+        InputError: There is not enough for the fewest, and there will not be more.
+    """
+    wanted = ResourcesConfig(config.fewest, config.most, config.gpus, config.cpus)
+    return share_out(wanted, cluster, what="workers", settings="workers.{} or workers.number")
+
+
+def execute(
+    config: TrainConfig,
+    model: str,
+    base_fingerprint: str,
+    folder: TrainingFolder,
+    staged: StagedTexts,
+    resources: ActorResources,
+) -> None:
+    """Train, and show how far it is.
+
+    Raises:
+        InputError: The base or the head cannot be used.
+        JobError: Training failed, or cannot go on.
+    """
+    board = ray.remote(num_cpus=0)(TrainingBoard).remote()
+    task = WorkerTask(
+        config=config,
+        model=model,
+        base_fingerprint=base_fingerprint,
+        folder=folder,
+        staged=staged,
+        provenance={
+            "recipe": "jobs.train",
+            "data": asdict(staged.counts),
+            "settings": asdict(config.training),
+            "versions": versions("deepspeed"),
+        },
+        board=board,
+        threads=resources.threads,
+    )
+    forget_torn_list(folder.checkpoints)
+    trainer = TorchTrainer(
+        train_worker,
+        train_loop_config={"task": task},
+        torch_config=TorchConfig(backend="nccl" if have_cuda(resources) else "gloo"),
+        scaling_config=ScalingConfig(
+            num_workers=config.workers.number,
+            use_gpu=resources.gpus > 0,
+            resources_per_worker={"CPU": resources.cpus, "GPU": resources.gpus},
+        ),
+        run_config=RunConfig(
+            name=folder.checkpoints.name,
+            storage_path=folder.root.path,
+            storage_filesystem=folder.root.filesystem,
+            failure_config=FailureConfig(max_failures=config.workers.max_failures),
+            checkpoint_config=CheckpointConfig(num_to_keep=_CHECKPOINTS_KEPT),
+            logging_config=LoggingConfig(log_level="ERROR"),
+        ),
+    )
+    failure: Exception | None = None
+    with TrainingDisplay(board):
+        try:
+            trainer.fit()
+        except TrainingFailedError as error:
+            failure = error
+        except SystemExit as error:  # what Ray Train makes of an interrupt
+            raise KeyboardInterrupt from error
+    if refusal := ray.get(board.refusal.remote()):
+        of_input, message = refusal
+        raise (InputError if of_input else JobError)(message) from failure
+    if failure is not None:
+        raise JobError(_reason(failure)) from failure
+
+
+def have_cuda(resources: ActorResources) -> bool:
+    """Whether the GPUs that workers get are there: on clusters for tests they are only counted."""
+    if not resources.gpus:
+        return False
+    return bool(ray.get(ray.remote(num_cpus=0, num_gpus=resources.gpus)(torch.cuda.is_available).remote()))
+
+
+def _reason(failure: Exception) -> str:
+    """What stopped the workers, on one line."""
+    causes = getattr(failure, "worker_failures", None) or {0: getattr(failure, "controller_failure", failure)}
+    rank, cause = next(iter(causes.items()))
+    cause = getattr(cause, "_base_exc", cause)
+    return f"worker {rank} ended again and again: {type(cause).__name__}: {one_line(cause)}"
+
+
+def draw(folder: TrainingFolder) -> None:
+    """Draw the run's metrics."""
+    with tempfile.TemporaryDirectory() as name:
+        picture = Path(name) / "training.png"
+        plot_run(read_metrics(folder.metrics), picture)
+        folder.plot.copy_from(picture)
+
+
+def summarise(folder: TrainingFolder, config: TrainConfig) -> str:
+    """The summary for a person, from the written metrics."""
+    records = read_metrics(folder.metrics)
+    chosen_by = str(config.training.chosen_by)
+    evaluated = [record for record in records if "beta" in record]
+    best = max(evaluated, key=lambda record: (record["beta"][chosen_by], record["step"]))
+    last: Record = next(record for record in reversed(records) if "loss" in record)
+    return "\n".join(
+        [
+            f"steps       {last['step']:,}, last loss {last['loss']:.3f}",
+            f"β           {', '.join(f'{beta:.2f} at {nodes}' for nodes, beta in best['beta'].items())} draft nodes, "
+            f"simulated on held-out texts at step {best['step']:,}, the best of {len(evaluated)} by {chosen_by} nodes",
+            f"head        {folder.head.path}",
+            f"metrics     {folder.metrics.path}, {folder.plot.path}, {folder.events.path}",
+            f"run         {folder.run_file.path}",
+        ]
+    )

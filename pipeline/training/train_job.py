@@ -1,0 +1,98 @@
+"""The training job's entry, and all checks that need no cluster."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pipeline.command_line import run_job
+from pipeline.errors import InputError, JobError, one_line
+from pipeline.io.files import locate
+from pipeline.output.run_manifest import check_output, model_fingerprint
+from pipeline.training.train_config import TrainConfig, parse_config
+from pipeline.training.run_folder import TrainingFolder
+from pipeline.training.texts import DistilledTexts, open_texts, same_base
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the job that a command line asks for; see `run_job`."""
+    return run_job(lambda given: train(parse_config(given)), arguments)
+
+
+def train(config: TrainConfig) -> None:
+    """Run a job to its end.
+
+    Raises:
+        InputError: The configuration or the texts cannot be used.
+        JobError: The job failed on the way.
+    """
+    data = [open_texts(uri) for uri in config.folders]
+    held_out = open_texts(config.texts.held_out) if config.texts.held_out is not None else None
+    base = same_base([*data, *([held_out] if held_out else [])])
+    from pipeline.generate.row_requests import model_name  # torch takes seconds to import: the checks before it do not wait
+
+    model = model_name(config.model)
+    meant = meaning(config, data, held_out, model_fingerprint(model))
+    vocab_size = check_head(config, model)
+    folder = TrainingFolder(locate(config.output))
+    check_output(config.output, folder.root, meant)
+    folder.create()
+    print(config.as_yaml(), end="", file=sys.stderr, flush=True)
+    from pipeline.training.cluster_training import Texts, run  # Ray takes seconds to import, too
+
+    try:
+        run(config, model, Texts(data, held_out, base, vocab_size), folder, meant)
+    except OSError as error:
+        raise JobError(f"output {config.output} cannot be written to: {one_line(error)}") from error
+
+
+def meaning(
+    config: TrainConfig, data: Sequence[DistilledTexts], held_out: DistilledTexts | None, model: str
+) -> dict[str, Any]:
+    """All that decides which head comes out. Workers, ZeRO stages and checkpoints do not.
+
+    Args:
+        config: The job's configuration.
+        data: Texts to learn from.
+        held_out: Texts that β is measured on, if they are others.
+        model: Fingerprint of the base.
+    """
+    return {
+        "data": [one.meaning for one in data],
+        "held_out": held_out.meaning if held_out else None,
+        "model": model,
+        "algorithm": config.algorithm,
+        "head": config.head,
+        "texts": {"held_out_texts": config.texts.held_out_texts, "max_length": config.texts.max_length},
+        "training": asdict(config.training),
+        "micro_batches": config.sharding.micro_batches,
+    }
+
+
+def check_head(config: TrainConfig, model: str) -> int:
+    """See whether there can be such a head for the base, by its configuration alone; return the vocabulary's size.
+
+    Raises:
+        InputError: No such base, algorithm or setting, or a value that does not do.
+    """
+    from transformers import AutoConfig
+
+    from drafter.drafters.registry import HEADS
+    from drafter.errors import LoadError
+    from drafter.heads.checkpoint import build_config
+
+    if config.algorithm not in HEADS:
+        raise InputError(f"algorithm must be one of {', '.join(HEADS)}, not {config.algorithm!r}")
+    try:
+        base = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"no base model at {model!r}: {one_line(error)}") from error
+    text = base.get_text_config(decoder=True)
+    sizes = {"hidden_size": text.hidden_size, "vocab_size": text.vocab_size}
+    try:
+        build_config(config.algorithm, HEADS[config.algorithm].config_class, {**config.head, **sizes})
+    except LoadError as error:
+        raise InputError(f"head: {error}") from error
+    return int(text.vocab_size)

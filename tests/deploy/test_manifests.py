@@ -1,0 +1,150 @@
+"""What clusters are made from passes its validators, and agrees with the rest of the project."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.serve.schema import ServeDeploySchema
+
+from pipeline.generate.generate_config import parse_config
+from pipeline.serving.serve_config import parse_application
+from pipeline.training.train_config import parse_config as parse_training
+from tests.support.paths import ROOT
+
+MANIFESTS = sorted((ROOT / "deploy" / "kuberay").glob("*.yaml"))
+LOCKED = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line[:60])
+COMMANDS = {"jobs.generate": parse_config, "jobs.train": parse_training}
+
+
+def validator(kind: str) -> jsonschema.Draft202012Validator:
+    """KubeRay's schema of a kind, as the API server would apply it, but that it refuses unknown fields."""
+    schema = json.loads(Path(__file__).with_name("kuberay-crd.json").read_text())
+    return jsonschema.Draft202012Validator({"$ref": f"#/$defs/{kind}", "$defs": schema["$defs"]})
+
+
+def load(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return found
+
+
+def ray_cluster(manifest: dict[str, Any]) -> dict[str, Any]:
+    spec: dict[str, Any] = manifest["spec"]
+    return dict(spec.get("rayClusterSpec") or spec["rayClusterConfig"])
+
+
+def containers(manifest: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Pods and their containers."""
+    cluster = ray_cluster(manifest)
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        for container in pod["containers"]:
+            yield pod, container
+
+
+def test_the_cluster_launcher_takes_cluster_yaml() -> None:
+    config = prepare_config(load(ROOT / "cluster.yaml"))
+    validate_config(config)
+    types = config["available_node_types"]
+    assert types["head"]["resources"] == {"CPU": 0}
+    workers = {name: kind for name, kind in types.items() if name != "head"}
+    assert all(kind["min_workers"] == 0 and kind["resources"]["GPU"] for kind in workers.values())
+    markets = {name: kind["node_config"].get("InstanceMarketOptions") for name, kind in workers.items()}
+    assert markets == {"gpu_spot": {"MarketType": "spot"}, "gpu_on_demand": None}
+    assert workers["gpu_spot"]["priority"] > workers["gpu_on_demand"].get("priority", 0)
+    assert config["max_workers"] >= sum(kind["max_workers"] for kind in workers.values())
+
+
+@pytest.mark.parametrize("change", [{"target_utilization_fraction": 0.8}, {"head_node": {"InstanceType": "x"}}])
+def test_the_launcher_would_refuse_what_it_does_not_know(change: dict[str, Any]) -> None:
+    with pytest.raises((jsonschema.ValidationError, ValueError)):
+        validate_config(prepare_config({**load(ROOT / "cluster.yaml"), **change}))
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_kubernetes_would_take_the_manifests(path: Path) -> None:
+    manifest = load(path)
+    assert manifest["apiVersion"] == "ray.io/v1"
+    validator(manifest["kind"]).validate(manifest)
+
+    cluster = ray_cluster(manifest)
+    assert cluster["rayVersion"] == LOCKED["ray"]
+    assert cluster["enableInTreeAutoscaling"]
+    assert cluster["autoscalerOptions"]["version"] == "v2"
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    assert all(
+        group["minReplicas"] <= group["replicas"] <= group["maxReplicas"] for group in cluster["workerGroupSpecs"]
+    )
+    for pod, container in containers(manifest):
+        assert {mount["name"] for mount in container.get("volumeMounts", ())} <= {
+            volume["name"] for volume in pod.get("volumes", ())
+        }
+        resources = container["resources"]
+        assert resources["requests"] == resources["limits"]  # Ray takes the limits for what there is
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [
+        ("generate.yaml", ("rayClusterSpec", "autoscalerOptions", "version"), "v3"),
+        ("generate.yaml", ("rayClusterSpec", "headGroupSpec", "rayStartParam"), {}),
+        ("train.yaml", ("backoffLimit",), "often"),
+        ("serve.yaml", ("rayClusterConfig", "workerGroupSpecs"), [{"groupName": "gpu"}]),
+    ],
+)
+def test_kubernetes_would_refuse_mistakes(name: str, place: tuple[str, ...], value: Any) -> None:
+    manifest = load(ROOT / "deploy" / "kuberay" / name)
+    where = manifest["spec"]
+    for step in place[:-1]:
+        where = where[step]
+    where[place[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        validator(manifest["kind"]).validate(manifest)
+
+
+@pytest.mark.parametrize("path", [p for p in MANIFESTS if p.name != "serve.yaml"], ids=lambda path: path.name)
+def test_the_jobs_take_their_commands(path: Path) -> None:
+    python, dash_m, job, *arguments = shlex.split(load(path)["spec"]["entrypoint"])
+    assert (python, dash_m) == ("python", "-m")
+    COMMANDS[job](arguments)
+
+
+def test_serve_takes_its_configuration() -> None:
+    config = yaml.safe_load(load(ROOT / "deploy" / "kuberay" / "serve.yaml")["spec"]["serveConfigV2"])
+    (application,) = ServeDeploySchema.model_validate(config).applications
+    module, _, builder = str(application.import_path).partition(":")
+    assert callable(getattr(importlib.import_module(module), builder))
+    assert parse_application(application.args).replicas.gpus == 1
+
+
+def dockerfile() -> list[tuple[str, str]]:
+    """Instructions and their arguments, continued lines joined."""
+    text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
+
+
+def test_the_image_is_built_from_what_is_locked_by_a_user_without_rights() -> None:
+    steps = dockerfile()
+    assert steps[0][0] == "FROM"
+    assert re.search(r":\S+$", steps[0][1]), "an image without a tag"
+    known = {"FROM", "ARG", "RUN", "USER", "WORKDIR", "ENV", "COPY"}
+    assert {name for name, _ in steps} <= known
+    assert "USER" in [name for name, _ in steps]
+    for name, arguments in steps:
+        for source in shlex.split(arguments)[:-1] if name == "COPY" else ():
+            assert source.startswith("--") or (ROOT / source).exists(), source
+        for command in arguments.split("&&") if name == "RUN" else ():
+            if "pip install" in command:
+                assert "--constraint constraints.txt" in command
+            if "apt-get install" in command:
+                assert "--no-install-recommends" in command
+                assert "rm -rf /var/lib/apt/lists" in arguments

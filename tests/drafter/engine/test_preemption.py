@@ -1,0 +1,170 @@
+"""When memory runs out rows give up their slots; nobody's tokens change, and nobody hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+import pytest
+import torch
+
+from drafter.base.causal_lm import BaseModel
+from drafter.drafters.contract import DraftContext, Drafter
+from drafter.drafters.merged import EnsembleDrafter
+from drafter.drafters.none import PlainDecoding
+from drafter.engine.loop import Engine, EngineConfig
+from drafter.requests import Generation, Request, SamplingParams
+from drafter.engine.sequence import Handle
+from drafter.tree.token_tree import TokenTree
+from tests.support.heads import make_head
+from tests.support.models import AdversarialDrafter, OracleDrafter, SpellingTokenizer, random_model, random_prompts, run_engine
+
+NEW_TOKENS = 24
+
+
+def requests_of(count: int) -> list[Request]:
+    """Greedy and random ones, with penalties, so that a wrong prompt length or position would be seen."""
+    return [
+        Request(
+            prompt,
+            SamplingParams(
+                NEW_TOKENS, temperature=float(row % 2), seed=row, frequency_penalty=0.5, logprobs=1, ignore_eos=True
+            ),
+        )
+        for row, prompt in enumerate(random_prompts(count, seed=6))
+    ]
+
+
+class Small(Drafter):
+    """A drafter on a device that cannot hold more than so many rows."""
+
+    def __init__(self, inner: Drafter, rows: int) -> None:
+        self._inner, self._rows = inner, rows
+        self.tree_size, self.depth, self.reads_hidden = inner.tree_size, inner.depth, inner.reads_hidden
+        self.allocate, self.admit, self.move = inner.allocate, inner.admit, inner.move  # type: ignore[method-assign]
+        self.catch_up = inner.catch_up  # type: ignore[method-assign]
+
+    def propose(self, context: DraftContext, size: int) -> TokenTree:
+        tree = self._inner.propose(context, size)  # so that its memory has moved on when the step fails
+        if context.tokens.shape[0] > self._rows:
+            raise torch.OutOfMemoryError("no memory for the tree")
+        return tree
+
+
+def run_out(function: Callable[..., Any], calls: set[int], *, late: bool = False) -> Callable[..., Any]:
+    """`function`, out of memory at these of its calls, before or after it has done its work."""
+    count = 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        result = function(*args, **kwargs) if late or count not in calls else None
+        if count in calls:
+            raise torch.OutOfMemoryError("no memory")
+        return result
+
+    return failing
+
+
+def submit_all(engine: Engine, requests: list[Request], *, stream: bool = True) -> list[Handle]:
+    return [engine.submit(request, stream=stream) for request in requests]
+
+
+def check_results(handles: list[Handle], expected: list[Generation]) -> None:
+    """The same tokens, log-probabilities and text, in whole and in pieces."""
+    for handle, plain in zip(handles, expected, strict=True):
+        found = handle.result(0)
+        assert (found.token_ids, found.text, found.finish_reason) == (plain.token_ids, plain.text, plain.finish_reason)
+        if handle.streams:
+            deltas = list(handle)
+            assert [token for delta in deltas for token in delta.token_ids] == plain.token_ids
+            assert "".join(delta.text for delta in deltas) == plain.text
+        assert found.logprobs is not None
+        assert plain.logprobs is not None
+        assert [one.token_id for one in found.logprobs] == plain.token_ids
+        logprobs = [one.logprob for one in plain.logprobs]
+        assert [one.logprob for one in found.logprobs] == pytest.approx(logprobs, abs=1e-4)
+        assert found.counts.num_output_tokens == len(plain.token_ids)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_rows_that_do_not_fit_are_decoded_later(family: str) -> None:
+    base = BaseModel(random_model(family))
+    requests = requests_of(11)
+    expected = run_engine(base, PlainDecoding(), requests, slots=1)
+    texts = [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)]
+    heads: list[Drafter] = [make_head(base, kind).drafter(base, tree_size=9) for kind in ("ctc", "hydra++")]
+    for inner in (OracleDrafter(texts), AdversarialDrafter(seed=3), reduce(EnsembleDrafter, heads)):
+        engine = Engine(base, Small(inner, rows=3), SpellingTokenizer(), EngineConfig(slots=9, nodes=6))
+        handles = submit_all(engine, requests)
+        while not engine.idle:
+            engine.step()
+            assert engine.active <= 9
+        check_results(handles, expected)
+        # 9 rows, then 5, then 3, which is what fits.
+        assert (engine.state().slots, engine.state().preemptions) == (3, 6)
+
+
+@pytest.mark.parametrize(
+    "stage", ["prefill", "prefill together", "prefill_last", "verify", "forward", "commit", "read"]
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_memory_may_run_out_at_any_stage(
+    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, stage: str, late: bool
+) -> None:
+    if stage == "prefill":  # by models with an attention of their own, one after another
+        monkeypatch.setattr(tiny_base, "allow_packing", lambda: False)
+    requests = requests_of(8)
+    expected = run_engine(tiny_base, PlainDecoding(), requests, slots=1)
+    texts = [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)]
+    engine = Engine(tiny_base, OracleDrafter(texts, depth=2), SpellingTokenizer(), EngineConfig(slots=8, nodes=4))
+    owner, name = {
+        "prefill": (tiny_base, "prefill"),
+        "prefill together": (tiny_base, "prefill"),
+        "prefill_last": (tiny_base, "prefill_last"),
+        "verify": (tiny_base, "verify"),
+        "forward": (tiny_base.model.lm_head, "forward"),
+        "commit": (engine.rows.cache, "commit"),
+        "read": (engine._budget, "observe"),
+    }[stage]
+    # Later, the prompt's last piece is that of a row alone, which is an error.
+    calls = {"prefill_last": {3}, "prefill together": {1, 2}}.get(stage, {3, 6})
+    monkeypatch.setattr(owner, name, run_out(getattr(owner, name), calls, late=late))
+    # Who does not watch has no first token from the prompt's forward, but all the others.
+    handles = submit_all(engine, requests, stream=not stage.startswith("prefill") or stage == "prefill_last")
+    while not engine.idle:
+        engine.step()
+    check_results(handles, expected)
+    assert engine.state().preemptions > 0
+    assert engine.state().slots < 8
+
+
+def test_a_prompt_that_is_being_read_is_put_back_too(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafter.engine.loop._PREFILL_CHUNK", 4)
+    requests = requests_of(6)
+    requests[0] = replace(requests[0], prompt_ids=[5])
+    requests[1] = replace(requests[1], prompt_ids=list(range(3, 33)))
+    expected = run_engine(tiny_base, PlainDecoding(), requests, slots=1)
+    monkeypatch.setattr(tiny_base, "prefill", run_out(tiny_base.prefill, {3}))  # of the long prompt
+    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(slots=6))
+    handles = submit_all(engine, requests)
+    for _ in range(3):
+        engine.step()
+    assert (engine.state().active, engine.state().waiting, engine.state().slots) == (1, 5, 1)
+    while not engine.idle:
+        engine.step()
+    check_results(handles, expected)
+
+
+def test_a_row_that_does_not_fit_alone_is_an_error(tiny_base: BaseModel) -> None:
+    engine = Engine(
+        tiny_base, Small(AdversarialDrafter(0), rows=0), SpellingTokenizer(), EngineConfig(slots=4, nodes=4)
+    )
+    submit_all(engine, requests_of(4))
+    engine.step()
+    engine.step()
+    assert engine.active == 1
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.step()

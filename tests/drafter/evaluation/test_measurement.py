@@ -1,0 +1,130 @@
+"""The measurement itself, on a tiny base: the same tokens from every arm, and counts that add up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from drafter.base.causal_lm import BaseModel
+from drafter.errors import LoadError
+from drafter.evaluation.measurement import Evaluation, Progress, differing_tokens
+from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Plan
+from drafter.evaluation.questions import Question, QuestionError
+from drafter.evaluation.results import Results
+from drafter.evaluation.stages import STAGES
+from drafter.heads.checkpoint import Provenance
+from tests.support.heads import make_head
+from tests.support.models import EOS, VOCABULARY, SpellingTokenizer
+
+QUESTIONS = {
+    "chat": [Question("1", "stem", ("ab", "c")), Question("2", "math", ("defgh",)), Question("3", "math", ("i", "jk"))],
+    "sums": [Question(f"line {number}", "", ("xyz" * number,)) for number in (1, 2, 3, 4)],
+}
+
+
+class LetterTokenizer(SpellingTokenizer):
+    """A character a token."""
+
+    pad_token_id, eos_token_id = 0, EOS
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [3 + ord(letter) % (VOCABULARY - 3) for letter in text]}
+
+
+def save_head(base: BaseModel, kind: str, folder: Path) -> str:
+    head = make_head(base, kind)
+    head.provenance = Provenance("tiny", base.fingerprint, {"steps": 0})
+    head.save_pretrained(folder)
+    return str(folder)
+
+
+def evaluate(base: BaseModel, plan: Plan) -> tuple[Results, list[Progress]]:
+    evaluation = Evaluation(base, LetterTokenizer(), QUESTIONS, plan)
+    results, progress = evaluation.describe("a command", dict.fromkeys(QUESTIONS, "a file")), []
+    for item in evaluation.run():
+        if isinstance(item, Progress):
+            progress.append(item)
+        else:
+            results.cells.extend(item)
+    return results, progress
+
+
+def test_every_arm_says_what_plain_decoding_says(tiny_base: BaseModel, tmp_path: Path) -> None:
+    heads = save_head(tiny_base, "ctc", tmp_path / "ctc"), save_head(tiny_base, "context 1", tmp_path / "context")
+    plan = Plan(
+        (*heads, "ngram"), nodes=(4, "auto"), batches=(1, 3), temperatures=(0.0, 0.8), rounds=2, max_new_tokens=6
+    )
+    results, progress = evaluate(tiny_base, plan)
+    # Two trees of the first head, one of the others; plain decoding and transformers.
+    assert len(results.cells) == (2 + 1 + 1) * 2 * len(QUESTIONS) * 4 + 2 * len(QUESTIONS) * 4
+    assert [(one.drafter, one.tree) for one in results.skipped] == [(heads[1], "static"), ("ngram", "static")]
+    assert set(results.heads) == set(heads)
+    for cell in results.cells:
+        if cell.arm == TRANSFORMERS:
+            assert cell.differing_tokens == (0 if cell.temperature == 0 else None)
+            assert not cell.counts
+            continue
+        assert cell.differing_tokens == 0
+        prompts = 5 if cell.questions == "chat" else 4
+        assert [len(runs) for runs in cell.tokens] == [prompts if cell.batch == 1 else 1] * plan.rounds
+        assert set(cell.counts) == ({"stem", "math"} if cell.questions == "chat" else {""})
+        assert sum(one.num_output_tokens for one in cell.counts.values()) == sum(map(sum, cell.tokens))
+        if cell.arm == PLAIN:
+            assert all(one.num_decode_steps == one.num_output_tokens for one in cell.counts.values())
+        assert cell.stages is not None
+        assert set(cell.stages.seconds) == set(STAGES)
+        assert cell.stages.seconds["verify"] > 0
+        if cell.arm.nodes != "auto":
+            assert (cell.stages.seconds["tree"] > 0) == (cell.arm != PLAIN)
+    last = [one for one in progress if one.done == one.total]
+    assert [one.place for one in last] == list(dict.fromkeys(cell.place for cell in results.cells))
+
+
+def test_places_that_are_done_are_not_measured_again(tiny_base: BaseModel) -> None:
+    plan = Plan(("ngram",), trees=("exact",), nodes=(4,), batches=(1, 2), max_new_tokens=3)
+    done = {(0.0, 1, "chat"), (0.0, 2, "chat"), (0.0, 2, "sums")}
+    left = Evaluation(tiny_base, LetterTokenizer(), QUESTIONS, plan).run(done)
+    cells = [cell for item in left if isinstance(item, list) for cell in item]
+    assert {cell.place for cell in cells} == {(0.0, 1, "sums")}
+
+
+def test_a_missing_token_differs() -> None:
+    assert differing_tokens([1, 2, 3], [1, 2, 3]) == 0
+    assert differing_tokens([1, 9, 3, 4], [1, 2, 3]) == 2
+    assert differing_tokens([], [1, 2]) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"drafters": ()}, "drafters must be at least one value"),
+        ({"drafters": ("a", "a")}, "none of them twice"),
+        ({"drafters": ("none",)}, "measured anyway"),
+        ({"nodes": (16, 0)}, "nodes must be at least 1, not 0"),
+        ({"batches": (-1,)}, "batches must be at least 1, not -1"),
+        ({"rounds": 0}, "rounds must be at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"temperatures": (-0.5,)}, "temperatures must be finite and at least 0"),
+        ({"temperatures": (float("nan"),)}, "temperatures must be finite and at least 0"),
+        ({"trees": ("round",)}, "trees must be exact or static, not round"),
+    ],
+)
+def test_plans_that_cannot_be_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan(**{"drafters": ("ngram",), **settings})  # type: ignore[arg-type]
+
+
+def test_what_does_not_fit_is_refused(tiny_base: BaseModel) -> None:
+    def run(**settings: object) -> None:
+        plan = Plan(**{"drafters": ("ngram",), "nodes": (4,), "batches": (1,), **settings})  # type: ignore[arg-type]
+        list(Evaluation(tiny_base, LetterTokenizer(), QUESTIONS, plan).run())
+
+    with pytest.raises(QuestionError, match="questions sums: 4 prompts do not fill a batch of 5"):
+        run(batches=(5,))
+    with pytest.raises(QuestionError, match="question 1, turn 1: 2 tokens of prompt and 127 of answer are more than"):
+        run(max_new_tokens=127)
+    with pytest.raises(LoadError, match="no draft head at 'nobody'"):
+        run(drafters=("nobody",))
+    with pytest.raises(LoadError, match=r"nothing to measure: only a draft head has a static tree \(trees: static\)"):
+        run(trees=("static",))

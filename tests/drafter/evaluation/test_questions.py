@@ -1,0 +1,69 @@
+"""Question files: what is read, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from drafter.evaluation.questions import Question, QuestionError, read_questions
+from tests.support.paths import ROOT
+
+
+
+def test_both_formats_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "questions.jsonl"
+    chat = {"question_id": 81, "category": "writing", "turns": ["Say\u2028this.", "Now that."], "reference": ["x"]}
+    file.write_text(json.dumps(chat, ensure_ascii=False) + '\n\n{"question": "How many?", "answer": "3"}\n')
+    assert read_questions(file) == [
+        Question("81", "writing", ("Say\u2028this.", "Now that.")),
+        Question("line 3", "", ("How many?",)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"\n \n", "is empty"),
+        (b'{"turns": ["a"]}\n{"turns"', "line 2: not JSON"),
+        (b'{"text": "a"}', "line 1: it must be an object with turns or question"),
+        (b"[1]", "line 1: it must be an object"),
+        (b'{"turns": []}', "line 1: its turns must be texts"),
+        (b'{"turns": ["a", " "]}', "line 1: its turns must be texts"),
+        (b'{"turns": "a"}', "line 1: its turns must be texts"),
+        (b'{"question": 3}', "line 1: its turns must be texts"),
+        (b'{"turns": ["a"], "category": 3}', "line 1: category must be a text, not 3"),
+        (b"\xff\xfe", "is not UTF-8"),
+    ],
+)
+def test_what_is_not_a_question_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "questions.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(QuestionError, match=message) as caught:
+        read_questions(file)
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["missing.jsonl", "."])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, place: str) -> None:
+    with pytest.raises(QuestionError, match="cannot be read"):
+        read_questions(tmp_path / place)
+
+
+def test_a_limit_keeps_the_share_of_every_category() -> None:
+    file = ROOT / "data" / "chat-prompts" / "questions.jsonl"
+    assert len(read_questions(file)) == 40
+    few = read_questions(file, 16)
+    assert len(few) == 16
+    assert set(Counter(question.category for question in few).values()) == {2}
+    assert len(Counter(question.category for question in few)) == 8
+    assert read_questions(file, 100) == read_questions(file)
+
+
+def test_the_shipped_conversations_have_two_turns() -> None:
+    questions = read_questions(ROOT / "data" / "chat-prompts" / "questions.jsonl")
+    assert {len(question.turns) for question in questions} == {2}
+    assert len({turn for question in questions for turn in question.turns}) == 80

@@ -1,0 +1,157 @@
+"""From counts and seconds to figures, tables and plots, on results written out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.report import main as make_again
+from drafter.evaluation.figures import figures
+from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Arm
+from drafter.evaluation.report_files import write_report
+from drafter.evaluation.results import Cell, Results, Skipped, StageSums
+from drafter.evaluation.tables import category_table, page, speed_table, stage_table
+from drafter.statistics import DecodeCounts, mean_rate, speedup
+
+HEAD = Arm("build/heads/ctc", "exact", 16)
+
+
+def counts(tokens: int, histogram: list[int]) -> DecodeCounts:
+    steps = sum(histogram)
+    accepted = sum(depth * number for depth, number in enumerate(histogram))
+    return DecodeCounts(tokens, steps, steps, 16 * steps, accepted, histogram)
+
+
+def cells(batch: int = 1) -> list[Cell]:
+    """Two prompts, two rounds: plain decoding makes 10 and 20 tokens a second, then twice that."""
+    tokens = [[10, 20], [10, 20]]
+    stages = StageSums({"draft": 0.03, "tree": 0.01, "verify": 0.05, "commit": 0.01, "host": 0.0}, 10)
+    return [
+        Cell("chat", batch, 0.0, TRANSFORMERS, tokens, [[2.0, 2.0], [1.0, 1.0]], 1),
+        Cell("chat", batch, 0.0, PLAIN, tokens, [[1.0, 1.0], [0.5, 0.5]], 0, {"stem": counts(60, [60])}, stages),
+        Cell(
+            *("chat", batch, 0.0, HEAD, tokens, [[0.5, 0.5], [0.125, 0.125]], 0),
+            {"stem": counts(20, [2, 0, 6]), "math": counts(40, [16, 12])},
+            stages,
+        ),
+    ]
+
+
+def results(some: list[Cell]) -> Results:
+    environment = {
+        "date": "2026-01-02T03:04:05+00:00",
+        "command": "python -m jobs.evaluate --output out",
+        "commit": "abc",
+        "uncommitted_changes": False,
+        "hardware": {"processor": "CPU", "cores": 2, "gpu": None},
+        "threads": 2,
+        "dtype": "float32",
+        "base": {"parameters": 1000},
+        "versions": {"torch": "2"},
+    }
+    questions = {"chat": {"file": "chat.jsonl", "prompts": 2, "categories": ["math", "stem"]}}
+    skipped = [Skipped("hydra", "static", "it has none")]
+    return Results(environment, {"max_new_tokens": 20, "rounds": 2}, questions, {}, skipped, some)
+
+
+def test_rates_and_speedups() -> None:
+    assert mean_rate([10, 20], [1.0, 4.0]) == 7.5
+    assert speedup([30.0, 80.0, 10.0], [15.0, 20.0, 10.0]) == 2.0
+
+
+def test_figures_compare_rounds_of_the_same_place() -> None:
+    theirs, plain, head = figures(cells())
+    assert (plain.rate, plain.gamma, plain.beta) == (22.5, 1.0, 1.0)
+    assert (theirs.gamma, theirs.beta, theirs.by_depth) == (0.5, None, [])
+    # Twice and four times plain decoding's speed in the two rounds.
+    assert (head.gamma, head.relative_to_transformers) == (3.0, 6.0)
+    # 60 tokens in 36 steps, of which 18 accepted a token and 6 two.
+    assert head.beta == pytest.approx(60 / 36)
+    assert head.by_depth == [0.5, pytest.approx(1 / 6)]
+
+
+def test_places_are_not_mixed() -> None:
+    slow = [
+        Cell(one.questions, 8, one.temperature, one.arm, one.tokens, [[9.0, 9.0]] * 2, 0, one.counts) for one in cells()
+    ]
+    found = figures([*cells(), *slow])
+    assert [one.gamma for one in found] == [0.5, 1.0, 3.0, 1.0, 1.0, 1.0]
+
+
+def test_the_speed_table() -> None:
+    assert speed_table(figures(cells())).split("\n") == [
+        "| method | tree | draft nodes | chat β | chat γ | chat × generate | differing tokens |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| transformers.generate |  |  |  | 0.50 | 1.00 | 1 of 60 |",
+        "| plain decoding |  |  | 1.00 | 1.00 | 2.00 | 0 of 60 |",
+        "| ctc | exact | 16 | 1.67 | 3.00 | 6.00 | 0 of 60 |",
+    ]
+
+
+def test_other_draws_are_not_counted_as_differing() -> None:
+    theirs, plain, _ = cells()
+    drawn = Cell(theirs.questions, 1, 0.0, TRANSFORMERS, theirs.tokens, theirs.seconds, None)
+    assert "| draws of its own |" in speed_table(figures([drawn, plain]))
+
+
+def test_the_tables_by_category_and_stage() -> None:
+    assert category_table(cells()[2:]).split("\n") == [
+        "| method | tree | draft nodes | math | stem |",
+        "| --- | --- | --- | --- | --- |",
+        "| ctc | exact | 16 | 1.43 | 2.50 |",
+    ]
+    assert stage_table(cells()[2:]).split("\n")[2] == (
+        "| ctc | exact | 16 | 3.00 (30%) | 1.00 (10%) | 5.00 (50%) | 1.00 (10%) | 0.00 (0%) | 10.00 |"
+    )
+
+
+def test_results_come_back_from_their_file(tmp_path: Path) -> None:
+    before = results([*cells(), *cells(8)])
+    before.save(tmp_path)
+    after = Results.load(tmp_path)
+    assert after == before
+    assert after.same_measurement(before)
+    after.environment["commit"] = "def"
+    assert not after.same_measurement(before)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_report_has_every_table_and_plot(tmp_path: Path) -> None:
+    files = write_report(results([*cells(), *cells(8)]), tmp_path)
+    assert sorted(file.name for file in files) == [
+        "acceptance_by_depth.png",
+        "beta_by_nodes.png",
+        "gamma_by_batch.png",
+        "stage_times.png",
+        "table.md",
+    ]
+    for file in files[1:]:
+        assert file.read_bytes().startswith(b"\x89PNG")
+    text = files[0].read_text()
+    assert text == page(results([*cells(), *cells(8)]))
+    for heading in ("Temperature 0, batch 1", "Temperature 0, batch 8", "β by category: chat", "Left out"):
+        assert f"## {heading}\n" in text
+
+
+def test_without_a_fixed_number_of_nodes_two_plots_are_left(tmp_path: Path) -> None:
+    adaptive = [
+        Cell("chat", 1, 0.0, Arm("ngram", "exact", "auto"), one.tokens, one.seconds, 0, one.counts, one.stages)
+        if one.arm == HEAD
+        else one
+        for one in cells()
+    ]
+    assert {file.stem for file in write_report(results(adaptive), tmp_path)} == {
+        "table",
+        "gamma_by_batch",
+        "stage_times",
+    }
+
+
+def test_a_report_is_made_again_from_its_json(tmp_path: Path) -> None:
+    results(cells()).save(tmp_path)
+    make_again([str(tmp_path)])
+    assert (tmp_path / "table.md").read_text() == page(results(cells()))
+    assert (tmp_path / "stage_times.png").is_file()
+    with pytest.raises(SystemExit, match=r"none of results.json, heads.json, scale.json"):
+        make_again([str(tmp_path / "elsewhere")])

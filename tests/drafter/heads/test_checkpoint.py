@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from drafter.base.causal_lm import BaseModel
+from drafter.heads.ctc.ctc_head import CTCHead, CTCHeadConfig
+from drafter.drafters.registry import HEADS
+from drafter.errors import LoadError
+from drafter.heads.checkpoint import Provenance, load_head
+from tests.support.models import random_model
+
+
+@pytest.fixture
+def saved(tiny_base: BaseModel, tmp_path: Path) -> Path:
+    """A head's folder."""
+    torch.manual_seed(1)
+    head = CTCHead(CTCHeadConfig(32, 97, num_frames=5, depth=4, num_heads=2, intermediate_size=40, num_layers=2))
+    head.provenance = Provenance("org/base", tiny_base.fingerprint, {"steps": 7, "beta": {"16": 2.5}})
+    head.save_pretrained(tmp_path / "head")
+    return tmp_path / "head"
+
+
+def test_round_trip(tiny_base: BaseModel, saved: Path) -> None:
+    head = load_head(saved, tiny_base, HEADS)
+    assert isinstance(head, CTCHead)
+    assert head.config == CTCHeadConfig(32, 97, num_frames=5, depth=4, num_heads=2, intermediate_size=40, num_layers=2)
+    assert head.provenance == Provenance("org/base", tiny_base.fingerprint, {"steps": 7, "beta": {"16": 2.5}})
+    assert not head.training
+    assert not any(parameter.requires_grad for parameter in head.parameters())
+    tensors = load_file(saved / "model.safetensors")
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in head.state_dict().items())
+    # Of the base nothing is stored.
+    assert sum(tensor.numel() for tensor in tensors.values()) == sum(p.numel() for p in head.parameters())
+    assert isinstance(CTCHead.from_pretrained(saved, tiny_base), CTCHead)
+    head.save_pretrained(saved)
+    assert json.loads((saved / "config.json").read_text())["training"]["steps"] == 7
+
+
+def test_a_head_is_not_saved_without_its_base(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="provenance"):
+        CTCHead(CTCHeadConfig(32, 97, num_heads=2)).save_pretrained(tmp_path)
+
+
+def test_a_head_of_another_base_is_refused(saved: Path) -> None:
+    other = BaseModel(random_model("llama", seed=5), "other-base")
+    with pytest.raises(LoadError, match=r"org/base.*not to 'other-base'") as error:
+        load_head(saved, other, HEADS)
+    config = json.loads((saved / "config.json").read_text())
+    assert config["base_model"]["fingerprint"] in str(error.value)
+    assert other.fingerprint in str(error.value)
+
+
+def change(key: str, value: Any) -> Callable[[Path], None]:
+    """Set `key` (dots go down) of config.json; None deletes it."""
+
+    def apply(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        *path, last = key.split(".")
+        inner = config
+        for part in path:
+            inner = inner[part]
+        if value is None:
+            del inner[last]
+        else:
+            inner[last] = value
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return apply
+
+
+def change_tensors(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return apply
+
+
+def only_a_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), r"no config\.json"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), r"no model\.safetensors"),
+    "a pickle": (only_a_pickle, r"pytorch_model\.bin: pickles are never loaded"),
+    "not json": (lambda f: (f / "config.json").write_text("{"), r"config\.json cannot be read"),
+    "not utf-8": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), r"config\.json cannot be read"),
+    "another json": (lambda f: (f / "config.json").write_text("[1]"), r"not a draft head's"),
+    "a model's config": (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), r"not a draft head's"),
+    "later format": (change("format_version", 2), r"format version 2"),
+    "unknown algorithm": (change("algorithm", "telepathy"), r"'telepathy'; known here: .*ctc"),
+    "no fingerprint": (change("base_model.fingerprint", None), r"does not name its base"),
+    "unknown key": (change("head.mood", "good"), r"unknown configuration key 'mood'"),
+    "missing key": (change("head.vocab_size", None), r"key 'vocab_size' is missing"),
+    "wrong type": (change("head.num_frames", "eight"), r"'num_frames' cannot be 'eight'"),
+    "boolean size": (change("head.num_frames", True), r"'num_frames' cannot be True"),
+    "unknown loss": (change("head.loss", "hinge"), r"'loss' cannot be 'hinge'"),
+    "sizes that do not fit": (change("head.num_heads", 5), r"even width"),
+    "truncated weights": (lambda f: (f / "model.safetensors").write_bytes(b"abc"), r"damaged weights"),
+    "missing tensor": (change_tensors(lambda t: t.pop("module.slots")), r"'module.slots' is missing"),
+    "unknown tensor": (change_tensors(lambda t: t.update(extra=torch.ones(1))), r"unknown tensor 'extra'"),
+    "misshapen tensor": (
+        change_tensors(lambda t: t.update({"module.slots": torch.ones(2, 2)})),
+        r"'module.slots' has shape \[2, 2\]",
+    ),
+    "not a number": (
+        change_tensors(lambda t: t["module.slots"].fill_(float("nan"))),
+        r"'module.slots' holds values that are not",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_folders_are_refused_in_one_line(tiny_base: BaseModel, saved: Path, kind: str) -> None:
+    damage, words = DAMAGE[kind]
+    damage(saved)
+    with pytest.raises(LoadError, match=words) as error:
+        load_head(saved, tiny_base, HEADS)
+    assert "\n" not in str(error.value)
+    assert str(saved) in str(error.value)
+
+
+def test_a_pickle_beside_the_weights_is_not_opened(tiny_base: BaseModel, saved: Path) -> None:
+    (saved / "pytorch_model.bin").write_bytes(b"not a pickle at all")
+    assert isinstance(load_head(saved, tiny_base, HEADS), CTCHead)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("./nowhere", "no such folder"),
+        ("/nowhere/at/all", "no such folder"),
+        ("nowhere", "no such folder"),
+        ("org/never-uploaded", "hub cannot be reached"),
+        ("org/bad name!", "as a hub id"),
+    ],
+)
+def test_a_head_that_is_nowhere(
+    tiny_base: BaseModel, name: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LoadError, match=words):
+        load_head(name, tiny_base, HEADS)
+
+
+def test_a_file_is_not_a_head(tiny_base: BaseModel, saved: Path) -> None:
+    with pytest.raises(LoadError, match="is a file"):
+        load_head(saved / "config.json", tiny_base, HEADS)
+
+
+def test_a_hub_id_is_loaded_through_the_hub_library(
+    tiny_base: BaseModel, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def download(name: str, file: str) -> str:
+        asked.append((name, file))
+        return str(saved / file)
+
+    monkeypatch.setattr("drafter.heads.checkpoint.hf_hub_download", download)
+    assert isinstance(load_head("org/head", tiny_base, HEADS), CTCHead)
+    assert asked == [("org/head", "config.json"), ("org/head", "model.safetensors")]

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drafter.base.causal_lm import BaseModel
+from drafter.heads.hydra import HydraHead, HydraHeadConfig
+from drafter.heads.medusa import MedusaHead, MedusaHeadConfig
+from tests.support.heads import DEPTH, make_head, sequence, untrained_head
+from tests.support.trees import nodes
+
+
+def test_medusa_starts_as_the_base(tiny_base: BaseModel) -> None:
+    """Every head's first guess is what the base says next."""
+    head = untrained_head(tiny_base, "medusa")
+    assert isinstance(head, MedusaHead)
+    _, hidden = sequence(tiny_base, 1, 6)
+    frames = head.module(torch.zeros_like(hidden), hidden, torch.tensor([[1, 2, 3, 4, 5, 6]]))[0]
+    expected = tiny_base.lm_head(hidden[0]).log_softmax(-1)
+    for depth in range(DEPTH):
+        assert torch.allclose(head.log_probs(frames)[:, depth], expected, atol=1e-4)
+
+
+def test_hydras_prices_are_its_heads_along_the_path(tiny_base: BaseModel) -> None:
+    """Each node's price is the product of what the heads say, each told the tokens before."""
+    head = make_head(tiny_base, "hydra")
+    assert isinstance(head, HydraHead)
+    tokens, hidden = sequence(tiny_base, 1, 8)
+    tree = nodes(head.trees_at(tiny_base, tokens, hidden, torch.tensor([[5]]), 9), 0, DEPTH)
+    assert len(tree) == 8
+    for path, price in tree.items():
+        expected = 0.0
+        for depth, token in enumerate(path):
+            known = torch.tensor([int(tokens[0, 5]), *path[:depth]])
+            told = head.embedding_norm(tiny_base.embed(known)).flatten()
+            said = tiny_base.lm_head(head.norm(head.heads[depth](hidden[0, 4], told)))
+            expected += float(said.log_softmax(-1)[token])
+        assert price == pytest.approx(float(torch.tensor(expected).exp()), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"depth": 0}, "depth"),
+        ({"num_layers": 0}, "num_layers"),
+        ({"num_heads": 3, "prefix_attention": True}, "even width"),
+    ],
+)
+def test_hydras_sizes_that_do_not_fit_are_refused(wrong: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        HydraHeadConfig(hidden_size=32, vocab_size=97, **wrong)  # type: ignore[arg-type]
+
+
+def test_medusas_sizes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="depth must be at least 1, not 0"):
+        MedusaHeadConfig(hidden_size=32, vocab_size=97, depth=0)

@@ -1,0 +1,210 @@
+"""Lossless is the product: every drafter and every setting of the engine gives plain decoding's tokens, in fp32."""
+
+from __future__ import annotations
+
+from functools import cache, reduce
+from typing import Any
+
+import pytest
+
+from drafter.base.causal_lm import BaseModel
+from drafter.drafters.contract import Drafter
+from drafter.drafters.merged import EnsembleDrafter
+from drafter.drafters.ngram import NgramDrafter
+from drafter.drafters.none import PlainDecoding
+from drafter.engine.loop import Engine, EngineConfig
+from drafter.requests import Request, SamplingParams
+from tests.support.heads import make_head
+from tests.support.models import (
+    FAMILIES,
+    AdversarialDrafter,
+    OracleDrafter,
+    SpellingTokenizer,
+    generate_reference,
+    random_model,
+    random_prompts,
+    run_engine,
+)
+
+NEW_TOKENS = 24
+
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 10},
+    {"temperature": 1.5, "top_p": 0.8},
+    {"temperature": 1.0, "min_p": 0.05, "repetition_penalty": 1.2},
+    {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.8, "temperature": 0.8},
+    {"frequency_penalty": 2.0, "logit_bias": {5: 4.0, 6: 4.0, 7: -100.0}},
+    {},
+]
+
+
+@cache
+def base_of(family: str) -> BaseModel:
+    return BaseModel(random_model(family))
+
+
+def drafters(base: BaseModel, texts: list[list[int]]) -> dict[str, Drafter]:
+    heads = (make_head(base, kind).drafter(base, tree_size=9) for kind in ("ctc", "context 2", "medusa", "hydra++"))
+    return {
+        "none": PlainDecoding(),
+        "ngram": NgramDrafter(),
+        "adversarial": AdversarialDrafter(seed=1),
+        "oracle": OracleDrafter(texts),
+        "ensemble": EnsembleDrafter(NgramDrafter(tree_size=9, depth=4), OracleDrafter(texts)),
+        "heads": reduce(EnsembleDrafter, heads),
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_generate(family: str) -> None:
+    base = base_of(family)
+    prompts = random_prompts(6, seed=len(family))
+    expected = [generate_reference(base.model, prompt, NEW_TOKENS) for prompt in prompts]
+    requests = [Request(prompt, SamplingParams(max_new_tokens=NEW_TOKENS)) for prompt in prompts]
+    texts = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
+    for name, drafter in drafters(base, texts).items():
+        # Three slots for six requests: slots are refilled while others decode.
+        found = run_engine(base, drafter, requests, slots=3, nodes=10)
+        assert [one.token_ids for one in found] == expected, name
+        accepted = sum(one.counts.num_accepted_draft_tokens for one in found)
+        assert accepted > 0 or name in ("none", "adversarial", "heads")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_that_begin_alike_are_read_once(family: str) -> None:
+    """Some prompts are the same, some go on differently; the beginning is longer than any window or chunk."""
+    base = base_of(family)
+    beginning = [3 + place * 7 % 90 for place in range(21)]
+    ends = [[], [5, 6], [5, 7, 8, 9], [], [9] * 11, [5, 6]]
+    requests = [
+        Request(beginning + end, SamplingParams(8 + row, temperature=row % 2, seed=row, presence_penalty=0.5))
+        for row, end in enumerate(ends)
+    ]
+    expected = run_engine(base, PlainDecoding(), requests, slots=1)  # alone: nobody to share with
+    texts = [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)]
+    engine = Engine(base, OracleDrafter(texts), SpellingTokenizer(), EngineConfig(slots=4, nodes=10))
+    handles = [engine.submit(request) for request in requests]
+    while not engine.idle:
+        engine.step()
+    assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in expected]
+    state = engine.state()
+    assert state.shared_tokens >= 3 * 20  # of those that enter together
+    assert state.shared_tokens + state.prefilled_tokens == sum(len(r.prompt_ids) - 1 for r in requests)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "llama4_text"])
+def test_prompts_that_are_read_in_pieces_while_others_are_decoded(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows end, and move, while a prompt is read behind them; some prompts begin like it."""
+    monkeypatch.setattr("drafter.engine.loop._PREFILL_CHUNK", 4)
+    base = base_of(family)
+    prompts = random_prompts(11, seed=12)
+    prompts[::3] = [list(range(10, 40)) + prompt for prompt in prompts[::3]]
+    requests = [
+        Request(prompt, SamplingParams(5 + row % 7, temperature=row % 2, seed=row, frequency_penalty=0.5))
+        for row, prompt in enumerate(prompts)
+    ]
+    expected = run_engine(base, PlainDecoding(), requests, slots=1)
+    made = drafters(base, [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)])
+    for name in ("oracle", "heads"):
+        engine = Engine(base, made[name], SpellingTokenizer(), EngineConfig(slots=4, nodes=10))
+        handles = [engine.submit(request, stream=True) for request in requests]
+        while not engine.idle:
+            engine.step()
+        assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in expected], name
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5, 16])
+@pytest.mark.parametrize("nodes", [0, 3, 10, "auto"])
+def test_greedy_is_the_same_at_every_batch_and_tree_size(slots: int, nodes: Any) -> None:
+    base = base_of("llama")
+    prompts = random_prompts(17, seed=3)
+    expected = [generate_reference(base.model, prompt, NEW_TOKENS) for prompt in prompts]
+    texts = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
+    requests = [Request(prompt, SamplingParams(max_new_tokens=NEW_TOKENS)) for prompt in prompts]
+    for drafter in (OracleDrafter(texts), AdversarialDrafter(seed=2)):
+        found = run_engine(base, drafter, requests, slots=slots, nodes=nodes)
+        assert [one.token_ids for one in found] == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "mistral"])
+def test_sampled_tokens_are_a_function_of_the_seed(family: str) -> None:
+    base = base_of(family)
+    prompts = random_prompts(14, seed=5)
+    requests = [
+        Request(prompt, SamplingParams(max_new_tokens=NEW_TOKENS, seed=seed, **SETTINGS[seed % len(SETTINGS)]))
+        for seed, prompt in enumerate(prompts)
+    ]
+    expected = [run_engine(base, PlainDecoding(), [request], slots=1)[0].token_ids for request in requests]
+    texts = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
+    for name, drafter in drafters(base, texts).items():
+        for slots, order in ((1, 1), (6, 1), (14, -1)):
+            found = run_engine(base, drafter, requests[::order], slots=slots, nodes=10)[::order]
+            assert [one.token_ids for one in found] == expected, (name, slots)
+
+
+def test_log_probabilities_do_not_depend_on_the_drafter() -> None:
+    base = base_of("gemma2")
+    prompts = random_prompts(6, seed=8)
+    requests = [
+        Request(p, SamplingParams(NEW_TOKENS, temperature=row % 2, seed=row, logprobs=[None, 2, 0][row % 3]))
+        for row, p in enumerate(prompts)
+    ]
+    expected = run_engine(base, PlainDecoding(), requests, slots=1)
+    texts = [prompt + one.token_ids for prompt, one in zip(prompts, expected, strict=True)]
+    for name, drafter in drafters(base, texts).items():
+        for found, plain in zip(run_engine(base, drafter, requests, slots=4, nodes=10), expected, strict=True):
+            assert (found.logprobs is None) == (plain.logprobs is None), name
+            for one, other in zip(found.logprobs or (), plain.logprobs or (), strict=True):
+                assert (one.token_id, [t for t, _ in one.top]) == (other.token_id, [t for t, _ in other.top])
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+                assert [p for _, p in one.top] == pytest.approx([p for _, p in other.top], abs=1e-4)
+
+
+def test_another_seed_gives_other_tokens() -> None:
+    base = base_of("llama")
+    requests = [Request([5, 6], SamplingParams(max_new_tokens=16, temperature=1.0, seed=seed)) for seed in range(4)]
+    found = run_engine(base, PlainDecoding(), requests, slots=4)
+    assert len({tuple(one.token_ids) for one in found}) == 4
+
+
+def test_the_end_cuts_where_plain_decoding_ends() -> None:
+    """The end of sequence, stop strings and the limit, hit in the middle of an accepted run."""
+    base = base_of("llama")
+    prompts = random_prompts(8, seed=9)
+    free = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    texts = [one.token_ids for one in run_engine(base, PlainDecoding(), [Request(p, free) for p in prompts], slots=8)]
+    known = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
+    for cut in (1, 3, 4, 7, 8, 23):
+        stop = [SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, stop=(f" {t[cut]} ",)) for t in texts]
+        short = SamplingParams(max_new_tokens=cut, ignore_eos=True)
+        for settings in (stop, [short] * len(prompts)):
+            requests = [Request(p, s) for p, s in zip(prompts, settings, strict=True)]
+            expected = run_engine(base, PlainDecoding(), requests, slots=1)
+            found = run_engine(base, OracleDrafter(known), requests, slots=3, nodes=10)
+            for one, other, text in zip(found, expected, texts, strict=True):
+                assert one.token_ids == other.token_ids == text[: len(one.token_ids)]
+                assert (one.text, one.finish_reason) == (other.text, other.finish_reason)
+                assert one.counts.num_output_tokens == len(one.token_ids)
+                assert one.counts.num_accepted_draft_tokens + one.counts.num_decode_steps >= len(one.token_ids)
+
+
+def test_a_row_ends_at_the_slots_last_position() -> None:
+    base = base_of("gpt2")  # learned positions: reading past the table would raise
+    prompts = [[5, 6, 7] * 40, [8] * 126, [9]]
+    requests = [Request(prompt, SamplingParams(max_new_tokens=500, ignore_eos=True)) for prompt in prompts]
+    expected = run_engine(base, PlainDecoding(), requests, slots=1)
+    known = [prompt + one.token_ids for prompt, one in zip(prompts, expected, strict=True)]
+    found = run_engine(base, OracleDrafter(known), requests, slots=2, nodes=10)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert [len(prompt) + len(one.token_ids) for prompt, one in zip(prompts, found, strict=True)] == [128, 128, 128]
+    assert {one.finish_reason for one in found} == {"length"}
+
+
+def test_plain_decoding_is_one_token_a_forward() -> None:
+    requests = [Request(prompt, SamplingParams(max_new_tokens=9)) for prompt in random_prompts(5)]
+    for one in run_engine(base_of("llama"), PlainDecoding(), requests, slots=2):
+        assert one.counts.num_decode_steps == one.counts.num_output_tokens == len(one.token_ids)
+        assert one.counts.num_draft_tokens == 0

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafter import EngineConfig, EngineError, LoadError, Request, RequestError, SamplingParams, SpeculativeLM
+from drafter.embedded import EMBEDDED_BASE
+from drafter.llm import Prompt
+from drafter.requests import TokenDelta
+from drafter.engine.sequence import Handle
+from tests.support.models import random_model
+
+QUESTION = "Tom has 3 boxes of 12 pens. He gives 5 pens away. How many pens does he have left?"
+
+
+@pytest.fixture(scope="module")
+def lm() -> Iterator[SpeculativeLM]:
+    with SpeculativeLM.from_pretrained(device="cpu", config=EngineConfig(slots=4)) as loaded:
+        yield loaded
+
+
+def test_the_embedded_model_gives_generates_tokens(lm: SpeculativeLM) -> None:
+    prompts: list[Prompt] = [[{"role": "user", "content": QUESTION}], "Janet has 7 ducks."]
+    found = lm.generate(prompts, max_new_tokens=40)
+    for one, prompt in zip(found, prompts, strict=True):
+        ids = lm.encode(prompt)
+        expected = lm.base.model.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False)[0, len(ids) :]
+        assert one.token_ids == expected.tolist()
+        assert one.text == lm.tokenizer.decode(one.token_ids, skip_special_tokens=True)
+    assert sum(one.counts.num_accepted_draft_tokens for one in found) > 0
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "ctc", "ctc+ngram"])
+def test_every_drafter_gives_the_same_tokens(lm: SpeculativeLM, drafter: str) -> None:
+    prompts = [QUESTION, "A train goes 60 miles an hour.", "12 + 12 ="]
+    settings: list[dict[str, Any]] = [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}]
+    with SpeculativeLM.from_pretrained(drafter=drafter, device="cpu", config=EngineConfig(slots=2, nodes=8)) as other:
+        for setting in settings:
+            expected = lm.generate(prompts, max_new_tokens=32, **setting)
+            found = other.generate(prompts, max_new_tokens=32, **setting)
+            assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+
+
+def test_requests_may_come_from_many_threads(lm: SpeculativeLM) -> None:
+    ids = lm.encode(QUESTION)
+    expected = lm.submit(Request(ids, SamplingParams(max_new_tokens=12))).result(60).token_ids
+    found: list[list[int]] = []
+
+    def ask() -> None:
+        found.append(lm.submit(Request(ids, SamplingParams(max_new_tokens=12))).result(60).token_ids)
+
+    threads = [threading.Thread(target=ask) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 12
+
+
+def test_tokens_stream_from_the_running_loop(lm: SpeculativeLM) -> None:
+    ids = lm.encode([{"role": "user", "content": QUESTION}])
+    handle = lm.submit(Request(ids, SamplingParams(max_new_tokens=30)), stream=True)
+    text = "".join(delta.text for delta in handle)
+    assert text == handle.result(0).text != ""
+
+
+def test_requests_may_be_awaited(lm: SpeculativeLM) -> None:
+    """Streams and results of many requests in one loop; a task that stops waiting takes nothing with it."""
+    ids = lm.encode([{"role": "user", "content": QUESTION}])
+    settings = SamplingParams(max_new_tokens=20)
+    expected = lm.submit(Request(ids, settings)).result(60)
+
+    async def read(handle: Handle) -> list[TokenDelta]:
+        return [delta async for delta in handle]
+
+    async def talk() -> None:
+        streams = [lm.submit(Request(ids, settings), stream=True) for _ in range(9)]
+        silent = lm.submit(Request(ids, settings))
+        impatient = asyncio.create_task(silent.outcome())
+        await asyncio.sleep(0)
+        impatient.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await impatient
+        for stream, deltas in zip(streams, await asyncio.gather(*map(read, streams)), strict=True):
+            assert "".join(delta.text for delta in deltas) == expected.text
+            assert (await stream.outcome()).token_ids == expected.token_ids
+        assert (await silent.outcome()).token_ids == expected.token_ids
+
+    asyncio.run(talk())
+
+
+def test_a_listener_that_leaves_harms_nobody(lm: SpeculativeLM) -> None:
+    """Its loop closes in the middle of the stream; the engine goes on, and the request until it is cancelled."""
+    endless = Request(lm.encode(QUESTION), SamplingParams(max_new_tokens=900, ignore_eos=True))
+    handle = lm.submit(endless, stream=True)
+
+    async def first() -> TokenDelta:
+        return await anext(aiter(handle))
+
+    assert asyncio.run(first()).token_ids
+    assert handle._deltas is not None
+    while handle._deltas.qsize() < 3:  # tokens still come, though nobody can be woken
+        time.sleep(0.01)
+    handle.cancel()
+    assert handle.result(60).finish_reason == "cancelled"
+    assert len(lm.generate(QUESTION, max_new_tokens=3, ignore_eos=True)[0].token_ids) == 3
+
+
+def test_a_failed_stream_ends_and_says_why() -> None:
+    async def read(broken: SpeculativeLM) -> None:
+        endless = Request([5], SamplingParams(max_new_tokens=900, ignore_eos=True))
+        handle = broken.submit(endless, stream=True)
+        async for _ in handle:
+            broken.close()
+        await handle.outcome()
+
+    broken = SpeculativeLM.from_pretrained(drafter="none", device="cpu", config=EngineConfig(slots=1))
+    with pytest.raises(EngineError, match="closed"):
+        asyncio.run(read(broken))
+
+
+def test_wrong_use_is_named(lm: SpeculativeLM, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="max_tokens"):
+        lm.generate("x", max_tokens=5)
+    with pytest.raises(RequestError, match="message 1"):
+        lm.generate([[{"rôle": "user"}]])
+    with pytest.raises(LoadError, match="no drafter 'medusae'"):
+        SpeculativeLM.from_pretrained(drafter="medusae", device="cpu")
+    with pytest.raises(LoadError, match="nowhere"):
+        SpeculativeLM.from_pretrained(tmp_path / "nowhere")
+    random_model("llama").save_pretrained(tmp_path)
+    lm.tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(LoadError, match="belongs to the base"):
+        SpeculativeLM.from_pretrained(tmp_path, drafter="ctc", device="cpu")
+
+
+def test_a_closed_engine_says_so() -> None:
+    lm = SpeculativeLM.from_pretrained(EMBEDDED_BASE, drafter="none", device="cpu", config=EngineConfig(slots=1))
+    handle = lm.submit(Request([5], SamplingParams(max_new_tokens=900, ignore_eos=True)))
+    lm.close()
+    with pytest.raises(EngineError, match="closed"):
+        handle.result(1)
+    with pytest.raises(EngineError, match="closed"):
+        lm.submit(Request([5]))

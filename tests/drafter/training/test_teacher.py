@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drafter.base.causal_lm import BaseModel
+from drafter.drafters.none import PlainDecoding
+from drafter.requests import Request, SamplingParams
+from drafter.training import teacher
+from drafter.training.training_step import base_hidden_states
+from drafter.training.targets import RegeneratedText, draft_batch
+from drafter.training.teacher import teacher_labels
+from tests.support.heads import random_texts
+from tests.support.models import random_prompts, run_engine
+
+
+@pytest.mark.parametrize("chunk", [512, 5])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_labels_are_the_likeliest_tokens_of_the_model(
+    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, chunk: int, temperature: float
+) -> None:
+    """Place by place, from the model's own logits after the tokens before the target."""
+    monkeypatch.setattr(teacher, "_CHUNK", chunk)
+    batch = draft_batch(random_texts(2), 3, 16)
+    labels = teacher_labels(tiny_base, batch, base_hidden_states(tiny_base, batch.tokens), 4, temperature)
+    assert labels.tokens.shape == labels.probs.shape == (*batch.targets.shape, 4)
+    for row, anchors in enumerate(batch.anchors.tolist()):
+        for place, anchor in enumerate(anchors):
+            for u in range(int(batch.lengths[row, place])):
+                text = batch.tokens[row : row + 1, : anchor + u + 1]
+                probs = (tiny_base.model(input_ids=text).logits[0, -1] / temperature).softmax(0)
+                best = probs.topk(4)
+                assert labels.tokens[row, place, u].tolist() == best.indices.tolist()
+                expected = best.values / best.values.sum()
+                assert torch.allclose(labels.probs[row, place, u], expected, atol=1e-5)
+
+
+def test_of_a_greedy_text_one_label_is_the_text(tiny_base: BaseModel) -> None:
+    prompts = random_prompts(4, seed=1)
+    settings = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    made = run_engine(tiny_base, PlainDecoding(), [Request(prompt, settings) for prompt in prompts], slots=4)
+    texts = [RegeneratedText(p + m.token_ids, len(p)) for p, m in zip(prompts, made, strict=True)]
+    batch = draft_batch(texts, 4, 32)
+    labels = teacher_labels(tiny_base, batch, base_hidden_states(tiny_base, batch.tokens), 1, 1.0)
+    real = torch.arange(4) < batch.lengths[:, :, None]
+    assert int(real.sum()) > 100
+    assert torch.equal(labels.tokens[..., 0][real], batch.targets[real])
+    assert labels.probs.unique().tolist() == [1.0]

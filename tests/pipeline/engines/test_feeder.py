@@ -1,0 +1,138 @@
+"""Who is in an engine together, and in which order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from drafter.errors import RequestError, RequestTimeoutError
+from drafter.requests import Generation, Request, SamplingParams
+from drafter.engine.sequence import Handle
+from drafter.statistics import DecodeCounts
+from pipeline.engines.feeder import Feeder, alone_from, places
+from pipeline.engines.ledger import Ledger, Outcome, RowKey
+
+SLOTS = 2
+
+
+class SlowEngine:
+    """Takes requests, and ends them when it is told to."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.order: list[str] = []
+        self.company: dict[str, set[str]] = {}
+        self._inside: dict[str, Handle] = {}
+        self._entered = threading.Condition()
+
+    def submit(self, request: Request) -> Handle:
+        if len(request.prompt_ids) > 9:
+            raise RequestError("too long")
+        handle = Handle(request, stream=False)
+        with self._entered:
+            self._inside[request.request_id] = handle
+            self.order.append(request.request_id)
+            for name in self._inside:
+                self.company.setdefault(name, set()).update(self._inside)
+            self._entered.notify_all()
+        return handle
+
+    def end(self, name: str, error: Exception | None = None) -> None:
+        """End a request, as soon as it is there."""
+        with self._entered:
+            assert self._entered.wait_for(lambda: name in self._inside, timeout=30)
+            handle = self._inside.pop(name)
+        if error is not None:
+            handle.future.set_exception(error)
+        else:
+            handle.future.set_result(Generation(name, [1], "", "stop", 1, DecodeCounts()))
+
+
+class LocalLedger(Ledger):
+    """A ledger without Ray, for one engine."""
+
+    def exchange(  # type: ignore[override]
+        self, left: Mapping[RowKey, Outcome], entering: list[RowKey]
+    ) -> bool:
+        return super().exchange("engine", left, entering)
+
+
+def columns(generation: Generation, request: Request) -> dict[str, Any]:
+    return {"token_ids": generation.token_ids}
+
+
+def requests(lengths: Mapping[str, int]) -> dict[str, Request]:
+    return {name: Request([1] * length, SamplingParams(max_new_tokens=5), name) for name, length in lengths.items()}
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def test_long_rows_go_first_and_only_so_many_are_inside(pool: ThreadPoolExecutor) -> None:
+    engine, ledger = SlowEngine(SLOTS), LocalLedger(4)
+    feeder = Feeder(engine.submit, columns, ledger, SLOTS, 4)
+    lengths = {str(length): length for length in (3, 9, 1, 4, 2, 8, 7, 5, 6)}
+    call = pool.submit(feeder.generate, "p", requests(lengths), lambda outcomes: None)
+    for name in "987654321":
+        engine.end(name)
+    assert set(call.result(30)) == set("123456789")
+    assert engine.order == list("987654321")
+    assert max(map(len, engine.company.values())) <= 2 * places(SLOTS)
+    assert ledger.counts().inside == 0
+
+
+def test_a_row_under_suspicion_has_the_engine_to_itself(pool: ThreadPoolExecutor) -> None:
+    engine, ledger = SlowEngine(SLOTS), LocalLedger(4)
+    for _ in range(alone_from(4)):
+        ledger.open_part("p", 4)
+        ledger.exchange({}, [RowKey("p", "a"), RowKey("p", "b")])
+    feeder = Feeder(engine.submit, columns, ledger, SLOTS, 4)
+    call = pool.submit(feeder.generate, "p", requests({"a": 1, "b": 1, "c": 1, "d": 1}), lambda outcomes: None)
+    for name in "abcd":
+        engine.end(name)
+    assert set(call.result(30)) == set("abcd")
+    assert engine.company["a"] == {"a"}
+    assert engine.company["b"] == {"b"}
+    assert engine.company["c"] == engine.company["d"] == {"c", "d"}
+
+
+def test_what_was_finished_does_not_enter_again_and_calls_run_side_by_side(pool: ThreadPoolExecutor) -> None:
+    engine, ledger = SlowEngine(SLOTS), LocalLedger(4)
+    before = Outcome(generated={"token_ids": [7]})
+    ledger.exchange({RowKey("p", "a"): before}, [])
+    feeder = Feeder(engine.submit, columns, ledger, SLOTS, 4)
+    reported: list[int] = []
+    first = pool.submit(
+        feeder.generate, "p", requests({"a": 1, "b": 1}), lambda outcomes: reported.append(len(outcomes))
+    )
+    second = pool.submit(feeder.generate, "q", requests({"c": 1, "d": 20}), lambda outcomes: None)
+    engine.end("c")
+    assert second.result(30)["d"].problem == {"type": "Refused", "message": "too long", "input": None, "attempts": 1}
+    engine.end("b")
+    assert first.result(30)["a"] == before
+    assert reported[-1] == 2
+    assert sorted(engine.order) == ["b", "c"]
+
+
+def test_a_row_whose_time_is_up_is_an_error_and_a_failed_engine_fails_the_call(pool: ThreadPoolExecutor) -> None:
+    engine = SlowEngine(SLOTS)
+    feeder = Feeder(engine.submit, columns, LocalLedger(4), SLOTS, 4)
+    call = pool.submit(feeder.generate, "p", requests({"a": 1}), lambda outcomes: None)
+    engine.end("a", RequestTimeoutError("too slow"))
+    assert call.result(30)["a"].problem == {"type": "TimedOut", "message": "too slow", "input": None, "attempts": 1}
+    call = pool.submit(feeder.generate, "q", requests({"b": 1}), lambda outcomes: None)
+    engine.end("b", RuntimeError("device lost"))
+    with pytest.raises(RuntimeError, match="device lost"):
+        call.result(30)
+
+
+@pytest.mark.parametrize(("attempts", "first"), [(2, 1), (3, 1), (4, 2), (7, 5)])
+def test_the_last_two_attempts_are_alone(attempts: int, first: int) -> None:
+    assert alone_from(attempts) == first

@@ -1,0 +1,123 @@
+"""The evaluation job, on a tiny model: what it writes, that it goes on, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from drafter.evaluation.results import Results
+from pipeline.errors import InputError
+from pipeline.evaluation.evaluate_config import EvaluateConfig, embedded_heads, parse_config
+from pipeline.evaluation.evaluate_job import main
+from tests.pipeline.conftest import Outcome, write_jsonl
+from tests.support.paths import ROOT
+
+
+Evaluate = Callable[..., Outcome]
+
+
+@pytest.fixture
+def evaluate(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Evaluate:
+    """Run the job in this process: `evaluate("--nodes", 4)`."""
+    questions = write_jsonl(
+        tmp_path / "questions.jsonl",
+        [{"question_id": 1, "category": "math", "turns": ["how many", "and pens"]}, {"question": "apples she"}],
+    )
+
+    def job(*settings: object) -> Outcome:
+        arguments = ["--output", tmp_path / "out", "--model", model, "--questions", f"{{tiny: {questions}}}"]
+        arguments += ["--batches", "[1,2]", "--nodes", "4", "--rounds", "1", "--max_new_tokens", "6"]
+        capfd.readouterr()
+        code = main([str(argument) for argument in [*arguments, *settings]])
+        printed = capfd.readouterr()
+        return Outcome(code, printed.out, printed.err, tmp_path / "out")
+
+    return job
+
+
+def test_the_job_measures_and_goes_on(local_ray: None, evaluate: Evaluate) -> None:
+    outcome = evaluate()
+    assert outcome.code == 0, outcome.stderr
+    for line in ("## Temperature 0, batch 2", "| ngram | exact | 4 |", "left out: ngram with the static tree"):
+        assert line in outcome.stdout
+    results = Results.load(outcome.folder)
+    assert [(cell.batch, cell.arm.method) for cell in results.cells] == [
+        (batch, method) for batch in (1, 2) for method in ("transformers.generate", "plain decoding", "ngram")
+    ]
+    assert all(cell.differing_tokens == 0 for cell in results.cells)
+    assert results.questions["tiny"]["prompts"] == 3
+    assert "jobs.evaluate --output" in results.environment["command"]
+    names = {path.name for path in outcome.folder.iterdir()}
+    assert {"results.json", "table.md", "beta_by_nodes.png", "gamma_by_batch.png", "stage_times.png"} <= names
+    # As after a job that was stopped: only what is missing is measured.
+    last = [results.cells.pop() for _ in range(3)]
+    results.save(outcome.folder)
+    outcome = evaluate()
+    assert outcome.code == 0, outcome.stderr
+    again = Results.load(outcome.folder)
+    assert again.cells[:3] == results.cells
+    assert [cell.tokens for cell in reversed(again.cells[3:])] == [cell.tokens for cell in last]
+    # Nothing of another measurement is put beside it.
+    outcome = evaluate("--max_new_tokens", 5)
+    assert outcome.code == 2
+    assert "holds another evaluation" in outcome.error
+
+
+def test_what_the_worker_finds_wrong_is_said_in_one_line(local_ray: None, evaluate: Evaluate, tmp_path: Path) -> None:
+    (tmp_path / "head").mkdir()
+    outcome = evaluate("--drafters", tmp_path / "head")
+    assert outcome.code == 2
+    assert outcome.error.startswith("error: draft head")
+    assert "has no config.json" in outcome.error
+    assert not (outcome.folder / "results.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("--questions", "{tiny: nowhere.jsonl}"), "question file nowhere.jsonl cannot be read"),
+        (("--questions", "{}"), "questions must name at least one file"),
+        (("--nodes", "0"), "nodes must be at least 1, not 0"),
+        (("--nodes", "many"), "nodes must be"),
+        (("--batches", "[2, 2]"), "batches must be at least one value, none of them twice"),
+        (("--trees", "round"), "trees must be"),
+        (("--temperatures", "-1"), "temperatures must be finite and at least 0"),
+        (("--drafters", "none"), "none and transformers.generate are measured anyway"),
+        (("--questions_per_file", "0"), "questions_per_file must be at least 1"),
+        (("--colour", "red"), "colour"),
+    ],
+)
+def test_mistakes_are_said_in_one_line(evaluate: Evaluate, settings: tuple[str, ...], message: str) -> None:
+    outcome = evaluate(*settings)
+    assert outcome.code == 2
+    assert outcome.stderr.startswith("error: ")
+    assert outcome.stderr.count("\n") == 1
+    assert message in outcome.error
+
+
+def test_a_damaged_output_is_left_alone(evaluate: Evaluate, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results.json").write_text("{")
+    outcome = evaluate()
+    assert (outcome.code, "damaged results.json" in outcome.error) == (2, True)
+    assert (tmp_path / "out" / "results.json").read_text() == "{"
+
+
+def test_one_value_or_a_list() -> None:
+    plan = parse_config(["--output", "o", "--drafters", "a", "--nodes", "[16, auto]", "--batches", "4"]).plan()
+    assert (plan.drafters, plan.nodes, plan.batches) == (("a",), (16, "auto"), (4,))
+    assert EvaluateConfig("o", model="other").plan().drafters == ("ngram",)
+    assert EvaluateConfig("o").plan().drafters == embedded_heads()
+    assert "ctc" in embedded_heads()
+    with pytest.raises(InputError, match="output is empty"):
+        EvaluateConfig(" ")
+
+
+@pytest.mark.parametrize("file", ["examples/evaluate.yaml"])
+def test_the_committed_configurations_are_valid(file: str) -> None:
+    config = parse_config(["--config", str(ROOT / file)])
+    assert config.output == yaml.safe_load((ROOT / file).read_text())["output"]
+    assert all((ROOT / questions).is_file() for questions in config.questions.values())

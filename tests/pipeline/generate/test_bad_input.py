@@ -1,0 +1,250 @@
+"""Thirty kinds of bad input: each is one clear line and exit code 2, or rows in `errors/` beside unharmed ones."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from drafter.heads.ctc.ctc_head import CTCHead, CTCHeadConfig
+from drafter.heads.checkpoint import Provenance
+from pipeline.cluster.ray_cluster import Cluster, Node
+from pipeline.generate.generate_job import main
+from tests.pipeline.conftest import Run, write_jsonl
+
+GOOD = [{"prompt": "how many", "id": 1}, {"prompt": "apples", "id": 2}]
+
+
+def parquet(path: Path, **columns: Any) -> Path:
+    """Write a Parquet file of these columns."""
+    pa.parquet.write_table(pa.table(columns), path)
+    return path
+
+
+def damaged_parquet(path: Path) -> Path:
+    """A Parquet file whose middle is zeros: the footer is fine, the pages are not."""
+    parquet(path, prompt=[str(number) * 50 for number in range(5_000)])
+    content = bytearray(path.read_bytes())
+    content[100 : len(content) // 2] = bytes(len(content) // 2 - 100)
+    path.write_bytes(content)
+    return path
+
+
+def text(path: Path, content: str | bytes) -> Path:
+    """Write a file as it is."""
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def folder(path: Path, *names: str) -> Path:
+    """A folder of good files by these names."""
+    path.mkdir()
+    for name in names:
+        write_jsonl(path / name, GOOD)
+    return path
+
+
+def files_that_differ(place: Path) -> Path:
+    """A folder of two Parquet files, of which only the first has prompts."""
+    parquet(place / "a.parquet", prompt=["x"])
+    parquet(place / "b.parquet", other=["x"])
+    return place
+
+
+Make = Callable[[Path], list[Any]]
+
+REFUSED: dict[str, tuple[Make, str]] = {
+    "missing file": (lambda d: [d / "nowhere.jsonl"], "does not exist"),
+    "missing bucket scheme": (lambda d: ["gopher://bucket/x.jsonl"], "cannot be opened"),
+    "pattern without a match": (lambda d: [f"{folder(d / 'in', 'a.jsonl')}/*.parquet"], "matches no file"),
+    "folder without a readable file": (lambda d: [folder(d / "in", "a.md", "b.bin")], "holds no readable file"),
+    "folder of two formats": (lambda d: [folder(d / "in", "a.jsonl", "b.txt")], "several formats (jsonl, text)"),
+    "name without a format": (lambda d: [folder(d / "in", "data") / "data"], "set reading.format"),
+    "empty file": (lambda d: [text(d / "a.jsonl", "")], "has no rows"),
+    "only blank lines": (lambda d: [text(d / "a.txt", "\n\n\n")], "has no rows"),
+    "CSV of only a header": (lambda d: [text(d / "a.csv", "prompt\n")], "has no rows"),
+    "Parquet without rows": (lambda d: [parquet(d / "a.parquet", prompt=pa.array([], pa.string()))], "has no rows"),
+    "no prompt column": (lambda d: [write_jsonl(d / "a.jsonl", [{"q": "x"}])], "has no column 'prompt' (it has q)"),
+    "no such prompt column": (
+        lambda d: [write_jsonl(d / "a.jsonl", GOOD), "--reading.prompt_column", "question"],
+        "has no column 'question' (it has prompt, id): set reading.prompt_column",
+    ),
+    "no such id column": (
+        lambda d: [write_jsonl(d / "a.jsonl", GOOD), "--reading.id_column", "key"],
+        "has no column 'key' (it has prompt, id): set reading.id_column",
+    ),
+    "column in the first file only": (
+        lambda d: [files_that_differ(folder(d / "in"))],
+        "b.parquet has no column 'prompt' (it has other)",
+    ),
+    "prompts that are numbers": (lambda d: [parquet(d / "a.parquet", prompt=[1, 2])], "holds int64, not text"),
+    "messages that are numbers": (
+        lambda d: [parquet(d / "a.parquet", messages=[1, 2])],
+        "column 'messages' of",
+    ),
+    "ids that are fractions": (
+        lambda d: [parquet(d / "a.parquet", prompt=["x"], id=[0.5]), "--reading.id_column", "id"],
+        "ids are text or integers",
+    ),
+    "ids that are not unique": (
+        lambda d: [write_jsonl(d / "a.jsonl", [*GOOD, GOOD[0]]), "--reading.id_column", "id"],
+        "1 ids stand for several rows ('1': a.jsonl:1, a.jsonl:3)",
+    ),
+    "not Parquet": (lambda d: [text(d / "a.parquet", "prompt\nx\n")], "cannot be read as parquet"),
+    "Parquet cut short": (
+        lambda d: [text(d / "b.parquet", parquet(d / "a.parquet", prompt=["x"] * 99).read_bytes()[:-20])],
+        "cannot be read as parquet",
+    ),
+    "Parquet with damaged pages": (lambda d: [damaged_parquet(d / "a.parquet")], "cannot be read as parquet"),
+    "CSV with a crooked row": (
+        lambda d: [text(d / "a.csv", "prompt,x\na,1\nb,2,3\n")],
+        "Expected 2 columns, got 3",
+    ),
+    "CSV that is not UTF-8": (lambda d: [text(d / "a.csv", b"prompt\ncaf\xe9\n")], "cannot be read as csv"),
+    "CSV with twin columns": (lambda d: [text(d / "a.csv", "prompt,prompt\na,b\n")], "several columns named 'prompt'"),
+    "gzip that is not": (lambda d: [text(d / "a.jsonl.gz", "plain")], "cannot be read as jsonl"),
+    "gzip cut short": (
+        lambda d: [text(d / "a.txt.gz", gzip.compress(b"a prompt and more\n" * 100_000)[:-50])],
+        "cannot be read as text",
+    ),
+    "JSON that is one array": (lambda d: [text(d / "a.json", json.dumps(GOOD))], "is not a JSON object"),
+    "JSON over several lines": (lambda d: [text(d / "a.json", json.dumps(GOOD[0], indent=2))], "one object a line"),
+    "UTF-16": (lambda d: [text(d / "a.txt", "prompt".encode("utf-16"))], "is not UTF-8: byte 1 is 0xff"),
+    "model that is no folder": (
+        lambda d: [write_jsonl(d / "a.jsonl", GOOD), "--model", "./nowhere"],
+        "model ./nowhere is not a folder with a model",
+    ),
+    "model folder without a model": (
+        lambda d: [write_jsonl(d / "a.jsonl", GOOD), "--model", folder(d / "model")],
+        "it has no config.json",
+    ),
+    "model without a tokeniser": (
+        lambda d: [
+            write_jsonl(d / "a.jsonl", GOOD),
+            "--model",
+            text(folder(d / "model") / "config.json", '{"model_type": "llama"}').parent,
+        ],
+        "no tokenizer at",
+    ),
+    "drafter that is no folder": (
+        lambda d: [write_jsonl(d / "a.jsonl", GOOD), "--drafter", "/nowhere/head"],
+        "drafter /nowhere/head is not a folder with a draft head",
+    ),
+    "drafter folder without a head": (
+        lambda d: [write_jsonl(d / "a.jsonl", GOOD), "--drafter", folder(d / "head")],
+        "is not a draft head's folder",
+    ),
+    "output that is a file": (
+        lambda d: [write_jsonl(d / "a.jsonl", GOOD), "--output", text(d / "file", "x")],
+        "is a file: give a folder",
+    ),
+    "output below a file": (
+        lambda d: [write_jsonl(d / "a.jsonl", GOOD), "--output", text(d / "file", "x") / "out"],
+        "output",
+    ),
+    "output that cannot be written": (
+        lambda d: [write_jsonl(d / "a.jsonl", GOOD), "--output", "/proc/out"],
+        "output /proc/out cannot be written to",
+    ),
+    "output that holds something else": (
+        lambda d: [write_jsonl(d / "a.jsonl", GOOD), "--output", folder(d / "other", "mine.jsonl")],
+        "is not empty and has no run.json",
+    ),
+    "output with a damaged run.json": (
+        lambda d: [write_jsonl(d / "a.jsonl", GOOD), "--output", text(folder(d / "o") / "run.json", "{").parent],
+        "has a damaged run.json",
+    ),
+    "output in the input": (
+        lambda d: [folder(d / "in", "a.jsonl"), "--output", d / "in" / "out"],
+        "lies in the input",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_bad_input_is_one_line_and_code_2(kind: str, run: Run, tmp_path: Path) -> None:
+    make, message = REFUSED[kind]
+    source, *settings = make(tmp_path)
+    done = run(source, *settings)
+    assert done.code == 2, done.stderr
+    assert done.error.startswith("error: ")
+    assert message in done.error
+    assert "Traceback" not in done.stderr
+    assert "\n" not in done.error
+    assert not list(tmp_path.glob("**/data/*.parquet"))
+
+
+def test_a_chat_needs_a_template(run: Run, model: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    shutil.copytree(model, plain)
+    (plain / "chat_template.jinja").unlink()
+    source = write_jsonl(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "x"}]}])
+    done = run(source, base=plain)
+    assert done.code == 2
+    assert "has no chat template" in done.error
+
+
+def test_more_than_the_machine_has(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.generate.cluster_run.connect", lambda: Cluster((Node(cpus=2, gpus=0),), may_grow=False))
+    source = write_jsonl(tmp_path / "a.jsonl", GOOD)
+    done = run(source, "--resources.cpus_per_actor", 3)
+    assert done.code == 2
+    assert "1 × 3 CPU cores for the engines are more than the 2 of this machine" in done.error
+    done = run(source, "--resources.gpus_per_actor", 0.5)
+    assert "1 × 0.5 GPUs for the engines are more than the 0 of this machine" in done.error
+
+
+def test_weights_that_are_damaged(run: Run, model: Path, tmp_path: Path) -> None:
+    """Only the engine's process finds out; it says so once, without restarts."""
+    damaged = tmp_path / "damaged"
+    shutil.copytree(model, damaged)
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    done = run(write_jsonl(tmp_path / "a.jsonl", GOOD), base=damaged)
+    assert done.code == 2
+    assert done.error.startswith("error: base model")
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_a_head_of_another_base(run: Run, tmp_path: Path) -> None:
+    head = CTCHead(CTCHeadConfig(hidden_size=32, vocab_size=320, num_heads=2, intermediate_size=32))
+    head.provenance = Provenance("another", "0123456789abcdef")
+    head.save_pretrained(tmp_path / "head")
+    done = run(write_jsonl(tmp_path / "a.jsonl", GOOD), drafter=str(tmp_path / "head"))
+    assert done.code == 2
+    assert "belongs to the base 'another'" in done.error
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    import ray
+
+    import pipeline.cluster.ray_cluster
+    from pipeline.errors import JobError
+
+    def unreachable(**_: Any) -> None:
+        raise ConnectionError("ray:// nobody\nanswers")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", unreachable)
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
+    with pytest.raises(JobError, match="no Ray cluster could be reached or started: ray:// nobody answers"):
+        pipeline.cluster.ray_cluster.connect()
+
+
+def test_a_job_that_fails_is_code_1(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    from pipeline.errors import JobError
+
+    def failing(_: Any) -> None:
+        raise JobError("disk\nfull")
+
+    monkeypatch.setattr("pipeline.generate.generate_job.generate", failing)
+    assert main(["--input", "a", "--output", "b"]) == 1
+    assert capfd.readouterr().err == "error: the job failed: disk full; submit it again to go on\n"

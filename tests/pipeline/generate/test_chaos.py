@@ -1,0 +1,171 @@
+"""Processes end at every place, and every row is in the output once, with the tokens of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from pyarrow import fs
+
+from drafter import EngineConfig, SpeculativeLM
+from pipeline.io.files import locate
+from tests.pipeline.conftest import Outcome, Run, read_rows, write_jsonl
+from tests.support.faults import DeadlyFiles, FragileEngine, kill_me
+
+PROMPTS = [f"how many {'apples and pens ' * (n % 3)}does she have {n}" for n in range(40)]
+
+
+@pytest.fixture(scope="module")
+def lm(model: Path) -> Iterator[SpeculativeLM]:
+    """The engine that the job must agree with."""
+    with SpeculativeLM.from_pretrained(model, "none", config=EngineConfig(slots=4)) as lm:
+        yield lm
+
+
+def assert_whole(done: Outcome, lm: SpeculativeLM, prompts: list[str], errors: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    """Each row is there once, with the tokens that the engine gives it, and nothing else is there."""
+    assert done.code == 0, done.stderr
+    names = {f"in.jsonl:{n}": prompt for n, prompt in enumerate(prompts, start=1)}
+    assert Counter(row["request_id"] for row in done.rows) == Counter(names.keys() - errors)
+    assert Counter(row["request_id"] for row in done.errors) == Counter(errors)
+    chats = [[{"role": "user", "content": names[row["request_id"]]}] for row in done.rows]
+    alone = lm.generate(chats, max_new_tokens=12)
+    assert [row["token_ids"] for row in done.rows] == [generation.token_ids for generation in alone]
+    assert_no_orphans(done.folder)
+
+
+def assert_no_orphans(folder: Path) -> None:
+    kept = {"data", "errors", "run.json", "status.json", "_staged", "_temporary"}
+    assert {path.name for path in folder.iterdir()} == kept
+    assert not list((folder / "_temporary").iterdir())
+    data = {path.name for path in (folder / "data").iterdir()}
+    assert data == {path.name for path in (folder / "_staged").iterdir()} - {"parts.json"}
+    assert {path.name for path in (folder / "errors").iterdir()} <= data
+
+
+def test_a_row_that_kills_its_engine_is_set_aside_and_no_other(
+    run: Run, lm: SpeculativeLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [*PROMPTS[:10], "zzz", *PROMPTS[10:20], ""]
+    (deadly,) = set(lm.encode("z")) - set(lm.encode(" ".join(PROMPTS)))
+    monkeypatch.setattr("pipeline.generate.cluster_run.EngineSpec", partial(FragileEngine, notes=tmp_path, deadly=deadly))
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts])
+    done = run(source, "--writing.rows_per_file", 8, "--limits.row_attempts", 3)
+    assert_whole(done, lm, prompts, {"in.jsonl:11", "in.jsonl:22"})
+    by_kind = {row["error_type"]: row for row in done.errors}
+    assert by_kind["EngineDied"]["request_id"] == "in.jsonl:11"
+    assert by_kind["EngineDied"]["attempts"] == 3
+    assert by_kind["BadPrompt"]["attempts"] == 0
+    # Three processes died, and after the first two the row was alone.
+    assert len(list(tmp_path.glob("*.pid"))) == 4
+    entered = Counter((tmp_path / "entered").read_text().split())
+    assert entered["in.jsonl:11"] == 3
+    again = sum(entered.values()) - len(entered)
+    assert again <= 3 * 8
+
+
+def test_killed_engines_lose_nothing(
+    run: Run, lm: SpeculativeLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = partial(FragileEngine, notes=tmp_path, step_seconds=0.05)
+    monkeypatch.setattr("pipeline.generate.cluster_run.EngineSpec", slow)
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    killer = threading.Thread(target=kill_engines, args=[tmp_path, signal.SIGKILL, signal.SIGTERM])
+    killer.start()
+    done = run(source, "--writing.rows_per_file", 8)
+    killer.join()
+    assert_whole(done, lm, PROMPTS)
+    assert len(list(tmp_path.glob("*.pid"))) == 3
+    entered = (tmp_path / "entered").read_text().split()
+    assert len(entered) - len(set(entered)) <= 2 * 8
+
+
+def kill_engines(notes: Path, *signals: int) -> None:
+    """End one engine's process after the other when rows have finished in it."""
+    for turn, number in enumerate(signals, start=1):
+        before = len(entered(notes))
+        while len(list(notes.glob("*.pid"))) < turn or len(entered(notes)) < before + 10:
+            time.sleep(0.02)
+        newest = max(notes.glob("*.pid"), key=lambda path: path.stat().st_mtime_ns)
+        os.kill(int(newest.stem), number)
+
+
+def entered(notes: Path) -> list[str]:
+    """Rows that entered an engine, in order."""
+    file = notes / "entered"
+    return file.read_text().split() if file.exists() else []
+
+
+def test_writers_killed_at_every_step_of_a_commit(
+    run: Run, lm: SpeculativeLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = ("while writing", "before data", "after data")
+    (tmp_path / "points").mkdir()
+    files = fs.PyFileSystem(DeadlyFiles(str(tmp_path / "points"), points, kill_me))
+    monkeypatch.setattr("pipeline.output.run_manifest.locate", lambda uri: replace(locate(uri), filesystem=files))
+    prompts = [prompt if n % 5 else "" for n, prompt in enumerate(PROMPTS[:20])]
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts])
+    done = run(source, "--writing.rows_per_file", 10)
+    assert_whole(done, lm, prompts, {"in.jsonl:1", "in.jsonl:6", "in.jsonl:11", "in.jsonl:16"})
+    assert {path.name.replace("-", " ") for path in (tmp_path / "points").iterdir()} == set(points)
+
+
+def test_drivers_killed_and_stopped(run: Run, lm: SpeculativeLM, model: Path, tmp_path: Path) -> None:
+    prompts = PROMPTS * 10
+    source, out = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts]), tmp_path / "out"
+    settings = ["--writing.rows_per_file", "25", "--sampling.max_new_tokens", "12", "--engine.slots", "4"]
+
+    def stop(number: int) -> tuple[int, str, int]:
+        """Submit the job, and end its driver after two more files are committed."""
+        before = committed(out)
+        command = [sys.executable, "-m", "jobs.generate", "--input", source, "--output", out, "--model", model]
+        command += ["--drafter", "ngram", "--resources.cpus_per_actor", "1", *settings]
+        job = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True)
+        try:
+            while job.poll() is None and committed(out) < before + 2:
+                time.sleep(0.02)
+            job.send_signal(number)
+            printed = job.communicate(timeout=120)[1]
+        finally:
+            job.kill()
+        return job.returncode, printed, committed(out)
+
+    code, _, first = stop(signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    code, printed, second = stop(signal.SIGTERM)
+    assert code == 143, printed
+    assert f"{len(prompts) - 25 * first} of {len(prompts)} rows to generate" in printed
+    assert "submit the job again to go on" in printed
+    # Rows that had begun were finished, and those of parts that have others left are kept.
+    assert first + 2 <= second < len(prompts) / 25
+    kept = read_rows(out / "_unfinished.parquet")
+    assert any(row["generated"] for row in kept)
+    done = run(source, *settings, output=out)
+    assert f"{len(prompts) - 25 * second} of {len(prompts)} rows to generate" in done.stderr
+    assert_whole(done, lm, prompts)
+
+
+def committed(out: Path) -> int:
+    """Parts in the output."""
+    return len(list((out / "data").glob("*.parquet")))
+
+
+def test_lost_nodes(lm: SpeculativeLM, model: Path, tmp_path: Path) -> None:
+    """One of three nodes is lost, then all of them; then there is a new one."""
+    prompts = PROMPTS * 10
+    source, out = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts]), tmp_path / "out"
+    losses = tmp_path / "losses"
+    command = [sys.executable, "-m", "tests.support.node_loss", source, out, model, losses]
+    job = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=280)
+    assert losses.read_text().splitlines() == ["1 lost, True", "2 lost, True"]  # while it ran
+    assert_whole(Outcome(job.returncode, job.stdout, job.stderr, out), lm, prompts)

@@ -1,0 +1,117 @@
+"""Where settings come from, and which are refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.generate.generate_config import GenerateConfig, parse_config
+from pipeline.errors import InputError
+from tests.support.paths import ROOT
+
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("input: a.jsonl\noutput: out\nsampling:\n  temperature: 0.5\n  top_k: 7\n")
+    config = parse_config(["--config", str(file), "--sampling.top_k", "3", "--output", "other"])
+    assert (config.input, config.output) == ("a.jsonl", "other")
+    assert (config.sampling.temperature, config.sampling.top_k, config.sampling.top_p) == (0.5, 3, 1.0)
+
+
+def test_a_printed_configuration_is_a_configuration(tmp_path: Path) -> None:
+    config = parse_config(["--input", "a", "--output", "b", "--sampling.stop", '["x", "1"]', "--engine.nodes", "5"])
+    assert config.sampling.stop == ("x", "1")
+    file = tmp_path / "job.yaml"
+    file.write_text(config.as_yaml())
+    assert parse_config(["--config", str(file)]) == config
+    assert yaml.safe_load(config.as_yaml())["engine"]["nodes"] == 5
+
+
+def test_the_demo_configuration_is_valid() -> None:
+    config = parse_config(["--config", str(ROOT / "examples" / "demo.yaml")])
+    assert (ROOT / config.input).is_file()
+    assert config.model is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("--input a", "output"),
+        ("--input= --output b", "input is empty"),
+        ("--input a --output b --colour red", "--colour"),
+        ("--input a --output b stray", "stray"),
+        ("--input a --output b --sampling.temperature=-1", "sampling.temperature must be at least 0, not -1"),
+        ("--input a --output b --sampling.temperature nan", "sampling.temperature must be a finite number, not nan"),
+        ("--input a --output b --sampling.temperature inf", "sampling.temperature must be a finite number, not inf"),
+        ("--input a --output b --sampling.temperature warm", "sampling.temperature must be a finite number, not warm"),
+        ("--input a --output b --sampling.top_p 0", "sampling.top_p must be more than 0"),
+        ("--input a --output b --sampling.top_p 1.5", "sampling.top_p must be more than 0 and at most 1"),
+        ("--input a --output b --sampling.top_k 1.5", "sampling.top_k must be an integer, not 1.5"),
+        (
+            "--input a --output b --sampling.max_new_tokens 0",
+            "max_new_tokens must be an integer of at least 1",
+        ),
+        ("--input a --output b --sampling.seed -1", "sampling.seed must be an integer of at least 0"),
+        ("--input a --output b --sampling.stop ['']", "sampling.stop must be a list of non-empty strings"),
+        ("--input a --output b --sampling.ignore_eos maybe", "sampling.ignore_eos must be true or false, not maybe"),
+        ("--input a --output b --reading.limit 0", "reading.limit must be at least 1, not 0"),
+        ("--input a --output b --reading.format xml", "reading.format must be one of auto, jsonl, parquet, csv, text"),
+        ("--input a --output b --reading.prompt_column p --reading.messages_column m", "a row has one prompt"),
+        ("--input a --output b --engine.slots 0", "engine.slots must be at least 1, not 0"),
+        ("--input a --output b --engine.nodes=-1", "engine.nodes must be at least 0, not -1"),
+        (
+            "--input a --output b --resources.min_actors 4 --resources.max_actors 2",
+            "max_actors must be at least",
+        ),
+        ("--input a --output b --resources.cpus_per_actor 0", "resources.cpus_per_actor must be more than 0"),
+        ("--input a --output b --resources.gpus_per_actor inf", "resources.gpus_per_actor must be a finite number"),
+        (
+            "--input a --output b --resources.gpus_per_actor 1.5",
+            "resources.gpus_per_actor must be whole above 1, not 1.5",
+        ),
+        ("--input a --output b --resources.gpus_per_actor 2", "set loading.device_map to auto, or take 1"),
+        ("--input a --output b --writing.rows_per_file 0", "writing.rows_per_file must be at least 1, not 0"),
+        ("--input a --output b --loading.dtype int8", "loading.dtype must be one of auto, float32, bfloat16, float16"),
+        ("--config nowhere.yaml", "nowhere.yaml"),
+    ],
+)
+def test_bad_settings_are_named(settings: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse_config(settings.split())
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("input: a\noutput: b\ncolour: red\n", "colour"),
+        ("input: a\noutput: b\nsampling:\n  temprature: 1\n", "temprature"),
+        ("input: a\noutput: [b\n", "line 2"),
+        ("just words\n", "words"),
+        ("input: a\noutput: b\nengine: 3\n", "engine"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(content)
+    with pytest.raises(InputError) as caught:
+        parse_config(["--config", str(file)])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_explains_itself_and_fails_with_code_2_and_one_line() -> None:
+    command = [sys.executable, "-m", "jobs.generate"]
+    done = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for field in GenerateConfig.__dataclass_fields__:
+        assert f"--{field}" in done.stdout
+    assert "--reading.prompt_column" in done.stdout
+    failed = subprocess.run([*command, "--input", "nowhere", "--output", "x"], cwd=ROOT, capture_output=True, text=True)
+    assert failed.returncode == 2
+    assert failed.stderr == "error: input nowhere does not exist\n"

@@ -1,0 +1,336 @@
+"""The job from end to end, on real Ray with a real engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.parquet
+import pytest
+import ray
+
+from drafter import EngineConfig, SamplingParams, SpeculativeLM
+from drafter.errors import LoadError
+from drafter.statistics import DecodeCounts, statistics_columns
+from pipeline.generate.generate_config import LimitsConfig
+from pipeline.engines.engine_actor import OUTPUT_TYPE, TIMING_COLUMNS, EngineActor, EngineSpec
+from pipeline.engines.ledger import Ledger
+from pipeline.progress.board import ProgressBoard
+from pipeline.generate.row_requests import row_seed
+from pipeline.generate.staged_input import PROBLEM_TYPE
+from tests.pipeline.conftest import Outcome, Run, untimed, write_jsonl
+
+QUESTIONS = ["how many apples", "how many pens does she have", "she", "does she have apples and pens " * 3]
+INPUT: list[Any] = [
+    *({"prompt": f"{QUESTIONS[n % 4]} {n}", "n": n, "text": "theirs"} for n in range(9)),
+    {"prompt": "how many", "sampling": {"temperature": 0.9, "max_new_tokens": 5, "seed": 4}},
+    {"prompt": ""},
+    {"prompt": 5},
+    {"prompt": "x " * 400},
+    "{broken",
+    {"prompt": "how many", "sampling": {"temperature": -1}},
+    {"prompt": "how many", "sampling": {"temperature": 0.9}},
+    {"n": 3},
+    {"prompt": "does she", "seed": 77, "sampling": {"stop": ["a"]}},
+]
+BAD = {11: "BadPrompt", 12: "BadRow", 13: "Refused", 14: "BadRow", 15: "BadSampling", 17: "BadPrompt"}
+
+
+@pytest.fixture(scope="module")
+def lm(model: Path) -> Any:
+    """The engine that the job must agree with."""
+    with SpeculativeLM.from_pretrained(model, "none", config=EngineConfig(slots=2)) as lm:
+        yield lm
+
+
+def expected(lm: SpeculativeLM, row: dict[str, Any], **settings: Any) -> Any:
+    chat = [{"role": "user", "content": row["prompt"]}]
+    return lm.generate([chat], **{"max_new_tokens": 12, **settings})[0]
+
+
+def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, tmp_path: Path) -> None:
+    source, begun = write_jsonl(tmp_path / "in.jsonl", INPUT), datetime.now(UTC)
+    done = run(source, "--writing.rows_per_file", 5, "--sampling.seed", 9)
+    assert done.code == 0, done.stderr
+
+    # n_in = n_ok + n_errors, each in its place.
+    assert {int(row["request_id"].split(":")[1]): row["error_type"] for row in done.errors} == BAD
+    assert [row["request_id"] for row in done.rows] == [f"in.jsonl:{n}" for n in range(1, 19) if n not in BAD]
+    assert [len(rows) for rows in done.parts.values()] == [5, 5, 0, 2]
+    by_line = {int(row["request_id"].split(":")[1]): row for row in done.rows}
+
+    # Token for token what the engine itself gives, with each row's settings and seed.
+    settings: dict[int, dict[str, Any]] = {
+        10: {"temperature": 0.9, "max_new_tokens": 5, "seed": 4},
+        16: {"temperature": 0.9, "seed": row_seed(9, "in.jsonl:16")},
+        18: {"seed": 77, "stop": ("a",)},
+    }
+    for line, row in by_line.items():
+        generation = expected(lm, row, **settings.get(line, {}))
+        assert row["token_ids"] == generation.token_ids
+        assert (row["text"], row["finish_reason"]) == (generation.text, generation.finish_reason)
+        assert row["prompt_token_ids"] == lm.encode([{"role": "user", "content": row["prompt"]}])
+        assert row["num_prompt_tokens"] == generation.prompt_tokens
+        assert row["num_output_tokens"] == len(generation.token_ids)
+        assert row["seed"] == settings.get(line, {}).get("seed", row_seed(9, row["request_id"]))
+        assert sum(row["acceptance_histogram"]) == row["num_decode_steps"]
+        assert len(row["per_step_accepted"]) == row["num_decode_steps"]
+        assert sum(row["per_step_accepted"]) == row["num_accepted_draft_tokens"]
+        assert begun < row["finished_at"] < datetime.now(UTC)
+        assert 0 < row["generation_seconds"] < (row["finished_at"] - begun).total_seconds()
+        assert row["mean_acceptance_length"] == pytest.approx(row["num_output_tokens"] / row["num_decode_steps"])
+
+    # Every input column is there; theirs gives way to ours.
+    assert by_line[3]["n"] == 2
+    assert by_line[3]["prompt"] == INPUT[2]["prompt"]
+    assert by_line[3]["input_text"] == "theirs"
+    assert json.loads(by_line[10]["sampling"]) == INPUT[9]["sampling"]
+
+    # The errors tell the row, as it was.
+    inputs = {row["request_id"]: row["input"] for row in done.errors}
+    assert inputs["in.jsonl:14"] == "{broken"
+    assert json.loads(inputs["in.jsonl:12"]) == {"prompt": 5}
+    assert json.loads(inputs["in.jsonl:13"])["prompt"] == "x " * 400
+
+    # What was run, and what came of it.
+    ran = json.loads((done.folder / "run.json").read_text())
+    assert ran["state"] == "finished"
+    assert ran["rows"] == 18
+    assert ran["config"]["sampling"]["seed"] == 9
+    assert ran["base_fingerprint"] == lm.base.fingerprint
+    assert ran["versions"]["ray"]
+    tokens = sum(row["num_output_tokens"] for row in done.rows)
+    steps = sum(row["num_decode_steps"] for row in done.rows)
+    assert "12 finished, 6 errors" in done.stdout
+    assert f"{tokens:,} in {steps:,}" in done.stdout
+    assert f"{tokens / steps:.2f} tokens a base forward" in done.stdout
+    assert "18/18 rows" in done.stderr
+    assert not list((done.folder / "_temporary").iterdir())
+
+
+@pytest.fixture
+def finished(run: Run, tmp_path: Path) -> tuple[Path, Outcome]:
+    """An input and a finished job of four files."""
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"{QUESTIONS[n % 4]} {n}"} for n in range(8)])
+    # A fixed number of nodes makes even the statistics repeatable.
+    done = run(source, "--writing.rows_per_file", 2, "--sampling.temperature", 1, "--engine.nodes", 3)
+    assert done.code == 0, done.stderr
+    return source, done
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_submitting_again_goes_on_where_the_job_stopped(run: Run, finished: tuple[Path, Outcome]) -> None:
+    source, done = finished
+    again = ("--sampling.temperature", 1, "--engine.nodes", 3)
+    before = snapshot(done.folder)
+
+    # A finished job writes nothing, whatever the batches.
+    repeated = run(source, *again, "--writing.rows_per_file", 3)
+    assert repeated.code == 0
+    assert snapshot(done.folder) == before
+
+    # Another meaning is refused, and named.
+    refused = run(source, "--sampling.temperature", 0.5)
+    assert refused.code == 2
+    assert "sampling.temperature was 1.0, is now 0.5" in refused.error
+    source_now = source.read_bytes()
+    source.write_bytes(source_now + b'{"prompt": "one more"}\n')
+    assert "input was" in run(source, *again).error
+    source.write_bytes(source_now.replace(b" 7", b" 8"))
+    assert "input was" in run(source, *again).error
+    source.write_bytes(source_now)
+    assert snapshot(done.folder) == before
+
+    # What is missing is made again, to the byte of its rows, and nothing else is touched.
+    rows = done.rows
+    lost = sorted((done.folder / "data").iterdir())[1]
+    lost.unlink()
+    (done.folder / "_temporary" / "torn.parquet").write_bytes(b"half")
+    state = json.loads((done.folder / "run.json").read_text())
+    (done.folder / "run.json").write_text(json.dumps({**state, "state": "running"}))
+    resumed = run(source, *again, "--writing.rows_per_file", 3)
+    assert resumed.code == 0, resumed.stderr
+    assert "2 of 8 rows to generate" in resumed.stderr
+    assert [untimed(row) for row in resumed.rows] == [untimed(row) for row in rows]
+    after = snapshot(done.folder)
+    untouched = [path for path in before if "/data/" in path and path != str(lost)]
+    assert len(untouched) == 3
+    assert all(after[path] == before[path] for path in untouched)
+    assert not list((done.folder / "_temporary").iterdir())
+
+
+def test_a_resubmission_writes_what_is_missing_and_no_more(run: Run, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"how many {n}"} for n in range(40)])
+    settings = ("--writing.rows_per_file", 2)
+    done = run(source, *settings)
+    rows = [(row["request_id"], row["token_ids"]) for row in done.rows]
+    state = json.loads((done.folder / "run.json").read_text())
+    files = sorted((done.folder / "data").iterdir())
+    assert len(files) == 20
+    for percent in (100, 90, 75, 50, 25, 10):
+        kept = files[: percent * len(files) // 100]
+        for lost in files[len(kept) :]:
+            lost.unlink()
+        (done.folder / "run.json").write_text(json.dumps({**state, "state": "running"}))
+        before = snapshot(done.folder)
+        resumed = run(source, *settings)
+        assert resumed.code == 0, resumed.stderr
+        assert (f"{40 - 2 * len(kept)} of 40 rows to generate" in resumed.stderr) == (percent < 100)
+        after = snapshot(done.folder)
+        assert all(after[str(file)] == before[str(file)] for file in kept)
+        assert [(row["request_id"], row["token_ids"]) for row in resumed.rows] == rows
+
+
+def test_parquet_messages_and_ids_of_their_own(run: Run, lm: SpeculativeLM, tmp_path: Path) -> None:
+    chats = [[{"role": "user", "content": f"{QUESTIONS[n]} {n}"}] for n in range(3)]
+    table = pa.table({"chat": chats, "key": [30, 10, 20], "stamp": pa.array([1, 2, 3], pa.timestamp("ms"))})
+    (tmp_path / "in").mkdir()
+    pa.parquet.write_table(table, tmp_path / "in" / "a.parquet")
+    done = run(tmp_path / "in", "--reading.messages_column", "chat", "--reading.id_column", "key", drafter="none")
+    assert done.code == 0, done.stderr
+    assert [row["request_id"] for row in done.rows] == ["30", "10", "20"]
+    assert [row["chat"] for row in done.rows] == chats
+    alone = [lm.generate(chat, max_new_tokens=12)[0] for chat in chats]
+    assert [row["token_ids"] for row in done.rows] == [generation.token_ids for generation in alone]
+    assert pa.parquet.read_table(done.folder / "data").schema.field("stamp").type == pa.timestamp("ms")
+    assert done.errors == []
+    assert "β           1.00" in done.stdout
+
+
+def staged_table(prompts: list[list[int] | None], part: str = "p", tokens: int = 6) -> pa.Table:
+    count = len(prompts)
+    sampling = json.dumps({"max_new_tokens": tokens, "ignore_eos": True})
+    return pa.table(
+        {
+            "request_id": pa.array([str(index) for index in range(count)]),
+            "row": pa.array([{"prompt": "x"}] * count),
+            "problem": pa.nulls(count, PROBLEM_TYPE),
+            "part": pa.array([part] * count),
+            "part_rows": pa.array([count] * count),
+            "prompt_ids": pa.array(prompts, pa.list_(pa.int32())),
+            "sampling": pa.array([sampling] * count),
+        }
+    )
+
+
+def generated(table: pa.Table) -> list[dict[str, Any] | None]:
+    return [row and untimed(row) for row in table["generated"].to_pylist()]
+
+
+MakeActor = Callable[..., EngineActor]
+
+
+@pytest.fixture(scope="module")
+def make_actor(local_ray: None, model: Path) -> Iterator[MakeActor]:
+    """Make an actor's object, in this process: `make_actor("ngram", base="another")`."""
+    made = []
+
+    def make(drafter: str, base: str | None = None) -> EngineActor:
+        spec = EngineSpec(str(model), drafter, {}, EngineConfig(slots=2, nodes=3), threads=1)
+        board = ray.remote(num_cpus=0)(ProgressBoard).remote()
+        ledger = ray.remote(num_cpus=0)(Ledger).remote(4, (), base)
+        actor = EngineActor(spec, LimitsConfig(), ledger, board, "test")
+        made.append(actor)
+        return actor
+
+    yield make
+    # An actor's process ends with it; here its beat would go on, and have Ray start once more.
+    for actor in made:
+        if actor._failure is None:
+            actor._pulse.end()
+
+
+@pytest.fixture(scope="module")
+def actor(make_actor: MakeActor) -> EngineActor:
+    """An actor's object with a drafter."""
+    return make_actor("ngram")
+
+
+def test_a_call_returns_its_rows_in_their_order_and_the_same_again(actor: EngineActor) -> None:
+    prompts: list[list[int] | None] = [[7, 8, 9] * (1 + n % 3) for n in range(7)]
+    first, second = actor(staged_table(prompts)), actor(staged_table(prompts, "q"))
+    assert first.drop_columns(["part", "generated"]).equals(second.drop_columns(["part", "generated"]))
+    assert generated(first) == generated(second)
+    assert first["request_id"].to_pylist() == [str(n) for n in range(7)]
+    assert first.schema.field("generated").type == OUTPUT_TYPE
+    assert "prompt_ids" not in first.column_names
+
+
+def test_parts_share_the_engine_across_their_borders(actor: EngineActor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls of one row each decode together; one after the other, no two rows would ever be active."""
+    engine, active = actor._lm.engine, set()
+    step = engine.step
+
+    def watched() -> None:
+        step()
+        active.add(engine.active)
+
+    monkeypatch.setattr(engine, "step", watched)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(actor, staged_table([[7, 8, 9]], f"border{n}", tokens=200)) for n in range(2)]
+        results = [call.result() for call in calls]
+    assert 2 in active
+    assert [result["part"].to_pylist() for result in results] == [["border0"], ["border1"]]
+    assert generated(results[0]) == generated(results[1])
+
+
+def test_rows_that_the_engine_refuses_do_not_harm_others(actor: EngineActor) -> None:
+    result = actor(staged_table([[7, 8], [], [10_000], [7] * 300, [7, 8]], "refused"))
+    kinds = [problem and problem["type"] for problem in result["problem"].to_pylist()]
+    assert kinds == [None, "Refused", "Refused", "Refused", None]
+    rows = generated(result)
+    assert [row is None for row in rows] == [False, True, True, True, False]
+    assert rows[0] == rows[4]
+
+
+def test_an_engine_that_fails_ends_its_process(make_actor: MakeActor, monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = make_actor("none")
+
+    def died() -> None:
+        raise SystemExit("died")
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr("pipeline.engines.engine_actor._die", died)
+    monkeypatch.setattr(actor._lm.base, "verify", broken)
+    with pytest.raises(SystemExit, match="died"):
+        actor(staged_table([[7, 8]]))
+
+
+def test_an_engine_with_other_weights_than_the_first_is_refused(make_actor: MakeActor) -> None:
+    actor = make_actor("none", base="another")
+    with pytest.raises(LoadError, match=r"weights \(.*\) are not those of the output's other rows \(another\)"):
+        actor(staged_table([[7, 8]]))
+
+
+def test_output_columns_have_the_types_of_their_values() -> None:
+    names = [field.name for field in OUTPUT_TYPE]
+    assert names[:7] == [
+        "text",
+        "prompt_token_ids",
+        "token_ids",
+        "finish_reason",
+        "num_prompt_tokens",
+        "num_output_tokens",
+        "seed",
+    ]
+    assert names[7:] == [*statistics_columns(DecodeCounts()), *TIMING_COLUMNS, "logprobs"]
+    assert OUTPUT_TYPE.field("finished_at").type == pa.timestamp("ms", "UTC")
+    assert OUTPUT_TYPE.field("acceptance_histogram").type == pa.list_(pa.int64())
+    assert OUTPUT_TYPE.field("draft_acceptance_rate").type == pa.float64()
+
+
+def test_sampling_survives_its_trip_as_json() -> None:
+    sampling = SamplingParams(temperature=0.3, top_k=4, stop=("a", "b"), seed=2**63 - 1, ignore_eos=True)
+    assert SamplingParams(**json.loads(json.dumps(dataclasses.asdict(sampling)))) == sampling

@@ -1,0 +1,205 @@
+"""Hugging Face datasets as input: saved folders, repositories on disk, and the hub with its download stubbed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.registry import _registry
+
+from pipeline.errors import InputError
+from pipeline.io.hf_datasets import split_of
+from pipeline.io.reading import list_input
+from tests.pipeline.io.test_reading import staged
+
+datasets.disable_progress_bars()
+
+
+def rows(*prompts: str) -> list[dict[str, Any]]:
+    return [{"prompt": prompt} for prompt in prompts]
+
+
+def names(source: Any, **settings: Any) -> list[str]:
+    return [file.name for file in list_input(str(source), **settings).files]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders `one`, of a dataset in two files, and `splits`, of several."""
+    folder = tmp_path_factory.mktemp("saved")
+    one = datasets.Dataset.from_list(rows("a", "b", "c"))
+    one.save_to_disk(folder / "one", num_shards=2)
+    datasets.DatasetDict(
+        {"train": one.filter(lambda row: row["prompt"] > "a"), "test": datasets.Dataset.from_list(rows("t"))}
+    ).save_to_disk(folder / "splits")
+    return folder
+
+
+def test_a_saved_dataset(saved: Path, tmp_path: Path) -> None:
+    (saved / "one" / "cache-0123456789abcdef.arrow").write_bytes(b"of some map, and no part of the dataset")
+    ids, read, problems = staged(saved / "one", tmp_path / "staged")
+    assert ids == [[f"data-0000{file}-of-00002.arrow:{n}" for file, n in ((0, 1), (0, 2), (1, 1))]]
+    assert read == rows("a", "b", "c")
+    assert not problems
+
+
+def test_splits_of_a_saved_dataset(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"has several splits \(train, test\): set reading.split"):
+        list_input(str(saved / "splits"))
+    with pytest.raises(InputError, match=r"has no split 'dev' \(there are: train, test\)"):
+        list_input(str(saved / "splits"), split="dev")
+    assert staged(saved / "splits", tmp_path / "staged", split="train")[1] == rows("b", "c")
+    assert staged(saved / "splits" / "test", tmp_path / "other")[1] == rows("t")
+
+
+def repository(folder: Path, *files: str, readme: str | None = None) -> Path:
+    """Parquet files whose only prompt is their own name."""
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        pa.parquet.write_table(pa.Table.from_pylist(rows(name)), folder / name)
+    if readme is not None:
+        (folder / "README.md").write_text(readme)
+    return folder
+
+
+def test_a_repository_by_the_names_of_its_files(tmp_path: Path) -> None:
+    shards = [
+        "data/train-00000-of-00002.parquet",
+        "data/train-00001-of-00002.parquet",
+        "data/test-00000-of-00001.parquet",
+    ]
+    source = repository(tmp_path / "repository", *shards, readme="---\nlicense: mit\n---\n# Questions\n")
+    assert names(source, split="train") == shards[:2]
+    assert names(source, split="test") == shards[2:]
+    assert names(source) == sorted(shards)  # a folder on disk is its files, unless a split is asked for
+    with pytest.raises(InputError, match="does not declare subsets"):
+        list_input(str(source), subset="main")
+    with pytest.raises(InputError, match=r"leave out reading\.split"):
+        list_input(f"{source}/data/*.parquet", split="train")
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("data/train-00000-of-00002.parquet", "train"),
+        ("data/train-00000-of-00002-0123abcd.parquet", "train"),
+        ("data/my_split-00000-of-00001.parquet", "my_split"),
+        ("data/valid-00000-of-00001.parquet", "validation"),
+        ("my_train_file.csv", "train"),
+        ("training.jsonl.gz", "train"),
+        ("dev/one.jsonl", "validation"),
+        ("eval/train-notes.txt", "train"),
+        ("trainer.jsonl", None),
+        ("data.parquet", None),
+    ],
+)
+def test_splits_by_name(name: str, split: str | None) -> None:
+    assert split_of(name) == split
+
+
+CONFIGS = """\
+---
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: main/train-*.parquet
+  - split: test
+    path: [main/t1.parquet, "main/t2.parquet"]
+- config_name: socratic
+  data_files: socratic/**
+- config_name: whole
+  data_dir: main
+---
+"""
+
+
+def test_a_repository_that_declares_subsets_and_splits(tmp_path: Path) -> None:
+    files = ["main/train-1.parquet", "main/t1.parquet", "main/t2.parquet", "socratic/x.parquet", "stray.parquet"]
+    source = repository(tmp_path / "repository", *files, readme=CONFIGS)
+    assert names(source, subset="main", split="train") == ["main/train-1.parquet"]
+    assert names(source, subset="main", split="test") == ["main/t1.parquet", "main/t2.parquet"]
+    assert names(source, subset="socratic") == ["socratic/x.parquet"]
+    assert names(source, subset="whole") == ["main/t1.parquet", "main/t2.parquet", "main/train-1.parquet"]
+    with pytest.raises(InputError, match=r"several subsets \(main, socratic, whole\): set reading.subset"):
+        list_input(str(source))
+    with pytest.raises(InputError, match="several splits"):
+        list_input(str(source), subset="main")
+    with pytest.raises(InputError, match="no subset 'other'"):
+        list_input(str(source), subset="other")
+
+
+@pytest.mark.parametrize("readme", ["# No front matter", "---\nconfigs: 5\n---\n", "---\n[\n---\n", "---\nx\n---\n"])
+def test_other_readmes_say_nothing(tmp_path: Path, readme: str) -> None:
+    source = repository(tmp_path / "repository", "a.parquet", readme=readme)
+    assert names(source) == ["a.parquet"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"splits": 5}', "{"])
+def test_a_damaged_dataset(tmp_path: Path, content: str) -> None:
+    source = repository(tmp_path / "repository", "a.parquet")
+    (source / "dataset_dict.json").write_text(content)
+    with pytest.raises(InputError, match="cannot be listed"):
+        list_input(str(source))
+
+
+def test_a_dataset_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository(
+        tmp_path / "hub" / "datasets" / "owner" / "name",
+        "data/train-00000-of-00001.parquet",
+        "data/test-00000-of-00001.parquet",
+    )
+
+    class Stub(DirFileSystem):
+        """The hub's files, on disk."""
+
+        protocol = "hf"
+
+        def __init__(self) -> None:
+            super().__init__(path=str(tmp_path / "hub"), fs=LocalFileSystem())
+
+    monkeypatch.setitem(_registry, "hf", Stub)
+    uri = "hf://datasets/owner/name"
+    with pytest.raises(InputError, match=r"several splits \(test, train\): set reading.split"):
+        list_input(uri)
+    ids, read, _ = staged(uri, tmp_path / "staged", split="train")
+    assert ids == [["data/train-00000-of-00001.parquet:1"]]
+    assert read == rows("data/train-00000-of-00001.parquet")
+    assert names(f"{uri}/data/test-*.parquet") == ["test-00000-of-00001.parquet"]
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unreachable(Exception):  # noqa: N818 - as the hub's client has them: of no kind that is known here
+        pass
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise Unreachable("no route to host")
+
+    monkeypatch.setattr(huggingface_hub.HfFileSystem, "info", refuse)
+    with pytest.raises(InputError, match="hf://datasets/owner/name cannot be listed: no route to host"):
+        list_input("hf://datasets/owner/name")
+
+
+@pytest.mark.parametrize("kind", ["file", "stream"])
+def test_arrow_files(tmp_path: Path, kind: str) -> None:
+    table = pa.table({"prompt": pa.array(["a", "b", "c"]).dictionary_encode()})
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink:
+        writer = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
+        with writer(sink, table.schema) as out:
+            out.write_table(table)
+    ids, read, _ = staged(tmp_path / "a.arrow", tmp_path / "staged", rows_per_part=2)
+    assert ids == [["a.arrow:1", "a.arrow:2"], ["a.arrow:3"]]
+    assert read == rows("a", "b", "c")
+
+
+def test_arrow_that_is_not(tmp_path: Path) -> None:
+    (tmp_path / "a.arrow").write_bytes(b"plain text")
+    with pytest.raises(InputError, match="cannot be read as arrow"):
+        staged(tmp_path / "a.arrow", tmp_path / "staged")

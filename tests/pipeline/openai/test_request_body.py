@@ -1,0 +1,218 @@
+"""Bodies as OpenAI's clients write them, and those that cannot be honoured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafter.requests import SamplingParams
+from pipeline.openai.api_error import OpenAIError
+from pipeline.openai.request_body import parse_chat, parse_completion
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {"model": "gpt-4o-mini", "messages": HELLO, **more}
+
+
+def completion(**more: Any) -> dict[str, Any]:
+    return {"model": "davinci", "prompt": "Once", **more}
+
+
+def test_a_chat_with_every_parameter() -> None:
+    parsed = parse_chat(
+        chat(
+            max_completion_tokens=7,
+            temperature=0,
+            top_p=0.5,
+            n=3,
+            seed=-1,
+            stop="\n",
+            presence_penalty=0.5,
+            frequency_penalty=-2,
+            logit_bias={"5": -100, "7": 1.5},
+            logprobs=True,
+            top_logprobs=2,
+            stream=True,
+            stream_options={"include_usage": True},
+            user="u",
+            metadata={"a": "b"},
+            response_format={"type": "text"},
+            tools=[],
+            store=False,
+        )
+    )
+    assert parsed.model == "gpt-4o-mini"
+    assert parsed.prompts == (HELLO,)
+    assert parsed.settings == {
+        "max_new_tokens": 7,
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "seed": 2**63 - 1,
+        "stop": ("\n",),
+        "presence_penalty": 0.5,
+        "frequency_penalty": -2.0,
+        "logit_bias": {5: -100.0, 7: 1.5},
+        "logprobs": 2,
+    }
+    assert (parsed.n, parsed.choices, parsed.stream, parsed.include_usage) == (3, 3, True, True)
+
+
+def test_what_a_body_leaves_open() -> None:
+    parsed = parse_chat(chat())
+    # OpenAI's default temperature; everything else is the caller's.
+    assert parsed.settings == {"temperature": 1.0}
+    assert parsed.sampling(SamplingParams(max_new_tokens=9, seed=4)) == SamplingParams(9, temperature=1.0, seed=4)
+    assert parse_completion(completion()).settings == {"temperature": 1.0, "max_new_tokens": 16}
+    assert (parsed.n, parsed.stream, parsed.include_usage) == (1, False, False)
+
+
+def test_null_is_not_set() -> None:
+    names = [
+        "temperature",
+        "n",
+        "stop",
+        "tools",
+        "logit_bias",
+        "seed",
+        "max_tokens",
+        "stream_options",
+        "response_format",
+    ]
+    assert parse_chat(chat(**dict.fromkeys(names))) == parse_chat(chat())
+    copied: dict[str, Any] = {
+        "role": "assistant",
+        "content": "Hi",
+        "refusal": None,
+        "tool_calls": None,
+        "annotations": [],
+    }
+    assert parse_chat(chat(messages=[*HELLO, copied])).prompts[0][1] == {"role": "assistant", "content": "Hi"}
+
+
+def test_messages_of_every_kind() -> None:
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "name": "Ann", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    ]
+    assert parse_chat(chat(messages=messages)).prompts == (
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a\nb", "name": "Ann"}],
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("Once", ("Once",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2], ([1, 2],)),
+        ([[1, 2], [3]], ([1, 2], [3])),
+    ],
+)
+def test_prompts_of_every_kind(prompt: Any, prompts: Any) -> None:
+    parsed = parse_completion(completion(prompt=prompt, n=2, logprobs=0))
+    assert parsed.prompts == prompts
+    assert parsed.choices == 2 * len(prompts)
+    assert parsed.settings["logprobs"] == 0
+
+
+def test_one_token_where_top_p_is_nothing() -> None:
+    assert parse_chat(chat(top_p=0)).settings == {"temperature": 1.0, "top_k": 1}
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/cat.png"}}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code", "words"),
+    [
+        (chat(tools=[{"type": "function"}]), "tools", "unsupported_parameter", "'tools' is not supported"),
+        (chat(tool_choice="required"), "tool_choice", "unsupported_value", "required"),
+        (chat(response_format={"type": "json_schema"}), "response_format", "unsupported_value", "json_schema"),
+        (chat(response_format={"type": "json_object"}), "response_format", "unsupported_value", "json_object"),
+        (chat(modalities=["text", "audio"]), "modalities", "unsupported_value", "audio"),
+        (chat(store=True), "store", "unsupported_value", "true"),
+        (chat(reasoning_effort="high"), "reasoning_effort", "unsupported_value", "high"),
+        (chat(temprature=1), "temprature", "unknown_parameter", "'temprature'"),
+        (chat(prompt="x"), "prompt", "unknown_parameter", "'prompt'"),
+        ({"model": "m"}, "messages", "missing_required_parameter", "'messages'"),
+        ({"messages": HELLO}, "model", "missing_required_parameter", "'model'"),
+        (chat(messages=[]), "messages", "invalid_value", "at least 1"),
+        (chat(messages=["x"]), "messages[0]", "invalid_type", "dictionary"),
+        (chat(messages=[{"role": "tool", "content": "x"}]), "messages[0].role", "invalid_value", '"tool"'),
+        (chat(messages=[{"role": "user"}]), "messages[0].content", "missing_required_parameter", "content"),
+        (chat(messages=[{"role": "user", "content": 5}]), "messages[0].content", "invalid_type", "5"),
+        (
+            chat(messages=[{"role": "user", "content": [IMAGE]}]),
+            "messages[0].content[0]",
+            "unsupported_value",
+            "image_url",
+        ),
+        (
+            chat(messages=[{"role": "assistant", "tool_calls": [{}]}]),
+            "messages[0].tool_calls",
+            "unsupported_parameter",
+            "tool_calls",
+        ),
+        (chat(temperature=2.5), "temperature", "invalid_value", "less than or equal to 2"),
+        (chat(temperature="0.5"), "temperature", "invalid_type", "number"),
+        (chat(temperature=True), "temperature", "invalid_type", "number"),
+        (chat(temperature=float("nan")), "temperature", "invalid_value", "finite"),
+        (chat(n=0), "n", "invalid_value", "1"),
+        (chat(max_tokens=0), "max_tokens", "invalid_value", "1"),
+        (chat(max_tokens=3, max_completion_tokens=3), "max_tokens", "invalid_parameter_combination", "not both"),
+        (chat(top_logprobs=3), "top_logprobs", "invalid_parameter_combination", "logprobs"),
+        (chat(logprobs=True, top_logprobs=21), "top_logprobs", "invalid_value", "20"),
+        (chat(stop=["a", ""]), "stop", "invalid_value", "non-empty"),
+        (chat(logit_bias={"x": 1}), "logit_bias", "invalid_value", '"x"'),
+        (chat(logit_bias={"1": 101}), "logit_bias", "invalid_value", "101"),
+        (chat(logit_bias={"9" * 5000: 1}), "logit_bias", "invalid_value", "999"),
+        (chat(temperature=10**400), "temperature", "invalid_type", "number"),
+        (completion(prompt=[1, 2**31]), "prompt", "invalid_type", "2147483648"),
+        (chat(stream_options={"include_usage": True}), "stream_options", "invalid_parameter_combination", "stream"),
+        (completion(echo=True), "echo", "unsupported_value", "echo"),
+        (completion(best_of=3), "best_of", "unsupported_value", "3"),
+        (completion(suffix="end"), "suffix", "unsupported_value", "end"),
+        (completion(prompt=[]), "prompt", "invalid_type", "[]"),
+        (completion(prompt=["a", 1]), "prompt", "invalid_type", "list of texts"),
+        (completion(logprobs=6), "logprobs", "invalid_value", "5"),
+        (completion(messages=HELLO), "messages", "unknown_parameter", "'messages'"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(body: dict[str, Any], param: str, code: str, words: str) -> None:
+    parse = parse_completion if body.get("model") == "davinci" else parse_chat
+    with pytest.raises(OpenAIError) as caught:
+        parse(body)
+    error = caught.value.body()["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
+    assert words in error["message"]
+    assert caught.value.status == 400
+
+
+TEXT = st.text("ab1-é", max_size=3)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = (*chat(), "temperature", "top_p", "n", "stop", "seed", "logit_bias", "logprobs", "prompt", "stream_options")
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4), st.booleans())
+def test_no_body_does_harm(changes: dict[str, Any], is_chat: bool) -> None:
+    """Anything that JSON can hold is a request or an error of OpenAI's."""
+    parse = parse_chat if is_chat else parse_completion
+    try:
+        assert parse({**(chat() if is_chat else completion()), **changes}).choices >= 1
+    except OpenAIError as error:
+        assert error.message  # noqa: PT017 - either outcome is right
+
+
+@pytest.mark.parametrize("body", [None, [], "x", 3])
+def test_a_body_is_an_object(body: Any) -> None:
+    with pytest.raises(OpenAIError, match="not a JSON object"):
+        parse_chat(body)

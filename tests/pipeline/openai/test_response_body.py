@@ -1,0 +1,79 @@
+"""Answers parse with the client's own types, and say what was generated."""
+
+from __future__ import annotations
+
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+
+from drafter.base.causal_lm import load_tokenizer
+from drafter.embedded import EMBEDDED_BASE
+from drafter.requests import Generation, TokenLogprob
+from drafter.statistics import DecodeCounts
+from pipeline.openai.request_body import ParsedRequest
+from pipeline.openai.response_body import chat_logprobs, chat_response, completion_logprobs, completion_response, token_text
+
+
+def generation(text: str, tokens: int, prompt: int, accepted: int, drafted: int) -> Generation:
+    counts = DecodeCounts(num_accepted_draft_tokens=accepted, num_draft_tokens=drafted)
+    return Generation("", list(range(tokens)), text, "stop", prompt, counts)
+
+
+def test_a_chat_of_two_choices() -> None:
+    request = ParsedRequest("gpt", ([{"role": "user", "content": "x"}],), {}, n=2)
+    made = [generation("a", 4, 10, 2, 9), generation("b", 3, 10, 1, 5)]
+    body = chat_response(request, made, "chatcmpl-1", 1700000000, str)
+    parsed = ChatCompletion.model_validate(body, strict=True)
+    assert [(choice.index, choice.message.content) for choice in parsed.choices] == [(0, "a"), (1, "b")]
+    assert (parsed.id, parsed.created, parsed.model) == ("chatcmpl-1", 1700000000, "gpt")
+    assert parsed.usage is not None
+    assert (parsed.usage.prompt_tokens, parsed.usage.completion_tokens, parsed.usage.total_tokens) == (10, 7, 17)
+    details = parsed.usage.completion_tokens_details
+    assert details is not None
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (3, 11)
+
+
+def test_a_completion_of_two_prompts_with_two_choices_each() -> None:
+    request = ParsedRequest("davinci", ("x", "y"), {}, n=2)
+    made = [generation(text, 2, prompt, 0, 0) for text, prompt in (("a", 5), ("b", 5), ("c", 7), ("d", 7))]
+    parsed = Completion.model_validate(completion_response(request, made, "cmpl-1", 1, str), strict=True)
+    assert [choice.text for choice in parsed.choices] == ["a", "b", "c", "d"]
+    assert parsed.usage is not None
+    assert (parsed.usage.prompt_tokens, parsed.usage.completion_tokens) == (12, 8)
+
+
+def test_tokens_make_the_text_that_they_are_of() -> None:
+    tokenizer = load_tokenizer(EMBEDDED_BASE)
+    text = "Tom has 3 boxes of 12 pens, and more."
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert "".join(token_text(tokenizer, token) for token in ids) == text
+    euro = tokenizer("€", add_special_tokens=False)["input_ids"]
+    assert "€" not in [token_text(tokenizer, token) for token in euro] or len(euro) == 1
+
+
+def test_tokens_of_tokenisers_that_put_words_together() -> None:
+    class Joining:
+        """Like SentencePiece's: the space before the first word is left out."""
+
+        def decode(self, ids: list[int], **_: object) -> str:
+            return " ".join(["", "one", "two"][token] for token in ids)
+
+    assert [token_text(Joining(), token) for token in (1, 2)] == [" one", " two"]
+
+
+def test_log_probabilities() -> None:
+    texts = {1: "a", 2: " bc", 3: "\ufffd"}
+    made = [TokenLogprob(1, -0.5, ((2, -0.25), (1, -0.5))), TokenLogprob(2, -1.0, ()), TokenLogprob(3, -2.0, ())]
+    chat = chat_logprobs(made, texts.__getitem__)
+    assert chat is not None
+    first, second, third = chat["content"]
+    assert (first["token"], first["logprob"], first["bytes"]) == ("a", -0.5, [97])
+    assert [(one["token"], one["logprob"]) for one in first["top_logprobs"]] == [(" bc", -0.25), ("a", -0.5)]
+    assert (second["bytes"], second["top_logprobs"]) == ([32, 98, 99], [])
+    assert third["bytes"] is None
+    assert completion_logprobs(made, texts.__getitem__, offset=5) == {
+        "tokens": ["a", " bc", "\ufffd"],
+        "token_logprobs": [-0.5, -1.0, -2.0],
+        "top_logprobs": [{" bc": -0.25, "a": -0.5}, {}, {}],
+        "text_offset": [5, 6, 9],
+    }
+    assert chat_logprobs(None, texts.__getitem__) is completion_logprobs(None, texts.__getitem__) is None

@@ -1,0 +1,74 @@
+"""One submission at a time, and none that waits for a dead one."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import InputError
+from pipeline.io.files import Location, locate
+from pipeline.output.lease import Holder, Lease
+from tests.pipeline.conftest import Run, write_jsonl
+
+BEAT = 0.1
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Location:
+    return locate(str(tmp_path / "_lease.json"))
+
+
+def nobody(holder: Holder) -> None:
+    pytest.fail(f"the lease was lost to {holder}")
+
+
+def holder(**facts: Any) -> str:
+    return json.dumps({"name": "x", "host": socket.gethostname(), "pid": os.getpid(), "beat": 1, **facts})
+
+
+def test_a_second_submission_is_refused_while_the_first_lives(file: Location) -> None:
+    refused = pytest.raises(InputError, match=rf"process {os.getpid()} on .*: wait for its end, or stop it")
+    with Lease(file, nobody, BEAT), refused, Lease(file, nobody, BEAT):
+        pass
+    assert not Path(file.path).exists()
+    with Lease(file, nobody, BEAT):
+        pass
+
+
+@pytest.mark.parametrize("host", [socket.gethostname(), "another"])
+def test_a_dead_submission_is_followed_at_once_or_when_its_file_stands_still(file: Location, host: str) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    file.write_text(holder(host=host, pid=ended.pid))
+    with Lease(file, nobody, BEAT):
+        assert json.loads(file.read_text())["pid"] == os.getpid()
+
+
+def test_who_was_thought_dead_hears_of_the_next(file: Location) -> None:
+    lost = threading.Event()
+    with Lease(file, lambda by: lost.set(), BEAT):
+        file.write_text(holder(name="y", host="another"))
+        assert lost.wait(30)
+    assert json.loads(file.read_text())["name"] == "y"
+
+
+def test_a_job_on_an_output_in_use_is_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "x"}, {"prompt": "y"}])
+    monkeypatch.setattr("pipeline.generate.cluster_run.Lease", lambda file, lost: Lease(file, lost, BEAT))
+    done = run(source, "--writing.rows_per_file", 1)
+    assert done.code == 0
+    assert not (done.folder / "_lease.json").exists()
+    next((done.folder / "data").iterdir()).unlink()
+    with Lease(locate(str(done.folder / "_lease.json")), nobody, BEAT):
+        refused = run(source)
+        assert refused.code == 2
+        assert "another submission works on output" in refused.error
+    assert run(source).code == 0

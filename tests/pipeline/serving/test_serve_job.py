@@ -1,0 +1,221 @@
+"""The endpoint on Ray Serve, over a real socket: what only the whole can show."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+from openai import APIError, APIStatusError, AsyncOpenAI, AuthenticationError, OpenAI
+
+from drafter import SamplingParams, SpeculativeLM
+from tests.pipeline.serving.conftest import KEY, NAME, Endpoint
+
+CHAT = "/v1/chat/completions"
+LONG: dict[str, Any] = {
+    "model": NAME,
+    "messages": [{"role": "user", "content": "how many"}],
+    "max_tokens": 200,
+    "logit_bias": {"0": -100},  # the end-of-sequence token: the answer is as long as it may be
+}
+
+
+def client(endpoint: Endpoint, key: str = KEY) -> OpenAI:
+    return OpenAI(base_url=f"{endpoint.address}/v1", api_key=key, max_retries=0, timeout=240)
+
+
+def async_client(endpoint: Endpoint) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{endpoint.address}/v1", api_key=KEY, max_retries=0, timeout=240)
+
+
+def test_keys(endpoint: Endpoint) -> None:
+    assert [one.id for one in client(endpoint).models.list()] == [NAME]
+    with pytest.raises(AuthenticationError):
+        client(endpoint, "sk-wrong-key").models.list()
+    assert httpx2.post(endpoint.address + CHAT, json=LONG).status_code == 401
+    assert httpx2.get(f"{endpoint.address}/health", timeout=30).json() == {"status": "ok", "replicas": {NAME: 2}}
+
+
+def test_a_mixed_load_changes_no_answer(endpoint: Endpoint, plain: SpeculativeLM) -> None:
+    rng = random.Random(1)
+    cases = [
+        (f"how many {rng.choice(['apples', 'pens'])}", rng.choice([0.0, 0.9]), rng.randrange(99), rng.randrange(5, 40))
+        for _ in range(16)
+    ]
+    wanted = [
+        plain.generate(
+            [{"role": "user", "content": question}],
+            SamplingParams(temperature=temperature, seed=seed, max_new_tokens=tokens),
+        )[0].text
+        for question, temperature, seed, tokens in cases
+    ]
+
+    async def ask(api: AsyncOpenAI, question: str, temperature: float, seed: int, tokens: int) -> str:
+        settings: dict[str, Any] = {"temperature": temperature, "seed": seed, "max_tokens": tokens, "model": NAME}
+        messages: Any = [{"role": "user", "content": question}]
+        if tokens % 2:
+            answer = await api.chat.completions.create(messages=messages, **settings)
+            return answer.choices[0].message.content or ""
+        chunks = await api.chat.completions.create(messages=messages, stream=True, **settings)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+    async def ask_all() -> list[str]:
+        async with async_client(endpoint) as api:
+            return await asyncio.gather(*(ask(api, *case) for case in cases))
+
+    assert asyncio.run(ask_all()) == wanted
+
+
+def test_clients_that_leave_free_their_slots(endpoint: Endpoint) -> None:
+    """Streamed and not, while they wait and while they are answered."""
+    before = endpoint.wait_until_idle()
+
+    async def leave(api: httpx2.AsyncClient, place: int) -> None:
+        rng = random.Random(place)
+        await asyncio.sleep(rng.random())
+        body = LONG | {"stream": place % 2 == 0, "n": 1 + place % 3}
+        try:
+            async with asyncio.timeout(0.02 + rng.random() * 0.4):
+                async with api.stream("POST", endpoint.address + CHAT, json=body) as response:
+                    async for _ in response.aiter_lines():
+                        pass
+        except TimeoutError:
+            pass
+
+    async def leave_all() -> None:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        async with httpx2.AsyncClient(timeout=60, headers=headers) as api:
+            await asyncio.gather(*(leave(api, place) for place in range(30)))
+
+    asyncio.run(leave_all())
+    after = endpoint.wait_until_idle()
+    assert after["drafter_slots"] == before["drafter_slots"] == 8
+    answer = client(endpoint).chat.completions.create(**LONG | {"max_tokens": 5})
+    assert answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_nobody_works_for_a_client_that_has_left(endpoint: Endpoint, stream: bool) -> None:
+    before = endpoint.wait_until_idle()
+
+    async def leave() -> None:
+        body, headers = LONG | {"stream": stream, "n": 3}, {"Authorization": f"Bearer {KEY}"}
+        async with httpx2.AsyncClient(headers=headers) as api:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.1), api.stream("POST", endpoint.address + CHAT, json=body) as response:
+                    async for _ in response.aiter_bytes():
+                        pass
+
+    for _ in range(5):
+        asyncio.run(leave())
+    after = endpoint.wait_until_idle()
+    made = after["drafter_tokens_total"] - before["drafter_tokens_total"]
+    assert 0 < made < 5 * 3 * LONG["max_tokens"] / 2
+
+
+def test_too_many_at_once_are_told_to_come_again(endpoint: Endpoint) -> None:
+    async def ask(api: AsyncOpenAI) -> tuple[int, str | None, str | None]:
+        try:
+            await api.chat.completions.create(**LONG | {"max_tokens": 60})
+        except APIStatusError as error:
+            return error.status_code, error.code, error.response.headers.get("retry-after")
+        return 200, None, None
+
+    async def ask_all() -> list[tuple[int, str | None, str | None]]:
+        async with async_client(endpoint) as api:
+            return await asyncio.gather(*(ask(api) for _ in range(120)))
+
+    answers = asyncio.run(ask_all())
+    assert set(answers) == {(200, None, None), (429, "rate_limit_exceeded", "1")}
+    assert answers.count((200, None, None)) >= 8
+    endpoint.wait_until_idle()
+
+
+def replicas(endpoint: Endpoint) -> list[psutil.Process]:
+    """Processes of the engines."""
+    children = psutil.Process(endpoint.process.pid).children(recursive=True)
+    return [process for process in children if "Engine" in " ".join(process.cmdline()[:1])]
+
+
+def test_a_replica_that_dies_takes_only_its_own_streams(endpoint: Endpoint) -> None:
+    endpoint.wait_until_idle()
+    [victim, _] = replicas(endpoint)
+
+    async def read(api: AsyncOpenAI, begun: asyncio.Semaphore) -> str:
+        chunks = await api.chat.completions.create(**LONG, stream=True)
+        last = "cut off"
+        try:
+            async for chunk in chunks:
+                begun.release()
+                last = chunk.choices[0].finish_reason or last
+        except APIError as error:
+            last = error.message
+        return last
+
+    async def read_all() -> list[str]:
+        async with async_client(endpoint) as api:
+            begun = asyncio.Semaphore(0)
+            streams = [asyncio.create_task(read(api, begun)) for _ in range(8)]
+            for _ in range(16):
+                await begun.acquire()
+            os.kill(victim.pid, signal.SIGKILL)
+            later = await api.chat.completions.create(**LONG | {"max_tokens": 5})
+            assert later.choices[0].finish_reason == "length"
+            return await asyncio.gather(*streams)
+
+    ends = asyncio.run(read_all())
+    assert set(ends) == {"length", "The model failed while it answered: try again."}
+    deadline = time.monotonic() + 120
+    while httpx2.get(f"{endpoint.address}/health", timeout=30).json() != {"status": "ok", "replicas": {NAME: 2}}:
+        assert time.monotonic() < deadline, "the replica is not replaced"
+        time.sleep(0.5)
+
+
+def test_an_ingress_that_dies_is_replaced_at_its_port(endpoint: Endpoint) -> None:
+    endpoint.wait_until_idle()
+    address = ("127.0.0.1", int(endpoint.address.rsplit(":", 1)[1]))
+    # The kernel remembers connections that were open when a listener died.
+    with socket.create_connection(address), socket.create_connection(address):
+        (listener,) = {
+            one.pid
+            for one in psutil.net_connections("tcp")
+            if one.status == psutil.CONN_LISTEN and one.laddr.port == address[1]
+        }
+        os.kill(listener, signal.SIGKILL)
+        time.sleep(1)
+    deadline = time.monotonic() + 60
+    while not answers(endpoint):
+        assert time.monotonic() < deadline, "no ingress has come back"
+        time.sleep(0.2)
+    assert client(endpoint).chat.completions.create(**LONG | {"max_tokens": 5}).usage.completion_tokens == 5
+
+
+def answers(endpoint: Endpoint) -> bool:
+    with suppress(httpx2.TransportError):
+        return httpx2.get(f"{endpoint.address}/health", timeout=10).status_code == 200
+    return False
+
+
+def test_the_server_ends_in_good_order_and_has_logged_no_key(endpoint: Endpoint) -> None:
+    """The last test of the endpoint: it stops it."""
+    children = psutil.Process(endpoint.process.pid).children(recursive=True)
+    endpoint.process.send_signal(signal.SIGTERM)
+    assert endpoint.process.wait(120) == 0
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive
+    log = endpoint.log.read_text(encoding="utf-8")
+    assert "Traceback" not in log
+    assert any(endpoint.session.rglob("replica_*.log"))
+    for folder in (endpoint.log.parent, endpoint.session):
+        found = subprocess.run(["grep", "-rlE", f"{KEY}|sk-wrong-key", folder], capture_output=True, text=True)
+        assert [Path(file).name for file in found.stdout.split()] in ([], ["keys.txt"])

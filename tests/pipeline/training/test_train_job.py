@@ -1,0 +1,168 @@
+"""The training job from end to end, on real Ray with real DeepSpeed workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet
+import pytest
+
+from drafter.base.causal_lm import BaseModel
+from drafter.drafters.registry import HEADS
+from drafter.heads.checkpoint import load_head
+from tests.pipeline.conftest import Run, write_jsonl
+from tests.pipeline.training.conftest import Train, Training, arguments_of
+
+
+@pytest.fixture(scope="module")
+def unbroken(local_ray: None, model: Path, distilled: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """A run of one worker that nobody disturbs."""
+    from pipeline.training.train_job import main
+
+    folder = tmp_path_factory.mktemp("unbroken") / "trained"
+    assert main(arguments_of(distilled, folder, model)) == 0
+    return Training(0, "", "", folder)
+
+
+def test_the_best_head_is_kept_and_everything_is_told(
+    unbroken: Training, model: Path, train: Train, run: Run, tmp_path: Path
+) -> None:
+    assert list(unbroken.losses) == list(range(1, 61))
+    assert list(unbroken.betas) == [30, 60]
+    assert unbroken.checkpoints == ["step-00000050", "step-00000060"]
+
+    # The head that was kept is the one with the best β, and it says where it comes from.
+    head = load_head(unbroken.folder / "head", BaseModel.from_pretrained(model, device="cpu"), HEADS)
+    assert head.provenance is not None
+    history = head.provenance.training["history"]
+    assert history[-1]["beta"]["16"] == max(beta["16"] for beta in unbroken.betas.values())
+    assert {entry["step"]: entry["beta"] for entry in history}.items() <= unbroken.betas.items()
+    counts = head.provenance.training["data"]
+    assert (counts["texts"] + counts["held_out"], counts["held_out"], counts["unusable"]) == (40, 6, 0)
+    ran = json.loads((unbroken.folder / "run.json").read_text())
+    assert (ran["state"], ran["texts"]) == ("finished", counts)
+
+    assert (unbroken.folder / "training.png").read_bytes().startswith(b"\x89PNG")
+    (events,) = (unbroken.folder / "tensorboard").iterdir()
+    assert events.stat().st_size > 1000
+
+    # Submitted again it does nothing; with another meaning it is refused.
+    before = {path: path.stat().st_mtime_ns for path in unbroken.folder.rglob("*") if path.is_file()}
+    again = train(output=unbroken.folder, workers__number=2)
+    assert again.code == 0
+    assert "the best of 2 by 16 nodes" in again.stdout
+    refused = train(output=unbroken.folder, training__learning_rate=1e-4)
+    assert refused.code == 2
+    assert "training.learning_rate was 0.001, is now 0.0001" in refused.error
+    assert {path: path.stat().st_mtime_ns for path in unbroken.folder.rglob("*") if path.is_file()} == before
+
+    # And it drafts.
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "how many pens"}])
+    drafted = run(source, "--engine.nodes", 4, drafter=str(unbroken.folder / "head"))
+    assert drafted.code == 0, drafted.stderr
+    assert drafted.rows[0]["num_draft_tokens"] > 0
+
+
+def same(one: Training, other: Training) -> None:
+    """Two runs learned the same, to rounding."""
+    assert one.losses == pytest.approx(other.losses, rel=2e-4)
+    assert list(one.betas) == list(other.betas)
+    for step, beta in one.betas.items():
+        assert beta == pytest.approx(other.betas[step], rel=0.02)
+
+
+def test_two_workers_with_stored_hidden_states_learn_what_one_does(unbroken: Training, train: Train) -> None:
+    two = train(workers__number=2, sharding__zero_stage=3, texts__store_hidden=True)
+    assert two.code == 0, two.stderr
+    same(two, unbroken)
+    tokens = json.loads((two.folder / "run.json").read_text())["texts"]["tokens"]
+    assert f"hidden states of {tokens:,} tokens: {tokens:,} × 32 × 4 bytes" in two.stderr
+    stored = pyarrow.parquet.read_table(two.folder / "_staged" / "part-000000.hidden.parquet")["hidden"]
+    assert sum(len(row.as_py()) for row in stored) == tokens * 32 * 4
+
+
+def workers_of(job: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The processes that train."""
+    children = psutil.Process(job.pid).children(recursive=True)
+    return [child for child in children if "RayTrainWorker" in " ".join(child.cmdline())]
+
+
+def wait_for_step(job: subprocess.Popen[bytes], output: Path, step: int) -> None:
+    """Wait until there is a checkpoint of `step` or later."""
+    while not any(int(path.parent.name[5:]) >= step for path in output.glob("_checkpoints/step-*/progress.json")):
+        assert job.poll() is None, "the job ended"
+        time.sleep(0.02)
+
+
+def test_killed_workers_and_drivers_do_not_show_in_the_losses(
+    unbroken: Training, train: Train, model: Path, distilled: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    command = [sys.executable, "-m", "jobs.train", *arguments_of(distilled, broken, model, workers__number=2)]
+    # A cluster of its own, which dies with it.
+    environment = {**os.environ, "RAY_ADDRESS": "local"}
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    job = subprocess.Popen(command, env=environment, start_new_session=True, **quiet)
+    try:
+        wait_for_step(job, broken, 10)
+        workers_of(job)[-1].send_signal(signal.SIGKILL)
+        wait_for_step(job, broken, 30)
+    finally:
+        started = psutil.Process(job.pid).children(recursive=True)
+        os.killpg(job.pid, signal.SIGKILL)
+        for process in started:
+            if process.is_running():
+                process.kill()
+        job.wait()
+    assert not (broken / "training.png").exists()
+
+    # The same command on another cluster, with another number of workers.
+    resumed = train(output=broken)
+    assert resumed.code == 0, resumed.stderr
+    steps = [int(line.split()[1].split("/")[0]) for line in resumed.stderr.splitlines() if line.startswith("step ")]
+    assert steps[0] > 10
+    same(resumed, unbroken)
+
+
+def test_a_loss_that_is_not_finite_stops_and_the_last_good_checkpoint_stays(train: Train) -> None:
+    broken = train(
+        training__learning_rate=1e30,
+        training__clip=1e30,
+        training__evaluate_every=1,
+        checkpoint_every=1,
+        workers__max_failures=0,
+    )
+    assert broken.code == 2
+    assert "the loss is" in broken.error
+    assert "lower the learning rate" in broken.error
+    assert broken.checkpoints
+    assert all(loss == loss for loss in broken.losses.values())
+
+
+def test_a_full_disk_stops_and_the_job_goes_on_when_there_is_room(
+    unbroken: Training, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.training.cluster_training.connect", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        interrupted = train()
+    assert interrupted.code == 130
+    # Writing the checkpoint of step 20 ends as on a full disk.
+    full = interrupted.folder / "_checkpoints" / "step-00000020"
+    full.mkdir()
+    (full / "state.safetensors.partial").symlink_to("/dev/full")
+    stopped = train()
+    assert stopped.code == 1
+    assert "the disk is full" in stopped.error
+    assert "step-00000010" in stopped.checkpoints
+    (full / "state.safetensors.partial").unlink()
+    resumed = train()
+    assert resumed.code == 0, resumed.stderr
+    assert resumed.losses == unbroken.losses

@@ -1,0 +1,134 @@
+"""What goes wrong, on purpose and for real: processes end by signals, not by exceptions."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pyarrow import fs
+
+from drafter.llm import SpeculativeLM
+from drafter.requests import Request
+from drafter.engine.sequence import Handle
+from pipeline.engines.engine_actor import EngineSpec
+
+
+@dataclass(frozen=True)
+class FragileEngine(EngineSpec):
+    """An engine that says where it runs, and that some prompts are the end of.
+
+    Args:
+        notes: A folder for a file named by each process's id, and one a row that enters.
+        deadly: A step with this token in a row's prompt ends the process.
+        step_seconds: Each step takes so much longer.
+    """
+
+    notes: Path = Path()
+    deadly: int | None = None
+    step_seconds: float = 0.0
+
+    def load(self) -> SpeculativeLM:
+        lm = super().load()
+        engine, step, submit = lm.engine, lm.engine.step, lm.engine.submit
+
+        def fragile_step() -> None:
+            step()
+            time.sleep(self.step_seconds)
+            if any(self.deadly in slot.handle.request.prompt_ids for slot in engine._slots):
+                kill_me()
+
+        def noted_submit(request: Request, *, stream: bool = False) -> Handle:
+            with (self.notes / "entered").open("a") as file:
+                file.write(f"{request.request_id}\n")
+            return submit(request, stream=stream)
+
+        engine.step, engine.submit = fragile_step, noted_submit  # type: ignore[method-assign]
+        (self.notes / f"{os.getpid()}.pid").touch()
+        return lm
+
+
+def kill_me() -> None:
+    """End this process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DeadlyFiles(fs.FileSystemHandler):
+    """The local file system, but that something happens at some points of a commit, once at each.
+
+    Args:
+        folder: For a file named by each point that was come to, by any process.
+        points: `before writing`, `while writing`, and `before` and `after` the move to `errors` and `data`.
+        happens: What.
+    """
+
+    def __init__(self, folder: str, points: tuple[str, ...], happens: Callable[[], None]) -> None:
+        self._folder, self._points, self._happens, self._real = Path(folder), points, happens, fs.LocalFileSystem()
+
+    def __reduce__(self) -> Any:
+        return DeadlyFiles, (str(self._folder), self._points, self._happens)
+
+    def _at(self, point: str) -> None:
+        if point in self._points:
+            try:
+                (self._folder / point.replace(" ", "-")).touch(exist_ok=False)
+            except FileExistsError:
+                return
+            self._happens()
+
+    def move(self, src: str, dest: str) -> None:
+        kind = Path(dest).parent.name
+        self._at(f"before {kind}")
+        self._real.move(src, dest)
+        self._at(f"after {kind}")
+
+    def open_output_stream(self, path: str, metadata: Any) -> Any:
+        if path.endswith(".parquet"):
+            self._at("before writing")
+        stream = self._real.open_output_stream(path, metadata=metadata)
+        if path.endswith(".parquet"):
+            self._at("while writing")
+        return stream
+
+    def get_type_name(self) -> str:
+        return "deadly"
+
+    def normalize_path(self, path: str) -> str:
+        return path
+
+    def get_file_info(self, paths: list[str]) -> Any:
+        return self._real.get_file_info(paths)
+
+    def get_file_info_selector(self, selector: Any) -> Any:
+        return self._real.get_file_info(selector)
+
+    def create_dir(self, path: str, recursive: bool) -> None:
+        self._real.create_dir(path, recursive=recursive)
+
+    def delete_dir(self, path: str) -> None:
+        self._real.delete_dir(path)
+
+    def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
+        self._real.delete_dir_contents(path, missing_dir_ok=missing_dir_ok)
+
+    def delete_root_dir_contents(self) -> None:
+        raise NotImplementedError
+
+    def delete_file(self, path: str) -> None:
+        self._real.delete_file(path)
+
+    def copy_file(self, src: str, dest: str) -> None:
+        self._real.copy_file(src, dest)
+
+    def open_input_stream(self, path: str) -> Any:
+        return self._real.open_input_stream(path, compression=None)
+
+    def open_input_file(self, path: str) -> Any:
+        return self._real.open_input_file(path)
+
+    def open_append_stream(self, path: str, metadata: Any) -> Any:
+        return self._real.open_append_stream(path, metadata=metadata)

@@ -1,0 +1,75 @@
+"""Small draft heads of every kind, and text for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafter.base.causal_lm import BaseModel
+from drafter.drafters.registry import new_head
+from drafter.heads.losses import LossSum, hard_labels
+from drafter.heads.checkpoint import DraftHead
+from drafter.training.training_step import base_hidden_states
+from drafter.training.targets import DraftBatch, RegeneratedText
+
+DEPTH = 4
+
+_ATTENTION: dict[str, Any] = {"num_heads": 2, "intermediate_size": 40}
+_CTC: dict[str, Any] = {**_ATTENTION, "num_frames": 5, "joint_size": 24}
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ctc": ("ctc", _CTC),
+    "ctc, paper's loss": ("ctc", {**_CTC, "loss": "ctc"}),
+    "ctc, cross-entropy": ("ctc", {**_CTC, "loss": "ce", "num_frames": DEPTH}),
+    "ctc, linear": ("ctc", {**_CTC, "module": "linear"}),
+    "ctc, linear, cross-entropy": ("ctc", {**_CTC, "module": "linear", "loss": "ce", "num_frames": DEPTH}),
+    "ctc, 2 layers": ("ctc", {**_CTC, "num_layers": 2}),
+    "context 1": ("ctc", {**_CTC, "label_context": 1}),
+    "context 2": ("ctc", {**_CTC, "label_context": 2, "band": 3, "joint_layers": 2}),
+    "context 4": ("ctc", {**_CTC, "label_context": 4, "band": 1}),
+    "medusa": ("medusa", {}),
+    "hydra": ("hydra", _ATTENTION),
+    "hydra++": ("hydra", {**_ATTENTION, "prefix_attention": True, "num_layers": 4}),
+}
+"""Algorithm and settings of every kind of head, by a name for people."""
+
+STATIC = tuple(
+    kind for kind, (algorithm, settings) in KINDS.items() if algorithm != "hydra" and not settings.get("label_context")
+)
+"""The kinds that have the published tree too."""
+
+
+def untrained_head(base: BaseModel, kind: str, seed: int = 0, **settings: Any) -> DraftHead:
+    """A head of depth `DEPTH` as training starts with it."""
+    torch.manual_seed(seed)
+    algorithm, own = KINDS[kind]
+    return new_head(algorithm, base, {"depth": DEPTH, **own, **settings})
+
+
+def make_head(base: BaseModel, kind: str, seed: int = 0, **settings: Any) -> DraftHead:
+    """A head with nothing left at zero or at the base's own weights, in evaluation mode."""
+    head = untrained_head(base, kind, seed, **settings)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return head.eval().requires_grad_(False)
+
+
+def sequence(base: BaseModel, rows: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Random tokens `[rows, length]` and the base's hidden states of them."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, base.vocab_size, (rows, length), generator=generator)
+    return tokens, base_hidden_states(base, tokens)
+
+
+def random_texts(count: int, length: int = 14) -> list[RegeneratedText]:
+    """Random texts after prompts of three tokens, each a token shorter than the one before."""
+    generator = torch.Generator().manual_seed(0)
+    return [RegeneratedText(torch.randint(3, 97, (length - i,), generator=generator).tolist(), 3) for i in range(count)]
+
+
+def text_loss(head: DraftHead, base: BaseModel, batch: DraftBatch) -> LossSum:
+    """The loss of a head that is to say the text itself."""
+    return head(base, batch, base_hidden_states(base, batch.tokens), hard_labels(batch.targets))  # type: ignore[no-any-return]

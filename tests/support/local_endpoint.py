@@ -1,0 +1,76 @@
+"""The endpoint without Ray: the same routes and answers behind a real socket, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from pipeline.serving.answers import Answers
+from pipeline.serving.http_app import create_app
+from pipeline.serving.serve_config import LimitsConfig
+from pipeline.serving.engines import Answer, Engines, Method
+from pipeline.serving.messages import Call, Reply
+from pipeline.serving.replica_metrics import Snapshot
+
+
+class Replies:
+    """A replica's replies, to be cancelled like those of a deployment's handle."""
+
+    def __init__(self, replies: AsyncIterator[Reply]) -> None:
+        self._replies: Any = replies
+
+    def __aiter__(self) -> Replies:
+        return self
+
+    async def __anext__(self) -> Reply:
+        reply: Reply = await anext(self._replies)
+        return reply
+
+    def cancel(self) -> None:
+        asyncio.get_running_loop().create_task(self._replies.aclose())
+
+
+class LocalEngines(Engines):
+    """Engines in this process."""
+
+    def __init__(self, answers: Mapping[str, Answers]) -> None:
+        super().__init__({})
+        self._answers = answers
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._answers)
+
+    async def ask(self, method: Method, call: Call) -> Answer:
+        replies = Replies(getattr(self._answers[call.request.model], method)(call))
+        return Answer(await anext(replies), replies)
+
+    async def snapshots(self) -> dict[str, list[Snapshot]]:
+        return {name: [one.snapshot()] for name, one in self._answers.items()}
+
+
+@contextmanager
+def served(
+    answers: Mapping[str, Answers], digests: Sequence[bytes] = (), limits: LimitsConfig | None = None
+) -> Iterator[str]:
+    """Serve on a free port of the loopback; gives the server's address."""
+    app = create_app(LocalEngines(answers), digests, limits or LimitsConfig())
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()

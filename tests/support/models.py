@@ -1,0 +1,164 @@
+"""Random small models of many families, a tokeniser that spells out ids, and a way to run an engine to its end."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from drafter.base.causal_lm import BaseModel
+from drafter.drafters.contract import DraftContext, Drafter
+from drafter.engine.loop import Engine, EngineConfig
+from drafter.requests import Generation, Request
+from drafter.tree.token_tree import TokenTree, from_nodes
+
+VOCABULARY = 97
+EOS = 2
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+}
+_HYBRID = ["full_attention", "sliding_attention", "full_attention"]
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 6},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "gemma2": {"head_dim": 8, "sliding_window": 6, "layer_types": _HYBRID},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 6, "layer_types": _HYBRID},
+    "phi3": {},
+    "gpt_neox": {},
+    "gpt2": {},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+    "olmo2": {},
+    "granite": {},
+    "cohere2": {"sliding_window": 6, "layer_types": _HYBRID},
+    "falcon": {},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "stablelm": {},
+    "starcoder2": {"sliding_window": 6},
+    "gpt_oss": {"head_dim": 8, "sliding_window": 6, "layer_types": _HYBRID, "num_local_experts": 4},
+    "glm4": {"head_dim": 8},
+    "llama4_text": {"head_dim": 8, "attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 48},
+}
+
+
+def random_model(family: str, seed: int = 0) -> Any:
+    """A random causal LM of a family; large weights, so that its greedy text is not one token for ever."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **{**_COMMON, **FAMILIES.get(family, {})})
+    eager = {"attn_implementation": "eager"} if family in ("gemma2", "gpt_oss") else {}
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **eager).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3)
+    return model
+
+
+def random_prompts(count: int, seed: int = 0) -> list[list[int]]:
+    """Ragged prompts of 1 to 17 ids, without the special ones."""
+    rng = random.Random(seed)
+    return [[rng.randrange(3, VOCABULARY) for _ in range(rng.choice([1, 2, 5, 9, 17]))] for _ in range(count)]
+
+
+class SpellingTokenizer:
+    """Decodes id 5 as ` 5`, and `<eos>` as nothing."""
+
+    chat_template = None
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(f" {i}" for i in ids if not (skip_special_tokens and i == EOS))
+
+
+class AdversarialDrafter(Drafter):
+    """Random trees, full of repeats, of the end-of-sequence token, of special tokens, of padding and of duplicates."""
+
+    def __init__(self, seed: int, tree_size: int = 12, depth: int = 5) -> None:
+        self.tree_size, self.depth = tree_size, depth
+        self._rng = torch.Generator().manual_seed(seed)
+
+    def propose(self, context: DraftContext, size: int) -> TokenTree:
+        batch, count = context.tokens.shape[0], size - 1
+        parents = torch.stack(
+            [torch.randint(-1, max(i, 1), (batch,), generator=self._rng).clamp_max(i - 1) for i in range(count)], 1
+        )
+        depths = torch.ones(batch, count, dtype=torch.long)
+        for i in range(count):
+            known = torch.where(parents[:, i] >= 0, depths.gather(1, parents[:, i : i + 1].clamp_min(0))[:, 0], 0)
+            depths[:, i] = known + 1
+        kind = torch.randint(0, 4, (batch, count), generator=self._rng)
+        tokens = torch.randint(0, VOCABULARY, (batch, count), generator=self._rng)
+        recent = context.tokens.gather(1, (context.lengths[:, None] - torch.arange(count) % 7).clamp_min(0))
+        tokens = torch.where(kind == 0, recent, torch.where(kind == 1, EOS, torch.where(kind == 2, 0, tokens)))
+        prices = -depths.double()
+        drop = (torch.rand(batch, count, generator=self._rng) < 0.1) | (depths > self.depth)
+        # A node whose parent does not exist does not exist either.
+        for i in range(count):
+            parent = parents[:, i : i + 1]
+            drop[:, i] |= (parent >= 0)[:, 0] & drop.gather(1, parent.clamp_min(0))[:, 0]
+        return from_nodes(context.pending, tokens, parents, depths, prices.masked_fill(drop, -torch.inf), size)
+
+
+class OracleDrafter(Drafter):
+    """Knows the row's continuation and hides it among wrong siblings, so that long walks are sure to be tested."""
+
+    def __init__(self, texts: list[list[int]], depth: int = 5) -> None:
+        self.texts, self.depth, self.tree_size = texts, depth, 2 * depth + 1
+
+    def propose(self, context: DraftContext, size: int) -> TokenTree:
+        batch = context.tokens.shape[0]
+        tokens = torch.zeros(batch, 2 * self.depth, dtype=torch.long)
+        for row in range(batch):
+            length = int(context.lengths[row])
+            so_far = context.tokens[row, : length + 1].tolist()
+            text = next((t for t in self.texts if t[: len(so_far)] == so_far), [])
+            truth = (text[len(so_far) :] + [EOS] * self.depth)[: self.depth]
+            for step, token in enumerate(truth):
+                tokens[row, 2 * step] = (token + 1) % VOCABULARY
+                tokens[row, 2 * step + 1] = token
+        index = torch.arange(2 * self.depth)
+        parents = (2 * (index // 2) - 1).expand(batch, -1)
+        depths = index // 2 + 1
+        return from_nodes(
+            context.pending,
+            tokens,
+            parents,
+            depths.expand(batch, -1),
+            -depths.expand(batch, -1).float(),
+            size,
+        )
+
+
+def run_engine(base: BaseModel, drafter: Drafter, requests: list[Request], **config: Any) -> list[Generation]:
+    """Decode all requests to their ends."""
+    engine = Engine(base, drafter, SpellingTokenizer(), EngineConfig(**config))
+    handles = [engine.submit(request) for request in requests]
+    while not engine.idle:
+        engine.step()
+    return [handle.result(0) for handle in handles]
+
+
+def generate_reference(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
+    """The greedy continuation by transformers' own `generate`."""
+    output = model.generate(torch.tensor([prompt]), max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0)
+    return output[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+def chain(tokens: list[int]) -> Tensor:
+    """A tensor `[1, n]` of ids."""
+    return torch.tensor([tokens])

@@ -1,0 +1,51 @@
+"""A job on a cluster whose nodes are lost on the way: `python -m tests.support.node_loss INPUT OUTPUT MODEL LOSSES`.
+
+A program of its own, because a process can be in one cluster only. It tells of the losses in a file, because Ray's
+threads, too, print, in the middle of a line if need be.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from ray.cluster_utils import Cluster
+
+
+def wait_for_parts(job: subprocess.Popen[bytes], data: Path, more: int) -> None:
+    """Until so many more are committed, or the job has ended."""
+    before = len(list(data.glob("*.parquet")))
+    while job.poll() is None and len(list(data.glob("*.parquet"))) < before + more:
+        time.sleep(0.05)
+
+
+def main(source: str, out: str, model: str, losses: str) -> int:
+    """Take one of three nodes away, then the other two, then give one back; return the job's exit code."""
+    # A node is dead when five checks in a row have failed: three seconds between two would be most of the test.
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": {"health_check_period_ms": 500}}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]  # each with room for one engine
+    command = [sys.executable, "-m", "jobs.generate", "--input", source, "--output", out, "--model", model]
+    command += ["--drafter", "ngram", "--engine.slots", "4", "--sampling.max_new_tokens", "12"]
+    command += ["--writing.rows_per_file", "8", "--resources.min_actors", "2", "--resources.cpus_per_actor", "1"]
+    job = subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": cluster.address})
+    try:
+        for lost in (1, 2):
+            wait_for_parts(job, Path(out) / "data", 2)
+            for node in nodes[:lost]:
+                cluster.remove_node(node, allow_graceful=False)
+            del nodes[:lost]
+            with Path(losses).open("a", encoding="utf-8") as file:
+                file.write(f"{lost} lost, {job.poll() is None}\n")
+        cluster.add_node(num_cpus=2)
+        return job.wait()
+    finally:
+        job.kill()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,79 @@
+"""Graphs without a GPU: a step is recorded as the list of its operations, and that list is done again.
+
+Like a CUDA graph, a tape repeats operations on the tensors that they were recorded with, whatever the host thinks by
+then; and what would wait for the device cannot be recorded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from drafter.engine.cuda_graphs import Record, Step, StepReport
+
+_WAITING = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique", "item", "equal", "lift_fresh"}
+"""The last is what `torch.tensor` does: the host makes numbers, and waits until a device has taken them."""
+
+
+class Tape(TorchDispatchMode):
+    """Records operations while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in _WAITING:
+            raise RuntimeError(f"{func} waits for the device")
+        result = func(*args, **(kwargs or {}))
+        self.operations.append((func, args, kwargs or {}, result))
+        return result
+
+    def repeat(self, report: StepReport) -> StepReport:
+        """Do it all again; what `report` has become."""
+        now: dict[int, Any] = {}
+
+        def current(value: Any) -> Any:
+            return now.get(id(value), value) if isinstance(value, torch.Tensor) else value
+
+        for func, args, kwargs, recorded in self.operations:
+            result = func(*tree_map(current, args), **tree_map(current, kwargs))
+            for old, new in zip(tree_flatten(recorded)[0], tree_flatten(result)[0], strict=True):
+                if isinstance(old, torch.Tensor):
+                    now[id(old)] = new
+        return StepReport(current(report.outcome), current(report.prices), None)
+
+
+class TapeRecorder:
+    """What an engine records with, in place of CUDA graphs.
+
+    Attributes:
+        recorded, repeated: How many steps were.
+    """
+
+    def __init__(self) -> None:
+        self.recorded = self.repeated = 0
+
+    def __call__(self, device: torch.device) -> Record:
+        def record(step: Step) -> Step:
+            # Recording does the step, as it does not on a GPU: so it counts as the first time that it is repeated.
+            tape = Tape()
+            with tape:
+                report = step()
+            self.recorded += 1
+            first = True
+
+            def repeat() -> StepReport:
+                nonlocal first
+                self.repeated += 1
+                if first:
+                    first = False
+                    return report
+                return tape.repeat(report)
+
+            return repeat
+
+        return record
