@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import pyarrow.parquet
 
-from drafter.base.causal_lm import BaseModel
+from drafter.base.loading import load_base
 from drafter.embedded import EMBEDDED_BASE
 from drafter.evaluation.environment import environment
 from drafter.evaluation.results import write_json
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else list(arguments)
     command = shlex.join(["python", "-m", "benchmarks.chaos", *given])
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    write_json(args.output, {"environment": environment(BaseModel.from_pretrained(EMBEDDED_BASE), command), **record})
+    write_json(args.output, {"environment": environment(load_base(EMBEDDED_BASE), command), **record})
 
 
 if __name__ == "__main__":

@@ -26,18 +26,21 @@ import torch
 from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from drafter.base.causal_lm import BaseModel, pick_device, pick_dtype
+from drafter.base.causal_lm import BaseModel
+from drafter.base.executors.contract import TreeNodes
+from drafter.base.executors.prepacked import halved_weights
+from drafter.base.kv_cache import KVCache
+from drafter.base.loading import load_base, pick_device, pick_dtype
 from drafter.devices import is_asynchronous, synchronise
 from drafter.drafters.contract import DraftContext, Drafter
-from drafter.drafters.registry import load_drafter, new_head
+from drafter.drafters.registry import load_drafter
 from drafter.embedded import EMBEDDED_BASE
+from drafter.engine.cuda_graphs import padded_length
 from drafter.errors import LoadError
 from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
-from drafter.base.kv_cache import KVCache
-from drafter.base.executors.prepacked import halved_weights
-from drafter.engine.cuda_graphs import padded_length
+from drafter.heads.registry import new_head
 from drafter.tree.token_tree import root_only
 
 COSTS_FILE = "costs.json"
@@ -131,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(given)
     try:
         if args.shape is None:
-            base = BaseModel.from_pretrained(args.model, dtype=args.dtype)
+            base = load_base(args.model, dtype=args.dtype)
             drafter = load_drafter(args.drafter, base, max(NODES) + 1)
         else:
             base, drafter = of_shape(args.shape, args.dtype)
@@ -234,7 +237,7 @@ def measure(
         kv_length = padded_length(kv_length, cache.length)
 
     def verify() -> None:
-        base.verify(cache, tree.tokens.clamp_min(0), lengths, tree.depths, ancestors, kv_length)
+        base.verify(cache, TreeNodes(tree.tokens.clamp_min(0), lengths, tree.depths, ancestors, kv_length))
 
     return draft, timed(verify, base.device)
 

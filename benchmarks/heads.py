@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from drafter.base.causal_lm import BaseModel, load_tokenizer
-from drafter.drafters.registry import HEADS
+from drafter.base.causal_lm import BaseModel
+from drafter.base.loading import load_base, load_tokenizer
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import LoadError
 from drafter.evaluation.environment import environment
@@ -25,7 +25,9 @@ from drafter.evaluation.prepared_prompts import prompts_of
 from drafter.evaluation.questions import QuestionError, read_questions
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
-from drafter.heads.checkpoint import CONFIG_FILE, DraftHead, load_head
+from drafter.heads.checkpoint import CONFIG_FILE, load_head
+from drafter.heads.contract import DraftHead
+from drafter.heads.registry import HEADS
 from drafter.training.simulated_walk import simulated_beta
 from drafter.training.targets import RegeneratedText
 
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=256)
     args = parser.parse_args(arguments)
     try:
-        base = BaseModel.from_pretrained(args.model)
+        base = load_base(args.model)
         heads = read_heads(args.heads, base)
         texts = answers(base, load_tokenizer(args.model), args.questions, args.max_new_tokens)
     except (LoadError, QuestionError) as error:

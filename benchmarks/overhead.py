@@ -30,7 +30,8 @@ import pyarrow.parquet
 import ray
 import torch
 
-from drafter.engine.loop import Engine, EngineConfig
+from drafter.engine.engine_config import EngineConfig
+from drafter.engine.loop import Engine
 from drafter.evaluation.environment import environment
 from drafter.evaluation.questions import read_questions
 from drafter.evaluation.results import write_json

@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from benchmarks.costs import timed
-from drafter.base.causal_lm import BaseModel
+from drafter.base.executors.prepacked import as_loaded, prepack
+from drafter.base.loading import load_base
 from drafter.embedded import EMBEDDED_BASE
 from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
-from drafter.base.executors.prepacked import as_loaded, prepack
 from drafter.threads import in_passing_thread
 
 PRODUCTS_FILE, TABLE_FILE = "products.json", "products.md"
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     given = list(sys.argv[1:] if arguments is None else arguments)
     args = parser.parse_args(given)
-    base = in_passing_thread(lambda: BaseModel.from_pretrained(EMBEDDED_BASE, device="cpu"))
+    base = in_passing_thread(lambda: load_base(EMBEDDED_BASE, device="cpu"))
     record = {
         "environment": environment(base, shlex.join(["python", "-m", "benchmarks.products", *given])),
         "products": [

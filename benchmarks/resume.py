@@ -23,16 +23,16 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet
 
-from drafter.base.causal_lm import BaseModel
+from drafter.base.loading import load_base
 from drafter.embedded import EMBEDDED_BASE
 from drafter.evaluation.environment import environment
 from drafter.evaluation.results import write_json
 from drafter.requests import Generation, Request
 from drafter.statistics import DecodeCounts
 from pipeline.engines.engine_actor import OUTPUT_TYPE, output_columns
+from pipeline.generate.staged_input import Part, StagedInput
 from pipeline.io.files import locate
 from pipeline.output.output_folder import OutputFolder
-from pipeline.generate.staged_input import Part, StagedInput
 from pipeline.output.part_files import commit_part
 
 _LOOK_SECONDS = 0.1
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results.append(measure(args.rows, done, Path(folder)))
         print(json.dumps(results[-1]), flush=True)
     given = sys.argv[1:] if arguments is None else list(arguments)
-    base = BaseModel.from_pretrained(EMBEDDED_BASE)
+    base = load_base(EMBEDDED_BASE)
     record = {
         "environment": environment(base, shlex.join(["python", "-m", "benchmarks.resume", *given])),
         "resumes": results,

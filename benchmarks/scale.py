@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import ray
 
-from drafter.base.causal_lm import BaseModel
+from drafter.base.loading import load_base
 from drafter.embedded import EMBEDDED_BASE
 from drafter.evaluation.environment import environment
 from drafter.evaluation.results import write_json
@@ -32,14 +32,14 @@ from drafter.evaluation.tables import markdown_table
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
 from pipeline.cluster.ray_cluster import connect
-from pipeline.generate.generate_config import ReadingConfig, WritingConfig
 from pipeline.engines.engine_actor import OUTPUT_TYPE, output_columns
 from pipeline.generate.cluster_run import missing_parts
-from pipeline.io.files import locate
+from pipeline.generate.generate_config import ReadingConfig, WritingConfig
 from pipeline.generate.generate_job import main as generate
-from pipeline.output.output_folder import OutputFolder
-from pipeline.io.reading import find_prompts, list_input
 from pipeline.generate.staged_input import PROBLEM_TYPE, Part, StagedInput, StagedParts, stage_files
+from pipeline.io.files import locate
+from pipeline.io.reading import find_prompts, list_input
+from pipeline.output.output_folder import OutputFolder
 from pipeline.output.part_files import commit_part
 
 SCALE_FILE = "scale.json"
@@ -102,9 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         costs = measure(Path(name), args)
     record = {
-        "environment": environment(
-            BaseModel.from_pretrained(EMBEDDED_BASE), shlex.join(["python", "-m", "benchmarks.scale", *given])
-        ),
+        "environment": environment(load_base(EMBEDDED_BASE), shlex.join(["python", "-m", "benchmarks.scale", *given])),
         "rows_per_part": ROWS_PER_PART,
         "parts": {
             "staged": args.staged_parts,

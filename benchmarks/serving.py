@@ -25,7 +25,7 @@ from typing import Any
 import httpx2
 
 from benchmarks.servers import Server, endpoint, transformers_serve
-from drafter.base.causal_lm import BaseModel
+from drafter.base.loading import load_base
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import LoadError
 from drafter.evaluation.environment import environment
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     args = parser.parse_args(arguments)
     try:
-        base = BaseModel.from_pretrained(args.model, dtype=args.dtype)
+        base = load_base(args.model, dtype=args.dtype)
         questions = [one.turns[0] for one in read_questions(_QUESTIONS, max(LEVELS) * args.answers)]
     except (LoadError, QuestionError) as error:
         raise SystemExit(f"error: {error}") from error

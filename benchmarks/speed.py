@@ -23,11 +23,14 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from drafter.base.causal_lm import BaseModel, load_tokenizer
+from drafter.base.causal_lm import BaseModel
+from drafter.base.executors.prepacked import as_loaded
+from drafter.base.loading import load_base, load_tokenizer
 from drafter.devices import synchronise
 from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_BASE
-from drafter.engine.loop import Engine, EngineConfig
+from drafter.engine.engine_config import EngineConfig
+from drafter.engine.loop import Engine
 from drafter.errors import LoadError
 from drafter.evaluation.decoders import Decoder, Run, engine_decoder, padding, transformers_decoder
 from drafter.evaluation.environment import environment, machine
@@ -35,7 +38,6 @@ from drafter.evaluation.prepared_prompts import encode
 from drafter.evaluation.questions import QuestionError, read_questions
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
-from drafter.base.executors.prepacked import as_loaded
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import mean_acceptance_length, total
 from drafter.threads import in_passing_thread
@@ -146,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         if args.output is None:
             parser.error("--output is needed")
-        base = in_passing_thread(lambda: BaseModel.from_pretrained(args.model, dtype=args.dtype))
+        base = in_passing_thread(lambda: load_base(args.model, dtype=args.dtype))
     except (LoadError, QuestionError) as error:
         raise SystemExit(f"error: {error}") from error
     command = shlex.join(["python", "-m", "benchmarks.speed", *given])
@@ -170,7 +172,7 @@ def measure(args: argparse.Namespace) -> None:
     """Print a JSON object for each cell of one way."""
 
     def load() -> BaseModel:
-        return BaseModel.from_pretrained(args.model, dtype=args.dtype)
+        return load_base(args.model, dtype=args.dtype)
 
     base, tokenizer = in_passing_thread(load), load_tokenizer(args.model)
     for batch in args.batches:

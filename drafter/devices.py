@@ -1,9 +1,14 @@
-"""What kinds of device differ in."""
+"""What kinds of device differ in: who waits for whom, how much memory is left, how they are called."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import torch
 from torch import Tensor
+
+_MEMINFO = Path("/proc/meminfo")
 
 
 def is_asynchronous(device: torch.device) -> bool:
@@ -20,3 +25,14 @@ def synchronise(device: torch.device) -> None:
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """`tensor`, which the host has just made, on `device`, without waiting for what is queued there."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be taken, on a GPU those that PyTorch holds without use included; None if nobody knows."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0] + unused)
+    if device.type == "cpu" and _MEMINFO.exists():
+        found = re.search(r"^MemAvailable:\s*(\d+) kB$", _MEMINFO.read_text(encoding="utf-8"), re.MULTILINE)
+        return None if found is None else 1024 * int(found[1])
+    return None

@@ -25,3 +25,14 @@ class EngineError(RuntimeError):
 
 class TrainingError(RuntimeError):
     """Training cannot go on; the message says why and what to do."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its class where it has none."""
+    return (str(error).strip() or type(error).__name__).split("\n")[0]
+
+
+def one_line(error: BaseException | str, limit: int = 500) -> str:
+    """An error's message on one line of at most `limit` characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 
-from drafter.base.causal_lm import BaseModel, load_tokenizer
-from drafter.text.chat import render_chat
+from drafter.base.causal_lm import BaseModel
+from drafter.base.loading import load_base, load_tokenizer
 from drafter.drafters.contract import Drafter
 from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_BASE
-from drafter.engine.loop import Engine, EngineConfig
+from drafter.engine.engine_config import EngineConfig
+from drafter.engine.handle import Handle
+from drafter.engine.loop import Engine
 from drafter.errors import RequestError
 from drafter.requests import Generation, Request, SamplingParams
-from drafter.engine.sequence import Handle
+from drafter.text.chat import render_chat
 from drafter.threads import in_passing_thread
 
 Message = dict[str, str]
@@ -82,7 +84,7 @@ class SpeculativeLM:
         chosen = config or EngineConfig()
 
         def load() -> tuple[BaseModel, Drafter]:
-            base = BaseModel.from_pretrained(
+            base = load_base(
                 name, dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code
             )
             nodes = useful_nodes(base.device) if chosen.nodes == "auto" else chosen.nodes

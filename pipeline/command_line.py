@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from jsonargparse import ArgumentParser, Namespace
 
-from drafter.errors import RequestError
-from pipeline.errors import InputError, JobError, JobStopped, one_line
+from drafter.errors import RequestError, one_line
+from pipeline.errors import InputError, JobError, JobStopped
 
 Config = TypeVar("Config")
 

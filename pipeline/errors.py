@@ -52,9 +52,3 @@ class RowProblem:
     message: str
     input: str | None = None
     attempts: int = 0
-
-
-def one_line(error: BaseException | str, limit: int = 500) -> str:
-    """An error's message on one line of at most `limit` characters."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= limit else text[: limit - 1] + "…"

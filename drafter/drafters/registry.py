@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import Drafter
-from drafter.heads.ctc.ctc_head import CTCHead
 from drafter.drafters.merged import EnsembleDrafter
-from drafter.heads.hydra import HydraHead
-from drafter.heads.medusa import MedusaHead
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
 from drafter.errors import LoadError
-from drafter.heads.checkpoint import DraftHead, build_config, load_head
+from drafter.heads.checkpoint import load_head
+from drafter.heads.registry import HEADS
 
 TRAINING_FREE: dict[str, Callable[[int], Drafter]] = {
     "none": lambda tree_size: PlainDecoding(),
@@ -26,32 +23,10 @@ TRAINING_FREE: dict[str, Callable[[int], Drafter]] = {
 }
 """Drafters that need no weights, by name; made for a tree size."""
 
-HEADS: dict[str, type[DraftHead]] = {head.algorithm: head for head in (CTCHead, MedusaHead, HydraHead)}
-"""Trained draft heads by algorithm."""
-
 
 def useful_nodes(device: torch.device) -> int:
     """Draft nodes that can pay at most: on a CPU each costs time, on a GPU they are nearly free. See `NODE_COUNTS`."""
     return 15 if device.type == "cpu" else 63
-
-
-def new_head(algorithm: str, base: BaseModel, settings: Mapping[str, Any]) -> DraftHead:
-    """An untrained head for `base`, on its device, in float32.
-
-    Args:
-        algorithm: A key of `HEADS`.
-        base: The base it is to draft for; its sizes become the head's.
-        settings: Fields of the algorithm's configuration to set.
-
-    Raises:
-        LoadError: There is no such algorithm or setting, or a value does not do.
-    """
-    if algorithm not in HEADS:
-        raise LoadError(f"no draft head {algorithm!r}: known are {', '.join(HEADS)}")
-    sizes = {"hidden_size": base.hidden_size, "vocab_size": base.vocab_size}
-    head = HEADS[algorithm](build_config(algorithm, HEADS[algorithm].config_class, {**settings, **sizes}))
-    head.start_from(base)
-    return head.to(base.device)
 
 
 def load_drafter(name: str | Path, base: BaseModel, tree_size: int) -> Drafter:

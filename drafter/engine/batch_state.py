@@ -13,16 +13,17 @@ from torch import Tensor
 
 from drafter import devices
 from drafter.base.causal_lm import BaseModel
-from drafter.drafters.contract import DraftContext, Drafter
-from drafter.verifiers.path_logprobs import PathLogprobs, path_logprobs
+from drafter.base.executors.contract import TreeNodes
 from drafter.base.packing import Packing
-from drafter.verifiers.penalties import History
-from drafter.requests import SamplingParams
-from drafter.verifiers.choices import SamplingMode, SamplingTable, choose
-from drafter.engine.sequence import Ids
+from drafter.drafters.contract import DraftContext, Drafter
 from drafter.engine.cuda_graphs import StepReport, StepShape, padded_length, padded_rows
+from drafter.engine.sequence import Ids
+from drafter.requests import SamplingParams
 from drafter.tree.token_tree import TokenTree, root_only
+from drafter.verifiers.choices import SamplingMode, SamplingTable, choose
 from drafter.verifiers.exact import Walk, walk
+from drafter.verifiers.path_logprobs import PathLogprobs, path_logprobs
+from drafter.verifiers.penalties import History
 
 
 @dataclass(frozen=True)
@@ -188,9 +189,8 @@ class Rows:
         rows = slice(0, len(tree.tokens))
         ancestors = tree.ancestors(self._depth(tree))
         packing = Packing.of(tree.tokens >= 0) if self.packs and rows.stop > 1 and tree.size > 1 else None
-        logits, hidden = self.base.verify(
-            self.cache, tree.tokens.clamp_min(0), self.lengths[rows], tree.depths, ancestors, kv_length, packing
-        )
+        nodes = TreeNodes(tree.tokens.clamp_min(0), self.lengths[rows], tree.depths, ancestors, kv_length, packing)
+        logits, hidden = self.base.verify(self.cache, nodes)
         return self.judge(tree, ancestors, logits, hidden, rows)
 
     def judge(self, tree: TokenTree, ancestors: Tensor, logits: Tensor, hidden: Tensor, rows: slice) -> Verdict:

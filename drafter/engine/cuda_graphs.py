@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from drafter import devices
-from drafter.verifiers.path_logprobs import PathLogprobs
 from drafter.verifiers.choices import SamplingMode
+from drafter.verifiers.path_logprobs import PathLogprobs
 
 _LOG = logging.getLogger(__name__)
 _LEAST_KV = 64

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,49 +22,24 @@ import torch
 from drafter.base.causal_lm import BaseModel
 from drafter.budget.adaptive import AdaptiveBudget, Budget, Cut, FixedBudget
 from drafter.drafters.contract import DraftContext, Drafter
+from drafter.engine.batch_state import Rows, Verdict, report
+from drafter.engine.cuda_graphs import StepReport, step_graphs
+from drafter.engine.engine_config import EngineConfig
+from drafter.engine.handle import Handle
+from drafter.engine.sequence import Ids, Slot
+from drafter.engine.stage_times import StageTimes
+from drafter.engine.waiting_queue import WaitingQueue
+from drafter.engine.warm_up import compile_base, measure_steps
 from drafter.errors import EngineError, LoadError, RequestError
 from drafter.requests import Request, TokenLogprob
-from drafter.engine.batch_state import Rows, Verdict, report
-from drafter.engine.sequence import Handle, Ids, Slot
-from drafter.engine.stage_times import StageTimes
-from drafter.engine.warm_up import compile_base, measure_steps
 from drafter.statistics import EngineState
-from drafter.engine.cuda_graphs import StepReport, step_graphs
 from drafter.tree.token_tree import TokenTree, root_only
-from drafter.engine.waiting_queue import WaitingQueue
 
 _DEFAULT_MAX_LENGTH = 2048
 _PREFILL_CHUNK = 512
 """Prompt tokens of one forward, and about as many a step takes on while somebody watches a row's tokens come."""
 _LEAST_SHARED = 8
 """Shorter common beginnings of prompts are computed again: that costs no more than to copy them."""
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """How much the engine does at once.
-
-    Args:
-        slots: Requests decoded together.
-        max_length: Prompt and output tokens a slot can hold; None is the base's own limit, at most 2,048.
-        max_queue: Requests that may wait for a slot.
-        nodes: Draft nodes verified a step; `auto` adapts to what pays on this machine.
-        compile: Compile the base's forward with torch.compile: a minute or two at start, less where it was done
-            before, for steps of fewer operations.
-    """
-
-    slots: int = 16
-    max_length: int | None = None
-    max_queue: int = 1024
-    nodes: int | Literal["auto"] = "auto"
-    compile: bool = False
-
-    def __post_init__(self) -> None:
-        for name, value in (("slots", self.slots), ("max_queue", self.max_queue), ("max_length", self.max_length)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
-        if self.nodes != "auto" and (isinstance(self.nodes, bool) or not isinstance(self.nodes, int) or self.nodes < 0):
-            raise ValueError(f"nodes must be 'auto' or an integer of at least 0, not {self.nodes!r}")
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from drafter.errors import EngineError, QueueFullError
 from drafter.engine.sequence import Slot
+from drafter.errors import EngineError, QueueFullError
 
 
 class WaitingQueue:

@@ -11,11 +11,11 @@ from typing import TypeVar
 import torch
 
 from drafter.budget.adaptive import FixedBudget
-from drafter.devices import synchronise
-from drafter.errors import LoadError
 from drafter.budget.cost_model import NODE_COUNTS, LatencyTable, batch_sizes, measure_latency
+from drafter.devices import synchronise
 from drafter.engine.batch_state import Rows
 from drafter.engine.cuda_graphs import StepGraphs
+from drafter.errors import LoadError
 from drafter.tree.token_tree import TokenTree, root_only
 
 T = TypeVar("T")

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from drafter.base.causal_lm import BaseModel
+from drafter.base.executors.prepacked import as_loaded
 from drafter.devices import synchronise
 from drafter.engine.loop import Engine
-from drafter.base.executors.prepacked import as_loaded
 from drafter.requests import Generation, Request
 from drafter.statistics import DecodeCounts
 

@@ -16,9 +16,10 @@ from typing import Any
 
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import Drafter
-from drafter.drafters.registry import HEADS, TRAINING_FREE, load_drafter, useful_nodes
+from drafter.drafters.registry import TRAINING_FREE, load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_HEADS
-from drafter.engine.loop import Engine, EngineConfig
+from drafter.engine.engine_config import EngineConfig
+from drafter.engine.loop import Engine
 from drafter.errors import LoadError
 from drafter.evaluation.decoders import Decoder, Run, engine_decoder, padding, transformers_decoder
 from drafter.evaluation.environment import environment
@@ -27,7 +28,9 @@ from drafter.evaluation.prepared_prompts import Prompt, prompts_of
 from drafter.evaluation.questions import Question, QuestionError
 from drafter.evaluation.results import Cell, Place, Results, Skipped, StageSums
 from drafter.evaluation.stages import stage_seconds
-from drafter.heads.checkpoint import DraftHead, load_head
+from drafter.heads.checkpoint import load_head
+from drafter.heads.contract import DraftHead
+from drafter.heads.registry import HEADS
 from drafter.requests import Request
 from drafter.statistics import DecodeCounts, total
 

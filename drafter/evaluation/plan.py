@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from drafter.heads.checkpoint import Tree
+from drafter.heads.contract import Tree
 
 Nodes = int | Literal["auto"]
 

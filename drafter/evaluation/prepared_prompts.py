@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from drafter.base.causal_lm import BaseModel
-from drafter.text.chat import render_chat
 from drafter.drafters.none import PlainDecoding
-from drafter.engine.loop import Engine, EngineConfig
+from drafter.engine.engine_config import EngineConfig
+from drafter.engine.loop import Engine
 from drafter.errors import RequestError
 from drafter.evaluation.decoders import decode_all
 from drafter.evaluation.questions import Question, QuestionError
 from drafter.requests import Request, SamplingParams
+from drafter.text.chat import render_chat
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,13 @@ from unittest.mock import patch
 import torch
 
 from drafter.devices import synchronise
-from drafter.heads.ctc import ctc_head as ctc
-from drafter.heads.ctc import frame_lattice as ctc_lattice
 from drafter.drafters import merged as ensemble
-from drafter.heads import hydra
-from drafter.heads import medusa
 from drafter.drafters import ngram
 from drafter.engine.loop import Engine
 from drafter.evaluation.decoders import decode_all
+from drafter.heads import hydra, medusa
+from drafter.heads.ctc import ctc_head as ctc
+from drafter.heads.ctc import frame_lattice as ctc_lattice
 from drafter.requests import Request
 
 STAGES = ("draft", "tree", "verify", "commit", "host")

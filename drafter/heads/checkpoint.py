@@ -20,26 +20,19 @@ import dataclasses
 import json
 import types
 import typing
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 
 from drafter.base.causal_lm import BaseModel
-from drafter.drafters.contract import Drafter
-from drafter.errors import LoadError
-from drafter.heads.losses import Labels, LossSum
-from drafter.tree.token_tree import TokenTree
-from drafter.training.targets import DraftBatch
-
-Tree = Literal["exact", "static"]
+from drafter.errors import LoadError, first_line
+from drafter.heads.contract import DraftHead, Provenance
 
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
@@ -47,124 +40,26 @@ WEIGHTS_FILE = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
-@dataclasses.dataclass(frozen=True)
-class Provenance:
-    """Where a head comes from.
+def save_head(head: DraftHead, folder: str | Path) -> None:
+    """Write a head's folder; an existing head there is replaced, file by file.
 
-    Args:
-        base_name: Hub id or path of the base it was trained for.
-        base_fingerprint: `BaseModel.fingerprint` of that base.
-        training: Anything JSON can hold: recipe, data, steps, seed, results, versions.
+    Raises:
+        ValueError: `provenance` is not set.
     """
-
-    base_name: str
-    base_fingerprint: str
-    training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
-def check_sizes(config: Any, *names: str) -> None:
-    """Raise `ValueError` for the first of these fields that is below 1."""
-    for name in names:
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} must be at least 1, not {getattr(config, name)}")
-
-
-class DraftHead(nn.Module, ABC):
-    """A trained drafter's weights. A subclass is one algorithm; its configuration is a dataclass.
-
-    Args:
-        config: An instance of `config_class`.
-    """
-
-    algorithm: ClassVar[str]
-    config_class: ClassVar[type]
-    config: Any
-    provenance: Provenance | None = None
-    """Set by training and by loading; saving needs it."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.config = config
-
-    def start_from(self, base: BaseModel) -> None:
-        """Before training: take from the base what the head starts with."""
-
-    @abstractmethod
-    def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
-        """The training loss of one batch.
-
-        Args:
-            base: The head's base, which said the targets.
-            batch: `B` texts with `A` anchors each. Anchors without a target do not count.
-            hidden: `[B, L, d]` the base's last hidden states of the texts.
-            labels: `[B, A, U, K]` what the head should say at each place.
-        """
-
-    @abstractmethod
-    def drafter(self, base: BaseModel, tree_size: int, tree: Tree = "exact") -> Drafter:
-        """What the engine drafts with: the head as it is now, on the base's device and in its dtype.
-
-        Args:
-            base: The head's base.
-            tree_size: Nodes of a tree, root included.
-            tree: `exact` is the best trie in the head's belief, `static` the published fixed tree.
-
-        Raises:
-            ValueError: The head has no such tree; the message says why.
-        """
-
-    @abstractmethod
-    def trees_at(
-        self, base: BaseModel, tokens: Tensor, hidden: Tensor, anchors: Tensor, size: int, tree: Tree = "exact"
-    ) -> TokenTree:
-        """The trees that decoding would propose at many positions of known text.
-
-        Args:
-            base: The head's base.
-            tokens: `[B, L]`.
-            hidden: `[B, L, d]` the base's last hidden states.
-            anchors: `[B, A]` positions of the pending tokens.
-            size: Nodes of a tree, root included.
-            tree: As in `drafter`.
-
-        Returns:
-            Trees `[B * A, size]`.
-
-        Raises:
-            ValueError: As in `drafter`.
-        """
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write the head's folder; an existing head there is replaced, file by file.
-
-        Raises:
-            ValueError: `provenance` is not set.
-        """
-        if self.provenance is None:
-            raise ValueError("a head is saved with its provenance: set head.provenance first")
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        config = {
-            "format_version": FORMAT_VERSION,
-            "algorithm": self.algorithm,
-            "base_model": {"name": self.provenance.base_name, "fingerprint": self.provenance.base_fingerprint},
-            "head": dataclasses.asdict(self.config),
-            "training": dict(self.provenance.training),
-        }
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
-        _replace(folder / WEIGHTS_FILE, lambda file: save_file(tensors, file, metadata={"format": "pt"}))
-        _replace(folder / CONFIG_FILE, lambda file: file.write_text(json.dumps(config, indent=2) + "\n"))
-
-    @classmethod
-    def from_pretrained(cls, name_or_path: str | Path, base: BaseModel) -> Self:
-        """Load a head of this algorithm for `base`; see `load_head`.
-
-        Raises:
-            LoadError: As `load_head`.
-        """
-        head = load_head(name_or_path, base, {cls.algorithm: cls})
-        assert isinstance(head, cls)
-        return head
+    if head.provenance is None:
+        raise ValueError("a head is saved with its provenance: set head.provenance first")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "format_version": FORMAT_VERSION,
+        "algorithm": head.algorithm,
+        "base_model": {"name": head.provenance.base_name, "fingerprint": head.provenance.base_fingerprint},
+        "head": dataclasses.asdict(head.config),
+        "training": dict(head.provenance.training),
+    }
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    _replace(folder / WEIGHTS_FILE, lambda file: save_file(tensors, file, metadata={"format": "pt"}))
+    _replace(folder / CONFIG_FILE, lambda file: file.write_text(json.dumps(config, indent=2) + "\n"))
 
 
 def load_head(name_or_path: str | Path, base: BaseModel, algorithms: Mapping[str, type[DraftHead]]) -> DraftHead:
@@ -224,7 +119,7 @@ def _locate(name: str) -> tuple[Path, Path]:
     try:
         config_file = hf_hub_download(name, CONFIG_FILE)
     except (OSError, ValueError, RuntimeError, HFValidationError) as error:
-        reason = "not in the local cache, and the hub cannot be reached" if _offline(error) else _first_line(error)
+        reason = "not in the local cache, and the hub cannot be reached" if _offline(error) else first_line(error)
         raise LoadError(f"no draft head at {name!r}: no such folder, and as a hub id: {reason}; {hint}") from error
     try:
         return Path(config_file), Path(hf_hub_download(name, WEIGHTS_FILE))
@@ -234,7 +129,7 @@ def _locate(name: str) -> tuple[Path, Path]:
             reason = "is not there; pickled weights are never loaded"
         raise LoadError(f"draft head {name!r}: {WEIGHTS_FILE} {reason}") from error
     except (OSError, ValueError, RuntimeError) as error:
-        raise LoadError(f"draft head {name!r}: {WEIGHTS_FILE} cannot be had: {_first_line(error)}") from error
+        raise LoadError(f"draft head {name!r}: {WEIGHTS_FILE} cannot be had: {first_line(error)}") from error
 
 
 def _offline(error: BaseException) -> bool:
@@ -248,15 +143,11 @@ def _pickles(folder: Path) -> str:
     return f", only {found[0]}: pickles are never loaded, because loading one runs code; convert it to safetensors"
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0]
-
-
 def _read_config(name: str, file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise LoadError(f"draft head {name!r}: {CONFIG_FILE} cannot be read: {_first_line(error)}") from error
+        raise LoadError(f"draft head {name!r}: {CONFIG_FILE} cannot be read: {first_line(error)}") from error
     kinds = {"format_version": int, "algorithm": str, "base_model": dict, "head": dict}
     if not isinstance(config, dict) or any(not isinstance(config.get(key), kind) for key, kind in kinds.items()):
         raise LoadError(f"draft head {name!r}: {CONFIG_FILE} is not a draft head's (it needs {', '.join(kinds)})")
@@ -288,7 +179,7 @@ def build_config(name: str, config_class: type, values: dict[str, Any]) -> Any:
     try:
         return config_class(**values)
     except ValueError as error:
-        raise LoadError(f"draft head {name!r}: {_first_line(error)}") from error
+        raise LoadError(f"draft head {name!r}: {first_line(error)}") from error
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -305,7 +196,7 @@ def _load_weights(name: str, head: DraftHead, file: Path) -> None:
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise LoadError(f"draft head {name!r} has damaged weights: {_first_line(error)}") from error
+        raise LoadError(f"draft head {name!r} has damaged weights: {first_line(error)}") from error
     expected = head.state_dict()
     if missing := sorted(set(expected) - set(tensors)):
         raise LoadError(f"draft head {name!r}: tensor {missing[0]!r} is missing from {WEIGHTS_FILE}")

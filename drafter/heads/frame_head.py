@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from drafter.base.causal_lm import BaseModel
-from drafter.drafters.contract import DraftContext, Drafter
-from drafter.heads.modules.contract import DraftModule
 from drafter.base.executors.prepacked import prepack
-from drafter.heads.checkpoint import DraftHead, Tree
+from drafter.drafters.contract import DraftContext, Drafter
+from drafter.heads.contract import DraftHead, Tree
+from drafter.heads.modules.contract import DraftModule
 from drafter.tree.token_tree import TokenTree
 
 Search = Callable[[Tensor, Tensor, int, float], TokenTree]

@@ -16,15 +16,15 @@ from torch.nn import functional as F
 
 from drafter.base.causal_lm import BaseModel
 from drafter.heads.chosen_log_probs import chosen_log_probs
-from drafter.search.lattice import LATTICE_BEAM, best_lattice_trie
+from drafter.heads.contract import Tree, check_sizes
+from drafter.heads.draft_batch import DraftBatch
 from drafter.heads.frame_head import FrameHead, Search, last_tokens
 from drafter.heads.losses import Labels, LossSum, cross_entropy
 from drafter.heads.modules.attention import AttentionModule
 from drafter.heads.modules.contract import DraftModule
 from drafter.heads.modules.last_hidden import LastHidden
-from drafter.heads.checkpoint import Tree, check_sizes
+from drafter.search.lattice import LATTICE_BEAM, best_lattice_trie
 from drafter.tree.token_tree import TokenTree
-from drafter.training.targets import DraftBatch
 
 
 @dataclass(frozen=True)

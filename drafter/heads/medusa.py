@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from drafter.base.causal_lm import BaseModel
-from drafter.search.static import static_tree
+from drafter.heads.contract import Tree, check_sizes
+from drafter.heads.draft_batch import DraftBatch
 from drafter.heads.frame_head import FrameHead
 from drafter.heads.losses import Labels, LossSum, cross_entropy
 from drafter.heads.modules.residual import ResidualBlocks
-from drafter.heads.checkpoint import Tree, check_sizes
 from drafter.search.product import best_product_trie
+from drafter.search.static import static_tree
 from drafter.tree.token_tree import TokenTree
-from drafter.training.targets import DraftBatch
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import torch
 
 from drafter.errors import TrainingError
-from drafter.heads.checkpoint import DraftHead
+from drafter.heads.contract import DraftHead
+from drafter.heads.draft_batch import DraftBatch
 from drafter.training.settings import TrainingSettings
 from drafter.training.training_step import TrainingStep
-from drafter.training.targets import DraftBatch
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from drafter.base.causal_lm import BaseModel
-from drafter.heads.checkpoint import DraftHead, Tree
-from drafter.tree.token_tree import TokenTree
+from drafter.heads.contract import DraftHead, Tree
+from drafter.heads.draft_batch import DraftBatch
 from drafter.training.settings import NODE_COUNTS
+from drafter.training.targets import RegeneratedText, draft_batch
 from drafter.training.training_step import base_hidden_states
-from drafter.training.targets import DraftBatch, RegeneratedText, draft_batch
+from drafter.tree.token_tree import TokenTree
 
 
 @torch.no_grad()

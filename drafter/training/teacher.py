@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from drafter.base.causal_lm import BaseModel
+from drafter.heads.draft_batch import DraftBatch
 from drafter.heads.losses import Labels
-from drafter.training.targets import DraftBatch
 
 _CHUNK = 512
 """Positions whose logits are in memory at once."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from drafter.heads.draft_batch import DraftBatch
 from drafter.training.optimiser import Optimiser, Update
 from drafter.training.settings import TrainingSettings
-from drafter.training.targets import DraftBatch
 
 
 @dataclass(frozen=True)

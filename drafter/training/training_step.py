@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from drafter.base.causal_lm import BaseModel
+from drafter.heads.contract import DraftHead
+from drafter.heads.draft_batch import DraftBatch
 from drafter.heads.losses import hard_labels
-from drafter.heads.checkpoint import DraftHead
 from drafter.training.settings import TrainingSettings
-from drafter.training.targets import DraftBatch
 from drafter.training.teacher import teacher_labels
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafter.devices import send
-from drafter.verifiers.penalties import History, penalise
 from drafter.requests import SamplingParams
+from drafter.verifiers.penalties import History, penalise
 
 _MASK_64 = (1 << 64) - 1
 _MOST_TOKENS = 1 << 31

@@ -25,8 +25,8 @@ from typing import Any
 
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
 
-from pipeline.errors import JobError
 from pipeline.cluster.ports import LOOPBACK, free_ports
+from pipeline.errors import JobError
 
 _MARK = "DRAFTER_LOCAL_CLUSTER"
 _START_SECONDS = 300

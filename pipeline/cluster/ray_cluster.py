@@ -16,8 +16,9 @@ from typing import Any
 import ray
 from ray._private.services import find_bootstrap_address
 
+from drafter.errors import one_line
+from pipeline.errors import InputError, JobError
 from pipeline.generate.generate_config import ResourcesConfig
-from pipeline.errors import InputError, JobError, one_line
 
 HELPER_CPUS = 0.25
 """Cores of a task that reads, tokenises or writes: they work in short bursts beside the engines."""

@@ -16,8 +16,9 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
+from drafter.errors import one_line
 from pipeline.command_line import at_least, make_parser, parse, run_job
-from pipeline.errors import InputError, JobError, one_line
+from pipeline.errors import InputError, JobError
 
 _MISTAKE = 2
 """Exit code of a job whose configuration or input cannot be used: submitting it again would not help."""

@@ -23,22 +23,22 @@ import pyarrow as pa
 import ray
 import torch
 
-from drafter.engine.loop import EngineConfig
-from drafter.errors import LoadError
+from drafter.engine.engine_config import EngineConfig
+from drafter.errors import LoadError, one_line
 from drafter.evaluation.environment import device_name
 from drafter.llm import SpeculativeLM
 from drafter.requests import Generation, Request, SamplingParams, Timing
 from drafter.statistics import DecodeCounts, statistics_columns
-from pipeline.generate.generate_config import LimitsConfig
-from pipeline.errors import JobError, one_line
 from pipeline.engines.feeder import Feeder
 from pipeline.engines.ledger import Outcome, RowKey
 from pipeline.engines.logprobs_column import LOGPROBS_TYPE, logprobs_value
-from pipeline.progress.prometheus import EngineMetrics, RowMetrics
-from pipeline.progress.board import BEAT_SECONDS, EngineReport, PartReport
-from pipeline.progress.pulse import Pulse
-from pipeline.generate.staged_input import PROBLEM_TYPE
 from pipeline.engines.watchdog import watch
+from pipeline.errors import JobError
+from pipeline.generate.generate_config import LimitsConfig
+from pipeline.generate.staged_input import PROBLEM_TYPE
+from pipeline.progress.board import BEAT_SECONDS, EngineReport, PartReport
+from pipeline.progress.prometheus import EngineMetrics, RowMetrics
+from pipeline.progress.pulse import Pulse
 
 TIMING_COLUMNS = ("generation_seconds", "finished_at")
 """The output columns that differ when a row is made again: how long it took in its slot, and when that was."""

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from drafter.engine.handle import Handle
 from drafter.errors import RequestError, RequestTimeoutError
 from drafter.requests import Generation, Request
-from drafter.engine.sequence import Handle
-from pipeline.errors import RowError
 from pipeline.engines.ledger import Outcome, RowKey
+from pipeline.errors import RowError
 
 _PULSE_SECONDS = 0.01
 """While the engine is full, the ledger hears of several rows at once."""

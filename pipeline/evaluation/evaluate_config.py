@@ -8,10 +8,10 @@ from typing import TypeVar
 
 from drafter.embedded import EMBEDDED_HEADS
 from drafter.evaluation.plan import Nodes, Plan
-from drafter.heads.checkpoint import Tree
+from drafter.heads.contract import Tree
 from pipeline.command_line import at_least, make_parser, parse
-from pipeline.generate.generate_config import LoadingConfig
 from pipeline.errors import InputError
+from pipeline.generate.generate_config import LoadingConfig
 
 T = TypeVar("T")
 

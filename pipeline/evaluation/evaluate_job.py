@@ -15,8 +15,8 @@ from pathlib import Path
 import ray
 import torch
 
-from drafter.base.causal_lm import BaseModel, load_tokenizer
-from drafter.errors import LoadError
+from drafter.base.loading import load_base, load_tokenizer
+from drafter.errors import LoadError, one_line
 from drafter.evaluation.measurement import Evaluation, Progress
 from drafter.evaluation.plan import Plan
 from drafter.evaluation.questions import Question, QuestionError, read_questions
@@ -25,9 +25,9 @@ from drafter.evaluation.results import RESULTS_FILE, Cell, Place, Results
 from drafter.evaluation.tables import speed_tables
 from pipeline.cluster.ray_cluster import ActorResources, connect, share_out
 from pipeline.command_line import run_job
-from pipeline.generate.generate_config import LoadingConfig, ResourcesConfig
-from pipeline.errors import InputError, JobError, one_line
+from pipeline.errors import InputError, JobError
 from pipeline.evaluation.evaluate_config import EvaluateConfig, parse_config
+from pipeline.generate.generate_config import LoadingConfig, ResourcesConfig
 from pipeline.generate.row_requests import model_name
 
 Item = Results | list[Cell] | Progress
@@ -147,7 +147,7 @@ def measure(
         QuestionError: The questions do not fit the base or the plan.
     """
     torch.set_num_threads(threads)
-    base = BaseModel.from_pretrained(model, **asdict(loading))
+    base = load_base(model, **asdict(loading))
     tokenizer = load_tokenizer(model, trust_remote_code=loading.trust_remote_code)
     evaluation = Evaluation(base, tokenizer, questions, plan)
     yield evaluation.describe(command, files)

@@ -14,30 +14,31 @@ import pyarrow.dataset
 import ray
 from pyarrow import fs
 
-from drafter.base.causal_lm import load_tokenizer
-from drafter.engine.loop import EngineConfig
-from pipeline.output.openai_batch_results import write_batch
+from drafter.base.loading import load_tokenizer
+from drafter.engine.engine_config import EngineConfig
+from drafter.errors import one_line
 from pipeline.cluster.ray_cluster import HELPER_CPUS, ActorResources, beside_driver, connect, quiet_ray_data, share_out
-from pipeline.output.compaction import compact
-from pipeline.generate.generate_config import GenerateConfig
-from pipeline.progress.display import display
 from pipeline.engines.engine_actor import EngineActor, EngineSpec
-from pipeline.errors import InputError, JobError, JobStopped, one_line
 from pipeline.engines.feeder import places
-from pipeline.output.lease import Lease
 from pipeline.engines.ledger import Ledger, LedgerCounts, SavedRow
-from pipeline.output.run_manifest import read_run, save_run
-from pipeline.progress.prometheus import JobMetrics
-from pipeline.output.output_folder import OutputFolder
-from pipeline.progress.board import PartReport, Progress, ProgressBoard, ProgressWatch, Tally
+from pipeline.errors import InputError, JobError, JobStopped
+from pipeline.generate.generate_config import GenerateConfig
 from pipeline.generate.row_requests import PromptSettings, make_requests, model_name
-from pipeline.io.reading import InputListing, PromptSource
 from pipeline.generate.staged_input import Part, StagedInput, StagedParts, stage
-from pipeline.progress.status_file import StatusFile
 from pipeline.generate.stopping import Stopping, StopRequestedError
+from pipeline.io.reading import InputListing, PromptSource
+from pipeline.output.compaction import compact
+from pipeline.output.lease import Lease
+from pipeline.output.openai_batch_results import write_batch
+from pipeline.output.output_folder import OutputFolder
+from pipeline.output.part_files import PartsDatasink
+from pipeline.output.run_manifest import read_run, save_run
 from pipeline.output.summary import count_rows, read_totals, summarise
 from pipeline.output.unfinished_rows import delete_unfinished, read_unfinished, write_unfinished
-from pipeline.output.part_files import PartsDatasink
+from pipeline.progress.board import PartReport, Progress, ProgressBoard, ProgressWatch, Tally
+from pipeline.progress.display import display
+from pipeline.progress.prometheus import JobMetrics
+from pipeline.progress.status_file import StatusFile
 
 _DRAIN_PULSE_SECONDS = 0.2
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.command_line import run_job
-from pipeline.generate.generate_config import GenerateConfig, parse_config
 from pipeline.errors import InputError
-from pipeline.output.run_manifest import folder_fingerprint, meaning, model_fingerprint, open_output
+from pipeline.generate.generate_config import GenerateConfig, parse_config
 from pipeline.io.reading import PromptSource, find_prompts, list_input
+from pipeline.output.run_manifest import folder_fingerprint, meaning, model_fingerprint, open_output
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,7 +68,7 @@ def check_model(config: GenerateConfig, source: PromptSource) -> str:
     Raises:
         InputError: There is no such model, or it has no chat template where one is needed.
     """
-    from drafter.base.causal_lm import load_tokenizer  # torch takes seconds to import: the checks before it do not wait
+    from drafter.base.loading import load_tokenizer  # torch takes seconds to import: the checks before it do not wait
     from drafter.errors import LoadError
     from pipeline.generate.row_requests import model_name
 

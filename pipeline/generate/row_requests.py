@@ -10,19 +10,19 @@ from typing import Any
 
 import pyarrow as pa
 
-from drafter.base.causal_lm import load_tokenizer
-from drafter.text.chat import render_chat
+from drafter.base.loading import load_tokenizer
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import RequestError
 from drafter.requests import SamplingParams
-from pipeline.generate.generate_config import ReadingConfig
+from drafter.text.chat import render_chat
 from pipeline.errors import RowError
-from pipeline.openai.batch import parse_line
-from pipeline.openai.api_error import OpenAIError
-from pipeline.openai.request_body import is_messages
-from pipeline.io.reading import PromptSource
+from pipeline.generate.generate_config import ReadingConfig
 from pipeline.generate.samples import SAMPLE_COLUMN, SEEDS, hashed_seed, sample_seed
 from pipeline.generate.staged_input import BAD_REQUEST, PROBLEM_TYPE
+from pipeline.io.reading import PromptSource
+from pipeline.openai.api_error import OpenAIError
+from pipeline.openai.batch import parse_line
+from pipeline.openai.request_body import is_messages
 
 _SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _SEED_COLUMN = "seed"

@@ -21,14 +21,14 @@ import ray
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
-from pipeline.io.columns import conform_struct, unify_fields
-from pipeline.generate.generate_config import ReadingConfig
 from pipeline.errors import InputError, RowProblem
-from pipeline.io.files import Location
-from pipeline.openai.batch import parse_line
-from pipeline.openai.api_error import OpenAIError
-from pipeline.io.reading import Chunk, InputFile, InputListing, PromptSource, check_types, read_file
+from pipeline.generate.generate_config import ReadingConfig
 from pipeline.generate.samples import expand
+from pipeline.io.columns import conform_struct, unify_fields
+from pipeline.io.files import Location
+from pipeline.io.reading import Chunk, InputFile, InputListing, PromptSource, check_types, read_file
+from pipeline.openai.api_error import OpenAIError
+from pipeline.openai.batch import parse_line
 
 PROBLEM_TYPE = pa.struct(
     [("type", pa.string()), ("message", pa.string()), ("input", pa.string()), ("attempts", pa.int64())]

@@ -15,7 +15,8 @@ from urllib.parse import quote
 
 from pyarrow import fs
 
-from pipeline.errors import InputError, one_line
+from drafter.errors import one_line
+from pipeline.errors import InputError
 
 _GLOB = re.compile(r"[*?\[]")
 _OBJECT_STORES = ("s3", "gcs", "abfs")

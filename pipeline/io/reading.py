@@ -19,9 +19,10 @@ import pyarrow.csv
 import pyarrow.parquet
 from pyarrow import fs
 
-from pipeline.io.columns import as_text, infer_column
+from drafter.errors import one_line
+from pipeline.errors import InputError, RowProblem
 from pipeline.generate.generate_config import Format, ReadingConfig
-from pipeline.errors import InputError, RowProblem, one_line
+from pipeline.io.columns import as_text, infer_column
 from pipeline.io.files import Location, glob_base, glob_regex, has_glob, locate
 from pipeline.io.hf_datasets import HUB, dataset_files
 

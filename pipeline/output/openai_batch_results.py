@@ -13,13 +13,13 @@ import pyarrow.parquet
 
 from drafter.requests import Generation
 from drafter.statistics import DecodeCounts
-from pipeline.io.files import Location
 from pipeline.engines.logprobs_column import logprobs_of
-from pipeline.openai.batch import answer_line, failure_line, parse_line, refusal_line
+from pipeline.generate.staged_input import BAD_REQUEST, StagedInput
+from pipeline.io.files import Location
 from pipeline.openai.api_error import OpenAIError
+from pipeline.openai.batch import answer_line, failure_line, parse_line, refusal_line
 from pipeline.openai.response_body import token_text
 from pipeline.output.output_folder import OutputFolder
-from pipeline.generate.staged_input import BAD_REQUEST, StagedInput
 
 _ROWS = 256
 _REFUSED = (BAD_REQUEST, "BadPrompt", "BadSampling", "Refused")

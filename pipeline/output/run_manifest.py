@@ -16,11 +16,12 @@ from typing import Any
 
 from pyarrow import fs
 
+from drafter.errors import one_line
+from pipeline.errors import InputError
 from pipeline.generate.generate_config import GenerateConfig
-from pipeline.errors import InputError, one_line
 from pipeline.io.files import Location, locate
-from pipeline.output.output_folder import RUN_FILE, OutputFolder
 from pipeline.io.reading import InputFile, InputListing
+from pipeline.output.output_folder import RUN_FILE, OutputFolder
 
 _PACKAGES = ("drafter", "torch", "transformers", "tokenizers", "ray", "pyarrow")
 _SAMPLE_BYTES = 1 << 20

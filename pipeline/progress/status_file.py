@@ -17,8 +17,8 @@ from typing import Any
 
 from pyarrow import fs
 
+from drafter.errors import one_line
 from pipeline.cluster.ray_cluster import ActorResources
-from pipeline.errors import one_line
 from pipeline.io.files import Location
 from pipeline.progress.board import Progress, ending
 

@@ -17,16 +17,16 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
+from drafter.engine.handle import Handle
 from drafter.errors import EngineError, QueueFullError, RequestError, RequestTimeoutError
 from drafter.llm import SpeculativeLM
 from drafter.requests import Generation, Request, SamplingParams, TokenDelta
-from drafter.engine.sequence import Handle
-from pipeline.openai.chunks import ChatChunks, Chunks, CompletionChunks, error_event
+from pipeline.generate.samples import sample_seed
 from pipeline.openai.api_error import OpenAIError
+from pipeline.openai.chunks import ChatChunks, Chunks, CompletionChunks, error_event
 from pipeline.openai.request_body import ParsedRequest
 from pipeline.openai.response_body import chat_response, completion_response, token_text
 from pipeline.openai.speculation import FIELD, generation_statistics
-from pipeline.generate.samples import sample_seed
 from pipeline.serving.messages import Call, Failure, Reply, interrupted, overloaded
 from pipeline.serving.replica_metrics import ReplicaMetrics, Snapshot
 

@@ -13,16 +13,16 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from drafter.engine.loop import EngineConfig
+from drafter.engine.engine_config import EngineConfig
 from pipeline.cluster.ray_cluster import HELPER_CPUS, ActorResources, Cluster, connect, share_out
-from pipeline.generate.generate_config import ResourcesConfig
 from pipeline.engines.engine_actor import EngineSpec
-from pipeline.serving.http_app import create_app
-from pipeline.serving.serve_config import ApplicationConfig, LimitsConfig, parse_application
+from pipeline.generate.generate_config import ResourcesConfig
 from pipeline.serving.direct_ingress import share_port
 from pipeline.serving.engines import Engines
+from pipeline.serving.http_app import create_app
 from pipeline.serving.keys import read_keys
 from pipeline.serving.replica import EngineReplica
+from pipeline.serving.serve_config import ApplicationConfig, LimitsConfig, parse_application
 
 PLAIN = "plain"
 """What the name of the model without a drafter ends in."""

@@ -19,13 +19,13 @@ from pipeline.openai.request_body import ParsedRequest, parse_chat, parse_comple
 from pipeline.openai.speculation import wants_speculation
 from pipeline.serving import openapi
 from pipeline.serving.body import read_json
-from pipeline.serving.serve_config import LimitsConfig
 from pipeline.serving.engines import Engines, Method
 from pipeline.serving.event_stream import EventStream
 from pipeline.serving.keys import may_ask
 from pipeline.serving.messages import Call, Failure, unavailable
-from pipeline.serving.replica_metrics import metrics_page
 from pipeline.serving.page import add_page
+from pipeline.serving.replica_metrics import metrics_page
+from pipeline.serving.serve_config import LimitsConfig
 
 logger = logging.getLogger("ray.serve")
 

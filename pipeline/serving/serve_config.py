@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.command_line import at_least, make_parser, parse, parse_object
-from pipeline.generate.generate_config import EngineSettings, LoadingConfig
 from pipeline.errors import InputError
+from pipeline.generate.generate_config import EngineSettings, LoadingConfig
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,18 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from drafter.base.causal_lm import load_tokenizer
-from drafter.errors import LoadError
+from drafter.base.loading import load_tokenizer
+from drafter.errors import LoadError, one_line
+from pipeline.cluster.ports import free_ports
 from pipeline.cluster.ray_cluster import connect, will_start
 from pipeline.command_line import run_job
-from pipeline.errors import InputError, JobError, one_line
+from pipeline.errors import InputError, JobError
 from pipeline.generate.generate_job import check_drafter
-from pipeline.output.run_manifest import model_fingerprint
-from pipeline.cluster.ports import free_ports
 from pipeline.generate.row_requests import model_name
-from pipeline.serving.serve_config import ServeConfig, parse_config
+from pipeline.output.run_manifest import model_fingerprint
 from pipeline.serving.direct_ingress import short_ways
 from pipeline.serving.keys import ENVIRONMENT, read_keys
+from pipeline.serving.serve_config import ServeConfig, parse_config
 
 _NAME = "drafter"
 

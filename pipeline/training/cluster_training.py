@@ -14,19 +14,20 @@ from pyarrow import fs
 from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from drafter.errors import one_line
 from pipeline.cluster.ray_cluster import ActorResources, Cluster, connect, quiet_ray_data, share_out
+from pipeline.errors import InputError, JobError
 from pipeline.generate.generate_config import ResourcesConfig
-from pipeline.errors import InputError, JobError, one_line
 from pipeline.output.run_manifest import read_run, save_run, versions
-from pipeline.training.training_board import TrainingBoard, TrainingDisplay
 from pipeline.training.checkpoints import forget_torn_list
-from pipeline.training.train_config import TrainConfig, WorkersConfig
-from pipeline.training.run_folder import TrainingFolder
 from pipeline.training.metrics_log import Record, read_metrics
 from pipeline.training.metrics_plot import plot_run
+from pipeline.training.run_folder import TrainingFolder
 from pipeline.training.staged_texts import StagedTexts, stage_texts
-from pipeline.training.worker_task import WorkerTask, train_worker
 from pipeline.training.texts import DistilledTexts
+from pipeline.training.train_config import TrainConfig, WorkersConfig
+from pipeline.training.training_board import TrainingBoard, TrainingDisplay
+from pipeline.training.worker_task import WorkerTask, train_worker
 
 _CHECKPOINTS_KEPT = 2
 

@@ -6,7 +6,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from drafter.heads.checkpoint import CONFIG_FILE, WEIGHTS_FILE, DraftHead
+from drafter.heads.checkpoint import CONFIG_FILE, WEIGHTS_FILE, save_head
+from drafter.heads.contract import DraftHead
 from pipeline.io.files import Location, make_folders
 from pipeline.output.output_folder import RUN_FILE
 
@@ -67,6 +68,6 @@ class TrainingFolder:
     def save_head(self, head: DraftHead) -> None:
         """Put `head` in place of the one that was the best before."""
         with tempfile.TemporaryDirectory() as name:
-            head.save_pretrained(name)
+            save_head(head, name)
             for file in (WEIGHTS_FILE, CONFIG_FILE):
                 (self.head / file).copy_from(Path(name) / file)

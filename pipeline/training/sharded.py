@@ -20,14 +20,14 @@ from deepspeed.utils import (
 )
 from torch import Tensor, distributed, nn
 
-from drafter.drafters.registry import HEADS
-from drafter.heads.checkpoint import DraftHead
+from drafter.heads.contract import DraftHead
+from drafter.heads.draft_batch import DraftBatch
+from drafter.heads.registry import HEADS
 from drafter.training.optimiser import Update, adamw, check_finite
 from drafter.training.settings import TrainingSettings
 from drafter.training.training_step import TrainingStep
-from drafter.training.targets import DraftBatch
-from pipeline.training.train_config import ShardingConfig
 from pipeline.training.state import MOMENTS, TrainingState
+from pipeline.training.train_config import ShardingConfig
 
 T = TypeVar("T")
 

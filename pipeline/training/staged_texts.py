@@ -23,10 +23,10 @@ from ray.data.expressions import col
 from drafter.training.targets import RegeneratedText
 from pipeline.cluster.ray_cluster import HELPER_CPUS
 from pipeline.errors import InputError
-from pipeline.io.files import Location
 from pipeline.generate.staged_input import Part
-from pipeline.training.train_config import TextsConfig
+from pipeline.io.files import Location
 from pipeline.training.texts import COLUMNS, DistilledTexts
+from pipeline.training.train_config import TextsConfig
 
 STEPS_PER_PART = 64
 """Steps in a part, at least: texts of one part meet in steps, those of different parts never do."""

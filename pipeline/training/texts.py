@@ -12,10 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet
 from pyarrow import fs
 
-from pipeline.errors import InputError, one_line
+from drafter.errors import one_line
+from pipeline.errors import InputError
 from pipeline.io.files import locate
-from pipeline.output.run_manifest import read_run
 from pipeline.output.output_folder import OutputFolder
+from pipeline.output.run_manifest import read_run
 
 COLUMNS = ("request_id", "prompt_token_ids", "token_ids")
 """What is read of a distilled row."""

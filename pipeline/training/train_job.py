@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from drafter.errors import one_line
 from pipeline.command_line import run_job
-from pipeline.errors import InputError, JobError, one_line
+from pipeline.errors import InputError, JobError
 from pipeline.io.files import locate
 from pipeline.output.run_manifest import check_output, model_fingerprint
-from pipeline.training.train_config import TrainConfig, parse_config
 from pipeline.training.run_folder import TrainingFolder
 from pipeline.training.texts import DistilledTexts, open_texts, same_base
+from pipeline.training.train_config import TrainConfig, parse_config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +32,9 @@ def train(config: TrainConfig) -> None:
     data = [open_texts(uri) for uri in config.folders]
     held_out = open_texts(config.texts.held_out) if config.texts.held_out is not None else None
     base = same_base([*data, *([held_out] if held_out else [])])
-    from pipeline.generate.row_requests import model_name  # torch takes seconds to import: the checks before it do not wait
+    from pipeline.generate.row_requests import (
+        model_name,  # torch takes seconds to import: the checks before it do not wait
+    )
 
     model = model_name(config.model)
     meant = meaning(config, data, held_out, model_fingerprint(model))
@@ -79,9 +82,9 @@ def check_head(config: TrainConfig, model: str) -> int:
     """
     from transformers import AutoConfig
 
-    from drafter.drafters.registry import HEADS
     from drafter.errors import LoadError
     from drafter.heads.checkpoint import build_config
+    from drafter.heads.registry import HEADS
 
     if config.algorithm not in HEADS:
         raise InputError(f"algorithm must be one of {', '.join(HEADS)}, not {config.algorithm!r}")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 from safetensors import SafetensorError
 
-from drafter.errors import LoadError, TrainingError
-from pipeline.errors import InputError, one_line
+from drafter.errors import LoadError, TrainingError, one_line
+from pipeline.errors import InputError
 from pipeline.progress.pulse import Pulse
 
 if TYPE_CHECKING:  # it imports torch, which the board's own process has no use for

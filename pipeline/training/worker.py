@@ -12,20 +12,22 @@ import ray.train.torch
 import torch
 
 from drafter.base.causal_lm import BaseModel
-from drafter.drafters.registry import new_head
-from drafter.heads.checkpoint import DraftHead, Provenance
-from drafter.training.train_loop import StepDone, train
+from drafter.base.loading import load_base
+from drafter.heads.contract import DraftHead, Provenance
+from drafter.heads.draft_batch import DraftBatch
+from drafter.heads.registry import new_head
 from drafter.training.simulated_walk import simulated_beta
+from drafter.training.targets import anchor_draws, draft_batch
+from drafter.training.train_loop import StepDone, train
 from drafter.training.training_step import TrainingStep
-from drafter.training.targets import DraftBatch, anchor_draws, draft_batch
 from pipeline.errors import InputError
-from pipeline.training.training_board import progress_line
 from pipeline.training.checkpoints import SavedRun, report, restore
 from pipeline.training.hidden import store_hidden
 from pipeline.training.metrics_log import MetricsLog, Record
 from pipeline.training.sharded import ShardedOptimiser, head_of
 from pipeline.training.state import TrainingState
 from pipeline.training.stream import Share, StepTexts, stream_steps
+from pipeline.training.training_board import progress_line
 from pipeline.training.worker_task import WorkerTask
 
 
@@ -43,7 +45,7 @@ def run(task: WorkerTask) -> None:
     config, settings = task.config, task.config.training
     # Ray would name a GPU that is only counted.
     device = ray.train.torch.get_device() if torch.cuda.is_available() else torch.device("cpu")
-    base = load_base(task, device)
+    base = load_task_base(task, device)
     rank, workers = context.get_world_rank(), context.get_world_size()
     if config.texts.store_hidden:
         store_hidden(base, task.staged, settings, rank, workers, lambda line: task.board.show.remote(line))
@@ -85,7 +87,7 @@ def run(task: WorkerTask) -> None:
             report(to_save, done.step, task.folder.checkpoints, task.board)
 
 
-def load_base(task: WorkerTask, device: torch.device) -> BaseModel:
+def load_task_base(task: WorkerTask, device: torch.device) -> BaseModel:
     """The base; where it is to be shared out, on the CPU first: it may not fit on one device.
 
     Raises:
@@ -94,7 +96,7 @@ def load_base(task: WorkerTask, device: torch.device) -> BaseModel:
     """
     config = task.config
     half = config.training.precision == "bf16" and device.type != "cpu"
-    base = BaseModel.from_pretrained(
+    base = load_base(
         task.model,
         dtype=torch.bfloat16 if half else torch.float32,
         device="cpu" if config.sharding.zero_stage == 3 else device,

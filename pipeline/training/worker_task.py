@@ -7,10 +7,10 @@ from typing import Any
 
 import ray
 
-from pipeline.training.training_board import refusals
-from pipeline.training.train_config import TrainConfig
 from pipeline.training.run_folder import TrainingFolder
 from pipeline.training.staged_texts import StagedTexts
+from pipeline.training.train_config import TrainConfig
+from pipeline.training.training_board import refusals
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
-from drafter.engine.loop import EngineConfig
+from drafter.engine.engine_config import EngineConfig
+from drafter.engine.handle import Handle
 from drafter.llm import SpeculativeLM
 from drafter.requests import Request, SamplingParams
-from drafter.engine.sequence import Handle
 from recipes.embedded.gsm8k import read_split
 
 CHUNK = 256

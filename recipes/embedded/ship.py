@@ -9,10 +9,10 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from drafter.base.causal_lm import BaseModel
-from drafter.drafters.registry import HEADS
+from drafter.base.loading import load_base
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
-from drafter.heads.checkpoint import load_head
+from drafter.heads.checkpoint import load_head, save_head
+from drafter.heads.registry import HEADS
 
 
 def main() -> None:
@@ -20,13 +20,13 @@ def main() -> None:
     parser.add_argument("heads", nargs="+", metavar="HEAD")
     parser.add_argument("--trained", type=Path, default=Path("build/heads"))
     args = parser.parse_args()
-    base = BaseModel.from_pretrained(EMBEDDED_BASE)
+    base = load_base(EMBEDDED_BASE)
     for name in args.heads:
         head = load_head(args.trained / name, base, HEADS).bfloat16()
         assert head.provenance is not None
         # Trained here, loaded anywhere: the base's place on this machine says nothing.
         head.provenance = replace(head.provenance, base_name="drafter/embedded/base")
-        head.save_pretrained(EMBEDDED_HEADS / name)
+        save_head(head, EMBEDDED_HEADS / name)
 
 
 if __name__ == "__main__":

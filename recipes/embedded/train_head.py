@@ -26,15 +26,18 @@ import yaml
 from torch.nn.utils.rnn import pad_sequence
 
 from drafter.base.causal_lm import BaseModel
-from drafter.drafters.registry import new_head
+from drafter.base.loading import load_base
 from drafter.embedded import EMBEDDED_BASE
-from drafter.heads.checkpoint import DraftHead, Provenance
-from drafter.training.train_loop import train
+from drafter.heads.checkpoint import save_head
+from drafter.heads.contract import DraftHead, Provenance
+from drafter.heads.draft_batch import DraftBatch
+from drafter.heads.registry import new_head
 from drafter.training.optimiser import TorchOptimiser
 from drafter.training.settings import TrainingSettings
 from drafter.training.simulated_walk import simulated_beta
+from drafter.training.targets import RegeneratedText, anchor_draws, draft_batch
+from drafter.training.train_loop import train
 from drafter.training.training_step import TrainingStep, base_hidden_states
-from drafter.training.targets import DraftBatch, RegeneratedText, anchor_draws, draft_batch
 
 HEADS = Path(__file__).with_name("heads.yaml")
 HELD_OUT = 60
@@ -179,7 +182,7 @@ def _keep_best(
     scores = [entry["beta"][str(nodes)] for entry in history]
     if scores[-1] >= max(scores):
         head.provenance = provenance
-        head.save_pretrained(folder)
+        save_head(head, folder)
 
 
 def main() -> None:
@@ -194,7 +197,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    base = BaseModel.from_pretrained(args.base, dtype="float32", device=args.device)
+    base = load_base(args.base, dtype="float32", device=args.device)
     data = read_texts(args.data)
     for name in args.heads:
         train_head(name, recipes[name], base, data, args.output)

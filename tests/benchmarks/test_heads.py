@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.heads import NODES, beta_table, measure, ratio_table
 from drafter.base.causal_lm import BaseModel
-from drafter.heads.checkpoint import Tree
+from drafter.heads.contract import Tree
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import mean_acceptance_length, total
 from drafter.training.targets import RegeneratedText

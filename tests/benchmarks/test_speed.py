@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import costs, products, speed
-from drafter.base.causal_lm import BaseModel, load_tokenizer
+from drafter.base.causal_lm import BaseModel
+from drafter.base.loading import load_tokenizer
 from drafter.embedded import EMBEDDED_BASE
 
 

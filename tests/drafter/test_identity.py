@@ -12,7 +12,8 @@ from drafter.drafters.contract import Drafter
 from drafter.drafters.merged import EnsembleDrafter
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
-from drafter.engine.loop import Engine, EngineConfig
+from drafter.engine.engine_config import EngineConfig
+from drafter.engine.loop import Engine
 from drafter.requests import Request, SamplingParams
 from tests.support.heads import make_head
 from tests.support.models import (

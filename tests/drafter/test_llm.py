@@ -12,9 +12,9 @@ import torch
 
 from drafter import EngineConfig, EngineError, LoadError, Request, RequestError, SamplingParams, SpeculativeLM
 from drafter.embedded import EMBEDDED_BASE
+from drafter.engine.handle import Handle
 from drafter.llm import Prompt
 from drafter.requests import TokenDelta
-from drafter.engine.sequence import Handle
 from tests.support.models import random_model
 
 QUESTION = "Tom has 3 boxes of 12 pens. He gives 5 pens away. How many pens does he have left?"

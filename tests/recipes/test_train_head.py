@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from drafter.base.causal_lm import BaseModel
-from drafter.drafters.registry import HEADS, new_head
+from drafter.base.loading import load_base
 from drafter.heads.checkpoint import load_head
+from drafter.heads.registry import HEADS, new_head
 from drafter.training.settings import TrainingSettings
 from drafter.training.simulated_walk import simulated_beta
 from drafter.training.targets import RegeneratedText
@@ -82,7 +83,7 @@ def test_a_run_cut_off_ends_as_an_unbroken_one(
         kept, again = (load_file(folder / "model.safetensors") for folder in folders)
         assert all(torch.equal(tensor, again[key]) for key, tensor in kept.items())
 
-        head = load_head(folders[1], BaseModel.from_pretrained(base), HEADS)
+        head = load_head(folders[1], load_base(base), HEADS)
         assert head.algorithm == recipe.algorithm
         assert head.provenance is not None
         training = head.provenance.training

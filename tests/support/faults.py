@@ -12,9 +12,9 @@ from typing import Any
 
 from pyarrow import fs
 
+from drafter.engine.handle import Handle
 from drafter.llm import SpeculativeLM
 from drafter.requests import Request
-from drafter.engine.sequence import Handle
 from pipeline.engines.engine_actor import EngineSpec
 
 

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from drafter.base.causal_lm import BaseModel
-from drafter.drafters.registry import new_head
+from drafter.heads.contract import DraftHead
+from drafter.heads.draft_batch import DraftBatch
 from drafter.heads.losses import LossSum, hard_labels
-from drafter.heads.checkpoint import DraftHead
+from drafter.heads.registry import new_head
+from drafter.training.targets import RegeneratedText
 from drafter.training.training_step import base_hidden_states
-from drafter.training.targets import DraftBatch, RegeneratedText
 
 DEPTH = 4
 

@@ -13,11 +13,11 @@ from typing import Any
 import uvicorn
 
 from pipeline.serving.answers import Answers
-from pipeline.serving.http_app import create_app
-from pipeline.serving.serve_config import LimitsConfig
 from pipeline.serving.engines import Answer, Engines, Method
+from pipeline.serving.http_app import create_app
 from pipeline.serving.messages import Call, Reply
 from pipeline.serving.replica_metrics import Snapshot
+from pipeline.serving.serve_config import LimitsConfig
 
 
 class Replies:

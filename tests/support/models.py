@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import DraftContext, Drafter
-from drafter.engine.loop import Engine, EngineConfig
+from drafter.engine.engine_config import EngineConfig
+from drafter.engine.loop import Engine
 from drafter.requests import Generation, Request
 from drafter.tree.token_tree import TokenTree, from_nodes
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafter.memory import free_bytes
+from drafter.devices import free_bytes
 
 _SHARE = 0.5
 """Of the memory that is left, what further copies of the weights may take."""

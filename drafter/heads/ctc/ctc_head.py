@@ -19,20 +19,20 @@ from torch.nn import functional as F
 from drafter import devices
 from drafter.base.causal_lm import BaseModel
 from drafter.heads.chosen_log_probs import chosen_log_probs
-from drafter.search.contract import LabelModel
-from drafter.search.lattice import LATTICE_BEAM, best_lattice_trie
+from drafter.heads.contract import Tree, check_sizes
 from drafter.heads.ctc.ctc_losses import ctc_loss, lattice_prefix_loss, prefix_loss
-from drafter.search.static import static_tree
-from drafter.search.ctc_prefix import best_trie
 from drafter.heads.ctc.frame_lattice import FrameLattice, PreparedLattices
+from drafter.heads.draft_batch import DraftBatch
 from drafter.heads.frame_head import FrameHead, Search, last_tokens
 from drafter.heads.losses import Labels, LossSum, cross_entropy
 from drafter.heads.modules.attention import AttentionModule
 from drafter.heads.modules.residual import ResidualBlocks
-from drafter.heads.checkpoint import Tree, check_sizes
+from drafter.search.contract import LabelModel
+from drafter.search.ctc_prefix import best_trie
+from drafter.search.lattice import LATTICE_BEAM, best_lattice_trie
 from drafter.search.product import best_product_trie
+from drafter.search.static import static_tree
 from drafter.tree.token_tree import TokenTree
-from drafter.training.targets import DraftBatch
 
 _CANDIDATES = 64
 """Tokens a row that the exact search looks at (see `best_trie`)."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,8 +23,8 @@ from drafter import devices
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import DraftContext
 from drafter.heads.modules.contract import DraftModule, FrameReader
-from drafter.engine.sequence import Ids
 
+Ids = npt.NDArray[np.int64]
 Memory = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(layer, new keys `[B, S, H, D]`, new values) → all keys and values to attend to, `[B, S', H, D]`."""
 

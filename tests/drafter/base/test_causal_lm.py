@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from drafter.base.causal_lm import BaseModel, load_tokenizer, pick_device, pick_dtype
+from drafter.base.causal_lm import BaseModel
+from drafter.base.loading import load_base, load_tokenizer, pick_device, pick_dtype
 from drafter.errors import LoadError
 from tests.support.models import random_model
 
@@ -39,14 +40,14 @@ def test_encoder_decoders_are_refused() -> None:
 
 def test_from_pretrained_reads_a_folder(tmp_path: Path) -> None:
     random_model("llama").save_pretrained(tmp_path)
-    base = BaseModel.from_pretrained(tmp_path, device="cpu")
+    base = load_base(tmp_path, device="cpu")
     assert (base.hidden_size, base.vocab_size, base.max_positions, base.dtype) == (32, 97, 128, torch.float32)
     assert base.eos_token_ids == {2}
 
 
 def test_soft_capped_attention_loads_with_the_eager_kernel(tmp_path: Path) -> None:
     random_model("gemma2").save_pretrained(tmp_path)
-    assert BaseModel.from_pretrained(tmp_path, device="cpu").model.config._attn_implementation == "eager"
+    assert load_base(tmp_path, device="cpu").model.config._attn_implementation == "eager"
 
 
 def test_longrope_is_decoded_only_where_texts_do_not_hang_on_each_other() -> None:
@@ -66,19 +67,19 @@ def test_fingerprint_of_an_embedding_whose_last_place_float32_cannot_name() -> N
 
 def test_fingerprint_tells_bases_apart_but_not_precisions(tmp_path: Path) -> None:
     random_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
-    half = BaseModel.from_pretrained(tmp_path, device="cpu", dtype="bfloat16")
-    full = BaseModel.from_pretrained(tmp_path, device="cpu", dtype="float32")
+    half = load_base(tmp_path, device="cpu", dtype="bfloat16")
+    full = load_base(tmp_path, device="cpu", dtype="float32")
     assert half.fingerprint == full.fingerprint
     assert full.fingerprint != BaseModel(random_model("llama", seed=1)).fingerprint
 
 
 def test_missing_and_damaged_models_are_named(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="nowhere"):
-        BaseModel.from_pretrained(tmp_path / "nowhere")
+        load_base(tmp_path / "nowhere")
     random_model("llama").save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"not tensors")
     with pytest.raises(LoadError, match=str(tmp_path / "model")):
-        BaseModel.from_pretrained(tmp_path / "model", device="cpu")
+        load_base(tmp_path / "model", device="cpu")
     with pytest.raises(LoadError, match="no tokenizer"):
         load_tokenizer(tmp_path / "model")
 
@@ -88,7 +89,7 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(LoadError, match="cannot be loaded"):
-        BaseModel.from_pretrained(tmp_path, device="cpu")
+        load_base(tmp_path, device="cpu")
 
 
 def test_unknown_devices_and_dtypes_are_refused() -> None:

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from drafter.base.causal_lm import BaseModel
-from drafter.budget.adaptive import FixedBudget, Sizes
-from drafter.drafters.none import PlainDecoding
-from drafter.engine.loop import Engine, EngineConfig
-from drafter.budget.cost_model import Floats
+from drafter.base.executors.contract import TreeNodes
 from drafter.base.packing import Packing
+from drafter.budget.adaptive import FixedBudget, Sizes
+from drafter.budget.cost_model import Floats
+from drafter.drafters.none import PlainDecoding
+from drafter.engine.engine_config import EngineConfig
+from drafter.engine.loop import Engine
 from drafter.requests import Request, SamplingParams
 from tests.support.models import FAMILIES, OracleDrafter, SpellingTokenizer, random_model, random_prompts, run_engine
 
@@ -46,7 +48,7 @@ def test_a_packed_forward_is_a_padded_one(family: str) -> None:
             cache = base.new_cache(4, 16)
             for row, length in enumerate(lengths.tolist()):
                 base.prefill(cache, row, [torch.arange(11, 11 + length)])
-            made = base.verify(cache, tokens, lengths, depths, ancestors, 12, packing)
+            made = base.verify(cache, TreeNodes(tokens, lengths, depths, ancestors, 12, packing))
             # What later steps read: the keys and values of the nodes that are there.
             keys = cache.buffers[0].unflatten(0, (-1, 4, 16))
             written = [keys[:, row, at : at + count] for row, (at, count) in enumerate([(3, 3), (9, 1), (1, 2)])]

@@ -15,13 +15,14 @@ from drafter.drafters.contract import DraftContext, Drafter
 from drafter.drafters.merged import EnsembleDrafter
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
-from drafter.engine.loop import Engine, EngineConfig
+from drafter.engine.cuda_graphs import StepGraphs, StepReport, StepShape, padded_length, padded_rows
+from drafter.engine.engine_config import EngineConfig
+from drafter.engine.handle import Handle
+from drafter.engine.loop import Engine
 from drafter.errors import RequestTimeoutError
 from drafter.requests import Generation, Request, SamplingParams
-from drafter.verifiers.choices import SamplingMode
-from drafter.engine.sequence import Handle
-from drafter.engine.cuda_graphs import StepGraphs, StepReport, StepShape, padded_length, padded_rows
 from drafter.tree.token_tree import TokenTree, from_nodes
+from drafter.verifiers.choices import SamplingMode
 from tests.support.heads import make_head
 from tests.support.models import VOCABULARY, AdversarialDrafter, SpellingTokenizer, random_model, random_prompts
 from tests.support.tapes import TapeRecorder

@@ -11,15 +11,17 @@ import pytest
 import torch
 
 from drafter.base.causal_lm import BaseModel
+from drafter.base.executors.contract import TreeNodes
+from drafter.base.kv_cache import KVCache
 from drafter.drafters.contract import DraftContext
 from drafter.drafters.ngram import NgramDrafter, lookup
 from drafter.drafters.none import PlainDecoding
-from drafter.engine.loop import Engine, EngineConfig, common_prefix
-from drafter.errors import EngineError, LoadError, QueueFullError, RequestError, RequestTimeoutError
-from drafter.base.kv_cache import KVCache
-from drafter.requests import Request, SamplingParams, Timing
-from drafter.engine.sequence import Handle
+from drafter.engine.engine_config import EngineConfig
+from drafter.engine.handle import Handle
+from drafter.engine.loop import Engine, common_prefix
 from drafter.engine.stage_times import STAGES
+from drafter.errors import EngineError, LoadError, QueueFullError, RequestError, RequestTimeoutError
+from drafter.requests import Request, SamplingParams, Timing
 from drafter.tree.token_tree import TokenTree
 from tests.support.heads import make_head
 from tests.support.models import AdversarialDrafter, SpellingTokenizer, generate_reference, random_prompts, run_engine
@@ -414,9 +416,9 @@ def test_who_watches_gets_the_first_token_with_the_prompts_forward(
     verified: list[int] = []
     verify = tiny_base.verify
 
-    def seen(cache: KVCache, tokens: torch.Tensor, *rest: Any) -> Any:
-        verified.append(tokens.shape[1])
-        return verify(cache, tokens, *rest)
+    def seen(cache: KVCache, nodes: TreeNodes) -> Any:
+        verified.append(nodes.tokens.shape[1])
+        return verify(cache, nodes)
 
     monkeypatch.setattr(tiny_base, "verify", seen)
     handles = [

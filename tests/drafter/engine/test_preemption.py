@@ -14,12 +14,20 @@ from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import DraftContext, Drafter
 from drafter.drafters.merged import EnsembleDrafter
 from drafter.drafters.none import PlainDecoding
-from drafter.engine.loop import Engine, EngineConfig
+from drafter.engine.engine_config import EngineConfig
+from drafter.engine.handle import Handle
+from drafter.engine.loop import Engine
 from drafter.requests import Generation, Request, SamplingParams
-from drafter.engine.sequence import Handle
 from drafter.tree.token_tree import TokenTree
 from tests.support.heads import make_head
-from tests.support.models import AdversarialDrafter, OracleDrafter, SpellingTokenizer, random_model, random_prompts, run_engine
+from tests.support.models import (
+    AdversarialDrafter,
+    OracleDrafter,
+    SpellingTokenizer,
+    random_model,
+    random_prompts,
+    run_engine,
+)
 
 NEW_TOKENS = 24
 

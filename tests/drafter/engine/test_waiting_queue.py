@@ -4,10 +4,11 @@ import math
 
 import pytest
 
+from drafter.engine.handle import Handle
+from drafter.engine.sequence import Slot
+from drafter.engine.waiting_queue import WaitingQueue
 from drafter.errors import EngineError, QueueFullError
 from drafter.requests import Request
-from drafter.engine.sequence import Handle, Slot
-from drafter.engine.waiting_queue import WaitingQueue
 
 
 def waiting(queue: WaitingQueue, *timeouts: float | None) -> list[Slot]:

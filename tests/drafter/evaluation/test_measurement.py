@@ -13,7 +13,8 @@ from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Plan
 from drafter.evaluation.questions import Question, QuestionError
 from drafter.evaluation.results import Results
 from drafter.evaluation.stages import STAGES
-from drafter.heads.checkpoint import Provenance
+from drafter.heads.checkpoint import save_head
+from drafter.heads.contract import Provenance
 from tests.support.heads import make_head
 from tests.support.models import EOS, VOCABULARY, SpellingTokenizer
 
@@ -32,10 +33,10 @@ class LetterTokenizer(SpellingTokenizer):
         return {"input_ids": [3 + ord(letter) % (VOCABULARY - 3) for letter in text]}
 
 
-def save_head(base: BaseModel, kind: str, folder: Path) -> str:
+def saved_head(base: BaseModel, kind: str, folder: Path) -> str:
     head = make_head(base, kind)
     head.provenance = Provenance("tiny", base.fingerprint, {"steps": 0})
-    head.save_pretrained(folder)
+    save_head(head, folder)
     return str(folder)
 
 
@@ -51,7 +52,7 @@ def evaluate(base: BaseModel, plan: Plan) -> tuple[Results, list[Progress]]:
 
 
 def test_every_arm_says_what_plain_decoding_says(tiny_base: BaseModel, tmp_path: Path) -> None:
-    heads = save_head(tiny_base, "ctc", tmp_path / "ctc"), save_head(tiny_base, "context 1", tmp_path / "context")
+    heads = saved_head(tiny_base, "ctc", tmp_path / "ctc"), saved_head(tiny_base, "context 1", tmp_path / "context")
     plan = Plan(
         (*heads, "ngram"), nodes=(4, "auto"), batches=(1, 3), temperatures=(0.0, 0.8), rounds=2, max_new_tokens=6
     )

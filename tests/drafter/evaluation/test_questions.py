@@ -12,7 +12,6 @@ from drafter.evaluation.questions import Question, QuestionError, read_questions
 from tests.support.paths import ROOT
 
 
-
 def test_both_formats_are_read(tmp_path: Path) -> None:
     file = tmp_path / "questions.jsonl"
     chat = {"question_id": 81, "category": "writing", "turns": ["Say\u2028this.", "Now that."], "reference": ["x"]}

@@ -13,19 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter.base.causal_lm import BaseModel
-from drafter.drafters.contract import DraftContext
-from drafter.heads.ctc.ctc_head import CTCHead
-from drafter.drafters.none import PlainDecoding
-from drafter.drafters.registry import HEADS
-from drafter.heads.losses import hard_labels
 from drafter.base.executors.prepacked import prepack
-from drafter.heads.checkpoint import Provenance, Tree, load_head
+from drafter.drafters.contract import DraftContext
+from drafter.drafters.none import PlainDecoding
+from drafter.heads.checkpoint import load_head, save_head
+from drafter.heads.contract import Provenance, Tree
+from drafter.heads.ctc.ctc_head import CTCHead
+from drafter.heads.draft_batch import DraftBatch
+from drafter.heads.losses import hard_labels
+from drafter.heads.registry import HEADS
 from drafter.requests import Request, SamplingParams
 from drafter.training.optimiser import TorchOptimiser
 from drafter.training.settings import TrainingSettings
 from drafter.training.simulated_walk import simulated_beta
+from drafter.training.targets import draft_batch
 from drafter.training.training_step import TrainingStep
-from drafter.training.targets import DraftBatch, draft_batch
 from tests.support.heads import DEPTH, KINDS, STATIC, make_head, random_texts, sequence, text_loss, untrained_head
 from tests.support.models import random_prompts, run_engine
 from tests.support.trees import check_same_trees, check_slice_contract, nodes
@@ -209,7 +211,7 @@ def test_a_prepared_search_finds_what_the_head_says(
 def test_a_saved_head_is_the_same_head(tiny_base: BaseModel, kind: str, tmp_path: Path) -> None:
     head = make_head(tiny_base, kind)
     head.provenance = Provenance("base", tiny_base.fingerprint)
-    head.save_pretrained(tmp_path)
+    save_head(head, tmp_path)
     loaded = load_head(tmp_path, tiny_base, HEADS)
     assert type(loaded) is type(head)
     assert loaded.config == head.config

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafter.heads import chosen_log_probs as chosen
 from drafter.base.causal_lm import BaseModel
+from drafter.heads import chosen_log_probs as chosen
 from drafter.heads.chosen_log_probs import chosen_log_probs
 
 

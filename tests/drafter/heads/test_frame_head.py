@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from drafter.base.causal_lm import BaseModel
+from drafter.heads.contract import Tree
 from drafter.heads.frame_head import FrameHead, last_tokens
-from drafter.heads.checkpoint import Tree
 from tests.support.heads import DEPTH, make_head
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drafter.search import lattice_on_host
-from drafter.search.lattice import best_lattice_trie
 from drafter.search.ctc_prefix import best_trie
+from drafter.search.lattice import best_lattice_trie
 from tests.support.enumeration import lattice_text_probabilities, prefix_probabilities, text_probabilities
 from tests.support.trees import Prefix, check_best, check_slice_contract, nodes
 

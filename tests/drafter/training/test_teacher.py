@@ -7,9 +7,9 @@ from drafter.base.causal_lm import BaseModel
 from drafter.drafters.none import PlainDecoding
 from drafter.requests import Request, SamplingParams
 from drafter.training import teacher
-from drafter.training.training_step import base_hidden_states
 from drafter.training.targets import RegeneratedText, draft_batch
 from drafter.training.teacher import teacher_labels
+from drafter.training.training_step import base_hidden_states
 from tests.support.heads import random_texts
 from tests.support.models import random_prompts, run_engine
 

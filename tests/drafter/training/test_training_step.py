@@ -7,9 +7,9 @@ import torch
 
 from drafter.base.causal_lm import BaseModel
 from drafter.training.settings import TrainingSettings
-from drafter.training.training_step import TrainingStep, base_hidden_states
 from drafter.training.targets import draft_batch
 from drafter.training.teacher import teacher_labels
+from drafter.training.training_step import TrainingStep, base_hidden_states
 from tests.support.heads import DEPTH, make_head, random_texts, text_loss
 
 BATCH = draft_batch(random_texts(3), DEPTH, 16)

@@ -16,10 +16,10 @@ from transformers import (
 )
 
 from drafter.errors import RequestError
-from drafter.verifiers.penalties import History, penalise
 from drafter.requests import SamplingParams
-from drafter.verifiers.choices import SamplingMode, SamplingTable, choose, filter_logits, inverse_cdf, keyed_uniforms
 from drafter.tree.token_tree import TokenTree, from_nodes, root_only
+from drafter.verifiers.choices import SamplingMode, SamplingTable, choose, filter_logits, inverse_cdf, keyed_uniforms
+from drafter.verifiers.penalties import History, penalise
 
 CPU = torch.device("cpu")
 

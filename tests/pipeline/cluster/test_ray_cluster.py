@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from pipeline.cluster.ray_cluster import ActorResources, Cluster, Node, cluster_here, share_out
-from pipeline.generate.generate_config import ResourcesConfig
 from pipeline.errors import InputError
+from pipeline.generate.generate_config import ResourcesConfig
 
 HEAD = Node(0, 0)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from drafter.engine.handle import Handle
 from drafter.errors import RequestError, RequestTimeoutError
 from drafter.requests import Generation, Request, SamplingParams
-from drafter.engine.sequence import Handle
 from drafter.statistics import DecodeCounts
 from pipeline.engines.feeder import Feeder, alone_from, places
 from pipeline.engines.ledger import Ledger, Outcome, RowKey

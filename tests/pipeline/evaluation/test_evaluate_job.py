@@ -15,7 +15,6 @@ from pipeline.evaluation.evaluate_job import main
 from tests.pipeline.conftest import Outcome, write_jsonl
 from tests.support.paths import ROOT
 
-
 Evaluate = Callable[..., Outcome]
 
 

@@ -13,8 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from drafter.heads.checkpoint import save_head
+from drafter.heads.contract import Provenance
 from drafter.heads.ctc.ctc_head import CTCHead, CTCHeadConfig
-from drafter.heads.checkpoint import Provenance
 from pipeline.cluster.ray_cluster import Cluster, Node
 from pipeline.generate.generate_job import main
 from tests.pipeline.conftest import Run, write_jsonl
@@ -192,7 +193,9 @@ def test_a_chat_needs_a_template(run: Run, model: Path, tmp_path: Path) -> None:
 
 
 def test_more_than_the_machine_has(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.generate.cluster_run.connect", lambda: Cluster((Node(cpus=2, gpus=0),), may_grow=False))
+    monkeypatch.setattr(
+        "pipeline.generate.cluster_run.connect", lambda: Cluster((Node(cpus=2, gpus=0),), may_grow=False)
+    )
     source = write_jsonl(tmp_path / "a.jsonl", GOOD)
     done = run(source, "--resources.cpus_per_actor", 3)
     assert done.code == 2
@@ -216,7 +219,7 @@ def test_weights_that_are_damaged(run: Run, model: Path, tmp_path: Path) -> None
 def test_a_head_of_another_base(run: Run, tmp_path: Path) -> None:
     head = CTCHead(CTCHeadConfig(hidden_size=32, vocab_size=320, num_heads=2, intermediate_size=32))
     head.provenance = Provenance("another", "0123456789abcdef")
-    head.save_pretrained(tmp_path / "head")
+    save_head(head, tmp_path / "head")
     done = run(write_jsonl(tmp_path / "a.jsonl", GOOD), drafter=str(tmp_path / "head"))
     assert done.code == 2
     assert "belongs to the base 'another'" in done.error

@@ -58,7 +58,9 @@ def test_a_row_that_kills_its_engine_is_set_aside_and_no_other(
 ) -> None:
     prompts = [*PROMPTS[:10], "zzz", *PROMPTS[10:20], ""]
     (deadly,) = set(lm.encode("z")) - set(lm.encode(" ".join(PROMPTS)))
-    monkeypatch.setattr("pipeline.generate.cluster_run.EngineSpec", partial(FragileEngine, notes=tmp_path, deadly=deadly))
+    monkeypatch.setattr(
+        "pipeline.generate.cluster_run.EngineSpec", partial(FragileEngine, notes=tmp_path, deadly=deadly)
+    )
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts])
     done = run(source, "--writing.rows_per_file", 8, "--limits.row_attempts", 3)
     assert_whole(done, lm, prompts, {"in.jsonl:11", "in.jsonl:22"})

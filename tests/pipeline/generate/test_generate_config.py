@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.generate.generate_config import GenerateConfig, parse_config
 from pipeline.errors import InputError
+from pipeline.generate.generate_config import GenerateConfig, parse_config
 from tests.support.paths import ROOT
-
 
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:

@@ -19,12 +19,12 @@ import ray
 from drafter import EngineConfig, SamplingParams, SpeculativeLM
 from drafter.errors import LoadError
 from drafter.statistics import DecodeCounts, statistics_columns
-from pipeline.generate.generate_config import LimitsConfig
 from pipeline.engines.engine_actor import OUTPUT_TYPE, TIMING_COLUMNS, EngineActor, EngineSpec
 from pipeline.engines.ledger import Ledger
-from pipeline.progress.board import ProgressBoard
+from pipeline.generate.generate_config import LimitsConfig
 from pipeline.generate.row_requests import row_seed
 from pipeline.generate.staged_input import PROBLEM_TYPE
+from pipeline.progress.board import ProgressBoard
 from tests.pipeline.conftest import Outcome, Run, untimed, write_jsonl
 
 QUESTIONS = ["how many apples", "how many pens does she have", "she", "does she have apples and pens " * 3]

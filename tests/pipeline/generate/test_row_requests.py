@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.requests import SamplingParams
-from pipeline.generate.generate_config import ReadingConfig
 from pipeline.errors import RowError
+from pipeline.generate.generate_config import ReadingConfig
 from pipeline.generate.row_requests import PromptSettings, make_requests, row_messages, row_sampling, row_seed
-from pipeline.io.reading import PromptSource
 from pipeline.generate.staged_input import PROBLEM_TYPE
+from pipeline.io.reading import PromptSource
 
 DEFAULTS = SamplingParams(temperature=0.7, seed=3)
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.io.columns import conform_struct, infer_column, unify_fields
-from pipeline.generate.generate_config import ReadingConfig
 from pipeline.errors import InputError
+from pipeline.generate.generate_config import ReadingConfig
+from pipeline.generate.staged_input import StagedInput, StagedParts, stage_files
+from pipeline.io.columns import conform_struct, infer_column, unify_fields
 from pipeline.io.files import Location, glob_regex, locate
 from pipeline.io.reading import InputListing, PromptSource, find_prompts, list_input, read_file
-from pipeline.generate.staged_input import StagedInput, StagedParts, stage_files
 from tests.pipeline.conftest import write_jsonl
 
 PROMPTS = [f"prompt {number}" for number in range(7)]

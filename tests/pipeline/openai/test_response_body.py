@@ -5,12 +5,18 @@ from __future__ import annotations
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from drafter.base.causal_lm import load_tokenizer
+from drafter.base.loading import load_tokenizer
 from drafter.embedded import EMBEDDED_BASE
 from drafter.requests import Generation, TokenLogprob
 from drafter.statistics import DecodeCounts
 from pipeline.openai.request_body import ParsedRequest
-from pipeline.openai.response_body import chat_logprobs, chat_response, completion_logprobs, completion_response, token_text
+from pipeline.openai.response_body import (
+    chat_logprobs,
+    chat_response,
+    completion_logprobs,
+    completion_response,
+    token_text,
+)
 
 
 def generation(text: str, tokens: int, prompt: int, accepted: int, drafted: int) -> Generation:

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import fs
 
-from pipeline.output.compaction import compact, merges
 from pipeline.io.files import Location, locate
+from pipeline.output.compaction import compact, merges
 from pipeline.output.output_folder import OutputFolder
 from tests.pipeline.conftest import Run, read_rows, untimed, write_jsonl
 

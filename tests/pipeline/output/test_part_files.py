@@ -13,11 +13,11 @@ from pyarrow import fs
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
 from pipeline.engines.engine_actor import OUTPUT_TYPE, output_columns
+from pipeline.generate.staged_input import PROBLEM_TYPE
 from pipeline.io.files import Location, locate
 from pipeline.output.output_folder import OutputFolder
-from pipeline.generate.staged_input import PROBLEM_TYPE
-from pipeline.output.summary import histogram_lines, read_totals, summarise
 from pipeline.output.part_files import PartsDatasink, commit_part, free_name
+from pipeline.output.summary import histogram_lines, read_totals, summarise
 from tests.pipeline.conftest import read_rows
 from tests.support.faults import DeadlyFiles
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pipeline.io.files import locate
 from pipeline.engines.ledger import SavedRow
+from pipeline.io.files import locate
 from pipeline.output.output_folder import OutputFolder
 from pipeline.output.unfinished_rows import delete_unfinished, read_unfinished, write_unfinished
 

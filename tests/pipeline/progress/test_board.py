@@ -15,10 +15,10 @@ import ray
 from pyarrow import fs
 
 from pipeline.cluster.ray_cluster import ActorResources
-from pipeline.progress.display import Bar, Lines, display, line
 from pipeline.errors import JobError
 from pipeline.io.files import Location
 from pipeline.progress.board import EngineReport, PartReport, Progress, ProgressBoard, ProgressWatch, Tally
+from pipeline.progress.display import Bar, Lines, display, line
 from pipeline.progress.status_file import StatusFile
 from tests.pipeline.conftest import Run, write_jsonl
 

@@ -8,7 +8,6 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import promql_parser
@@ -16,12 +15,12 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
-from drafter.engine.loop import EngineConfig
-from pipeline.generate.generate_config import LimitsConfig
+from drafter.engine.engine_config import EngineConfig
 from pipeline.engines.engine_actor import EngineActor, EngineSpec
 from pipeline.engines.ledger import Ledger
-from pipeline.progress.prometheus import JobMetrics
+from pipeline.generate.generate_config import LimitsConfig
 from pipeline.progress.board import Progress, ProgressBoard
+from pipeline.progress.prometheus import JobMetrics
 from tests.pipeline.generate.test_generate_job import staged_table
 from tests.support.paths import ROOT
 

@@ -20,15 +20,15 @@ from transformers import AutoTokenizer
 
 from drafter.embedded import EMBEDDED_BASE
 from drafter.statistics import DecodeCounts, statistics_columns
-from pipeline.io.files import locate
 from pipeline.generate.generate_job import main as generate
+from pipeline.io.files import locate
 from pipeline.output.output_folder import OutputFolder
+from pipeline.output.part_files import ERROR_SCHEMA
 from pipeline.report.axes import rates_over_time, scale, shares
 from pipeline.report.cost import Cost, cost_of
 from pipeline.report.report_job import main
 from pipeline.report.row_scan import open_rows, read_errors, read_full, read_rows
 from pipeline.report.row_steps import Step, steps_of, text_pieces
-from pipeline.output.part_files import ERROR_SCHEMA
 from tests.pipeline.conftest import write_jsonl
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

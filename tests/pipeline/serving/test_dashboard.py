@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 from drafter import Generation
 from drafter.requests import Timing
 from drafter.statistics import DecodeCounts, EngineState
 from pipeline.serving.replica_metrics import ReplicaMetrics, metrics_page
 from tests.support.paths import ROOT
-
 
 
 def a_page() -> str:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from pipeline.serving import application
 from pipeline.serving.serve_config import ApplicationConfig, parse_application, parse_config
 from pipeline.serving.serve_job import main
 from tests.support.paths import ROOT
-
 
 
 def test_the_shipped_file_is_one_for_ray_serve() -> None:

@@ -14,16 +14,17 @@ from torch import distributed
 from torch.multiprocessing.spawn import spawn
 
 from drafter.base.causal_lm import BaseModel
-from drafter.drafters.registry import new_head
+from drafter.heads.draft_batch import DraftBatch
+from drafter.heads.registry import new_head
 from drafter.training.optimiser import Optimiser, TorchOptimiser
 from drafter.training.settings import TrainingSettings
 from drafter.training.simulated_walk import simulated_beta
+from drafter.training.targets import RegeneratedText, anchor_draws, draft_batch
 from drafter.training.training_step import TrainingStep
-from drafter.training.targets import DraftBatch, RegeneratedText, anchor_draws, draft_batch
 from pipeline.training.checkpoints import SavedRun, read, write
-from pipeline.training.train_config import ShardingConfig
 from pipeline.training.schedule import share
 from pipeline.training.sharded import ShardedOptimiser, head_of
+from pipeline.training.train_config import ShardingConfig
 from tests.support.models import random_model
 
 STEPS, STOP = 5, 3

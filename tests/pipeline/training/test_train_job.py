@@ -15,9 +15,9 @@ import psutil
 import pyarrow.parquet
 import pytest
 
-from drafter.base.causal_lm import BaseModel
-from drafter.drafters.registry import HEADS
+from drafter.base.loading import load_base
 from drafter.heads.checkpoint import load_head
+from drafter.heads.registry import HEADS
 from tests.pipeline.conftest import Run, write_jsonl
 from tests.pipeline.training.conftest import Train, Training, arguments_of
 
@@ -40,7 +40,7 @@ def test_the_best_head_is_kept_and_everything_is_told(
     assert unbroken.checkpoints == ["step-00000050", "step-00000060"]
 
     # The head that was kept is the one with the best β, and it says where it comes from.
-    head = load_head(unbroken.folder / "head", BaseModel.from_pretrained(model, device="cpu"), HEADS)
+    head = load_head(unbroken.folder / "head", load_base(model, device="cpu"), HEADS)
     assert head.provenance is not None
     history = head.provenance.training["history"]
     assert history[-1]["beta"]["16"] == max(beta["16"] for beta in unbroken.betas.values())

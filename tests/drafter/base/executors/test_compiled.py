@@ -9,7 +9,8 @@ import torch
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
-from drafter.engine.loop import Engine, EngineConfig
+from drafter.engine.engine_config import EngineConfig
+from drafter.engine.loop import Engine
 from drafter.errors import LoadError
 from drafter.requests import Request, SamplingParams
 from tests.support.models import SpellingTokenizer, random_model, random_prompts, run_engine
@@ -41,7 +42,9 @@ def test_a_compiler_that_fails_is_a_load_error(tiny_base: BaseModel, monkeypatch
         raise RuntimeError("no compiler here")
 
     compiled = torch.compile(lambda x: x + 1, backend=broken)
-    monkeypatch.setattr(tiny_base, "compile", lambda: setattr(tiny_base, "_verify", lambda *_: compiled(torch.ones(1))))
-    monkeypatch.setattr(tiny_base, "_verify", tiny_base._verify)
+    monkeypatch.setattr(
+        tiny_base, "compile", lambda: setattr(tiny_base, "_executor", lambda *_: compiled(torch.ones(1)))
+    )
+    monkeypatch.setattr(tiny_base, "_executor", tiny_base._executor)
     with pytest.raises(LoadError, match="no compiler here"):
         Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(slots=1, compile=True))

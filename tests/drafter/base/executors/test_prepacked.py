@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drafter.base.executors import prepacked
 from drafter.base.causal_lm import BaseModel
-from drafter.drafters.ngram import NgramDrafter
-from drafter.drafters.none import PlainDecoding
+from drafter.base.executors import prepacked
 from drafter.base.executors.prepacked import (
     PrepackedLinear,
     Product,
@@ -25,6 +23,8 @@ from drafter.base.executors.prepacked import (
     halved_weights,
     prepack,
 )
+from drafter.drafters.ngram import NgramDrafter
+from drafter.drafters.none import PlainDecoding
 from drafter.requests import Request, SamplingParams
 from tests.support.models import generate_reference, random_model, random_prompts, run_engine
 

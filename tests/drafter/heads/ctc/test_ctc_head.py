@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from drafter.base.causal_lm import BaseModel
-from drafter.heads.ctc.ctc_losses import prefix_loss
 from drafter.heads.ctc.ctc_head import CTCHead, CTCHeadConfig
+from drafter.heads.ctc.ctc_losses import prefix_loss
 from drafter.heads.losses import Labels
-from drafter.training.training_step import base_hidden_states
 from drafter.training.targets import draft_batch
+from drafter.training.training_step import base_hidden_states
 from tests.support.heads import DEPTH, make_head, random_texts, text_loss
 
 

@@ -1,0 +1,83 @@
+"""What a model's configuration says: whether it can be a base, what its layers see, how long its texts may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from drafter.errors import LoadError
+
+_ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def refuse_unsupported(name: str, config: Any) -> None:
+    """Refuse architectures that a KV cache with a tree mask cannot decode, before their weights are read.
+
+    Args:
+        name: Of the model, for the message.
+        config: The model's whole configuration.
+
+    Raises:
+        LoadError: An encoder-decoder, a model with recurrent or linear-attention layers, or no causal LM at all.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise LoadError(
+            f"{name}: {config.model_type} is an encoder-decoder model; only decoder-only models can be a base"
+        )
+    text = config.get_text_config(decoder=True)
+    foreign = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION_KINDS)
+    if foreign:
+        raise LoadError(
+            f"{name}: {config.model_type} has {', '.join(foreign)} layers, whose state cannot be rolled back to an "
+            "accepted path; only softmax-attention models can be a base"
+        )
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(config, "auto_map", None):
+        raise LoadError(f"{name}: {config.model_type} is not a causal language model that transformers knows")
+
+
+def decoder_of(model: Any) -> nn.Module:
+    """The model without its LM head."""
+    decoder: nn.Module = model.get_decoder()
+    # Some models do not know their own decoder: they return the model itself.
+    if decoder is model and isinstance(inner := getattr(model, "model", None), nn.Module):
+        return inner
+    return decoder
+
+
+def max_positions(config: Any) -> int | None:
+    """Longest sequence, in tokens, that a batch can decode as each row by itself would; None if `config` does not say.
+
+    Args:
+        config: Of the decoder.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if "longrope" in (rope.get("rope_type"), rope.get("type")):
+        # Past this length the model scales the positions of a whole batch by its longest text: rows would depend on
+        # one another.
+        original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+        return int(original)
+    for field in ("max_position_embeddings", "n_positions", "seq_length"):
+        if getattr(config, field, None):
+            return int(getattr(config, field))
+    return None
+
+
+def attention_kinds(config: Any) -> dict[str, tuple[int | None, int | None]]:
+    """Window and chunk, in tokens, of each kind of attention in the model, by transformers' name of the kind.
+
+    Args:
+        config: Of the decoder.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds:
+        sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        kinds = {"sliding_attention" if sliding else "full_attention"}
+    return {
+        kind: (
+            config.sliding_window if kind == "sliding_attention" else None,
+            config.attention_chunk_size if kind == "chunked_attention" else None,
+        )
+        for kind in sorted(kinds)
+    }

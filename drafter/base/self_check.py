@@ -1,0 +1,131 @@
+"""The proof at load: a base decodes by trees only if a few tokens come out as the model's own way has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from drafter.base.executors.contract import TreeNodes
+from drafter.base.kv_cache import LayerShape
+from drafter.base.packing import Packing
+from drafter.errors import LoadError, first_line
+
+if TYPE_CHECKING:
+    from drafter.base.causal_lm import BaseModel
+
+_MODEL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
+"""What a model's code may raise when it is run in a way that it does not know."""
+_TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.1
+"""Largest difference of logits, relative to the largest logit, in fp32 and in half precision."""
+
+
+@dataclass(frozen=True)
+class PlainRun:
+    """A few tokens run the model's own way.
+
+    Args:
+        ids: `[6]` the tokens.
+        logits: `[6, V]` after each of them.
+        layer_shapes: What each layer caches; None for a layer that caches nothing.
+    """
+
+    ids: Tensor
+    logits: Tensor
+    layer_shapes: list[LayerShape | None]
+
+
+@torch.inference_mode()
+def run_plainly(base: BaseModel) -> PlainRun:
+    """Run six tokens as the model would by itself.
+
+    Raises:
+        LoadError: The model does not run with a cache.
+    """
+    ids = torch.arange(1, 7, device=base.device) * 7919 % base.vocab_size
+    try:
+        plain = base.model(input_ids=ids[None], past_key_values=DynamicCache(config=base.config), use_cache=True)
+        shapes = [_layer_shape(layer) for layer in plain.past_key_values.layers]
+    except _MODEL_ERRORS as error:
+        raise _does_not_run(base, error) from error
+    return PlainRun(ids, plain.logits[0], shapes)
+
+
+@torch.inference_mode()
+def prove_tree_decoding(base: BaseModel, plain: PlainRun) -> None:
+    """Run the same tokens as a draft tree does, and refuse the model if the logits differ.
+
+    A decoy node stands before the true continuation, so that a model that ignores the mask or the positions is found
+    out.
+
+    Raises:
+        LoadError: The model does not run with a tree mask and a slot cache, or gives other logits.
+    """
+    ids, kind = plain.ids, base.model.config.model_type
+    try:
+        cache = base.new_cache(2, 16)
+        first, hidden = base.prefill_last(cache, 0, ids[:4])
+        # Root ids[4], a decoy child, and the true child ids[5].
+        tokens = torch.stack([ids[4], ids[0], ids[5]])[None]
+        ancestors = torch.tensor([[True, False, False], [True, True, False], [True, False, True]], device=base.device)
+        lengths = torch.tensor([4], device=base.device)
+        depths = torch.tensor([[0, 1, 1]], device=base.device)
+        logits, node_hidden = base.verify(cache, TreeNodes(tokens, lengths, depths, ancestors[None], 8))
+    except _MODEL_ERRORS as error:
+        raise _does_not_run(base, error) from error
+    if not _alike(torch.cat([first, logits[0, [0, 2]]]), plain.logits[3:], base.dtype):
+        raise LoadError(
+            f"{base.name}: {kind} gives other logits with a tree mask, explicit positions and a slot cache than by "
+            "itself; it cannot be a base (state-space and linear attention, ALiBi and bidirectional models cannot)"
+        )
+    if hidden.shape[-1] != node_hidden.shape[-1]:
+        raise LoadError(f"{base.name}: the decoder's output is not the LM head's input; it cannot be a base")
+
+
+@torch.inference_mode()
+def packs_alike(base: BaseModel) -> bool:
+    """Whether the model computes two trees, and two prompts, of three and two tokens, packed as it does apart."""
+    tokens = torch.arange(1, 7, device=base.device).view(2, 3) * 7919 % base.vocab_size
+    lengths = torch.tensor([0, 1], device=base.device)
+    depths = torch.tensor([[0, 1, 1], [0, 1, 1]], device=base.device)
+    ancestors = torch.eye(3, dtype=torch.bool, device=base.device).repeat(2, 1, 1)
+    ancestors[:, :, 0] = True
+    real = torch.tensor([[True, True, True], [True, True, False]], device=base.device)
+    cache = base.new_cache(2, 8)
+    try:
+        # The packed one first, so that it cannot find what the other one has written.
+        packed, padded = (
+            base.verify(cache, TreeNodes(tokens, lengths, depths, ancestors, 4, packing))
+            for packing in (Packing.of(real), None)
+        )
+        prompts, starts = [tokens[0], tokens[1, :2]], [0, 1]
+        together = base.prefill(cache, 0, prompts, starts)
+        apart = torch.cat([base.prefill(cache, row, prompts[row : row + 1], starts[row : row + 1]) for row in (0, 1)])
+    except _MODEL_ERRORS:
+        return False
+    same = [(packed[0][real], padded[0][real]), (packed[1][real], padded[1][real]), (together, apart)]
+    return all(_alike(ours, theirs, base.dtype) for ours, theirs in same)
+
+
+def _does_not_run(base: BaseModel, error: BaseException) -> LoadError:
+    return LoadError(
+        f"{base.name}: {base.model.config.model_type} does not run with a tree mask and a slot cache "
+        f"({type(error).__name__}: {first_line(error)}); it cannot be a base"
+    )
+
+
+def _alike(logits: Tensor, others: Tensor, dtype: torch.dtype) -> bool:
+    others = others.float()
+    scale = others.abs().amax().clamp_min(1e-6)
+    difference = (logits.float() - others).abs().amax() / scale
+    return bool(difference < (_TOLERANCE if dtype == torch.float32 else _HALF_TOLERANCE))
+
+
+def _layer_shape(layer: Any) -> LayerShape | None:
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if keys is None or values is None:
+        return None
+    return LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)

@@ -1,0 +1,106 @@
+"""The contract of draft heads: a head trains, drafts, and shows the trees it would draft at places of known text."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor, nn
+
+from drafter.base.causal_lm import BaseModel
+from drafter.drafters.contract import Drafter
+from drafter.heads.draft_batch import DraftBatch
+from drafter.heads.losses import Labels, LossSum
+from drafter.tree.token_tree import TokenTree
+
+Tree = Literal["exact", "static"]
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a head comes from.
+
+    Args:
+        base_name: Hub id or path of the base it was trained for.
+        base_fingerprint: `BaseModel.fingerprint` of that base.
+        training: Anything JSON can hold: recipe, data, steps, seed, results, versions.
+    """
+
+    base_name: str
+    base_fingerprint: str
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+
+def check_sizes(config: Any, *names: str) -> None:
+    """Raise `ValueError` for the first of these fields that is below 1."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be at least 1, not {getattr(config, name)}")
+
+
+class DraftHead(nn.Module, ABC):
+    """A trained drafter's weights. A subclass is one algorithm; its configuration is a dataclass.
+
+    Args:
+        config: An instance of `config_class`.
+    """
+
+    algorithm: ClassVar[str]
+    config_class: ClassVar[type]
+    config: Any
+    provenance: Provenance | None = None
+    """Set by training and by loading; saving needs it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def start_from(self, base: BaseModel) -> None:
+        """Before training: take from the base what the head starts with."""
+
+    @abstractmethod
+    def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
+        """The training loss of one batch.
+
+        Args:
+            base: The head's base, which said the targets.
+            batch: `B` texts with `A` anchors each. Anchors without a target do not count.
+            hidden: `[B, L, d]` the base's last hidden states of the texts.
+            labels: `[B, A, U, K]` what the head should say at each place.
+        """
+
+    @abstractmethod
+    def drafter(self, base: BaseModel, tree_size: int, tree: Tree = "exact") -> Drafter:
+        """What the engine drafts with: the head as it is now, on the base's device and in its dtype.
+
+        Args:
+            base: The head's base.
+            tree_size: Nodes of a tree, root included.
+            tree: `exact` is the best trie in the head's belief, `static` the published fixed tree.
+
+        Raises:
+            ValueError: The head has no such tree; the message says why.
+        """
+
+    @abstractmethod
+    def trees_at(
+        self, base: BaseModel, tokens: Tensor, hidden: Tensor, anchors: Tensor, size: int, tree: Tree = "exact"
+    ) -> TokenTree:
+        """The trees that decoding would propose at many positions of known text.
+
+        Args:
+            base: The head's base.
+            tokens: `[B, L]`.
+            hidden: `[B, L, d]` the base's last hidden states.
+            anchors: `[B, A]` positions of the pending tokens.
+            size: Nodes of a tree, root included.
+            tree: As in `drafter`.
+
+        Returns:
+            Trees `[B * A, size]`.
+
+        Raises:
+            ValueError: As in `drafter`.
+        """
