@@ -41,10 +41,10 @@ class Calibration:
         self._offered = np.zeros(len(self._EDGES) + 1)
         self._accepted = np.zeros(len(self._EDGES) + 1)
 
-    def observe(self, log_prices: Floats, accepted: npt.NDArray[np.bool_]) -> None:
+    def observe(self, log_probs: Floats, accepted: npt.NDArray[np.bool_]) -> None:
         """Learn from verified nodes `[...]`; nodes of price -inf are padding and do not count."""
-        real = log_prices > -np.inf
-        bucket = np.digitize(log_prices[real], self._EDGES)
+        real = log_probs > -np.inf
+        bucket = np.digitize(log_probs[real], self._EDGES)
         size = len(self._offered)
         self.fade(1)
         self._offered += np.bincount(bucket, minlength=size)
@@ -55,13 +55,13 @@ class Calibration:
         self._offered *= self._FADE**steps
         self._accepted *= self._FADE**steps
 
-    def probability(self, log_prices: Floats) -> Floats:
+    def probability(self, log_probs: Floats) -> Floats:
         """Calibrated acceptance probability of nodes at these log prices `[...]`; 0 for padding."""
-        bucket = np.digitize(log_prices, self._EDGES)
+        bucket = np.digitize(log_probs, self._EDGES)
         return (
-            (self._accepted[bucket] + self._PRIOR * np.exp(log_prices))
+            (self._accepted[bucket] + self._PRIOR * np.exp(log_probs))
             / (self._offered[bucket] + self._PRIOR)
-            * (log_prices > -np.inf)
+            * (log_probs > -np.inf)
         )
 
 
@@ -226,12 +226,12 @@ class AdaptiveBudget:
         """Probability below which drafting need not go on."""
         return self._SLACK * math.exp(self._lowest)
 
-    def sizes(self, log_prices: Floats) -> Sizes:
+    def sizes(self, log_probs: Floats) -> Sizes:
         """Draft nodes of each row to verify `[B]`, given the trees: log prices `[B, N]` without the root, falling."""
-        rows, drafted = log_prices.shape
+        rows, drafted = log_probs.shape
         self._burn_in -= rows
         known = self._nodes <= drafted
-        order, gain, count = self._best(log_prices, self._nodes[known])
+        order, gain, count = self._best(log_probs, self._nodes[known])
         self._seen[known] += 1
         pace = np.maximum(1 - (1 - self._PACE) ** min(rows, self._MOST_ROWS), 1 / self._seen[known])[:, None]
         now = np.array([np.interp(self._nodes, *curve) for curve in zip(count, gain, strict=True)])
@@ -244,21 +244,21 @@ class AdaptiveBudget:
         width, some = np.unravel_index(rate.argmax(), rate.shape)
         total = round((math.ceil(cost[width, some]) if self._cut == "alike" else count[width, some]) * rows)
         kept = order[order % drafted < self._nodes[width]][:total]
-        prices = log_prices.flat[kept]
+        prices = log_probs.flat[kept]
         if (real := prices[prices > -np.inf]).size:
             self._lowest += self._PACE * (real.min() - self._lowest)
         return np.bincount(kept // drafted, minlength=rows)
 
-    def _best(self, log_prices: Floats, sizes: Sizes) -> tuple[Sizes, Floats, Floats]:
+    def _best(self, log_probs: Floats, sizes: Sizes) -> tuple[Sizes, Floats, Floats]:
         """What may be verified of trees `[B, N]` that are drafted to each of `sizes` `[M]`, the last of which is N.
 
         Returns:
             `[B * N]` their nodes, best first; and `[M, B * N + 1]` what the first none, one, ... of those that a size
             has promise, in accepted tokens a row, and how many nodes a row they are.
         """
-        rows, drafted = log_prices.shape
+        rows, drafted = log_probs.shape
         # Calibrated, a node may seem more probable than its parent.
-        calibrated = np.minimum.accumulate(self._calibration.probability(log_prices), axis=1)
+        calibrated = np.minimum.accumulate(self._calibration.probability(log_probs), axis=1)
         if self._cut == "each":
             order = np.argsort(-calibrated, axis=None, kind="stable")  # a row's equal nodes stay in their order
         else:
@@ -270,9 +270,9 @@ class AdaptiveBudget:
         np.cumsum(there / rows, axis=1, out=count[:, 1:])
         return order, gain, count
 
-    def observe(self, log_prices: Floats, accepted: npt.NDArray[np.bool_]) -> None:
+    def observe(self, log_probs: Floats, accepted: npt.NDArray[np.bool_]) -> None:
         """Learn which of the verified draft nodes `[B, N]` were accepted."""
-        self._calibration.observe(log_prices, accepted)
+        self._calibration.observe(log_probs, accepted)
 
     def clock(self, rows: int, drafted: int, sizes: Sizes, seconds: tuple[float, float]) -> None:
         """Learn how long a step took to draft trees, and for the rest: to verify so many nodes of each row `[B]`.
@@ -353,11 +353,11 @@ class FixedBudget:
         """What a tree's nodes would be worth if all were alike: what follows less hardly ever comes true."""
         return 1 / (self._nodes + 1)
 
-    def sizes(self, log_prices: Floats) -> Sizes:
+    def sizes(self, log_probs: Floats) -> Sizes:
         """The fixed number, whatever the trees."""
-        return np.full(len(log_prices), min(self._nodes, log_prices.shape[1]))
+        return np.full(len(log_probs), min(self._nodes, log_probs.shape[1]))
 
-    def observe(self, log_prices: Floats, accepted: npt.NDArray[np.bool_]) -> None:
+    def observe(self, log_probs: Floats, accepted: npt.NDArray[np.bool_]) -> None:
         """Nothing to learn."""
 
     def clock(self, rows: int, drafted: int, sizes: Sizes, seconds: tuple[float, float]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from drafter.drafters.contract import DraftContext, Drafter
-from drafter.tree.token_tree import TokenTree, merge
+from drafter.tree.token_tree import TokenTree
+from drafter.tree.trie import merge
 
 
 class EnsembleDrafter(Drafter):

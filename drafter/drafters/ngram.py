@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from drafter.drafters.contract import DraftContext, Drafter
-from drafter.tree.token_tree import PAD_TOKEN, TokenTree, from_paths
+from drafter.tree.token_tree import PAD_TOKEN, TokenTree
+from drafter.tree.trie import from_paths
 
 _ORDER = 3
 _DISCOUNT = 0.4

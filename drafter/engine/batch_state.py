@@ -232,7 +232,7 @@ def report(verdict: Verdict, tree: TokenTree) -> StepReport:
     """What the host wants to know of a step, in as few tensors as can be."""
     way = verdict.walk
     if tree.size == 1:
-        return StepReport(way.tokens, tree.log_prices[:, 1:], verdict.logprobs)
+        return StepReport(way.tokens, tree.log_probs[:, 1:], verdict.logprobs)
     real = (tree.tokens[:, 1:] >= 0).sum(dim=1, keepdim=True)
     outcome = torch.cat([way.accepted[:, None], real, way.path, way.tokens], dim=1)
-    return StepReport(outcome, tree.log_prices[:, 1:], verdict.logprobs)
+    return StepReport(outcome, tree.log_probs[:, 1:], verdict.logprobs)

@@ -229,7 +229,7 @@ class Engine:
             self.drafter.catch_up(context)  # a prompt is read once, whatever this step costs
             begun += time.perf_counter() - reading
             tree = self.drafter.propose(context, nodes + 1)
-            prices = tree.log_prices[:, 1:].cpu().numpy().astype(np.float64)
+            prices = tree.log_probs[:, 1:].cpu().numpy().astype(np.float64)
             self._times.mark("draft")
             sizes = self._budget.sizes(prices)
             tree = tree.trimmed(1 + torch.from_numpy(sizes))

@@ -14,7 +14,8 @@ from drafter.drafters.contract import DraftContext, Drafter
 from drafter.engine.engine_config import EngineConfig
 from drafter.engine.loop import Engine
 from drafter.requests import Generation, Request
-from drafter.tree.token_tree import TokenTree, from_nodes
+from drafter.tree.token_tree import TokenTree
+from drafter.tree.trie import from_nodes
 
 VOCABULARY = 97
 EOS = 2

@@ -64,8 +64,8 @@ class WildBudget(FixedBudget):
         super().__init__(9)
         self._random = np.random.default_rng(0)
 
-    def sizes(self, log_prices: Floats) -> Sizes:
-        rows, nodes = log_prices.shape
+    def sizes(self, log_probs: Floats) -> Sizes:
+        rows, nodes = log_probs.shape
         sizes: Sizes = self._random.integers(nodes + 1, size=rows)
         return sizes
 

@@ -21,7 +21,8 @@ from drafter.engine.handle import Handle
 from drafter.engine.loop import Engine
 from drafter.errors import RequestTimeoutError
 from drafter.requests import Generation, Request, SamplingParams
-from drafter.tree.token_tree import TokenTree, from_nodes
+from drafter.tree.token_tree import TokenTree
+from drafter.tree.trie import from_nodes
 from drafter.verifiers.choices import SamplingMode
 from tests.support.heads import make_head
 from tests.support.models import VOCABULARY, AdversarialDrafter, SpellingTokenizer, random_model, random_prompts

@@ -95,8 +95,8 @@ def test_trees_never_see_the_future(tiny_base: BaseModel, kind: str, tree: Tree)
     assert all(torch.equal(value, getattr(unmoved, name)) for name, value in vars(drafted).items())
     hidden[0, 5] *= -1.0
     moved = head.trees_at(tiny_base, tokens, hidden, anchors, 9, tree)
-    assert not torch.allclose(moved.log_prices[0], drafted.log_prices[0])
-    assert torch.equal(moved.log_prices[1], drafted.log_prices[1])
+    assert not torch.allclose(moved.log_probs[0], drafted.log_probs[0])
+    assert torch.equal(moved.log_probs[1], drafted.log_probs[1])
 
 
 @every_kind

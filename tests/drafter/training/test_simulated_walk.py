@@ -21,7 +21,7 @@ def test_accepted_depths_of_a_literal_tree() -> None:
         tokens=torch.tensor([[9, 1, 2, 3, 5, -1]]),
         parents=torch.tensor([[0, 0, 1, 0, 2, 0]]),
         depths=torch.tensor([[0, 1, 2, 1, 3, 1]]),
-        log_prices=torch.tensor([[0.0, -1.0, -2.0, -3.0, -4.0, -torch.inf]]),
+        log_probs=torch.tensor([[0.0, -1.0, -2.0, -3.0, -4.0, -torch.inf]]),
     )
     counts = (0, 1, 2, 3, 4)
 
