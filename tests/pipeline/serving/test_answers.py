@@ -10,7 +10,7 @@ import pytest
 from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 
 from drafter import EngineConfig, Generation, SamplingParams, SpeculativeLM
-from drafter.drafters.contract import DraftContext, Drafter
+from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
 from drafter.tree.token_tree import TokenTree, root_only
 from pipeline.generate.samples import sample_seed
 from pipeline.serving.answers import Answers
@@ -224,12 +224,12 @@ def test_what_cannot_be_honoured_is_refused_by_name(
 class FailingDrafter(Drafter):
     """Does nothing useful, and fails at the fifth step."""
 
-    tree_size, depth = 2, 1
+    spec = DraftSpec(1, 1)
 
     def __init__(self) -> None:
         self._steps = 0
 
-    def propose(self, context: DraftContext, size: int) -> TokenTree:
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         self._steps += 1
         if self._steps == 5:
             raise RuntimeError("secret internals")
