@@ -28,7 +28,7 @@ from pipeline.openai.request_body import ParsedRequest
 from pipeline.openai.response_body import chat_response, completion_response, token_text
 from pipeline.openai.speculation import FIELD, generation_statistics
 from pipeline.serving.messages import Call, Failure, Reply, interrupted, overloaded
-from pipeline.serving.replica_metrics import ReplicaMetrics, Snapshot
+from pipeline.serving.replica.replica_metrics import ReplicaMetrics, Snapshot
 
 _STALLED_SECONDS = 300.0
 """A step that takes longer hangs."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import InputError
-from pipeline.serving.keys import ENVIRONMENT, may_ask, read_keys
+from pipeline.serving.ingress.keys import ENVIRONMENT, may_ask, read_keys
 
 
 def test_keys_come_from_the_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

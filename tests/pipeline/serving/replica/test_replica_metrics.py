@@ -6,7 +6,7 @@ import re
 from drafter import Generation
 from drafter.requests import Timing
 from drafter.statistics import DecodeCounts, EngineState
-from pipeline.serving.replica_metrics import ReplicaMetrics, metrics_page
+from pipeline.serving.replica.replica_metrics import ReplicaMetrics, metrics_page
 from tests.support.paths import ROOT
 
 

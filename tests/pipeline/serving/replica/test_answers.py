@@ -13,7 +13,7 @@ from drafter import EngineConfig, Generation, SamplingParams, SpeculativeLM
 from drafter.drafters.contract import DraftContext, Drafter
 from drafter.tree.token_tree import TokenTree, root_only
 from pipeline.generate.samples import sample_seed
-from pipeline.serving.answers import Answers
+from pipeline.serving.replica.answers import Answers
 from pipeline.serving.serve_config import LimitsConfig
 from tests.pipeline.serving.conftest import NAME
 from tests.support.local_endpoint import served

@@ -12,7 +12,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from pipeline.openai.chunks import error_event
 from pipeline.serving.messages import Call, Reply, interrupted, overloaded, unavailable
-from pipeline.serving.replica_metrics import Snapshot
+from pipeline.serving.replica.replica_metrics import Snapshot
 
 Method = Literal["chat", "completions"]
 _TRIES = 3

@@ -17,14 +17,14 @@ from starlette.responses import JSONResponse, Response
 from pipeline.openai.api_error import OpenAIError
 from pipeline.openai.request_body import ParsedRequest, parse_chat, parse_completion
 from pipeline.openai.speculation import wants_speculation
-from pipeline.serving import openapi
-from pipeline.serving.body import read_json
-from pipeline.serving.engines import Engines, Method
-from pipeline.serving.event_stream import EventStream
-from pipeline.serving.keys import may_ask
+from pipeline.serving.ingress import openapi
+from pipeline.serving.ingress.json_body import read_json
+from pipeline.serving.ingress.engine_handles import Engines, Method
+from pipeline.serving.ingress.event_stream import EventStream
+from pipeline.serving.ingress.keys import may_ask
 from pipeline.serving.messages import Call, Failure, unavailable
-from pipeline.serving.page import add_page
-from pipeline.serving.replica_metrics import metrics_page
+from pipeline.serving.ingress.page import add_page
+from pipeline.serving.replica.replica_metrics import metrics_page
 from pipeline.serving.serve_config import LimitsConfig
 
 logger = logging.getLogger("ray.serve")
@@ -35,7 +35,7 @@ def create_app(engines: Engines, digests: Sequence[bytes], limits: LimitsConfig)
 
     Args:
         engines: Who answers.
-        digests: Of the bearer keys; see `pipeline.serving.keys`.
+        digests: Of the bearer keys; see `pipeline.serving.ingress.keys`.
         limits: What clients may ask for.
     """
     app = FastAPI(

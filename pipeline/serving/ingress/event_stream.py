@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pipeline.serving.engines import Answer
+from pipeline.serving.ingress.engine_handles import Answer
 
 
 class EventStream(Response):

@@ -9,7 +9,7 @@ import ray
 from ray import serve
 
 from pipeline.engines.engine_actor import EngineSpec
-from pipeline.serving.answers import Answers
+from pipeline.serving.replica.answers import Answers
 
 
 class EngineReplica(Answers):

@@ -37,7 +37,7 @@ def add_page(app: FastAPI) -> None:
 
 
 def _sender(name: str, kind: str) -> Callable[[], Awaitable[Response]]:
-    content = (files("pipeline.serving.page") / name).read_bytes()
+    content = (files("pipeline.serving.ingress.page") / name).read_bytes()
 
     async def send() -> Response:
         return Response(content, media_type=kind, headers=_HEADERS)
