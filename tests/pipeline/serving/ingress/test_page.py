@@ -43,7 +43,7 @@ def address(plain: SpeculativeLM, drafted: SpeculativeLM, monkeypatch: pytest.Mo
     """A server with a model, the same without a drafter, and keys."""
     monkeypatch.setenv(ENVIRONMENT, "right")
     answers = {NAME: Answers(drafted, "a", seconds=240), f"{NAME}-plain": Answers(plain, "b", seconds=60)}
-    with served(answers, read_keys(None)) as address:
+    with served(answers, read_keys(None, "required")) as address:
         yield address
 
 
