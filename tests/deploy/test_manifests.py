@@ -96,7 +96,7 @@ def test_kubernetes_would_refuse_mistakes(name: str, place: tuple[str, ...], val
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_only_who_has_the_token_may_use_ray(path: Path) -> None:
-    """KubeRay gives the token to its pods where `authOptions` say so; without one, this mode keeps Ray from starting."""
+    """KubeRay gives the token to its pods where `authOptions` say so; without a token, Ray refuses this mode."""
     manifest, _ = load(path)
     assert ray_cluster(manifest)["authOptions"] == {"mode": "token"}
     for template in pod_templates(manifest):

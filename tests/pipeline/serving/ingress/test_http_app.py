@@ -12,8 +12,8 @@ import httpx2
 import pytest
 
 from drafter import EngineConfig, SpeculativeLM
-from pipeline.serving.replica.answers import Answers
 from pipeline.serving.ingress.keys import ENVIRONMENT, read_keys
+from pipeline.serving.replica.answers import Answers
 from pipeline.serving.serve_config import LimitsConfig
 from tests.pipeline.serving.conftest import NAME
 from tests.support.local_endpoint import served

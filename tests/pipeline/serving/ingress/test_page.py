@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from drafter import EngineConfig, SpeculativeLM
-from pipeline.serving.replica.answers import Answers
 from pipeline.serving.ingress.keys import ENVIRONMENT, read_keys
+from pipeline.serving.replica.answers import Answers
 from tests.pipeline.serving.conftest import NAME
 from tests.support.local_endpoint import served
 
