@@ -183,7 +183,7 @@ class Evaluation:
 
     def _engine(self, arm: Arm, batch: int, max_length: int, max_queue: int) -> Engine:
         nodes = "auto" if arm.nodes is None else arm.nodes
-        config = EngineConfig(batch, max_length, max_queue, nodes=nodes, compile=self._plan.compile)
+        config = EngineConfig(batch, max_length, nodes, self._plan.compile, max_queue)
         return Engine(self._base, self._drafter(arm), self._tokenizer, config)
 
     def _drafter(self, arm: Arm) -> Drafter:

@@ -9,16 +9,16 @@ import ray
 from ray import serve
 
 from pipeline.engines.engine_actor import EngineSpec
-from pipeline.serving.answers import Answers
+from pipeline.serving.replica.answers import Answers
 
 
 class EngineReplica(Answers):
     """One engine in a process of its own.
 
-    Ray Serve calls `check_health` now and then, and starts another replica in the place of one where it raises.
+    Ray Serve calls `check_health` now and then, and replaces a replica where it raises.
 
     Args:
-        spec: What to load; it gets as many threads as the replica has cores.
+        spec: What to load; the engine gets as many threads as the replica has cores.
         seconds: How long a request may take.
     """
 

@@ -1,4 +1,4 @@
-"""The replicas as the ingress sees them: ask one, ask all."""
+"""The replicas as the ingress sees them: ask one for an answer, ask all for their metrics."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from pipeline.openai.chunks import error_event
-from pipeline.serving.messages import Call, Reply, interrupted, overloaded, unavailable
-from pipeline.serving.replica_metrics import Snapshot
+from pipeline.serving.messages import Call, Reply, Snapshot, interrupted, overloaded, unavailable
 
 Method = Literal["chat", "completions"]
 _TRIES = 3
-"""A replica that died before it said anything is not missed: another gives the same answer."""
+"""Replicas that are asked before a request is given up: one that died before it replied loses nothing, because another
+gives the same answer."""
 _SNAPSHOT_SECONDS = 5.0
 
 logger = logging.getLogger("ray.serve")
 
 
 class Answer:
-    """What a replica says, as it comes.
+    """What a replica replies, as it comes.
 
     Args:
         first: Its first reply.
-        rest: Those after it.
+        rest: Its replies after that.
     """
 
     def __init__(self, first: Reply, rest: DeploymentResponseGenerator) -> None:
@@ -35,7 +35,7 @@ class Answer:
         self._rest = rest
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        """Events of a stream; the last one is an error if the replica dies on the way."""
+        """Yield the events of a stream; the last one is an error if the replica dies on the way."""
         assert isinstance(self.first, str)
         yield self.first
         try:
@@ -51,10 +51,10 @@ class Answer:
 
 
 class Engines:
-    """Deployments of engines by the name that clients call their model.
+    """Deployments of engines, by the name that clients call their model.
 
     Args:
-        handles: Of the deployments.
+        handles: The deployments' handles.
     """
 
     def __init__(self, handles: Mapping[str, DeploymentHandle]) -> None:
@@ -63,11 +63,11 @@ class Engines:
 
     @property
     def names(self) -> list[str]:
-        """What models are called."""
+        """The models' names."""
         return list(self._handles)
 
     async def ask(self, method: Method, call: Call) -> Answer:
-        """Have a replica answer, and wait until it says something.
+        """Have a replica answer, and wait for its first reply.
 
         Raises:
             OpenAIError: There is no room, or no replica that works.
@@ -89,7 +89,7 @@ class Engines:
         raise unavailable()
 
     async def snapshots(self) -> dict[str, list[Snapshot]]:
-        """How all replicas that answer are, by the name of their model."""
+        """Return the metrics of all replicas that answer, by the name of their model."""
         found: dict[str, list[Snapshot]] = {}
         for name, handle in self._handles.items():
             try:

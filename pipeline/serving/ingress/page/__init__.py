@@ -1,8 +1,7 @@
-"""The page at `/`: a prompt, and its answer as it comes, each accepted run in colour.
+"""The page at `/`: a prompt, and its answer as it comes, each run of accepted tokens in colour.
 
-It needs no build step and takes nothing from elsewhere.
-
-What a browser may do with it is as little as it needs: its own script and style, requests to this server, no frames.
+It needs no build step and loads nothing from elsewhere. Its headers let a browser do only what it needs: run its own
+script and style, and ask this server; no other page can frame it.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ _FILES = {
 
 
 def add_page(app: FastAPI) -> None:
-    """Add the page's routes; they are no part of the API, and so not of its document."""
+    """Add the page's routes; they are not part of the API, and so not of the OpenAPI document."""
     for path, (name, kind) in _FILES.items():
         app.add_api_route(path, _sender(name, kind), include_in_schema=False)
 
 
 def _sender(name: str, kind: str) -> Callable[[], Awaitable[Response]]:
-    content = (files("pipeline.serving.page") / name).read_bytes()
+    content = (files("pipeline.serving.ingress.page") / name).read_bytes()
 
     async def send() -> Response:
         return Response(content, media_type=kind, headers=_HEADERS)

@@ -1,6 +1,6 @@
-"""What the OpenAPI document says of each route. It must be true: clients and fuzzers are made from it.
+"""What the OpenAPI document says of each route. Clients and fuzzers are made from it, so it must be true.
 
-The schemas of bodies come from the models that check them, those of answers from OpenAI's own client.
+The schemas of bodies come from the classes that check them, those of answers from OpenAI's own client.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ErrorBody(BaseModel):
 
 
 class ModelList(BaseModel):
-    """All models."""
+    """The list of all models."""
 
     object: str
     data: list[Model]
@@ -86,7 +86,7 @@ _LOGIT_BIAS = {
 
 
 def chat(models: Sequence[str], limits: LimitsConfig) -> dict[str, Any]:
-    """Of `/v1/chat/completions`."""
+    """Return the description of `/v1/chat/completions`."""
     body = _body(ChatBody, models, limits, messages={"type": "array", "items": _MESSAGE, "minItems": 1})
     body["not"] = {
         "required": ["max_tokens", "max_completion_tokens"],
@@ -97,27 +97,27 @@ def chat(models: Sequence[str], limits: LimitsConfig) -> dict[str, Any]:
 
 
 def completions(models: Sequence[str], limits: LimitsConfig) -> dict[str, Any]:
-    """Of `/v1/completions`."""
+    """Return the description of `/v1/completions`."""
     return _generation(Completion, _body(CompletionBody, models, limits, prompt=_PROMPT))
 
 
 def models() -> dict[str, Any]:
-    """Of `/v1/models`."""
+    """Return the description of `/v1/models`."""
     return {"responses": {200: {"model": ModelList}, **_errors(401)}}
 
 
 def model() -> dict[str, Any]:
-    """Of `/v1/models/{model}`."""
+    """Return the description of `/v1/models/{model}`."""
     return {"responses": {200: {"model": Model}, **_errors(401, 404), "4XX": {"model": ErrorBody}}}
 
 
 def health() -> dict[str, Any]:
-    """Of `/health`."""
+    """Return the description of `/health`."""
     return {"responses": {200: {"model": Health}, **_errors(503)}}
 
 
 def metrics() -> dict[str, Any]:
-    """Of `/metrics`."""
+    """Return the description of `/metrics`."""
     return {"response_class": PlainTextResponse, "responses": _errors(401)}
 
 
@@ -145,13 +145,13 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def _body(
     kind: type[Body], models: Sequence[str], limits: LimitsConfig, **properties: dict[str, Any]
 ) -> dict[str, Any]:
-    """The schema of a request's body: the model's, with what pydantic cannot say.
+    """Return the schema of a request's body: pydantic's own, with what pydantic cannot say.
 
     Args:
-        kind: The model that checks it.
-        models: Names that may be asked for.
-        limits: Those that are seen in the body.
-        properties: Properties that are checked elsewhere.
+        kind: The class that checks the body.
+        models: Names of models that may be asked for.
+        limits: What clients may ask for.
+        properties: Schemas of properties that are checked elsewhere.
     """
     schema = kind.model_json_schema()
     definitions = schema.pop("$defs")
@@ -162,11 +162,11 @@ def _body(
         "stop": _STOP,
         "logit_bias": _LOGIT_BIAS,
         "stream_options": definitions["StreamOptions"],
-        FIELD: {"type": "boolean", "description": "Tell what became of the draft."},
+        FIELD: {"type": "boolean", "description": "Say what became of the draft."},
     }
     required = schema["required"]
     schema["properties"] = {
-        # What is null is not set.
+        # A property that is null is not set.
         name: value if name in required or "null" in str(value) else {"anyOf": [value, {"type": "null"}]}
         for name, value in given.items()
     }
@@ -174,7 +174,13 @@ def _body(
 
 
 def _needs(name: str, kind: str, other: str) -> dict[str, Any]:
-    """That a property is only to be set where another is true."""
+    """Return a schema by which a property may be set only where another one is true.
+
+    Args:
+        name: The property.
+        kind: Its JSON type where it is set.
+        other: The property that must be true.
+    """
     return {
         "if": {"required": [name], "properties": {name: {"type": kind}}},
         "then": {"required": [other], "properties": {other: {"const": True}}},

@@ -1,4 +1,4 @@
-"""A request's body: as much of it as may be, and only if it is JSON."""
+"""A request's body: read up to a limit, and only if it is JSON."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from starlette.requests import Request
 from pipeline.openai.api_error import OpenAIError
 
 _DISCARDED = 16
-"""A body may be so many times too large and its sender still reads the answer; beyond that the connection is cut."""
+"""A body of up to this many times the limit is read to its end and thrown away, because many clients read the answer
+only then. For a larger one the connection is cut."""
 
 
 async def read_json(request: Request, limit: int) -> Any:
-    """The body of a request, which may have `limit` bytes.
+    """Return the body of a request.
+
+    Args:
+        request: The request.
+        limit: Most bytes that it may have.
 
     Raises:
         OpenAIError: 413 for more bytes, 415 for another kind of content, 400 for what is not JSON.
@@ -36,14 +41,14 @@ async def read_json(request: Request, limit: int) -> Any:
 
 
 def parse_json(body: bytes) -> Any:
-    """JSON as the standard has it: UTF-8, without NaN or infinities, and text that can be encoded.
+    """Return what JSON says, as the standard has it: UTF-8, no NaN or infinities, and text that can be encoded.
 
     Raises:
-        OpenAIError: 400, it is not.
+        OpenAIError: 400, it is not JSON.
     """
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_number)
-        if b"\\u" in body:  # an escape can name half of a surrogate pair, which is no character
+        if b"\\u" in body:  # an escape can be half of a surrogate pair, which is not a character
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         raise OpenAIError(400, f"The body is not JSON: {_reason(error)}.", code="invalid_json") from error
@@ -51,7 +56,7 @@ def parse_json(body: bytes) -> Any:
 
 
 def _number(text: str) -> float | int:
-    """JSON does not tell 1.0 from 1, and some clients write whole numbers so."""
+    """Return a number; a whole one is an integer, because JSON does not tell 1.0 from 1 and some clients write 1.0."""
     value = float(text)
     return int(value) if value.is_integer() else value
 

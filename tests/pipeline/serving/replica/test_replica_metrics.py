@@ -6,7 +6,8 @@ import re
 from drafter import Generation
 from drafter.requests import Timing
 from drafter.statistics import DecodeCounts, EngineState
-from pipeline.serving.replica_metrics import ReplicaMetrics, metrics_page
+from pipeline.serving.ingress.metrics_page import metrics_page
+from pipeline.serving.replica.replica_metrics import ReplicaMetrics
 from tests.support.paths import ROOT
 
 

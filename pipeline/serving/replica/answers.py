@@ -1,13 +1,12 @@
-"""Calls become requests of an engine, and what it makes of them the answers. No Ray, no HTTP.
+"""Calls become requests of an engine, and what it generates becomes answers. No Ray, no HTTP.
 
-Requests are submitted as they come and decoded together; what a step adds is sent on at once, or after a moment with
-what the next ones add, where there are many streams.
+Requests are submitted as they come and are decoded together. What a step adds is sent on at once, or, where there are
+many streams, after a moment together with what the next steps add.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import secrets
@@ -24,19 +23,23 @@ from drafter.requests import Generation, Request, SamplingParams, TokenDelta
 from pipeline.generate.samples import sample_seed
 from pipeline.openai.api_error import OpenAIError
 from pipeline.openai.chunks import ChatChunks, Chunks, CompletionChunks, error_event
-from pipeline.openai.request_body import ParsedRequest
+from pipeline.openai.parsed_request import ParsedRequest
 from pipeline.openai.response_body import chat_response, completion_response, token_text
 from pipeline.openai.speculation import FIELD, generation_statistics
-from pipeline.serving.messages import Call, Failure, Reply, interrupted, overloaded
-from pipeline.serving.replica_metrics import ReplicaMetrics, Snapshot
+from pipeline.openai.strict_json import to_json
+from pipeline.serving.messages import Call, Failure, Reply, Snapshot, interrupted, overloaded
+from pipeline.serving.replica.replica_metrics import ReplicaMetrics
 
 _STALLED_SECONDS = 300.0
-"""A step that takes longer hangs."""
+"""A step that takes longer than this hangs."""
 _EVENTS_PER_SECOND = 30.0 * (os.cpu_count() or 1)
-"""Of all streams together. On its way to a client an event wakes a dozen threads, and where the engine computes on the
-same cores each of them stops it: more events would cost it more time than it needs for the tokens."""
+"""Most events of all streams together. On its way to a client an event wakes a dozen threads, and where the engine
+computes on the same cores each of them stops it: more events would cost it more time than it needs for the tokens."""
 
 logger = logging.getLogger("ray.serve")
+
+Arrival = tuple[int, TokenDelta | Generation | Exception]
+"""What came of a choice: its index, and the tokens of a step, its end, or an error."""
 
 
 class Answers:
@@ -44,7 +47,7 @@ class Answers:
 
     Args:
         lm: The engine, whose thread schedules all requests that come here.
-        name: Tells it from others.
+        name: The replica's name.
         seconds: How long a request may take.
     """
 
@@ -63,7 +66,7 @@ class Answers:
             yield reply
 
     def snapshot(self) -> Snapshot:
-        """How the engine is, and what it has done so far.
+        """Return the replica's metrics.
 
         Raises:
             EngineError: As in `check_health`.
@@ -72,10 +75,10 @@ class Answers:
         return self._metrics.snapshot(self._name, self._lm.engine.state())
 
     def check_health(self) -> None:
-        """Whether it can answer.
+        """Check that the engine can answer.
 
         Raises:
-            EngineError: The engine has failed, or hangs.
+            EngineError: It has failed, or hangs.
         """
         engine = self._lm.engine
         if engine.failure is not None:
@@ -86,6 +89,14 @@ class Answers:
     async def _answer(
         self, call: Call, kind: str, respond: Callable[..., dict[str, Any]], chunks: type[Chunks]
     ) -> AsyncIterator[Reply]:
+        """Answer a call.
+
+        Args:
+            call: The call.
+            kind: What the answer's id begins with.
+            respond: Makes the body of an answer that is not streamed.
+            chunks: Makes the events of one that is.
+        """
         handles: list[Handle] = []
         sent = False
         name, created = f"{kind}-{uuid.uuid4().hex}", int(time.time())
@@ -103,38 +114,39 @@ class Answers:
                 body = respond(request, generations, name, created, self._token_text)
                 if call.speculation:
                     body[FIELD] = [generation_statistics(generation) for generation in generations]
-                yield json.dumps(body, ensure_ascii=False)
+                yield to_json(body)
         except Exception as error:
-            # Once a chunk is out the status is, too: then the stream itself must say that it failed.
-            yield error_event(self._told(error)) if sent else Failure.of(self._told(error))
+            # Once a chunk is out so is the status: then the stream itself must say that it failed.
+            told = self._told(error)
+            yield error_event(told) if sent else Failure.of(told)
         finally:
-            # Whatever ended this, nothing of it keeps a slot: the client may have left.
+            # However this ended, none of its requests keeps a slot: the client may have left.
             for handle in handles:
                 handle.cancel()
 
     async def _stream(self, chunks: Chunks, handles: list[Handle]) -> AsyncIterator[str]:
-        """Events of all choices as they come; those that are there together are sent together."""
-        arrived: asyncio.Queue[tuple[int, TokenDelta | Generation | Exception]] = asyncio.Queue()
+        """Yield the events of all choices as they come; those that are there together are sent together."""
+        arrived: asyncio.Queue[Arrival] = asyncio.Queue()
         readers = [asyncio.create_task(self._read(index, handle, arrived)) for index, handle in enumerate(handles)]
         finished: dict[int, Generation] = {}
         begun: set[int] = set()
         try:
             while len(finished) < len(handles):
-                items = [await arrived.get()]
+                arrivals = [await arrived.get()]
                 while not arrived.empty():
-                    items.append(arrived.get_nowait())
+                    arrivals.append(arrived.get_nowait())
                 events = ""
-                for index, item in items:
-                    if isinstance(item, Exception):
-                        raise item
+                for index, arrival in arrivals:
+                    if isinstance(arrival, Exception):
+                        raise arrival
                     if index not in begun:
                         begun.add(index)
                         events += chunks.begin(index)
-                    if isinstance(item, TokenDelta):
-                        events += chunks.step(index, item)
+                    if isinstance(arrival, TokenDelta):
+                        events += chunks.step(index, arrival)
                     else:
-                        finished[index] = self._finished(item)
-                        events += chunks.finish(index, item)
+                        finished[index] = self._finished(arrival)
+                        events += chunks.finish(index, arrival)
                 if len(finished) == len(handles):
                     events += chunks.end([finished[index] for index in range(len(handles))])
                 yield events
@@ -142,9 +154,7 @@ class Answers:
             for reader in readers:
                 reader.cancel()
 
-    async def _read(
-        self, index: int, handle: Handle, arrived: asyncio.Queue[tuple[int, TokenDelta | Generation | Exception]]
-    ) -> None:
+    async def _read(self, index: int, handle: Handle, arrived: asyncio.Queue[Arrival]) -> None:
         """Put all that comes of a choice into the queue, its end or error last."""
         outcome = asyncio.ensure_future(handle.outcome())
         try:
@@ -153,18 +163,18 @@ class Answers:
                     arrived.put_nowait((index, delta))
                 await asyncio.wait([outcome], timeout=self._lm.engine.state().active / _EVENTS_PER_SECOND)
             arrived.put_nowait((index, await outcome))
-        except Exception as error:  # who reads the queue must hear of it, whatever it is
+        except Exception as error:  # whoever reads the queue must hear of it, whatever it is
             arrived.put_nowait((index, error))
         finally:
             outcome.cancel()
 
     def _requests(self, request: ParsedRequest) -> list[Request]:
-        """A request of the engine for each choice.
+        """Return a request of the engine for each choice.
 
         Raises:
             OpenAIError: A prompt or a setting cannot be used.
         """
-        settings = {"seed": secrets.randbits(63), **request.settings}  # without a seed, each answer is another
+        settings = {"seed": secrets.randbits(63), **request.settings}  # without a seed, each answer has its own
         defaults = SamplingParams(max_new_tokens=self._lm.max_length)
         sampling = replace(request, settings=settings).sampling(defaults)
         requests = []
@@ -193,7 +203,7 @@ class Answers:
         return generation
 
     def _told(self, error: Exception) -> OpenAIError:
-        """What the client is told. Only what the client did wrong is told in detail."""
+        """Return what the client is told of an error: details only of the client's own mistakes."""
         self._metrics.failed(type(error).__name__)
         match error:
             case OpenAIError():

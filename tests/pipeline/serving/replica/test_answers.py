@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import httpx2
 import pytest
 from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
+from torch import Tensor
 
 from drafter import EngineConfig, Generation, SamplingParams, SpeculativeLM
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
 from drafter.tree.token_tree import TokenTree, root_only
 from pipeline.generate.samples import sample_seed
-from pipeline.serving.answers import Answers
+from pipeline.serving.replica.answers import Answers
 from pipeline.serving.serve_config import LimitsConfig
 from tests.pipeline.serving.conftest import NAME
 from tests.support.local_endpoint import served
@@ -174,6 +180,64 @@ def test_log_probabilities(client: OpenAI, plain: SpeculativeLM) -> None:
         assert [len(one.top_logprobs) for one in found] == [3] * len(wanted.token_ids)
 
 
+def without_a_chance(logits: Tensor) -> None:
+    """Leave three tokens of the vocabulary."""
+    logits[..., 5:] = -math.inf
+    logits[..., :2] = -math.inf
+
+
+def without_numbers(logits: Tensor) -> None:
+    logits[...] = math.nan
+
+
+@contextmanager
+def changed(lm: SpeculativeLM, change: Callable[[Tensor], None]) -> Iterator[str]:
+    """Serve a model whose logits are changed in place; gives the server's address."""
+
+    def hook(module: Any, arguments: Any, output: Any) -> None:
+        change(output.logits)
+
+    handle = lm.base.model.register_forward_hook(hook)
+    try:
+        with served({NAME: Answers(lm, "replica", seconds=240)}) as address:
+            yield address
+    finally:
+        handle.remove()
+
+
+def no_constant(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": chat("how many"), "logprobs": True, "top_logprobs": 5},
+    "/v1/completions": {"prompt": "how many", "logprobs": 5},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+def test_a_token_without_a_chance_is_told_in_json(plain: SpeculativeLM, path: str, stream: bool) -> None:
+    body = {"model": NAME, "temperature": 0, "max_tokens": 3, "stream": stream, **BODIES[path]}
+    with changed(plain, without_a_chance) as address:
+        response = httpx2.post(address + path, json=body, timeout=60)
+    assert response.status_code == 200
+    assert "-9999.0" in response.text
+    documents = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    for document in documents[: -1 if stream else None]:  # the last one of a stream is [DONE]
+        json.loads(document, parse_constant=no_constant)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+def test_what_is_no_number_is_an_error(plain: SpeculativeLM, path: str, stream: bool) -> None:
+    body = {"model": NAME, "temperature": 0, "max_tokens": 3, "stream": stream, **BODIES[path]}
+    with changed(plain, without_numbers) as address:
+        response = httpx2.post(address + path, json=body, timeout=60)
+    assert response.status_code == 500
+    assert json.loads(response.text, parse_constant=no_constant)["error"]["code"] == "invalid_logprobs"
+
+
 def test_text_completions(client: OpenAI, plain: SpeculativeLM) -> None:
     prompts = ["how many apples", "pens and"]
     wanted = [plain.generate(prompt, max_new_tokens=16)[0] for prompt in prompts]
@@ -262,7 +326,8 @@ def test_too_much_at_once_and_for_too_long(plain: SpeculativeLM) -> None:
                 client.chat.completions.create(**question, n=8)
             assert (refusal.value.status_code, refusal.value.code) == (429, "rate_limit_exceeded")
             assert refusal.value.response.headers["retry-after"] == "1"
-            assert client.chat.completions.create(**question).choices
+            # What was refused is taken out of the queue in a moment: who comes again as told is answered.
+            assert client.with_options(max_retries=5).chat.completions.create(**question).choices
         with served({NAME: Answers(lm, "replica", seconds=0.01)}) as address:
             client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
             with pytest.raises(APIStatusError) as refusal:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pipeline.serving.engines import Answer
+from pipeline.serving.ingress.engine_handles import Answer
 
 
 class EventStream(Response):
@@ -14,7 +14,7 @@ class EventStream(Response):
     When the client leaves, Ray Serve cancels the task that runs this, wherever it waits; the replica is told at once.
 
     Args:
-        answer: Whose first reply is no failure.
+        answer: An answer whose first reply is not a failure.
     """
 
     media_type = "text/event-stream"

@@ -15,33 +15,34 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from pipeline.openai.api_error import OpenAIError
-from pipeline.openai.request_body import ParsedRequest, parse_chat, parse_completion
+from pipeline.openai.parsed_request import ParsedRequest
+from pipeline.openai.request_body import parse_chat, parse_completion
 from pipeline.openai.speculation import wants_speculation
-from pipeline.serving import openapi
-from pipeline.serving.body import read_json
-from pipeline.serving.engines import Engines, Method
-from pipeline.serving.event_stream import EventStream
-from pipeline.serving.keys import may_ask
+from pipeline.serving.ingress import openapi
+from pipeline.serving.ingress.engine_handles import Engines, Method
+from pipeline.serving.ingress.event_stream import EventStream
+from pipeline.serving.ingress.json_body import read_json
+from pipeline.serving.ingress.keys import may_ask
+from pipeline.serving.ingress.metrics_page import metrics_page
+from pipeline.serving.ingress.page import add_page
 from pipeline.serving.messages import Call, Failure, unavailable
-from pipeline.serving.page import add_page
-from pipeline.serving.replica_metrics import metrics_page
 from pipeline.serving.serve_config import LimitsConfig
 
 logger = logging.getLogger("ray.serve")
 
 
 def create_app(engines: Engines, digests: Sequence[bytes], limits: LimitsConfig) -> FastAPI:
-    """The application.
+    """Return the application.
 
     Args:
         engines: Who answers.
-        digests: Of the bearer keys; see `pipeline.serving.keys`.
+        digests: Digests of the keys, see `pipeline.serving.ingress.keys`; none answers everybody.
         limits: What clients may ask for.
     """
     app = FastAPI(
         title="drafter",
         description="OpenAI's API over lossless speculative decoding.",
-        docs_url=None,  # those pages load scripts from elsewhere
+        docs_url=None,  # FastAPI's own pages load scripts from elsewhere
         redoc_url=None,
     )
     app.add_exception_handler(OpenAIError, _refused)
@@ -54,7 +55,7 @@ def create_app(engines: Engines, digests: Sequence[bytes], limits: LimitsConfig)
         if not may_ask(request.headers.get("authorization"), digests):
             raise OpenAIError(401, "There is no such API key: send one as a bearer token.", code="invalid_api_key")
 
-    # The first only tells the OpenAPI document of it.
+    # The first checks nothing: it has the OpenAPI document say that a key is needed.
     keyed = [Depends(HTTPBearer(auto_error=False)), Depends(check_key)] if digests else []
 
     def described(name: str) -> dict[str, Any]:
@@ -88,19 +89,19 @@ def create_app(engines: Engines, digests: Sequence[bytes], limits: LimitsConfig)
 
     @app.get("/v1/models", dependencies=keyed, **openapi.models())
     async def list_models() -> Response:
-        """The models."""
+        """List the models."""
         return JSONResponse({"object": "list", "data": [described(name) for name in engines.names]})
 
     @app.get("/v1/models/{model:path}", dependencies=keyed, **openapi.model())
     async def retrieve_model(model: str) -> Response:
-        """One model."""
+        """Describe one model."""
         if model not in engines.names:
             raise _no_model(model)
         return JSONResponse(described(model))
 
     @app.get("/health", **openapi.health())
     async def health() -> Response:
-        """Whether every model has a replica that works."""
+        """Say whether every model has a replica that works."""
         replicas = {name: len(found) for name, found in (await engines.snapshots()).items()}
         if not all(replicas.values()):
             raise unavailable()
@@ -108,7 +109,7 @@ def create_app(engines: Engines, digests: Sequence[bytes], limits: LimitsConfig)
 
     @app.get("/metrics", dependencies=keyed, **openapi.metrics())
     async def metrics() -> Response:
-        """All replicas' figures, for Prometheus."""
+        """Give the metrics of all replicas, for Prometheus."""
         snapshots = [
             ({"model": name, "replica": snapshot.replica}, snapshot)
             for name, found in (await engines.snapshots()).items()

@@ -12,8 +12,8 @@ import httpx2
 import pytest
 
 from drafter import EngineConfig, SpeculativeLM
-from pipeline.serving.answers import Answers
-from pipeline.serving.keys import ENVIRONMENT, read_keys
+from pipeline.serving.ingress.keys import ENVIRONMENT, read_keys
+from pipeline.serving.replica.answers import Answers
 from pipeline.serving.serve_config import LimitsConfig
 from tests.pipeline.serving.conftest import NAME
 from tests.support.local_endpoint import served
@@ -106,7 +106,7 @@ def test_metrics(local: str) -> None:
 
 def test_keys(plain: SpeculativeLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENVIRONMENT, "right")
-    with served({NAME: Answers(plain, "replica", seconds=240)}, read_keys(None)) as address:
+    with served({NAME: Answers(plain, "replica", seconds=240)}, read_keys(None, "required")) as address:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic right"}):
             for path in (CHAT, "/v1/completions"):
                 response = httpx2.post(address + path, json=GOOD, headers=headers)

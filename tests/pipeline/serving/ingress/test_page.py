@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from drafter import EngineConfig, SpeculativeLM
-from pipeline.serving.answers import Answers
-from pipeline.serving.keys import ENVIRONMENT, read_keys
+from pipeline.serving.ingress.keys import ENVIRONMENT, read_keys
+from pipeline.serving.replica.answers import Answers
 from tests.pipeline.serving.conftest import NAME
 from tests.support.local_endpoint import served
 
@@ -43,7 +43,7 @@ def address(plain: SpeculativeLM, drafted: SpeculativeLM, monkeypatch: pytest.Mo
     """A server with a model, the same without a drafter, and keys."""
     monkeypatch.setenv(ENVIRONMENT, "right")
     answers = {NAME: Answers(drafted, "a", seconds=240), f"{NAME}-plain": Answers(plain, "b", seconds=60)}
-    with served(answers, read_keys(None)) as address:
+    with served(answers, read_keys(None, "required")) as address:
         yield address
 
 
