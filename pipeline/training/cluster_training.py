@@ -19,15 +19,15 @@ from pipeline.cluster.ray_cluster import ActorResources, Cluster, connect, quiet
 from pipeline.errors import InputError, JobError
 from pipeline.generate.generate_config import ResourcesConfig
 from pipeline.output.run_manifest import read_run, save_run, versions
-from pipeline.training.checkpoints import forget_torn_list
 from pipeline.training.metrics_log import Record, read_metrics
 from pipeline.training.metrics_plot import plot_run
-from pipeline.training.run_folder import TrainingFolder
-from pipeline.training.staged_texts import StagedTexts, stage_texts
-from pipeline.training.texts import DistilledTexts
+from pipeline.training.texts.distilled_texts import DistilledTexts
+from pipeline.training.texts.staged_texts import StagedTexts, stage_texts
 from pipeline.training.train_config import TrainConfig, WorkersConfig
 from pipeline.training.training_board import TrainingBoard, TrainingDisplay
-from pipeline.training.worker_task import WorkerTask, train_worker
+from pipeline.training.training_folder import TrainingFolder
+from pipeline.training.workers.checkpoints import forget_torn_list
+from pipeline.training.workers.worker_task import WorkerTask, train_worker
 
 _CHECKPOINTS_KEPT = 2
 

@@ -15,7 +15,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.summary import scalar
 
 from pipeline.io.files import Location
-from pipeline.training.run_folder import TrainingFolder
+from pipeline.training.training_folder import TrainingFolder
 
 _FLUSH_SECONDS = 5.0
 

@@ -12,9 +12,9 @@ from pipeline.command_line import run_job
 from pipeline.errors import InputError, JobError
 from pipeline.io.files import locate
 from pipeline.output.run_manifest import check_output, model_fingerprint
-from pipeline.training.run_folder import TrainingFolder
-from pipeline.training.texts import DistilledTexts, open_texts, same_base
+from pipeline.training.texts.distilled_texts import DistilledTexts, open_texts, same_base
 from pipeline.training.train_config import TrainConfig, parse_config
+from pipeline.training.training_folder import TrainingFolder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,7 +25,7 @@ from pipeline.cluster.ray_cluster import HELPER_CPUS
 from pipeline.errors import InputError
 from pipeline.generate.staged_input import Part
 from pipeline.io.files import Location
-from pipeline.training.texts import COLUMNS, DistilledTexts
+from pipeline.training.texts.distilled_texts import COLUMNS, DistilledTexts
 from pipeline.training.train_config import TextsConfig
 
 STEPS_PER_PART = 64

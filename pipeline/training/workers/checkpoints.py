@@ -18,8 +18,8 @@ from ray.train import Checkpoint, CheckpointUploadMode
 from safetensors.torch import load_file, save_file
 
 from pipeline.io.files import Location
-from pipeline.training.state import MOMENTS, TrainingState
 from pipeline.training.training_board import refusals
+from pipeline.training.workers.training_state import MOMENTS, TrainingState
 
 _TENSORS = "state.safetensors"
 _PROGRESS = "progress.json"

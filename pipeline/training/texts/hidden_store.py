@@ -20,7 +20,7 @@ from drafter.training.settings import TrainingSettings
 from drafter.training.training_step import base_hidden_states
 from pipeline.generate.staged_input import Part
 from pipeline.io.files import Location
-from pipeline.training.staged_texts import StagedTexts, read_part
+from pipeline.training.texts.staged_texts import StagedTexts, read_part
 
 _TEXTS_AT_ONCE = 8
 _POLL_SECONDS = 1.0

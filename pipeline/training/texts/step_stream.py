@@ -17,9 +17,9 @@ import ray
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import RegeneratedText
 from pipeline.cluster.ray_cluster import HELPER_CPUS, quiet_ray_data
-from pipeline.training.hidden import as_states, read_hidden
-from pipeline.training.schedule import Visit, share, steps_of, visits
-from pipeline.training.staged_texts import StagedTexts, read_part
+from pipeline.training.texts.hidden_store import as_states, read_hidden
+from pipeline.training.texts.staged_texts import StagedTexts, read_part
+from pipeline.training.texts.step_schedule import Visit, share, steps_of, visits
 
 
 @dataclass(frozen=True)

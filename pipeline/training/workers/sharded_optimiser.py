@@ -26,8 +26,8 @@ from drafter.heads.registry import HEADS
 from drafter.training.optimiser import Update, adamw, check_finite
 from drafter.training.settings import TrainingSettings
 from drafter.training.training_step import TrainingStep
-from pipeline.training.state import MOMENTS, TrainingState
 from pipeline.training.train_config import ShardingConfig
+from pipeline.training.workers.training_state import MOMENTS, TrainingState
 
 T = TypeVar("T")
 

@@ -21,14 +21,14 @@ from drafter.training.targets import anchor_draws, draft_batch
 from drafter.training.train_loop import StepDone, train
 from drafter.training.training_step import TrainingStep
 from pipeline.errors import InputError
-from pipeline.training.checkpoints import SavedRun, report, restore
-from pipeline.training.hidden import store_hidden
 from pipeline.training.metrics_log import MetricsLog, Record
-from pipeline.training.sharded import ShardedOptimiser, head_of
-from pipeline.training.state import TrainingState
-from pipeline.training.stream import Share, StepTexts, stream_steps
+from pipeline.training.texts.hidden_store import store_hidden
+from pipeline.training.texts.step_stream import Share, StepTexts, stream_steps
 from pipeline.training.training_board import progress_line
-from pipeline.training.worker_task import WorkerTask
+from pipeline.training.workers.checkpoints import SavedRun, report, restore
+from pipeline.training.workers.sharded_optimiser import ShardedOptimiser, head_of
+from pipeline.training.workers.training_state import TrainingState
+from pipeline.training.workers.worker_task import WorkerTask
 
 
 def run(task: WorkerTask) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import ray
 
-from pipeline.training.run_folder import TrainingFolder
-from pipeline.training.staged_texts import StagedTexts
+from pipeline.training.texts.staged_texts import StagedTexts
 from pipeline.training.train_config import TrainConfig
 from pipeline.training.training_board import refusals
+from pipeline.training.training_folder import TrainingFolder
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,6 @@ def train_worker(loop_config: dict[str, Any]) -> None:
     if ray.get(task.board.refusal.remote()) is not None:
         return  # tried again after an error that would come again
     with refusals(task.board):
-        from pipeline.training.worker import run
+        from pipeline.training.workers.training_worker import run
 
         run(task)
