@@ -37,7 +37,7 @@ from drafter.evaluation.questions import read_questions
 from drafter.evaluation.results import write_json
 from drafter.llm import SpeculativeLM
 from drafter.requests import SamplingParams
-from pipeline.engines.engine_actor import EngineSpec
+from pipeline.engines.engine_spec import EngineSpec
 from pipeline.generate.generate_job import main as generate
 
 _QUESTIONS = Path(__file__).resolve().parents[1] / "data" / "gsm8k" / "train.jsonl"
@@ -126,7 +126,7 @@ def run_job(spec: WatchedEngine, questions: list[Any], sampling: SamplingParams,
     arguments = ["--input", source, "--output", folder / "out", "--drafter", spec.drafter]
     arguments += ["--sampling.max_new_tokens", sampling.max_new_tokens, "--engine.slots", spec.config.slots]
     arguments += ["--engine.nodes", spec.config.nodes, "--resources.cpus_per_actor", spec.threads]
-    with patch("pipeline.generate.cluster_run.EngineSpec", partial(WatchedEngine, looks=spec.looks)):
+    with patch("pipeline.generate.streaming.EngineSpec", partial(WatchedEngine, looks=spec.looks)):
         code = generate([str(one) for one in arguments])
     ray.shutdown()
     if code:

@@ -32,15 +32,20 @@ from drafter.evaluation.tables import markdown_table
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
 from pipeline.cluster.ray_cluster import connect
-from pipeline.engines.engine_actor import OUTPUT_TYPE, output_columns
-from pipeline.generate.cluster_run import missing_parts
-from pipeline.generate.generate_config import ReadingConfig, WritingConfig
+from pipeline.cluster.shares import HELPER_CPUS
 from pipeline.generate.generate_job import main as generate
-from pipeline.generate.staged_input import PROBLEM_TYPE, Part, StagedInput, StagedParts, stage_files
 from pipeline.io.files import locate
-from pipeline.io.reading import find_prompts, list_input
+from pipeline.io.listing import list_input
+from pipeline.io.prompt_source import find_prompts
+from pipeline.io.reading_config import ReadingConfig
+from pipeline.output.output_columns import column_values, columns_type
 from pipeline.output.output_folder import OutputFolder
 from pipeline.output.part_files import commit_part
+from pipeline.output.writing_config import WritingConfig
+from pipeline.staging.part_rows import StagedParts
+from pipeline.staging.row_problems import PROBLEM_TYPE
+from pipeline.staging.stage_files import StagingPlan, stage_files
+from pipeline.staging.staged_input import Part, StagedInput
 
 SCALE_FILE = "scale.json"
 TABLE_FILE = "scale.md"
@@ -134,10 +139,11 @@ def staging_costs(folder: Path, parts: int) -> dict[str, float]:
     source = folder / "input.jsonl"
     with source.open("w") as file:
         file.writelines(json.dumps({"prompt": f"{_PROMPT} {n}"}) + "\n" for n in range(parts * ROWS_PER_PART))
-    listing, reading = list_input(str(source), "auto"), ReadingConfig()
+    listing, reading = list_input(str(source)), ReadingConfig()
     staged = locate(str(folder / "staged"))
     staged.filesystem.create_dir(staged.path)
-    seconds = timed(lambda: stage_files(listing, "0", staged, reading, find_prompts(listing, reading), ROWS_PER_PART))
+    plan = StagingPlan(staged, reading, find_prompts(listing, reading), ROWS_PER_PART)
+    seconds = timed(lambda: stage_files(listing, "0", plan))
     return {
         "stage_seconds": seconds / parts,
         "staged_bytes": sum(file.stat().st_size for file in Path(staged.path).iterdir()) / parts,
@@ -165,7 +171,7 @@ def listing_costs(folder: Path, parts: int) -> dict[str, float]:
         "list_bytes": (staged / "parts.json").stat().st_size / parts,
         "list_memory_bytes": memory / parts,
         "list_seconds": seconds / parts,
-        "look_seconds": timed(lambda: missing_parts(listed, output)) / parts,
+        "look_seconds": timed(lambda: listed.without(output.committed())) / parts,
     }
 
 
@@ -220,7 +226,7 @@ def dataset_costs(folder: Path, parts: int) -> dict[str, float]:
     size = len(ray.cloudpickle.dumps(source.get_read_tasks(1)[0]))
 
     def begin() -> None:
-        dataset = ray.data.read_datasource(source, override_num_blocks=parts, num_cpus=0.25)
+        dataset = ray.data.read_datasource(source, override_num_blocks=parts, num_cpus=HELPER_CPUS)
         next(iter(dataset.iter_internal_ref_bundles()))
 
     return {"task_bytes": size, "begin_seconds": timed(begin) / parts}
@@ -278,21 +284,16 @@ def _words(name: str) -> str:
 
 
 def typical_part() -> tuple[pa.Table, pa.Table]:
-    """A part as the engines get it and as they leave it."""
-    rows = [{"prompt": f"{_PROMPT} {n}"} for n in range(ROWS_PER_PART)]
+    """Rows of a part as the engines take them and as they leave them."""
     shared = {
         "request_id": [f"questions-0000.jsonl:{n}" for n in range(ROWS_PER_PART)],
-        "row": rows,
+        "row": [{"prompt": f"{_PROMPT} {n}"} for n in range(ROWS_PER_PART)],
         "problem": pa.nulls(ROWS_PER_PART, PROBLEM_TYPE),
-        "place": [f"questions-0000.jsonl:{n}" for n in range(ROWS_PER_PART)],
-        "part": ["00000-000000"] * ROWS_PER_PART,
-        "part_rows": [ROWS_PER_PART] * ROWS_PER_PART,
     }
     prompt, output = list(range(_PROMPT_TOKENS)), list(range(1000, 1000 + _OUTPUT_TOKENS))
     request = Request(prompt, SamplingParams(max_new_tokens=_OUTPUT_TOKENS, seed=1))
-    steps = DecodeCounts()
-    generation = Generation("", output, "word " * _OUTPUT_TOKENS, "length", len(prompt), steps)
-    generated = pa.array([output_columns(generation, request)] * ROWS_PER_PART, OUTPUT_TYPE)
+    generation = Generation("", output, "word " * _OUTPUT_TOKENS, "length", len(prompt), DecodeCounts())
+    generated = pa.array([column_values(generation, request)] * ROWS_PER_PART, columns_type())
     sampling = [json.dumps(asdict(request.sampling))] * ROWS_PER_PART
     prompt_ids = pa.array([prompt] * ROWS_PER_PART, pa.list_(pa.int32()))
     requests = pa.table({**shared, "prompt_ids": prompt_ids, "sampling": sampling})

@@ -21,7 +21,6 @@ from drafter.engine.handle import Handle
 from drafter.errors import EngineError, QueueFullError, RequestError, RequestTimeoutError
 from drafter.llm import SpeculativeLM
 from drafter.requests import Generation, Request, SamplingParams, TokenDelta
-from pipeline.generate.samples import sample_seed
 from pipeline.openai.api_error import OpenAIError
 from pipeline.openai.chunks import ChatChunks, Chunks, CompletionChunks, error_event
 from pipeline.openai.request_body import ParsedRequest
@@ -29,6 +28,7 @@ from pipeline.openai.response_body import chat_response, completion_response, to
 from pipeline.openai.speculation import FIELD, generation_statistics
 from pipeline.serving.messages import Call, Failure, Reply, interrupted, overloaded
 from pipeline.serving.replica_metrics import ReplicaMetrics, Snapshot
+from pipeline.staging.samples import sample_seed
 
 _STALLED_SECONDS = 300.0
 """A step that takes longer hangs."""

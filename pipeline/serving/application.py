@@ -14,9 +14,10 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from drafter.engine.engine_config import EngineConfig
-from pipeline.cluster.ray_cluster import HELPER_CPUS, ActorResources, Cluster, connect, share_out
-from pipeline.engines.engine_actor import EngineSpec
-from pipeline.generate.generate_config import ResourcesConfig
+from pipeline.cluster.ray_cluster import connect
+from pipeline.cluster.resources_config import ResourcesConfig
+from pipeline.cluster.shares import HELPER_CPUS, ActorResources, Cluster, share_out
+from pipeline.engines.engine_spec import EngineSpec
 from pipeline.serving.direct_ingress import share_port
 from pipeline.serving.engines import Engines
 from pipeline.serving.http_app import create_app

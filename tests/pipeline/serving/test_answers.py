@@ -12,9 +12,9 @@ from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError, NotFo
 from drafter import EngineConfig, Generation, SamplingParams, SpeculativeLM
 from drafter.drafters.contract import DraftContext, Drafter
 from drafter.tree.token_tree import TokenTree, root_only
-from pipeline.generate.samples import sample_seed
 from pipeline.serving.answers import Answers
 from pipeline.serving.serve_config import LimitsConfig
+from pipeline.staging.samples import sample_seed
 from tests.pipeline.serving.conftest import NAME
 from tests.support.local_endpoint import served
 
