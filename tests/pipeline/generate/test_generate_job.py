@@ -14,7 +14,7 @@ import pytest
 
 from drafter import EngineConfig, SpeculativeLM
 from pipeline.generate.row_sampling import row_seed
-from tests.pipeline.conftest import RowOutcome, Run, untimed, write_jsonl
+from tests.pipeline.conftest import Outcome, Run, untimed, write_jsonl
 
 QUESTIONS = ["how many apples", "how many pens does she have", "she", "does she have apples and pens " * 3]
 INPUT: list[Any] = [
@@ -94,6 +94,7 @@ def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, t
     assert ran["rows"] == 18
     assert ran["config"]["sampling"]["seed"] == 9
     assert ran["base_fingerprint"] == lm.base.fingerprint
+    assert (ran["verifier"], ran["lossless"]) == ("exact", True)
     assert ran["versions"]["ray"]
     tokens = sum(row["num_output_tokens"] for row in done.rows)
     steps = sum(row["num_decode_steps"] for row in done.rows)
@@ -105,7 +106,7 @@ def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, t
 
 
 @pytest.fixture
-def finished(run: Run, tmp_path: Path) -> tuple[Path, RowOutcome]:
+def finished(run: Run, tmp_path: Path) -> tuple[Path, Outcome]:
     """An input and a finished job of four files."""
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"{QUESTIONS[n % 4]} {n}"} for n in range(8)])
     # A fixed number of nodes makes even the statistics repeatable.
@@ -118,7 +119,7 @@ def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_submitting_again_goes_on_where_the_job_stopped(run: Run, finished: tuple[Path, RowOutcome]) -> None:
+def test_submitting_again_goes_on_where_the_job_stopped(run: Run, finished: tuple[Path, Outcome]) -> None:
     source, done = finished
     again = ("--sampling.temperature", 1, "--engine.nodes", 3)
     before = snapshot(done.folder)
