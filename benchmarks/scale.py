@@ -1,9 +1,9 @@
-"""What a generation job costs beside its engines: seconds and bytes a part, as the number of parts grows.
+"""What a generation job costs beside its engines: seconds and bytes for each part, as the number of parts grows.
 
     python -m benchmarks.scale --output benchmarks/results/scale
 
-Everything is measured with the job's own code on local disk and in one driver; a second table multiplies it up to a
-job of many rows on many GPUs, so that what would break first can be seen on paper.
+Everything is measured with the job's own code, on local disk and in one driver. A second table multiplies it up to a
+job of many rows on many GPUs, to show on paper what would break first.
 """
 
 from __future__ import annotations
@@ -58,22 +58,22 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Costs:
-    """What was measured. Seconds are a processor's: what disks and networks add is their own.
+    """Measured costs of one part. Seconds are processor seconds; waiting for disks and networks comes on top.
 
     Args:
-        stage_seconds: To stage a part.
-        staged_bytes: Of a staged part on disk.
-        list_bytes: Of a part in the list of all, on disk.
-        list_memory_bytes: Of a part in the list, in memory.
-        list_seconds: To read a part's entry of the list.
-        look_seconds: To find out whether a part is committed, on local disk.
-        task_bytes: Of a part's read task.
-        begin_seconds: Of the driver for a part, before the first of all is read.
-        requests_bytes: Of a part's requests in the object store.
-        results_bytes: Of a part's results in the object store.
-        commit_seconds: To write and commit a part.
-        committed_bytes: Of a committed part on disk.
-        driver_seconds: Of the driver for a part on its way through the job.
+        stage_seconds: To stage it.
+        staged_bytes: Its size on disk when staged.
+        list_bytes: Size of its entry in the list of parts, on disk.
+        list_memory_bytes: Size of its entry in the list of parts, in memory.
+        list_seconds: To read its entry.
+        look_seconds: To find out whether it is committed, on local disk.
+        task_bytes: Size of its read task.
+        begin_seconds: Of the driver, before the first part is read.
+        requests_bytes: Size of its requests in the object store.
+        results_bytes: Size of its results in the object store.
+        commit_seconds: To write and commit it.
+        committed_bytes: Its size on disk when committed.
+        driver_seconds: Of the driver, while the part goes through the job.
     """
 
     stage_seconds: float
@@ -92,7 +92,7 @@ class Costs:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, write the record and its tables."""
+    """Measure, and write the record and its tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder for scale.json and scale.md")
     parser.add_argument("--staged-parts", type=int, default=1_000, help="parts to stage (default: %(default)s)")
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(folder: Path, args: argparse.Namespace) -> Costs:
-    """All measurements, in `folder`."""
+    """Measure everything, in `folder`."""
     measured = staging_costs(folder, args.staged_parts)
     measured |= listing_costs(folder, args.listed_parts)
     measured |= writing_costs(folder, args.staged_parts // 4)
@@ -135,7 +135,7 @@ def measure(folder: Path, args: argparse.Namespace) -> Costs:
 
 
 def staging_costs(folder: Path, parts: int) -> dict[str, float]:
-    """Stage so many parts in one task."""
+    """Measure the staging of this many parts in one task."""
     source = folder / "input.jsonl"
     with source.open("w") as file:
         file.writelines(json.dumps({"prompt": f"{_PROMPT} {n}"}) + "\n" for n in range(parts * ROWS_PER_PART))
@@ -151,7 +151,7 @@ def staging_costs(folder: Path, parts: int) -> dict[str, float]:
 
 
 def listing_costs(folder: Path, parts: int) -> dict[str, float]:
-    """The list of the parts, and looking which of them are committed."""
+    """Measure the list of the parts, and finding out which of them are committed."""
     staged = folder / "listed"
     staged.mkdir()
     prompts_type = pa.struct([("prompt", pa.string())])
@@ -176,7 +176,7 @@ def listing_costs(folder: Path, parts: int) -> dict[str, float]:
 
 
 def writing_costs(folder: Path, parts: int) -> dict[str, float]:
-    """Commit so many parts of typical results; also the size of a part in the object store."""
+    """Measure the commit of this many parts of typical results, and their size in the object store."""
     output = OutputFolder(locate(str(folder / "written")))
     output.create()
     requests, results = typical_part()
@@ -195,7 +195,7 @@ def writing_costs(folder: Path, parts: int) -> dict[str, float]:
 
 
 def driver_costs(folder: Path, parts: int) -> dict[str, float]:
-    """The driver's own processor time in a job whose engine has next to nothing to do."""
+    """Measure the driver's processor time in a job whose engine has next to nothing to do."""
     source = folder / "short.jsonl"
     with source.open("w") as file:
         file.writelines(json.dumps({"prompt": f"{n}"}) + "\n" for n in range((parts + 1) * _JOB_ROWS_PER_PART))
@@ -216,7 +216,7 @@ def driver_costs(folder: Path, parts: int) -> dict[str, float]:
 
 
 def dataset_costs(folder: Path, parts: int) -> dict[str, float]:
-    """What Ray Data does with all parts before the first of them is read."""
+    """Measure what Ray Data does with all parts before it reads the first."""
     staged = folder / "dataset"
     staged.mkdir()
     first = pyarrow.parquet.read_table(next(iter(sorted((folder / "staged").iterdir()))))
@@ -233,12 +233,12 @@ def dataset_costs(folder: Path, parts: int) -> dict[str, float]:
 
 
 def on_paper(costs: Costs, rows: int, gpus: int, rate: float) -> dict[str, Any]:
-    """What a large job comes to. Settings are the defaults.
+    """Multiply the costs up to a large job with default settings.
 
     Args:
-        costs: Measured.
-        rows: Of the job.
-        gpus: Each with one engine.
+        costs: Costs of one part.
+        rows: Rows of the job.
+        gpus: GPUs, each with one engine.
         rate: Rows a second of an engine.
     """
     parts = -(-rows // ROWS_PER_PART)
@@ -273,7 +273,7 @@ def write_table(folder: Path) -> None:
 
 
 def tables(record: dict[str, Any]) -> str:
-    """The record for people."""
+    """Return the record as tables."""
     measured = [{"for each part": _words(name), "measured": f"{value:.3g}"} for name, value in record["costs"].items()]
     paper = [{"the whole job": _words(name), "on paper": f"{value:,.5g}"} for name, value in record["on_paper"].items()]
     return f"{markdown_table(measured)}\n\n{markdown_table(paper)}\n"
@@ -301,19 +301,19 @@ def typical_part() -> tuple[pa.Table, pa.Table]:
 
 
 def some_parts(count: int) -> tuple[Part, ...]:
-    """Parts as staging names them."""
+    """Return parts as staging names them."""
     return tuple(Part(f"00000-{n:06d}", ROWS_PER_PART) for n in range(count))
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Processor seconds that it took in this process: what other processes do at the time does not count."""
+    """Return the processor seconds that `work` takes in this process; other processes do not count."""
     begun = processor_seconds()
     work()
     return processor_seconds() - begun
 
 
 def processor_seconds() -> float:
-    """Of this process until now."""
+    """Return the processor seconds of this process until now."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 

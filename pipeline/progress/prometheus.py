@@ -20,16 +20,16 @@ from pipeline.progress.job_progress import Progress
 TAGS = ("run", "model", "drafter")
 """Labels of an engine's metrics: a job's output or an endpoint's name, and what the engine runs."""
 _COUNTERS = {
-    "steps": "Decode steps of the engine: forwards of the base over all active requests.",
+    "steps": "Decode steps of the engine: forwards of the base over all active sequences.",
     "busy_seconds": "Seconds in which the engine had something to decode.",
     "tokens": "New tokens.",
-    "row_steps": "Decode steps of single requests: their parts in forwards of the base.",
+    "row_steps": "Decode steps, counted once for each sequence that takes part.",
     "draft_tokens": "Draft tokens verified.",
     "accepted_tokens": "Draft tokens that became output.",
 }
 _GAUGES = {
-    "slots": "Requests that can be decoded together.",
-    "slots_active": "Requests being decoded.",
+    "slots": "Sequences that can be decoded together.",
+    "slots_active": "Sequences being decoded.",
     "requests_waiting": "Requests that wait for a slot.",
 }
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
