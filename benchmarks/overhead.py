@@ -3,8 +3,8 @@
     python -m benchmarks.overhead --output benchmarks/results/overhead.json
 
 Both engines' states are recorded while they run. The steady state is the time with all slots taken and rows waiting.
-Both engines generate the same tokens, so tokens a second compare as rows a second do. The number of draft nodes is fixed,
-because an adaptive number would differ between the two.
+Both engines generate the same tokens, so tokens a second compare as rows a second do. The number of draft nodes is
+fixed, because an adaptive number would differ between the two.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ class EngineActor:
             self._tell("failed", one_line(self._failure))
             return
         base, engine = self._lm.base, self._lm.engine
-        # The engine has one verifier, and that one is exact.
-        self._device, self._facts = device_name(base.device), EngineFacts(base.fingerprint, "exact", lossless=True)
+        self._device = device_name(base.device)
+        self._facts = EngineFacts(base.fingerprint, engine.verifier.name, engine.verifier.lossless)
         self._columns = wanted_columns(replace(traits, lossless=self._facts.lossless))
         tags = {"run": run, "model": spec.model or "embedded", "drafter": spec.drafter}
         self._metrics, self._row_metrics = EngineMetrics(engine.state, tags), RowMetrics(tags)

@@ -16,7 +16,7 @@ from pipeline.io.prompt_source import PromptSource
 from pipeline.io.reading_config import ReadingConfig
 from pipeline.openai.api_error import OpenAIError
 from pipeline.openai.batch import parse_line
-from pipeline.openai.request_body import is_messages
+from pipeline.openai.parsed_request import is_messages
 from pipeline.staging.samples import SAMPLE_COLUMN, sample_seed
 
 

@@ -27,7 +27,7 @@ class RunTraits:
         sampling: The run's sampling settings.
         writing: How the run's results are written.
         rows_have_settings: Whether a row may bring sampling settings of its own.
-        lossless: Whether the engine's verifier keeps the base's own tokens.
+        lossless: Whether the engine's verifier is lossless; otherwise every row is marked.
     """
 
     sampling: SamplingParams
@@ -96,6 +96,7 @@ COLUMNS = (
         lambda g, r: logprobs_value(g.logprobs),
         wanted=lambda run: run.sampling.logprobs is not None or run.rows_have_settings,
     ),
+    OutputColumn("lossless", pa.bool_(), lambda g, r: g.lossless, wanted=lambda run: not run.lossless),
 )
 """All columns, in the order of the output; `g` is the generation and `r` its request."""
 

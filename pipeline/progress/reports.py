@@ -50,7 +50,7 @@ class EngineFacts:
     Args:
         base_fingerprint: Fingerprint of the base model.
         verifier: Name of the verifier, which decides which draft tokens are kept.
-        lossless: Whether the verifier keeps only tokens that the base itself would have chosen.
+        lossless: Whether the tokens are exactly those of plain decoding.
     """
 
     base_fingerprint: str

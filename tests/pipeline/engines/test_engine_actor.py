@@ -11,8 +11,9 @@ import pyarrow as pa
 import pytest
 import ray
 
-from drafter import EngineConfig, SamplingParams
+from drafter import EngineConfig, SamplingParams, SpeculativeLM
 from drafter.errors import LoadError
+from drafter.verifiers.exact import ExactVerifier
 from pipeline.engines.engine_actor import EngineActor
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.engines.ledger import Ledger
@@ -45,8 +46,8 @@ def make_actor(local_ray: None, model: Path) -> Iterator[MakeActor]:
     """Make an actor's object, in this process: `make_actor("ngram", base="another")`."""
     made = []
 
-    def make(drafter: str, base: str | None = None) -> EngineActor:
-        spec = EngineSpec(str(model), drafter, {}, EngineConfig(slots=2, nodes=3), threads=1)
+    def make(drafter: str, base: str | None = None, loads: type[EngineSpec] = EngineSpec) -> EngineActor:
+        spec = loads(str(model), drafter, {}, EngineConfig(slots=2, nodes=3), threads=1)
         board = ray.remote(num_cpus=0)(ProgressBoard).remote()
         ledger = ray.remote(num_cpus=0)(Ledger).remote(4, (), base)
         actor = EngineActor(spec, LimitsConfig(), TRAITS, ledger, board, "test")
@@ -102,6 +103,28 @@ def test_rows_that_the_engine_refuses_do_not_harm_others(actor: EngineActor) -> 
     rows = generated(result)
     assert [row is None for row in rows] == [False, True, True, True, False]
     assert rows[0] == rows[4]
+
+
+class LossyVerifier(ExactVerifier):
+    """A verifier that is not lossless, by its own account."""
+
+    lossless = False
+
+
+class LossyEngine(EngineSpec):
+    """An engine with such a verifier."""
+
+    def load(self) -> SpeculativeLM:
+        lm = super().load()
+        lm.engine.verifier = LossyVerifier()
+        return lm
+
+
+def test_rows_of_a_verifier_that_is_not_lossless_are_marked(actor: EngineActor, make_actor: MakeActor) -> None:
+    assert "lossless" not in rows_of(actor(request_part([[7, 8]], "exact")))["generated"].to_pylist()[0]
+    lossy = make_actor("none", loads=LossyEngine)
+    assert [row and row["lossless"] for row in generated(lossy(request_part([[7, 8], []], "lossy")))] == [False, None]
+    assert lossy._facts.lossless is False
 
 
 def test_an_engine_that_fails_ends_its_process(make_actor: MakeActor, monkeypatch: pytest.MonkeyPatch) -> None:

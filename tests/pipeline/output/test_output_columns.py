@@ -40,6 +40,7 @@ def test_the_columns_are_those_that_outputs_have() -> None:
         "generation_seconds",
         "finished_at",
         "logprobs",
+        "lossless",
     ]
     assert TIMING_COLUMNS == ("generation_seconds", "finished_at")
     assert columns.field("finished_at").type == pa.timestamp("ms", "UTC")
@@ -71,6 +72,7 @@ def test_every_value_has_the_type_of_its_column() -> None:
                 "top": [{"token_id": 4, "logprob": -0.5}, {"token_id": 5, "logprob": -1.5}],
             }
         ],
+        "lossless": True,
     }
 
 
@@ -81,8 +83,9 @@ def test_every_value_has_the_type_of_its_column() -> None:
         (dataclasses.replace(PLAIN, writing=WritingConfig(per_step_accepted=False)), set()),
         (dataclasses.replace(PLAIN, sampling=SamplingParams(logprobs=0)), {"per_step_accepted", "logprobs"}),
         (dataclasses.replace(PLAIN, rows_have_settings=True), {"per_step_accepted", "logprobs"}),
+        (dataclasses.replace(PLAIN, lossless=False), {"per_step_accepted", "lossless"}),
     ],
 )
 def test_optional_columns_are_there_for_who_asks(traits: RunTraits, optional: set[str]) -> None:
-    always = {column.name for column in COLUMNS} - {"per_step_accepted", "logprobs"}
+    always = {column.name for column in COLUMNS} - {"per_step_accepted", "logprobs", "lossless"}
     assert names(traits) == always | optional
