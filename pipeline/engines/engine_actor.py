@@ -92,8 +92,9 @@ class EngineActor:
             self._lm = spec.load()
         except Exception as error:
             traceback.print_exc()
-            failure = error
-            if not isinstance(error, LoadError):  # such as too little memory
+            if isinstance(error, LoadError):
+                failure = error
+            else:  # such as too little memory
                 failure = LoadError(f"the models cannot be loaded: {type(error).__name__}: {error}")
             if ledger.has_loaded():
                 time.sleep(_LOAD_AGAIN_SECONDS)
