@@ -96,7 +96,7 @@ def _checked(config_class: type[Config], parser: ArgumentParser, read: Callable[
     except InputError:
         raise
     except (ArgumentError, TypeError, ValueError, OSError) as error:
-        raise InputError(readable(str(error))) from error
+        raise InputError(_readable(str(error))) from error
 
 
 def _values(kind: type, settings: Namespace) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _group(name: str, kind: type, settings: Any) -> Any:
         raise InputError(f"{name}.{error}") from error
 
 
-def readable(message: str) -> str:
+def _readable(message: str) -> str:
     """Return a message of jsonargparse on one line, without Python's words for types."""
     message = one_line(message)
     key = re.search(r'Parser key "([^"]+)":', message)

@@ -1,4 +1,13 @@
-"""The streaming pipeline: staged parts are read, become requests, are generated and are committed, all at once."""
+"""The streaming pipeline: staged parts are read, become requests, are generated and are committed, all at once.
+
+The way of one prompt from its file to Parquet, of which the first line is done before the pipeline starts:
+
+    staging/stage_files.py     a file's rows → named rows → a staged part
+    staging/part_rows.py       a staged part → a row of the dataset
+    generate/tokenising.py     rows → prompts through the chat template → token ids and sampling settings
+    engines/engine_actor.py    requests → the engine, by `engines/feeder.py` → the columns of `output/output_columns.py`
+    output/part_files.py       generated rows → a file in `errors/` and one in `data/`, which commits the part
+"""
 
 from __future__ import annotations
 
