@@ -1,7 +1,7 @@
 """A part on its way through Ray Data: one row of the dataset, which holds the part's rows as a list.
 
-Ray Data cuts and merges blocks between rows, never within one. So a part stays whole from its reading to its commit,
-and a batch size of 1, which Ray asks for beside GPUs, hands a call exactly one part.
+Ray Data cuts and merges blocks between rows, never within one, so a part stays whole from its reading to its commit.
+`map_batches` requires a batch size beside GPUs: with a batch size of 1, each call gets exactly one part.
 """
 
 from __future__ import annotations
