@@ -2,7 +2,8 @@
 
 GPUs are logical here: Ray counts what it is told, so placement and growth are the same as on real nodes. The cluster
 has a folder, free ports and a token of its own. All its processes carry the folder's name in their environment; at the
-end those processes, and no others, are killed.
+end those processes, and no others, are killed: `ray.cluster_utils.AutoscalingCluster` ends by `ray stop`, which kills
+every Ray on the machine.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ def connect() -> Cluster:
 def cluster_here(patience: float = 5.0) -> bool:
     """Return whether a cluster on this machine can be joined.
 
-    Ray leaves its address in a file. If all its processes were killed the file stays, and `ray.init` would wait for
-    minutes for an answer.
+    Ray leaves its address in a file, which only a private function of Ray reads. If all its processes were killed the
+    file stays, and `ray.init` would wait for minutes for an answer.
 
     Args:
         patience: Seconds to wait for an answer.
