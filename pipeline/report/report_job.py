@@ -14,11 +14,11 @@ from pyarrow import fs
 from drafter.base.loading import load_tokenizer
 from drafter.errors import LoadError, one_line
 from pipeline.command_line import run_job
+from pipeline.engines.named_models import model_name
 from pipeline.errors import InputError
-from pipeline.generate.row_requests import model_name
 from pipeline.io.files import Location, locate
 from pipeline.output.output_folder import OutputFolder
-from pipeline.output.run_manifest import read_run
+from pipeline.output.run_file import read_run
 from pipeline.report.cost import Cost, cost_of
 from pipeline.report.html_page import Comparison, Example, Report, render
 from pipeline.report.row_scan import Rows, open_rows, read_errors, read_full, read_rows

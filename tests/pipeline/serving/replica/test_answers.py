@@ -18,9 +18,9 @@ from torch import Tensor
 from drafter import EngineConfig, Generation, SamplingParams, SpeculativeLM
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
 from drafter.tree.token_tree import TokenTree, root_only
-from pipeline.generate.samples import sample_seed
 from pipeline.serving.replica.answers import Answers
 from pipeline.serving.serve_config import LimitsConfig
+from pipeline.staging.samples import sample_seed
 from tests.pipeline.serving.conftest import NAME
 from tests.support.local_endpoint import served
 

@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pipeline.engines.ledger import SavedRow
+from pipeline.engines.unfinished_rows import delete_unfinished, read_unfinished, write_unfinished
 from pipeline.io.files import locate
 from pipeline.output.output_folder import OutputFolder
-from pipeline.output.unfinished_rows import delete_unfinished, read_unfinished, write_unfinished
 
 
 def test_saved_rows_come_back_and_none_leave_no_file(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from pipeline.cluster.local_cluster import LocalCluster, NodeType
-from pipeline.cluster.submission import main
+from pipeline.cluster.submit_job import main
 from tests.pipeline.conftest import read_rows, write_jsonl
 
 ROWS = 64

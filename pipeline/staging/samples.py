@@ -1,4 +1,4 @@
-"""A row becomes as many rows as texts are wanted of it, each with a name and a seed of its own."""
+"""Samples: a row becomes as many rows as texts are wanted of it, each with a name and a seed of its own."""
 
 from __future__ import annotations
 
@@ -8,34 +8,39 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from pipeline.output.part_files import free_name
+from pipeline.io.column_types import free_name, replace_column
 
 SAMPLE_COLUMN = "sample"
 """Which of its row's texts a row is, from 0."""
 SEEDS = 2**63
-"""Seeds are below this, and fit a column."""
+"""Seeds are below this, so that they fit a column."""
 
 
 def hashed_seed(seed: int, name: str) -> int:
-    """A stable hash of a seed and a name, below `SEEDS`."""
+    """Return a stable hash of a seed and a name, below `SEEDS`."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % SEEDS
 
 
 def sample_seed(seed: int, sample: int) -> int:
-    """The seed of a row's n-th text where the row brings a seed: its own for the first, derived ones for the others."""
+    """Return the seed of a row's n-th text, where the row brings a seed: it is the first text's own."""
     return hashed_seed(seed, f"#{sample}") if sample else seed
 
 
 def sample_name(name: str, sample: int) -> str:
-    """The name of a row's n-th text."""
+    """Return the name of a row's n-th text."""
     return f"{name}#{sample}"
 
 
-def expand(table: pa.Table, counts: Sequence[int]) -> pa.Table:
-    """Each staged row as often as `counts` says, named `ID#0`, `ID#1`, …, with the number in its column `sample`.
+def row_name(sample: str) -> str:
+    """Return the row's name that `sample_name` made a text's name of."""
+    return sample.rpartition("#")[0]
 
-    A column of that name in the input becomes `input_sample`.
+
+def expand(table: pa.Table, counts: Sequence[int]) -> pa.Table:
+    """Repeat each staged row as often as `counts` says, as rows named `ID#0`, `ID#1`, ….
+
+    The number goes to the column `sample`; a column of that name in the input becomes `input_sample`.
     """
     samples = [sample for count in counts for sample in range(count)]
     table = table.take(pa.array(np.repeat(np.arange(len(counts)), counts)))
@@ -46,5 +51,4 @@ def expand(table: pa.Table, counts: Sequence[int]) -> pa.Table:
     rows = pa.StructArray.from_arrays(
         [*rows.flatten(), pa.array(samples, pa.int64())], fields=[*fields, pa.field(SAMPLE_COLUMN, pa.int64())]
     )
-    table = table.set_column(table.schema.get_field_index("row"), "row", rows)
-    return table.set_column(table.schema.get_field_index("request_id"), "request_id", pa.array(names, pa.string()))
+    return replace_column(replace_column(table, "row", rows), "request_id", pa.array(names, pa.string()))

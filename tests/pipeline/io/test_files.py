@@ -1,4 +1,4 @@
-"""Input and output on S3, against a server on this machine."""
+"""Files on this machine and on S3, which is a server on this machine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet
 import pytest
 from pyarrow import fs
 
-from pipeline.engines.engine_actor import TIMING_COLUMNS
-from pipeline.io.files import Location, glob_base, has_glob, locate
+from pipeline.io.files import Location, locate
+from pipeline.output.output_columns import TIMING_COLUMNS
 from pipeline.output.output_folder import OutputFolder
 from tests.pipeline.conftest import Run
 
@@ -132,15 +131,9 @@ def test_the_folders_of_a_job(bucket: str) -> None:
     assert names(output.root) == ["data/p1.parquet"]
 
 
-@pytest.mark.parametrize(
-    ("uri", "base"),
-    [
-        ("s3://bucket/in/*.jsonl?region=eu", "s3://bucket/in?region=eu"),
-        ("s3://bucket/in?region=eu", None),
-        ("in/a?.jsonl", "in"),
-    ],
-)
-def test_a_query_is_no_pattern(uri: str, base: Any) -> None:
-    assert has_glob(uri) is (base is not None)
-    if base is not None:
-        assert glob_base(uri) == base
+def test_text_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    file: Location = locate(str(tmp_path)) / "x.json"
+    file.write_text("one")
+    file.write_text("two")
+    assert file.read_text() == "two"
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]

@@ -7,13 +7,12 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from drafter import EngineConfig, SpeculativeLM
-from pipeline.generate.row_requests import row_sampling, row_seed
-from pipeline.generate.samples import expand, sample_seed
-from pipeline.generate.staged_input import PROBLEM_TYPE
+from drafter import EngineConfig, SamplingParams, SpeculativeLM
+from pipeline.generate.row_sampling import row_sampling, row_seed
+from pipeline.staging.row_problems import PROBLEM_TYPE
+from pipeline.staging.samples import expand, sample_seed
 from tests.pipeline.conftest import Run, write_jsonl
-from tests.pipeline.generate.test_row_requests import DEFAULTS
-from tests.pipeline.io.test_reading import staged
+from tests.support.staging import staged
 
 
 def test_each_row_as_often_as_it_is_wanted() -> None:
@@ -36,9 +35,9 @@ def test_each_row_as_often_as_it_is_wanted() -> None:
 def test_seeds_of_samples() -> None:
     # A change of these numbers would change every sampled token of every dataset.
     assert [sample_seed(7, sample) for sample in range(3)] == [7, 1256986795558303079, 4596428739562096351]
-    assert row_sampling(DEFAULTS, "r#1", {}, "sampling", 1).seed == row_seed(3, "r#1")
-    assert row_sampling(DEFAULTS, "r#1", {"seed": 7}, "sampling", 1).seed == sample_seed(7, 1)
-    assert row_sampling(DEFAULTS, "r#0", {"seed": 7}, "sampling", 0).seed == 7
+    assert row_sampling(SamplingParams(seed=3), "r#1", {}, "sampling", 1).seed == row_seed(3, "r#1")
+    assert row_sampling(SamplingParams(seed=3), "r#1", {"seed": 7}, "sampling", 1).seed == sample_seed(7, 1)
+    assert row_sampling(SamplingParams(seed=3), "r#0", {"seed": 7}, "sampling", 0).seed == 7
 
 
 def test_samples_cross_the_borders_of_parts(tmp_path: Path) -> None:

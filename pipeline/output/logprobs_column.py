@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens as a column."""
+"""The column of log-probabilities: for each generated token, its own and those of the most probable tokens."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from drafter.requests import TokenLogprob
 
 _TOKEN = [("token_id", pa.int64()), ("logprob", pa.float64())]
 LOGPROBS_TYPE = pa.list_(pa.struct([*_TOKEN, ("top", pa.list_(pa.struct(_TOKEN)))]))
-"""For each generated token its log-probability, and those of the most probable ones in its place."""
+"""Arrow type of the column."""
 
 
 def logprobs_value(logprobs: list[TokenLogprob] | None) -> list[dict[str, Any]] | None:
-    """What a row has in the column."""
+    """Return the column's value for a row with these log-probabilities."""
     if logprobs is None:
         return None
     return [
@@ -28,7 +28,7 @@ def logprobs_value(logprobs: list[TokenLogprob] | None) -> list[dict[str, Any]] 
 
 
 def logprobs_of(value: list[dict[str, Any]] | None) -> list[TokenLogprob] | None:
-    """What a row's value in the column says."""
+    """Return the log-probabilities that a value of the column stands for."""
     if value is None:
         return None
     return [

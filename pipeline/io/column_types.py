@@ -1,4 +1,4 @@
-"""Columns whose type is only known once all rows have been seen: inferred by chunk, unified at the end."""
+"""Columns whose type is known only when all rows have been seen: inferred by chunk, unified at the end."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pyarrow as pa
 
 
 def as_text(value: Any) -> str | None:
-    """A value as text: text stays as it is, anything else becomes JSON; None stays None."""
+    """Return text and None as they are, and any other value as JSON."""
     if value is None or isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def infer_column(values: Sequence[Any]) -> pa.Array:
-    """An Arrow column of Python values; where their types do not go together, a column of text (`as_text`)."""
+    """Make an Arrow column of Python values; where no type holds all of them, a column of text (`as_text`)."""
     try:
         return pa.array(values)
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
@@ -25,7 +25,7 @@ def infer_column(values: Sequence[Any]) -> pa.Array:
 
 
 def unify_types(types: Iterable[pa.DataType]) -> pa.DataType:
-    """The type that holds values of all `types`: wider numbers, structs with all fields, or else text."""
+    """Return the type that holds values of all `types`: a wider number, a struct with all fields, or else text."""
     schemas = [pa.schema([("x", one)]) for one in types]
     try:
         return pa.unify_schemas(schemas, promote_options="permissive").field("x").type
@@ -34,7 +34,7 @@ def unify_types(types: Iterable[pa.DataType]) -> pa.DataType:
 
 
 def unify_fields(groups: Iterable[Iterable[pa.Field]]) -> list[pa.Field]:
-    """Fields by name, in order of first appearance, each with the type that holds all of its values."""
+    """Return one field for each name, in order of first appearance, of the type that holds all of its values."""
     types: dict[str, list[pa.DataType]] = {}
     for fields in groups:
         for field in fields:
@@ -45,7 +45,7 @@ def unify_fields(groups: Iterable[Iterable[pa.Field]]) -> list[pa.Field]:
 
 
 def conform(column: pa.Array, target: pa.DataType) -> pa.Array:
-    """`column` as `target`, a type that `unify_types` made of the column's and others."""
+    """Convert `column` to `target`, a type that `unify_types` made of the column's and others."""
     if column.type == target:
         return column
     if pa.types.is_null(column.type):
@@ -59,10 +59,30 @@ def conform(column: pa.Array, target: pa.DataType) -> pa.Array:
 
 
 def conform_struct(rows: pa.StructArray, target: pa.StructType) -> pa.StructArray:
-    """`conform` for each field of `rows`; fields that they lack are null."""
+    """Convert each field of `rows` by `conform`; fields that they lack become null."""
     present = {field.name: rows.field(index) for index, field in enumerate(rows.type)}
     columns = [
         conform(present[field.name], field.type) if field.name in present else pa.nulls(len(rows), field.type)
         for field in target
     ]
     return pa.StructArray.from_arrays(columns, fields=list(target))
+
+
+def replace_column(table: pa.Table, name: str, column: pa.Array) -> pa.Table:
+    """Return `table` with another content of the column `name`."""
+    return table.set_column(table.schema.get_field_index(name), name, column)
+
+
+def free_name(name: str, ours: set[str], theirs: list[str]) -> str:
+    """Return the name that a column of the input gets beside ours: its own, or else `input_NAME`.
+
+    Args:
+        name: The column's own name.
+        ours: Names that are taken.
+        theirs: Names of all columns of the input.
+    """
+    while name in ours:
+        name = f"input_{name}"
+        if name in theirs:
+            ours = ours | {name}
+    return name

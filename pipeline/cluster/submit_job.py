@@ -1,4 +1,4 @@
-"""A job on a cluster elsewhere: submitted with this folder, followed, and submitted again until it is done."""
+"""The job that submits a job to a cluster: with this folder, showing its log, and again until it is done."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MISTAKE = 2
 _EXCLUDED = (".git", ".venv", "build")
 _POLL_SECONDS = 2.0
 _PATIENCE = 30
-"""So many times in a row the cluster may not answer."""
+"""How many times in a row the cluster may fail to answer."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class SubmitConfig:
     """How a job is submitted.
 
     Args:
-        address: Of the cluster's dashboard, such as http://localhost:8265; by default RAY_API_SERVER_ADDRESS.
-        working_dir: Folder that the job runs in, sent along without .git, .venv, build and what .gitignore names.
+        address: Address of the cluster's dashboard, such as http://localhost:8265; by default RAY_API_SERVER_ADDRESS.
+        working_dir: Folder that the job runs in; it is sent without .git, .venv, build and what .gitignore names.
         runtime_env: YAML file with more of the job's runtime environment: env_vars, pip and the like.
-        submissions: How often the job is submitted at most, until it is done.
+        submissions: How often the job is submitted at most.
     """
 
     address: str | None = None
@@ -48,10 +48,10 @@ class SubmitConfig:
         at_least("submissions", self.submissions, 1)
 
     def environment(self) -> dict[str, Any]:
-        """The job's runtime environment.
+        """Return the job's runtime environment.
 
         Raises:
-            InputError: No such folder, or the file is not of that kind.
+            InputError: There is no such folder, or the file is no runtime environment.
         """
         if not Path(self.working_dir).is_dir():
             raise InputError(f"working_dir {self.working_dir} is not a folder")
@@ -69,10 +69,10 @@ class SubmitConfig:
 _DESCRIPTION = """\
 Submit a job to a Ray cluster, show its log, and submit it again until it is done.
 
-What stands after -- is run on the cluster's head, in a copy of this folder. A job that fails on the
-way is submitted again and goes on where it stopped; one with a mistake in its configuration is not.
-Exit codes: 0, the job is done; 2, a mistake; 1, it failed too often or was stopped; 130, you
-interrupted this command, and the job goes on.
+The command after -- runs on the cluster's head, in a copy of this folder. A job that fails on the way
+is submitted again and goes on where it stopped; one with a mistake in its configuration is not.
+Exit codes: 0, the job is done; 2, there is a mistake; 1, the job failed too often or was stopped;
+130, you interrupted this command, and the job goes on.
 
   python -m jobs.submit -- python -m jobs.generate --input s3://bucket/questions --output s3://bucket/out
   python -m jobs.submit --address http://head:8265 --submissions 20 -- python -m jobs.train --config train.yaml"""
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_submission(arguments: Sequence[str] | None = None) -> tuple[SubmitConfig, str]:
-    """How to submit, and the command to run.
+    """Read from a command line how to submit and which command to run.
 
     Raises:
         InputError: A setting cannot be used, or there is no command.
@@ -104,11 +104,11 @@ def _parser() -> ArgumentParser:
 
 
 def submit(config: SubmitConfig, command: str) -> None:
-    """Submit a command until it ends well.
+    """Submit a command until it succeeds.
 
     Raises:
-        InputError: The job cannot be sent, or says that its configuration or input cannot be used.
-        JobError: No cluster there, or the job failed as often as it may, or was stopped.
+        InputError: The job cannot be sent, or its configuration or input cannot be used.
+        JobError: No cluster answers, the job was stopped, or it failed as often as it may.
     """
     environment = config.environment()
     client = _connect(config.address)
@@ -146,11 +146,11 @@ def _connect(address: str | None) -> Any:
 
 
 def _hand_over(client: Any, command: str, environment: dict[str, Any]) -> str:
-    """Submit once; a head that has just been started may not be ready yet."""
+    """Submit once, with patience: a head that has just been started may not be ready yet."""
     for failures in range(_PATIENCE):
         try:
             return str(client.submit_job(entrypoint=command, runtime_env=environment))
-        except ValueError as error:  # too large a folder, say
+        except ValueError as error:  # such as a folder that is too large
             raise InputError(f"the job cannot be submitted: {one_line(error)}") from error
         except (RuntimeError, OSError) as error:
             if failures == _PATIENCE - 1:
@@ -160,12 +160,12 @@ def _hand_over(client: Any, command: str, environment: dict[str, Any]) -> str:
 
 
 async def _follow(client: Any, name: str) -> Any:
-    """Show a job's log to its end, over broken connections too; return the job's details."""
+    """Show a job's log to its end, across broken connections; return the job's details."""
     from aiohttp import ClientError
 
     shown = failures = 0
     while True:
-        passed = 0  # a log begins anew with each connection
+        passed = 0  # each connection sends the log from its beginning
         try:
             async for text in client.tail_job_logs(name):
                 print(text[max(shown - passed, 0) :], end="", flush=True)

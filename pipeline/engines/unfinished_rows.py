@@ -1,4 +1,4 @@
-"""The rows that a submission leaves to the next: finished, but in parts that are not."""
+"""The rows that a submission leaves to the next: they are finished, but their parts are not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.output.output_folder import OutputFolder
 
 
 def read_unfinished(output: OutputFolder) -> list[SavedRow]:
-    """What an earlier submission left."""
+    """Read what an earlier submission left."""
     if output.unfinished.type != fs.FileType.File:
         return []
     table = pa.parquet.read_table(output.unfinished.path, filesystem=output.root.filesystem)
@@ -19,7 +19,7 @@ def read_unfinished(output: OutputFolder) -> list[SavedRow]:
 
 
 def write_unfinished(output: OutputFolder, rows: list[SavedRow]) -> None:
-    """Leave rows to the next submission, instead of those that are there; no file if there are none."""
+    """Leave these rows to the next submission, instead of those that are there; no rows leave no file."""
     if not rows:
         delete_unfinished(output)
         return
@@ -28,6 +28,6 @@ def write_unfinished(output: OutputFolder, rows: list[SavedRow]) -> None:
 
 
 def delete_unfinished(output: OutputFolder) -> None:
-    """Leave nothing."""
+    """Leave nothing to the next submission."""
     if output.unfinished.type == fs.FileType.File:
         output.unfinished.filesystem.delete_file(output.unfinished.path)
