@@ -74,9 +74,7 @@ class ReplicaMetrics:
             replica: The replica's name.
             state: Its engine's state.
         """
-        stages = CounterMetricFamily(
-            "drafter_stage_seconds", "Seconds in each stage of a step.", labels=["stage"]
-        )
+        stages = CounterMetricFamily("drafter_stage_seconds", "Seconds in each stage of a step.", labels=["stage"])
         for stage, seconds in state.stage_seconds.items():
             stages.add_metric([stage], seconds)
         gauges = (
