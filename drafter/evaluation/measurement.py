@@ -193,13 +193,13 @@ class Evaluation:
             ValueError: It has no such tree.
         """
         if arm.nodes is None:
-            return load_drafter(arm.drafter, self._base, 1)
-        size = 1 + (useful_nodes(self._base.device) if arm.nodes == "auto" else arm.nodes)
+            return load_drafter(arm.drafter, self._base, 0)
+        nodes = useful_nodes(self._base.device) if arm.nodes == "auto" else arm.nodes
         if arm.drafter in self._heads:
-            return self._heads[arm.drafter].drafter(self._base, size, arm.tree or "exact")
+            return self._heads[arm.drafter].drafter(self._base, nodes, arm.tree or "exact")
         if arm.tree == "static":
             raise ValueError("only a draft head has a static tree")
-        return load_drafter(arm.drafter, self._base, size)
+        return load_drafter(arm.drafter, self._base, nodes)
 
 
 def cell_of(

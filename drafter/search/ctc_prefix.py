@@ -25,7 +25,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafter.tree.token_tree import TokenTree, from_nodes, root_only
+from drafter.tree.token_tree import TokenTree, root_only
+from drafter.tree.trie import from_nodes
 
 _PER_DEPTH = 2e-5
 """Taken off a log price for each depth: rounding must not lift a sure token above the token before it."""

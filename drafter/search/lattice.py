@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from drafter import devices
 from drafter.search.contract import LabelModel
 from drafter.search.lattice_on_host import best_trie_on_host
-from drafter.tree.token_tree import TokenTree, from_nodes, root_only
+from drafter.tree.token_tree import TokenTree, root_only
+from drafter.tree.trie import from_nodes
 
 LATTICE_BEAM = 10
 """Prefixes a depth that heads keep in a lattice search, where each costs a network's forward."""

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from drafter.search.contract import LabelModel
-from drafter.tree.token_tree import TokenTree, from_nodes, root_only
+from drafter.tree.token_tree import TokenTree, root_only
+from drafter.tree.trie import from_nodes
 
 _Masses = npt.NDArray[np.float32]
 _Ids = npt.NDArray[np.int64]

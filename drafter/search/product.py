@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafter.tree.token_tree import TokenTree, from_nodes, root_only
+from drafter.tree.token_tree import TokenTree, root_only
+from drafter.tree.trie import from_nodes
 
 
 def best_product_trie(log_probs: Tensor, pending: Tensor, size: int) -> TokenTree:

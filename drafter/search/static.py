@@ -12,7 +12,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from drafter.tree.token_tree import PAD_TOKEN, TokenTree, from_paths
+from drafter.tree.token_tree import PAD_TOKEN, TokenTree
+from drafter.tree.trie import from_paths
 
 
 def static_tree(
@@ -48,12 +49,12 @@ def static_tree(
     return from_paths(pending, paths, prices, size)
 
 
-def collapse(alignments: Tensor, log_prices: Tensor, blank: int, depth: int) -> tuple[Tensor, Tensor]:
+def collapse(alignments: Tensor, log_probs: Tensor, blank: int, depth: int) -> tuple[Tensor, Tensor]:
     """Remove repeats, then blanks, and close the gaps.
 
     Args:
         alignments: `[..., T]` symbols.
-        log_prices: `[..., T]` of each alignment up to each frame.
+        log_probs: `[..., T]` of each alignment up to each frame.
         blank: The symbol that says nothing.
         depth: Tokens of a path; later ones are dropped.
 
@@ -67,7 +68,7 @@ def collapse(alignments: Tensor, log_prices: Tensor, blank: int, depth: int) -> 
     slot = torch.where(said, said.cumsum(-1) - 1, depth).clamp_max(depth)
     shape = (*alignments.shape[:-1], depth + 1)
     paths = alignments.new_full(shape, PAD_TOKEN).scatter(-1, slot, alignments)
-    prices = log_prices.new_full(shape, -torch.inf).scatter(-1, slot, log_prices)
+    prices = log_probs.new_full(shape, -torch.inf).scatter(-1, slot, log_probs)
     return paths[..., :depth], prices[..., :depth]
 
 

@@ -9,11 +9,19 @@ from drafter.tree.token_tree import TokenTree
 
 Prefix = tuple[int, ...]
 
+FORK = TokenTree(
+    tokens=torch.tensor([[7, 3, 5, 4]]),
+    parents=torch.tensor([[0, 0, 0, 2]]),
+    depths=torch.tensor([[0, 1, 1, 2]]),
+    log_probs=torch.tensor([[0.0, -0.5, -1.0, -2.0]]),
+)
+"""Root 7; below it 3 and 5; 4 below 5."""
+
 
 def nodes(tree: TokenTree, row: int, depth: int) -> dict[Prefix, float]:
     """Prefix → price of a tree's real nodes below the root."""
     paths = tree.paths(depth)[row].tolist()
-    prices = tree.log_prices[row].exp().tolist()
+    prices = tree.log_probs[row].exp().tolist()
     return {
         tuple(token for token in path if token >= 0): price
         for path, price in zip(paths, prices, strict=True)
@@ -23,7 +31,7 @@ def nodes(tree: TokenTree, row: int, depth: int) -> dict[Prefix, float]:
 
 def check_slice_contract(tree: TokenTree) -> None:
     """Prices fall; a parent comes before its child, is one level up, and padding is last."""
-    prices, parents, depths = tree.log_prices, tree.parents, tree.depths
+    prices, parents, depths = tree.log_probs, tree.parents, tree.depths
     assert bool((prices[:, 1:] <= prices[:, :-1]).all())
     real = prices[:, 1:] > -torch.inf
     index = torch.arange(1, tree.size)

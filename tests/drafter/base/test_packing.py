@@ -9,8 +9,8 @@ import torch
 from drafter.base.causal_lm import BaseModel
 from drafter.base.executors.contract import TreeNodes
 from drafter.base.packing import Packing
-from drafter.budget.adaptive import FixedBudget, Sizes
-from drafter.budget.cost_model import Floats
+from drafter.budget.contract import Counts, Floats
+from drafter.budget.fixed import FixedBudget
 from drafter.drafters.none import PlainDecoding
 from drafter.engine.engine_config import EngineConfig
 from drafter.engine.loop import Engine
@@ -64,9 +64,9 @@ class WildBudget(FixedBudget):
         super().__init__(9)
         self._random = np.random.default_rng(0)
 
-    def sizes(self, log_prices: Floats) -> Sizes:
-        rows, nodes = log_prices.shape
-        sizes: Sizes = self._random.integers(nodes + 1, size=rows)
+    def trim(self, log_probs: Floats) -> Counts:
+        rows, nodes = log_probs.shape
+        sizes: Counts = self._random.integers(nodes + 1, size=rows)
         return sizes
 
 

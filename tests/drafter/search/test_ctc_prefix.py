@@ -71,7 +71,7 @@ def test_literal_tree() -> None:
     assert tree.tokens.tolist() == [[9, 0, 1, 1, 0]]
     assert tree.parents.tolist() == [[0, 0, 0, 1, 2]]
     assert tree.depths.tolist() == [[0, 1, 1, 2, 2]]
-    assert tree.log_prices.exp()[0].tolist() == pytest.approx([1.0, 0.61, 0.33, 0.18, 0.03], rel=2e-4)
+    assert tree.log_probs.exp()[0].tolist() == pytest.approx([1.0, 0.61, 0.33, 0.18, 0.03], rel=2e-4)
 
 
 def test_a_real_repeat_is_reached_through_a_blank() -> None:
@@ -102,7 +102,7 @@ def test_slice_contract_at_any_sharpness(seed: int, sharpness: float) -> None:
     log_probs = random_frames(seed, 3, 16, 50, sharpness)
     tree = best_trie(log_probs, torch.zeros(3, dtype=torch.long), 8, 64, candidates=16)
     check_slice_contract(tree)
-    assert not bool(tree.log_prices.isnan().any())
+    assert not bool(tree.log_probs.isnan().any())
 
 
 def test_impossible_frames_leave_padding() -> None:
@@ -110,7 +110,7 @@ def test_impossible_frames_leave_padding() -> None:
     log_probs[..., -1] = 0.0
     tree = best_trie(log_probs, torch.tensor([3]), 3, 4)
     assert tree.tokens.tolist() == [[3, -1, -1, -1]]
-    assert tree.log_prices.tolist() == [[0.0, -math.inf, -math.inf, -math.inf]]
+    assert tree.log_probs.tolist() == [[0.0, -math.inf, -math.inf, -math.inf]]
 
 
 @settings(deadline=None, max_examples=30)
@@ -234,7 +234,7 @@ def test_with_a_band_of_one_the_blank_has_no_part() -> None:
     tree = best_lattice_trie(LastLabels(table, torch.tensor([[9]])), torch.tensor([9]), 2, 1, 2, 5)
     assert tree.tokens.tolist() == [[9, 0, 1, 1, 0]]
     assert tree.parents.tolist() == [[0, 0, 1, 0, 3]]
-    assert tree.log_prices.exp()[0].tolist() == pytest.approx([1.0, 0.7, 0.63, 0.3, 0.24])
+    assert tree.log_probs.exp()[0].tolist() == pytest.approx([1.0, 0.7, 0.63, 0.3, 0.24])
 
 
 @settings(deadline=None, max_examples=40)
@@ -260,7 +260,7 @@ def test_what_is_less_probable_than_asked_for_is_not_extended() -> None:
     tree = best_lattice_trie(model, torch.tensor([5]), 3, 1, 3, 20, least=0.25)
     assert int((whole.tokens >= 0).sum()) == 1 + 2 + 4 + 8
     # 0.49 alone is extended among the four of depth 2: 0.21 and 0.09 are too little.
-    prices = sorted(tree.log_prices[tree.tokens >= 0].exp().tolist(), reverse=True)
+    prices = sorted(tree.log_probs[tree.tokens >= 0].exp().tolist(), reverse=True)
     assert prices == pytest.approx([1, 0.7, 0.49, 0.343, 0.3, 0.21, 0.21, 0.147, 0.09])
     check_slice_contract(tree)
 

@@ -53,7 +53,7 @@ def test_literal_tree() -> None:
     assert tree.tokens.tolist() == [[9, 0, 1, 1, 1, 0]]
     assert tree.parents.tolist() == [[0, 0, 1, 0, 3, 1]]
     assert tree.depths.tolist() == [[0, 1, 2, 1, 2, 2]]
-    assert tree.log_prices.exp()[0].tolist() == pytest.approx([1.0, 0.6, 0.54, 0.4, 0.36, 0.06])
+    assert tree.log_probs.exp()[0].tolist() == pytest.approx([1.0, 0.6, 0.54, 0.4, 0.36, 0.06])
 
 
 def test_impossible_tokens_leave_padding() -> None:

@@ -42,7 +42,7 @@ def test_static_tree_is_a_trie_worth_no_more_than_its_prefixes(seed: int, size: 
     log_probs = torch.randn(1, frames, 4, generator=generator).log_softmax(-1)
     tree = static_tree(log_probs, torch.tensor([5]), 4, size, alignments=200)
     check_slice_contract(tree)
-    paths = [tuple(path) for path in tree.paths(4)[0][tree.log_prices[0] > -torch.inf].tolist()]
+    paths = [tuple(path) for path in tree.paths(4)[0][tree.log_probs[0] > -torch.inf].tolist()]
     assert len(paths) == len(set(paths))
     exact = prefix_probabilities(text_probabilities(log_probs[0]), 4)
     for prefix, price in nodes(tree, 0, 4).items():
@@ -54,7 +54,7 @@ def test_duplicates_take_the_largest_price() -> None:
     tree = static_tree(probs.log(), torch.tensor([5]), 2, 4, top_k=2)
     # 0ε (.6) and 00 (.6) and ε0 (.4 · .3) all say 0.
     assert tree.tokens.tolist() == [[5, 0, -1, -1]]
-    assert tree.log_prices.exp()[0, 1].item() == pytest.approx(0.6)
+    assert tree.log_probs.exp()[0, 1].item() == pytest.approx(0.6)
 
 
 def test_without_a_blank_a_frame_is_a_depth() -> None:
@@ -64,7 +64,7 @@ def test_without_a_blank_a_frame_is_a_depth() -> None:
     # 00 (.42), 20 (.21), 02 (.12) and 22 (.06), and their first tokens.
     assert tree.tokens.tolist() == [[5, 0, 0, 2, 0, 2]]
     assert tree.parents.tolist() == [[0, 0, 1, 0, 3, 1]]
-    assert tree.log_prices.exp()[0].tolist() == pytest.approx([1.0, 0.6, 0.42, 0.3, 0.21, 0.12])
+    assert tree.log_probs.exp()[0].tolist() == pytest.approx([1.0, 0.6, 0.42, 0.3, 0.21, 0.12])
 
 
 @settings(deadline=None, max_examples=30)

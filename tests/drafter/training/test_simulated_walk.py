@@ -21,7 +21,7 @@ def test_accepted_depths_of_a_literal_tree() -> None:
         tokens=torch.tensor([[9, 1, 2, 3, 5, -1]]),
         parents=torch.tensor([[0, 0, 1, 0, 2, 0]]),
         depths=torch.tensor([[0, 1, 2, 1, 3, 1]]),
-        log_prices=torch.tensor([[0.0, -1.0, -2.0, -3.0, -4.0, -torch.inf]]),
+        log_probs=torch.tensor([[0.0, -1.0, -2.0, -3.0, -4.0, -torch.inf]]),
     )
     counts = (0, 1, 2, 3, 4)
 
@@ -46,7 +46,7 @@ def test_simulated_beta_is_what_decoding_measures(tiny_base: BaseModel, kind: st
     measured: list[float] = []
 
     def generations() -> list[RegeneratedText]:
-        drafter = head.drafter(tiny_base, tree_size=9)
+        drafter = head.drafter(tiny_base, 8)
         made = run_engine(tiny_base, drafter, requests, slots=2, max_length=64, nodes=8)
         measured.append(mean_acceptance_length(total(one.counts for one in made)))
         return [RegeneratedText(p + m.token_ids, len(p)) for p, m in zip(prompts, made, strict=True)]

@@ -17,7 +17,8 @@ from transformers import (
 
 from drafter.errors import RequestError
 from drafter.requests import SamplingParams
-from drafter.tree.token_tree import TokenTree, from_nodes, root_only
+from drafter.tree.token_tree import TokenTree, root_only
+from drafter.tree.trie import from_nodes
 from drafter.verifiers.choices import SamplingMode, SamplingTable, choose, filter_logits, inverse_cdf, keyed_uniforms
 from drafter.verifiers.penalties import History, penalise
 

@@ -16,7 +16,7 @@ from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError, NotFo
 from torch import Tensor
 
 from drafter import EngineConfig, Generation, SamplingParams, SpeculativeLM
-from drafter.drafters.contract import DraftContext, Drafter
+from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
 from drafter.tree.token_tree import TokenTree, root_only
 from pipeline.generate.samples import sample_seed
 from pipeline.serving.replica.answers import Answers
@@ -288,12 +288,12 @@ def test_what_cannot_be_honoured_is_refused_by_name(
 class FailingDrafter(Drafter):
     """Does nothing useful, and fails at the fifth step."""
 
-    tree_size, depth = 2, 1
+    spec = DraftSpec(1, 1)
 
     def __init__(self) -> None:
         self._steps = 0
 
-    def propose(self, context: DraftContext, size: int) -> TokenTree:
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         self._steps += 1
         if self._steps == 5:
             raise RuntimeError("secret internals")

@@ -1,0 +1,94 @@
+"""Tries of candidate continuations: how drafters and searches make a `TokenTree`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafter.tree.token_tree import PAD_TOKEN, TokenTree, root_only
+
+
+def from_nodes(
+    pending: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, log_probs: Tensor, size: int
+) -> TokenTree:
+    """Make a tree of the `size` best of many candidate nodes.
+
+    Args:
+        pending: `[B]` token of the root.
+        tokens: `[B, M]` candidate tokens, **in an order that puts parents before children**.
+        parents: `[B, M]` index of each candidate's parent among the candidates, -1 for the root.
+        depths: `[B, M]` or `[M]`, 1 below the root.
+        log_probs: `[B, M]`, no child above its parent; -inf for a candidate that does not exist.
+        size: Nodes of the result, root included; padded where there are fewer candidates.
+    """
+    batch, candidates = tokens.shape
+    # A stable sort keeps parents before children of equal price.
+    prices, order = torch.sort(log_probs, dim=1, descending=True, stable=True)
+    keep = min(size - 1, candidates)
+    prices, chosen = prices[:, :keep], order[:, :keep]
+    rank = torch.empty_like(order).scatter_(1, order, torch.arange(candidates, device=order.device).expand(batch, -1))
+    exists = prices > -torch.inf
+    parent = parents.gather(1, chosen)
+    # +1: node 0 is the root.
+    parent = torch.where(exists & (parent >= 0), rank.gather(1, parent.clamp_min(0)) + 1, 0)
+    body = TokenTree(
+        torch.where(exists, tokens.gather(1, chosen), PAD_TOKEN),
+        parent,
+        torch.where(exists, depths.expand(batch, -1).gather(1, chosen), 1),
+        prices.float(),
+    )
+    root = root_only(pending)
+    tree = TokenTree(*(torch.cat(parts, 1) for parts in zip(vars(root).values(), vars(body).values(), strict=True)))
+    missing = (0, size - 1 - keep)
+    if not missing[1]:
+        return tree
+    return TokenTree(
+        F.pad(tree.tokens, missing, value=PAD_TOKEN),
+        F.pad(tree.parents, missing, value=0),
+        F.pad(tree.depths, missing, value=1),
+        F.pad(tree.log_probs, missing, value=-torch.inf),
+    )
+
+
+def from_paths(pending: Tensor, paths: Tensor, log_probs: Tensor, size: int) -> TokenTree:
+    """Merge paths into a trie: equal prefixes become one node, at the largest of their prices.
+
+    Args:
+        pending: `[B]` token of the root.
+        paths: `[B, P, U]` continuations, `PAD_TOKEN` after a path's end.
+        log_probs: `[B, P, U]` log price of each prefix, falling along a path.
+        size: Nodes of the result, root included.
+    """
+    batch, count, depth = paths.shape
+    same = torch.ones(batch, count, count, dtype=torch.bool, device=paths.device)
+    index = torch.arange(count, device=paths.device)
+    tokens, parents, prices = [], [], []
+    before = torch.full((batch, count), -1, dtype=torch.long, device=paths.device)
+    for level in range(depth):
+        token, price = paths[:, :, level], log_probs[:, :, level].float()
+        exists = token >= 0
+        same = same & (token[:, :, None] == token[:, None, :]) & exists[:, :, None]
+        # The first path with this prefix stands for all; `argmax` finds the first true.
+        first = same.int().argmax(dim=2)
+        best = price[:, None, :].masked_fill(~same, -torch.inf).amax(dim=2)
+        tokens.append(token)
+        parents.append(before)
+        prices.append(best.masked_fill(~exists | (first != index), -torch.inf))
+        before = torch.where(exists, first + level * count, -1)
+    depths = torch.arange(1, depth + 1, device=paths.device).repeat_interleave(count)
+    return from_nodes(
+        pending, torch.cat(tokens, 1), torch.cat(parents, 1), depths.expand(batch, -1), torch.cat(prices, 1), size
+    )
+
+
+def merge(first: TokenTree, second: TokenTree, depth: int, size: int) -> TokenTree:
+    """Merge two trees of the same rows as tries, each node at the larger of its prices.
+
+    Args:
+        depth: No node of either tree may be deeper.
+        size: Nodes of the result, root included.
+    """
+    paths = torch.cat([first.paths(depth), second.paths(depth)], 1)
+    log_probs = torch.cat([first.path_log_probs(depth), second.path_log_probs(depth)], 1)
+    return from_paths(first.tokens[:, 0], paths, log_probs, size)
