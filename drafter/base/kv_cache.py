@@ -178,21 +178,19 @@ class KVCache:
         for buffer in self.buffers:
             buffer.unflatten(0, (-1, self.slots, self.length))[:, slot] = 0
 
-    def scrub(self, lengths: Tensor, nodes: int, kept: Tensor, which: Tensor, rows: slice) -> None:
-        """Set what a step has written and not kept to zero, in rows that the host need not know.
+    def scrub(self, lengths: Tensor, nodes: int, which: Tensor, rows: slice) -> None:
+        """Set the draft nodes of some rows to zero; the host need not know of which.
 
-        Whatever is not to be scrubbed has its row's last position set to zero instead, which never holds a token.
+        The other rows have their last position set to zero instead, which never holds a token.
 
         Args:
-            lengths: `[R]` committed positions of the rows before the step.
-            nodes: N, positions that the step has written in each row.
-            kept: `[R]` how many of these, the first ones, are kept.
-            which: `[R]` bool: the rows to scrub.
+            lengths: `[R]` committed positions of the rows.
+            nodes: N, nodes of each row.
+            which: `[R]` bool.
             rows: R slots.
         """
-        offset = torch.arange(nodes, device=lengths.device)
         starts = self._starts[rows, None]
-        scrubbed = which[:, None] & (offset >= kept[:, None])
-        index = torch.where(scrubbed, starts + lengths[:, None] + offset, starts + self.length - 1).flatten()
+        places = starts + lengths[:, None] + torch.arange(nodes, device=lengths.device)
+        index = torch.where(which[:, None], places, starts + self.length - 1).flatten()
         for buffer, members in zip(self.buffers, self._members, strict=True):
             buffer.unflatten(0, (len(members), -1)).index_fill_(1, index.to(buffer.device), 0)

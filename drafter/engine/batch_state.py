@@ -136,37 +136,35 @@ class BatchState:
         if self.hidden is not None:
             self.hidden[slot, piece] = hidden
 
-    def commit(self, accepted: Accepted, hidden: Tensor, finite: Tensor, rows: slice) -> None:
+    def commit(self, accepted: Accepted, hidden: Tensor, sound: Tensor, rows: slice) -> None:
         """Move KV, hidden states and tokens of the accepted paths to each row's tail; the last token becomes pending.
 
-        Nothing that is not finite stays behind: attention reads masked positions, too, with weight zero, and zero times
-        NaN is NaN.
+        A row that is not sound stays as it was before the step, and nothing of what the step has written is left:
+        attention reads masked positions, too, with weight zero, and zero times NaN is NaN.
 
         Args:
             accepted: The paths of the R rows.
             hidden: `[R, N, K · d]` of the nodes.
-            finite: `[R, N]` bool: whether each node's logits are finite; if they are, so are its KV and hidden states.
+            sound: `[R]` bool: whether all of a row's logits are finite; if they are, so are its KV and hidden states.
             rows: R slots.
         """
         path, lengths = accepted.path, self.lengths[rows]
+        # To look at the device's numbers costs nothing on a CPU and would be to wait for a GPU.
+        all_sound = not devices.is_asynchronous(self.base.device) and bool(sound.all())
         width = path.shape[1]
         if width > 1:
             self.cache.commit(lengths, path)
-        sound = None
-        # To look at the device's numbers costs nothing on a CPU and would be to wait for a GPU.
-        if devices.is_asynchronous(self.base.device) or not bool(finite.all()):
-            sound = finite.gather(1, path).all(1)
-            kept = torch.where(sound, accepted.count + 1, 0)
-            self.cache.scrub(lengths, finite.shape[1], kept, ~finite.all(1), rows)
+        if not all_sound:
+            self.cache.scrub(lengths, hidden.shape[1], ~sound, rows)
         places = lengths[:, None] + self._offsets[:width]
         self.tokens[rows].scatter_(1, places + 1, accepted.tokens)
         if self.hidden is not None:
             columns = (-1, -1, hidden.shape[-1])
             path_hidden = hidden.gather(1, path[:, :, None].expand(columns)) if width > 1 else hidden
-            if sound is not None:
+            if not all_sound:
                 path_hidden = torch.where(sound[:, None, None], path_hidden, 0)
             self.hidden[rows].scatter_(1, places[:, :, None].expand(columns), path_hidden.to(self.hidden))
-        lengths += accepted.count + 1
+        lengths += accepted.count + 1 if all_sound else (accepted.count + 1) * sound
 
     def _copy_positions(self, source: int, target: int, length: int) -> None:
         self.cache.move(source, target, length)

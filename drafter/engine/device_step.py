@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from drafter.base.causal_lm import BaseModel
@@ -40,7 +41,8 @@ class DeviceStep:
         ancestors = tree.ancestors(depth)
         packing = Packing.of(tree.tokens >= 0) if self.packs and rows > 1 and tree.size > 1 else None
         nodes = TreeNodes(
-            tree.tokens.clamp_min(0),
+            # Padding repeats the root: whatever other token stood there, its numbers might not be finite.
+            torch.where(tree.tokens >= 0, tree.tokens, tree.tokens[:, :1]),
             self.state.lengths[:rows],
             tree.depths,
             ancestors,
@@ -57,9 +59,10 @@ class DeviceStep:
         logprobs = None
         if wanted := self.wanted_logprobs(rows):
             logprobs = path_logprobs(verified.logits, accepted, list(wanted), max(wanted.values()))
-        finite = verified.logits.amax(-1).isfinite()
-        outcome = StepOutcome.pack(verified.tree, accepted, finite, logprobs)
-        state.commit(accepted, verified.hidden, finite, rows)
+        # The largest logit is NaN if any is. One node that is not finite spoils the whole tree.
+        sound = verified.logits.amax((1, 2)).isfinite()
+        outcome = StepOutcome.pack(verified.tree, accepted, sound, logprobs)
+        state.commit(accepted, verified.hidden, sound, rows)
         return outcome
 
     def accept_prompt_end(self, slot: int, pending: Tensor, logits: Tensor, hidden: Tensor) -> StepOutcome:

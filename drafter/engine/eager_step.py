@@ -54,8 +54,8 @@ class EagerStep:
         self._step, self._budget, self._times, self._admit = device_step, budget, times, admit
         self._timed = not devices.is_asynchronous(device_step.base.device)
 
-    def run(self, context: DraftContext) -> StepRun:
-        """Decode one step of the context's rows."""
+    def run(self, context: DraftContext, plain: list[bool]) -> StepRun:
+        """Decode one step of the context's rows; nothing is verified of the trees of `plain` ones."""
         rows, started, drafting = len(context.host_lengths), time.perf_counter(), 0.0
         ask = self._budget.plan(rows)
         self._times.mark("host")
@@ -69,7 +69,8 @@ class EagerStep:
         if ask.nodes:
             promised = tree.log_probs[:, 1:].cpu().numpy().astype(np.float64)
             self._times.mark("tree")
-            tree = tree.trimmed(1 + torch.from_numpy(self._budget.trim(promised)))
+            sizes = np.where(plain, 0, self._budget.trim(promised))
+            tree = tree.trimmed(1 + torch.from_numpy(sizes))
             self._times.mark("host")
             drafting = time.perf_counter() - started
             self._admit()

@@ -28,9 +28,9 @@ class GraphStep:
     def __init__(self, device_step: DeviceStep, graphs: StepGraphs, budget: Budget, times: StageTimes) -> None:
         self._step, self._graphs, self._budget, self._times = device_step, graphs, budget, times
 
-    def run(self, context: DraftContext) -> StepRun:
-        """Queue one step of the context's rows."""
-        ask = self._budget.plan(len(context.host_lengths))
+    def run(self, context: DraftContext, plain: list[bool]) -> StepRun:
+        """Queue one step of the context's rows, without drafts if one of them is `plain`."""
+        ask = Ask(0) if any(plain) else self._budget.plan(len(context.host_lengths))
         self._times.mark("host")
         if ask.nodes:
             self._step.state.drafter.prepare(context)

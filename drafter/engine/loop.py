@@ -198,7 +198,7 @@ class Engine:
         """Plan, draft, trim, verify, accept and commit, for all active sequences."""
         sequences = list(self.scheduler.active)
         context = self.batch.context([sequence.length for sequence in sequences], self.flights.ahead)
-        run = self._runner.run(context)
+        run = self._runner.run(context, [sequence.plain for sequence in sequences])
         self._launch(run, sequences, self._device_step.wanted_logprobs(slice(0, len(sequences))))
 
     def _launch(self, run: StepRun, sequences: list[Sequence], wanted: dict[int, int], *, planned: bool = True) -> None:
@@ -224,7 +224,7 @@ class Engine:
             for row in alive:
                 sequence, drafted = flight.sequences[row], outcome.drafted[row]
                 emitted = sequence.take(outcome.tokens[row], outcome.accepted[row], drafted, logprobs.get(row))
-                sequence.proven |= outcome.finite[row]
+                sequence.proven |= outcome.sound[row]
                 given.append(outcome.tokens[row][:emitted])
                 self._output_tokens += emitted
                 self._accepted_tokens += sequence.counts.per_step_accepted[-1]
@@ -232,19 +232,27 @@ class Engine:
             slots = self.scheduler.slots_of([flight.sequences[row] for row in alive])
             self.drafter.observe(Committed(slots, given))
             for row in reversed(alive):
-                self._end_if_over(flight.sequences[row], finite=outcome.finite[row])
+                self._end_if_over(flight.sequences[row], sound=outcome.sound[row], drafted=outcome.drafted[row] > 0)
 
-    def _end_if_over(self, sequence: Sequence, *, finite: bool) -> None:
-        """Retire a sequence that has come to its end, or whose numbers are not finite."""
+    def _end_if_over(self, sequence: Sequence, *, sound: bool, drafted: bool) -> None:
+        """Retire a sequence that has come to its end, or whose numbers are not finite.
+
+        They may have been a draft token's alone. The step has then left the sequence as it was; it goes on plainly.
+        """
         if sequence.finish_reason is not None:
             generation = sequence.generation()
-            self.scheduler.retire(sequence, poisoned=not finite)
+            self.scheduler.retire(sequence)
             sequence.handle.future.set_result(generation)
-        elif not finite:
+        elif not sound and drafted:
+            sequence.plain = True
+        elif not sound:
             self.scheduler.retire(sequence, poisoned=True)
             sequence.fail_not_finite()
+        elif not drafted and self._graphs is not None:
+            sequence.plain = False  # the others would have no drafts, either, for as long as it lasts
 
     def _teach_budget(self, flight: Flight, outcome: RowOutcomes, alive: list[int]) -> None:
+        alive = [row for row in alive if outcome.sound[row]]
         if not flight.planned or not alive:
             return
         log_probs = outcome.log_probs[alive]

@@ -24,17 +24,16 @@ class RowOutcomes:
     """A step's outcome of B rows, for the host.
 
     Args:
-        tokens: The tokens each row got: accepted draft tokens and the bonus token, as far as the base's logits are
-            finite.
-        finite: Whether they are all the tokens that the row was to get.
-        accepted: Draft tokens among them.
+        tokens: The tokens each row got: accepted draft tokens and the bonus token; none if it is not sound.
+        sound: Whether each row's logits are finite.
+        accepted: Draft tokens among the tokens.
         drafted: Draft nodes that were verified in each row.
         log_probs: `[B, N]` float64 log prefix probabilities of the draft nodes, -inf in padding; N may be 0.
         on_path: `[B, N]` bool: whether a draft node was accepted.
     """
 
     tokens: list[list[int]]
-    finite: list[bool]
+    sound: list[bool]
     accepted: list[int]
     drafted: list[int]
     log_probs: npt.NDArray[np.float64]
@@ -57,17 +56,16 @@ class StepOutcome:
     logprobs: PathLogprobs | None
 
     @staticmethod
-    def pack(tree: TokenTree, accepted: Accepted, finite: Tensor, logprobs: PathLogprobs | None) -> StepOutcome:
+    def pack(tree: TokenTree, accepted: Accepted, sound: Tensor, logprobs: PathLogprobs | None) -> StepOutcome:
         """Pack what came of `tree` `[B, N]`, on the device.
 
         Args:
             tree: The trees.
             accepted: The paths.
-            finite: `[B, N]` bool: whether each node's logits are finite.
+            sound: `[B]` bool: whether all of a row's logits are finite.
             logprobs: As in the class.
         """
-        sound = finite if tree.size == 1 else finite.gather(1, accepted.path)
-        tokens = torch.where(sound, accepted.tokens, _NOT_FINITE)
+        tokens = torch.where(sound[:, None], accepted.tokens, _NOT_FINITE)
         if tree.size == 1:
             return StepOutcome(tokens, tree.log_probs[:, 1:], logprobs)
         drafted = (tree.tokens[:, 1:] >= 0).sum(dim=1, keepdim=True)
@@ -96,11 +94,10 @@ class StepOutcome:
             on_path = np.zeros((rows, 1 + self.log_probs.shape[1]), dtype=np.bool_)
             np.put_along_axis(on_path, path, True, axis=1)
             on_path = on_path[:, 1:]
-        given = [row[: count + 1] for row, count in zip(said, counts, strict=True)]
-        finite = [_NOT_FINITE not in row for row in given]
-        given = [row if sound else row[: row.index(_NOT_FINITE)] for row, sound in zip(given, finite, strict=True)]
-        accepted = [min(count, len(row)) for count, row in zip(counts, given, strict=True)]
-        return RowOutcomes(given, finite, accepted, drafted, self.log_probs.numpy().astype(np.float64), on_path)
+        sound = [row[0] != _NOT_FINITE for row in said]
+        given = [row[: count + 1] if is_sound else [] for row, count, is_sound in zip(said, counts, sound, strict=True)]
+        accepted = [count if is_sound else 0 for count, is_sound in zip(counts, sound, strict=True)]
+        return RowOutcomes(given, sound, accepted, drafted, self.log_probs.numpy().astype(np.float64), on_path)
 
     def read_logprobs(self, wanted: Mapping[int, int], tokens: list[list[int]]) -> dict[int, list[TokenLogprob]]:
         """Log-probabilities of the rows that want them; it must be on the host.

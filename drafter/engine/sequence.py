@@ -36,6 +36,7 @@ class Sequence:
         prefilled: Its tokens when it last entered a slot; all but the last are prefilled.
         read: How many of these are prefilled by now.
         proven: Whether a step has shown, since it last entered a slot, that what it holds there is finite.
+        plain: Whether nothing is to be drafted for it: the numbers of some draft token were not finite.
     """
 
     handle: Handle
@@ -53,6 +54,7 @@ class Sequence:
     prefilled: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     read: int = 0
     proven: bool = False
+    plain: bool = False
     _shown: int = 0
     _detokenizer: Detokenizer | None = None
 
@@ -96,7 +98,7 @@ class Sequence:
             logprobs: Of `tokens`, where the request asked for them.
         """
         before = len(self.output)
-        if self.first_token is None:
+        if tokens and self.first_token is None:
             self.first_token = time.monotonic()
         for token in tokens:
             self.output.append(token)
@@ -117,7 +119,7 @@ class Sequence:
         if logprobs is not None:
             logprobs = logprobs[:emitted]
             self.logprobs += logprobs
-        if self.handle.streams:
+        if emitted and self.handle.streams:
             self.handle.push(TokenDelta(self.output[before:], self._new_text(), accepted, logprobs))
         return emitted
 

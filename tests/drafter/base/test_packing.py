@@ -79,8 +79,8 @@ def test_rows_may_have_trees_of_any_sizes(family: str) -> None:
     ]
     expected = [one.token_ids for one in run_engine(base, PlainDecoding(), requests, slots=1)]
     texts = [[*r.prompt_ids, *tokens] for r, tokens in zip(requests, expected, strict=True)]
-    engine = Engine(base, OracleDrafter(texts), SpellingTokenizer(), EngineConfig(slots=4, nodes=9))
-    engine._budget = WildBudget()
+    drafter, config = OracleDrafter(texts), EngineConfig(slots=4, nodes=9)
+    engine = Engine(base, drafter, SpellingTokenizer(), config, budget=WildBudget())
     handles = [engine.submit(request) for request in requests]
     while not engine.idle:
         engine.step()
