@@ -160,7 +160,8 @@ class Answers:
         try:
             async for deltas in handle.arrivals():
                 for delta in deltas:
-                    arrived.put_nowait((index, delta))
+                    if delta.token_ids:  # a step whose numbers are not finite adds none
+                        arrived.put_nowait((index, delta))
                 await asyncio.wait([outcome], timeout=self._lm.engine.state().active / _EVENTS_PER_SECOND)
             arrived.put_nowait((index, await outcome))
         except Exception as error:  # whoever reads the queue must hear of it, whatever it is
