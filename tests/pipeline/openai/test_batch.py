@@ -233,7 +233,7 @@ def test_an_answer_without_numbers_is_an_error(url: str) -> None:
         assert set(answer) == {"id", "custom_id", "response", "error"}
         to_json(answer)
         if status == 500:
-            assert answer["response"]["body"]["error"]["code"] == "invalid_logprobs"
+            assert answer["response"]["body"]["error"]["code"] == "not_finite"
 
 
 def test_the_example_is_a_batch() -> None:
