@@ -6,8 +6,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from drafter.heads.checkpoint import CONFIG_FILE, WEIGHTS_FILE, save_head
+from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import DraftHead
+from drafter.heads.head_files import CONFIG_FILE, WEIGHTS_FILE
 from pipeline.io.files import Location, make_folders
 from pipeline.output.output_folder import RUN_FILE
 

@@ -80,7 +80,7 @@ def check_head(config: TrainConfig, model: str) -> int:
     from transformers import AutoConfig
 
     from drafter.errors import LoadError
-    from drafter.heads.checkpoint import build_config
+    from drafter.heads.head_config import head_config
     from drafter.heads.registry import HEADS
 
     if config.algorithm not in HEADS:
@@ -92,7 +92,7 @@ def check_head(config: TrainConfig, model: str) -> int:
     text = base.get_text_config(decoder=True)
     sizes = {"hidden_size": text.hidden_size, "vocab_size": text.vocab_size}
     try:
-        build_config(config.algorithm, HEADS[config.algorithm].config_class, {**config.head, **sizes})
+        head_config(config.algorithm, HEADS[config.algorithm].config_class, {**config.head, **sizes})
     except LoadError as error:
         raise InputError(f"head: {error}") from error
     return int(text.vocab_size)

@@ -205,7 +205,7 @@ def test_a_prepared_search_finds_what_the_head_says(
     expected = head.search(states, recent, tiny_base, 9, "exact")
     monkeypatch.setattr("drafter.base.executors.prepacked._SMALL", 0)
     prepack(head)
-    monkeypatch.setattr("drafter.heads.ctc.frame_lattice._TABLE_ENTRIES", entries)
+    monkeypatch.setattr("drafter.heads.ctc.prepared_lattice._TABLE_ENTRIES", entries)
     check_same_trees(head.prepared_search(tiny_base, "exact")(states, recent, 9, 0.0), expected, DEPTH)
 
 

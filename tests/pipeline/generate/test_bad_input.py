@@ -15,7 +15,8 @@ import pytest
 
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import Provenance
-from drafter.heads.ctc.ctc_head import CTCHead, CTCHeadConfig
+from drafter.heads.ctc.ctc_config import CTCHeadConfig
+from drafter.heads.ctc.ctc_head import CTCHead
 from pipeline.cluster.shares import Cluster, Node
 from pipeline.generate.generate_job import main
 from tests.pipeline.conftest import Run, write_jsonl
