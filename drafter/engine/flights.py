@@ -19,6 +19,7 @@ class Flight:
 
     Args:
         sequences: Those of its B rows.
+        stays: `Sequence.stay` of each when the step began.
         asked: Draft nodes that were asked for, a row.
         depth: Draft tokens that a row may get at most.
         outcome: On the host, or on its way there.
@@ -30,6 +31,7 @@ class Flight:
     """
 
     sequences: list[Sequence]
+    stays: list[int]
     asked: int
     depth: int
     outcome: StepOutcome
@@ -38,6 +40,15 @@ class Flight:
     seconds: tuple[float, float] | None = None
     planned: bool = True
     landed: torch.cuda.Event | None = None
+
+    @property
+    def alive(self) -> list[int]:
+        """Rows whose sequence is still in the slot of the step; others have ended, or left it, and it has gone on."""
+        return [
+            row
+            for row, (sequence, stay) in enumerate(zip(self.sequences, self.stays, strict=True))
+            if not sequence.ended and sequence.stay == stay
+        ]
 
 
 class Flights:

@@ -206,7 +206,18 @@ class Engine:
         outcome, landed = self.flights.send(run.outcome, len(sequences))
         depth = min(run.verified, self.drafter.spec.max_depth)
         self.flights.add(
-            Flight(sequences, run.asked, depth, outcome, wanted, run.promised, run.seconds, planned, landed)
+            Flight(
+                sequences,
+                [one.stay for one in sequences],
+                run.asked,
+                depth,
+                outcome,
+                wanted,
+                run.promised,
+                run.seconds,
+                planned,
+                landed,
+            )
         )
 
     def _deliver(self, keep: int) -> None:
@@ -214,8 +225,7 @@ class Engine:
         for flight in self.flights.land(keep):
             self._times.mark("wait")
             outcome = flight.outcome.unpack()
-            # A sequence may have ended since, and its row have gone on for a step.
-            alive = [row for row, sequence in enumerate(flight.sequences) if not sequence.ended]
+            alive = flight.alive
             self._teach_budget(flight, outcome, alive)
             logprobs = flight.outcome.read_logprobs(flight.wanted, outcome.tokens)
             self._steps += 1
@@ -245,6 +255,8 @@ class Engine:
             sequence.handle.future.set_result(generation)
         elif not sound and drafted:
             sequence.plain = True
+        elif not sound and sequence.borrowed:
+            self.scheduler.read_again(sequence)
         elif not sound:
             self.scheduler.retire(sequence, poisoned=True)
             sequence.fail_not_finite()

@@ -52,11 +52,11 @@ def next_pieces(entering: Several[Sequence], active: Several[Sequence], chunk: i
     pieces: list[Piece] = []
     room = chunk
     for place, sequence in enumerate(entering):
-        donor, shared = (0, 0) if sequence.read else longest_shared(sequence, active)
+        donor, shared = (0, 0) if sequence.read or sequence.alone else longest_shared(sequence, active)
         start = max(sequence.read, shared)
         rest = sequence.length - start
         if place:
-            coming = longest_shared(sequence, entering[:place])[1]
+            coming = 0 if sequence.alone else longest_shared(sequence, entering[:place])[1]
             watched = sequence.handle.streams or entering[0].handle.streams
             if watched or not room or not rest or coming - start > rest / 2:
                 break

@@ -68,6 +68,7 @@ class Scheduler:
         for place, piece in enumerate(pieces):
             if piece.shared:
                 self._state.copy(piece.donor, len(self.active) + place, piece.shared)
+                self.entering[place].borrowed = True
         return sum(piece.shared for piece in pieces)
 
     def activate(self, pieces: Several[Piece]) -> None:
@@ -98,6 +99,17 @@ class Scheduler:
         self.active.pop()
         self._state.end(last)
         self._update_settings()
+
+    def read_again(self, sequence: Sequence) -> None:
+        """Put a sequence back to wait, and read its text again with nothing copied from others.
+
+        A number that is not finite reaches all positions that are read in the same forward, so the slot that it copied
+        from may have been spoilt by a part of the other text that this one does not have.
+        """
+        self.retire(sequence, poisoned=True)
+        sequence.alone = True
+        sequence.stay += 1
+        self.waiting.put_back([sequence])
 
     def take_unwanted(self, now: float) -> list[Sequence]:
         """Take out all that are cancelled, or out of time at `now` (monotonic seconds)."""

@@ -33,9 +33,12 @@ class Sequence:
         finish_reason: Why it has ended; None while it has not.
         entered: When it first entered a slot, in monotonic seconds.
         first_token: When it got its first token.
+        stay: How often it has left a slot to wait again: what a step says of an earlier stay does not count.
         prefilled: Its tokens when it last entered a slot; all but the last are prefilled.
         read: How many of these are prefilled by now.
         proven: Whether a step has shown, since it last entered a slot, that what it holds there is finite.
+        borrowed: Whether the beginning of its text was copied from another sequence's slot.
+        alone: Whether nothing is to be copied for it: what it borrowed before may not have been finite.
         plain: Whether nothing is to be drafted for it: the numbers of some draft token were not finite.
     """
 
@@ -51,9 +54,12 @@ class Sequence:
     finish_reason: FinishReason | None = None
     entered: float | None = None
     first_token: float | None = None
+    stay: int = 0
     prefilled: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     read: int = 0
     proven: bool = False
+    borrowed: bool = False
+    alone: bool = False
     plain: bool = False
     _shown: int = 0
     _detokenizer: Detokenizer | None = None
@@ -84,7 +90,8 @@ class Sequence:
 
     def enter(self) -> None:
         """Begin in a slot, with what output there is from a slot before."""
-        self.prefilled, self.read, self.proven = self.text, 0, False
+        self.prefilled, self.read = self.text, 0
+        self.proven = self.borrowed = False
         if self.entered is None:
             self.entered = time.monotonic()
 

@@ -9,8 +9,8 @@ For a prefix `y_1..y_u` and frames `1..T` (Graves et al. 2006, prefix search):
 
 `π` never grows when a prefix is extended. So the `N - 1` most probable prefixes form a trie, and no other trie of `N`
 nodes has a larger sum of `π`, the expected accepted length under the frames' distributions. A level-synchronous beam
-finds this trie exactly: a node at depth `u` has `u - 1` ancestors below the root, so at most `N - u` nodes of that depth
-can be in the trie.
+finds this trie exactly: a node at depth `u` has `u - 1` ancestors below the root, so the trie has at most `N - u` nodes
+of that depth.
 
 The recursion over frames is linear. With `s = b_{u-1}` or `b_{u-1} + n_{u-1}`, whichever the rule picks,
 `n_u = s · L(y_u)` and `b_u = n_u · M`, where `L(y)[i, j] = Π_{i<m≤j} p_m(y)` and `M[i, j] = Π_{i<m≤j} p_m(ε)`.

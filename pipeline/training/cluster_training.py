@@ -15,10 +15,11 @@ from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig,
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from drafter.errors import one_line
-from pipeline.cluster.ray_cluster import ActorResources, Cluster, connect, quiet_ray_data, share_out
+from pipeline.cluster.ray_cluster import connect, quiet_ray_data
+from pipeline.cluster.resources_config import ResourcesConfig
+from pipeline.cluster.shares import ActorResources, Cluster, share_out
 from pipeline.errors import InputError, JobError
-from pipeline.generate.generate_config import ResourcesConfig
-from pipeline.output.run_manifest import read_run, save_run, versions
+from pipeline.output.run_file import read_run, save_run, versions
 from pipeline.training.metrics_log import Record, read_metrics
 from pipeline.training.metrics_plot import plot_run
 from pipeline.training.texts.distilled_texts import DistilledTexts

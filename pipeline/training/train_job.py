@@ -9,9 +9,10 @@ from typing import Any
 
 from drafter.errors import one_line
 from pipeline.command_line import run_job
+from pipeline.engines.named_models import model_fingerprint, model_name
 from pipeline.errors import InputError, JobError
 from pipeline.io.files import locate
-from pipeline.output.run_manifest import check_output, model_fingerprint
+from pipeline.output.same_job import check_output
 from pipeline.training.texts.distilled_texts import DistilledTexts, open_texts, same_base
 from pipeline.training.train_config import TrainConfig, parse_config
 from pipeline.training.training_folder import TrainingFolder
@@ -32,10 +33,6 @@ def train(config: TrainConfig) -> None:
     data = [open_texts(uri) for uri in config.folders]
     held_out = open_texts(config.texts.held_out) if config.texts.held_out is not None else None
     base = same_base([*data, *([held_out] if held_out else [])])
-    from pipeline.generate.row_requests import (
-        model_name,  # torch takes seconds to import: the checks before it do not wait
-    )
-
     model = model_name(config.model)
     meant = meaning(config, data, held_out, model_fingerprint(model))
     vocab_size = check_head(config, model)

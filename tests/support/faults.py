@@ -15,7 +15,7 @@ from pyarrow import fs
 from drafter.engine.handle import Handle
 from drafter.llm import SpeculativeLM
 from drafter.requests import Request
-from pipeline.engines.engine_actor import EngineSpec
+from pipeline.engines.engine_spec import EngineSpec
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from drafter.errors import one_line
 from pipeline.errors import InputError
 from pipeline.io.files import locate
 from pipeline.output.output_folder import OutputFolder
-from pipeline.output.run_manifest import read_run
+from pipeline.output.run_file import read_run
 
 COLUMNS = ("request_id", "prompt_token_ids", "token_ids")
 """What is read of a distilled row."""

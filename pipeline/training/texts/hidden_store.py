@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from drafter.base.causal_lm import BaseModel
 from drafter.training.settings import TrainingSettings
 from drafter.training.training_step import base_hidden_states
-from pipeline.generate.staged_input import Part
 from pipeline.io.files import Location
+from pipeline.staging.staged_input import Part
 from pipeline.training.texts.staged_texts import StagedTexts, read_part
 
 _TEXTS_AT_ONCE = 8

@@ -21,10 +21,10 @@ import ray
 from ray.data.expressions import col
 
 from drafter.training.targets import RegeneratedText
-from pipeline.cluster.ray_cluster import HELPER_CPUS
+from pipeline.cluster.shares import HELPER_CPUS
 from pipeline.errors import InputError
-from pipeline.generate.staged_input import Part
 from pipeline.io.files import Location
+from pipeline.staging.staged_input import Part
 from pipeline.training.texts.distilled_texts import COLUMNS, DistilledTexts
 from pipeline.training.train_config import TextsConfig
 

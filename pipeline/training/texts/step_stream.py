@@ -16,7 +16,8 @@ import ray
 
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import RegeneratedText
-from pipeline.cluster.ray_cluster import HELPER_CPUS, quiet_ray_data
+from pipeline.cluster.ray_cluster import quiet_ray_data
+from pipeline.cluster.shares import HELPER_CPUS
 from pipeline.training.texts.hidden_store import as_states, read_hidden
 from pipeline.training.texts.staged_texts import StagedTexts, read_part
 from pipeline.training.texts.step_schedule import Visit, share, steps_of, visits

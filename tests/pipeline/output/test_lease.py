@@ -62,7 +62,7 @@ def test_who_was_thought_dead_hears_of_the_next(file: Location) -> None:
 
 def test_a_job_on_an_output_in_use_is_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "x"}, {"prompt": "y"}])
-    monkeypatch.setattr("pipeline.generate.cluster_run.Lease", lambda file, lost: Lease(file, lost, BEAT))
+    monkeypatch.setattr("pipeline.generate.submission.Lease", lambda file, lost: Lease(file, lost, BEAT))
     done = run(source, "--writing.rows_per_file", 1)
     assert done.code == 0
     assert not (done.folder / "_lease.json").exists()
