@@ -1,31 +1,28 @@
-"""What Ray Train runs on each worker. It stands apart so that the driver need not load DeepSpeed."""
+"""What the driver tells each training worker."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-
 from pipeline.training.texts.staged_texts import StagedTexts
 from pipeline.training.train_config import TrainConfig
-from pipeline.training.training_board import refusals
 from pipeline.training.training_folder import TrainingFolder
 
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """What a worker needs to know.
+    """The task of a worker; it is the same for all workers of a job.
 
     Args:
         config: The job's configuration.
         model: Hub id or folder of the base.
-        base_fingerprint: Of the base that said the texts.
+        base_fingerprint: Fingerprint of the base that generated the texts.
         folder: The job's output.
         staged: The texts.
-        provenance: Goes into the head's configuration: how it was trained.
+        provenance: How the head is trained. It is stored with the head.
         board: A `TrainingBoard` actor.
-        threads: CPU threads.
+        threads: CPU threads of the worker.
     """
 
     config: TrainConfig
@@ -36,14 +33,3 @@ class WorkerTask:
     provenance: dict[str, Any]
     board: Any
     threads: int
-
-
-def train_worker(loop_config: dict[str, Any]) -> None:
-    """Ray Train's training function; `loop_config` holds a `WorkerTask` as `task`."""
-    task: WorkerTask = loop_config["task"]
-    if ray.get(task.board.refusal.remote()) is not None:
-        return  # tried again after an error that would come again
-    with refusals(task.board):
-        from pipeline.training.workers.training_worker import run
-
-        run(task)
