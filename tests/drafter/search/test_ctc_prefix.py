@@ -81,7 +81,7 @@ def test_a_real_repeat_is_reached_through_a_blank() -> None:
 
 
 @pytest.mark.parametrize("certain", [0.0, -1e-9, -1e-4])
-def test_prices_fall_along_a_path_of_sure_tokens(certain: float) -> None:
+def test_probabilities_fall_along_a_path_of_sure_tokens(certain: float) -> None:
     """All tokens of the path have probability 1 up to rounding; nothing else survives float32."""
     log_probs = torch.full((1, 8, 33), -120.0)
     for frame in range(8):
@@ -118,9 +118,9 @@ def test_candidates_miss_only_what_the_bound_allows(seed: int, sharpness: float,
     some = nodes(best_trie(log_probs, pending, 4, 16, candidates=candidates), 0, 4)
     sums = log_probs.exp()[0, :, :-1].sum(0).sort(descending=True).values.tolist()
     bound = sums[candidates] if candidates < 40 else 0.0
-    for prefix, price in full.items():
-        if price > bound * 1.0001:
-            assert some[prefix] == pytest.approx(price, rel=1e-4)
+    for prefix, prob in full.items():
+        if prob > bound * 1.0001:
+            assert some[prefix] == pytest.approx(prob, rel=1e-4)
 
 
 def test_a_row_does_not_see_its_batch() -> None:

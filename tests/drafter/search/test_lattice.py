@@ -97,9 +97,9 @@ def test_lattice_finds_the_most_probable_prefixes(
         if on_device or not least:
             check_best(nodes(tree, row, depth), exact, size)
             continue
-        for prefix, price in nodes(tree, row, depth).items():
+        for prefix, prob in nodes(tree, row, depth).items():
             # Each depth lets go of no more than `least` at each frame after the first.
-            assert exact[prefix] - depth * (band - 1) * least - 1e-5 <= price <= exact[prefix] + 1e-5
+            assert exact[prefix] - depth * (band - 1) * least - 1e-5 <= prob <= exact[prefix] + 1e-5
 
 
 def test_a_narrow_beam_keeps_the_contract() -> None:
@@ -168,8 +168,8 @@ def test_what_is_less_probable_than_asked_for_is_not_extended() -> None:
     tree = best_lattice_trie(model, torch.tensor([5]), 3, 1, 3, 20, least=0.25)
     assert int((whole.tokens >= 0).sum()) == 1 + 2 + 4 + 8
     # 0.49 alone is extended among the four of depth 2: 0.21 and 0.09 are too little.
-    prices = sorted(tree.log_probs[tree.tokens >= 0].exp().tolist(), reverse=True)
-    assert prices == pytest.approx([1, 0.7, 0.49, 0.343, 0.3, 0.21, 0.21, 0.147, 0.09])
+    probs = sorted(tree.log_probs[tree.tokens >= 0].exp().tolist(), reverse=True)
+    assert probs == pytest.approx([1, 0.7, 0.49, 0.343, 0.3, 0.21, 0.21, 0.147, 0.09])
     check_slice_contract(tree)
 
 

@@ -1,6 +1,6 @@
 """The texts of each step, streamed to a worker by Ray Data.
 
-Every worker streams the same parts in the same order, and is sent its own share of each step.
+Every worker streams the same parts in the same order and receives its own share of each step.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from drafter.training.settings import TrainingSettings
 from drafter.training.targets import RegeneratedText
 from pipeline.cluster.ray_cluster import quiet_ray_data
 from pipeline.cluster.shares import HELPER_CPUS
-from pipeline.training.hidden import as_states, read_hidden
-from pipeline.training.schedule import Visit, share, steps_of, visits
-from pipeline.training.staged_texts import StagedTexts, read_part
+from pipeline.training.texts.hidden_store import as_states, read_hidden
+from pipeline.training.texts.staged_texts import StagedTexts, read_part
+from pipeline.training.texts.step_schedule import Visit, share, steps_of, visits
 
 
 @dataclass(frozen=True)
 class Share:
-    """What of each step is a worker's.
+    """A worker's share of each step.
 
     Args:
-        rank: Of the worker.
-        workers: All of them.
-        micro_batches: Parts of a step, one after the other.
+        rank: Rank of the worker.
+        workers: Number of workers.
+        micro_batches: Number of micro-batches of a step.
         hidden: Whether the texts come with their stored hidden states.
     """
 
@@ -45,8 +45,8 @@ class MicroBatch:
     """A worker's texts of one micro-batch.
 
     Args:
-        texts: At least one.
-        places: Their places in the whole step.
+        texts: At least one text.
+        places: Place of each text in the whole step.
     """
 
     texts: list[RegeneratedText]
@@ -58,9 +58,9 @@ class StepTexts:
     """A worker's texts of one step.
 
     Args:
-        step: Of the run, from 0.
-        tokens: Of all workers' texts together.
-        micro_batches: In order.
+        step: Number of the step in the run, from 0.
+        tokens: Number of tokens of all workers' texts.
+        micro_batches: The micro-batches in order.
     """
 
     step: int
@@ -69,7 +69,7 @@ class StepTexts:
 
 
 def stream_steps(staged: StagedTexts, settings: TrainingSettings, mine: Share, done: int) -> Iterator[StepTexts]:
-    """A worker's texts of the steps after the first `done`, up to the run's last."""
+    """Yield a worker's texts of each step, from step `done` (from 0) to the run's last."""
     quiet_ray_data()
     rows = [part.rows for part in staged.parts]
     plan = list(visits(rows, settings.texts_per_step, settings.seed, done, settings.steps))
@@ -88,7 +88,7 @@ def stream_steps(staged: StagedTexts, settings: TrainingSettings, mine: Share, d
 
 
 def read_visit(table: pa.Table, staged: StagedTexts, settings: TrainingSettings, mine: Share) -> pa.Table:
-    """A worker's share of one visit: a row for each text, in order. Runs on any worker of the cluster."""
+    """Return a worker's share of one visit, a row for each text, in order. Runs anywhere on the cluster."""
     (values,) = table.to_pylist()
     visit = Visit(**values)
     texts = read_part(staged.folder, staged.parts[visit.part].name)

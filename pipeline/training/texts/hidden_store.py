@@ -1,6 +1,6 @@
-"""The base's hidden states of all texts, stored beside them: for when reading them back is cheaper than a forward.
+"""The base's hidden states of all texts, stored beside the texts where reading them is cheaper than a forward.
 
-They are large, many times the texts, so they are computed on the fly unless asked for, and their size is said first.
+They are many times larger than the texts. So they are stored only on request, after their size has been shown.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from drafter.training.settings import TrainingSettings
 from drafter.training.training_step import base_hidden_states
 from pipeline.io.files import Location
 from pipeline.staging.staged_input import Part
-from pipeline.training.staged_texts import StagedTexts, read_part
+from pipeline.training.texts.staged_texts import StagedTexts, read_part
 
 _TEXTS_AT_ONCE = 8
 _POLL_SECONDS = 1.0
@@ -34,15 +34,15 @@ def store_hidden(
     workers: int,
     show: Callable[[str], None],
 ) -> None:
-    """Compute what is missing, each worker its share of the parts, and wait until all is there.
+    """Compute the missing parts, each worker its share, and wait until all parts are there.
 
     Args:
-        base: Whole.
+        base: The base, not partitioned.
         staged: The texts.
-        settings: Say in which precision.
-        rank: Of this worker.
-        workers: All of them.
-        show: Tells the person who waits how much there will be.
+        settings: Give the precision.
+        rank: Rank of this worker.
+        workers: Number of workers.
+        show: Shows the user a line about the size of the store.
     """
     files = [_file(staged, part) for part in staged.parts]
     if rank == 0 and not all(map(_exists, files)):
@@ -55,30 +55,30 @@ def store_hidden(
         table = pa.table({"hidden": pa.array(rows, pa.large_binary())})
         pa.parquet.write_table(table, f"{file.path}.partial", filesystem=file.filesystem, compression="none")
         file.filesystem.move(f"{file.path}.partial", file.path)
-    # No barrier of the process group: it would give up long before a large store is complete.
+    # A barrier of the process group would time out long before a large store is complete.
     while not all(map(_exists, files)):
         time.sleep(_POLL_SECONDS)
 
 
 def read_hidden(staged: StagedTexts, part: Part) -> pa.ChunkedArray:
-    """The stored states of a part's texts, in their order; `as_states` makes tensors of them."""
+    """Return the stored states of a part's texts, in their order; see `as_states`."""
     file = _file(staged, part)
     return pa.parquet.read_table(file.path, filesystem=file.filesystem)["hidden"]
 
 
 def as_states(stored: bytes, length: int, settings: TrainingSettings) -> Tensor:
-    """The hidden states `[length, d]` of one text."""
+    """Return one text's hidden states `[length, d]`."""
     return torch.frombuffer(bytearray(stored), dtype=_dtype(settings)).view(length, -1)
 
 
 def size_line(tokens: int, width: int, itemsize: int) -> str:
-    """How large a store is going to be, for the person who pays for the disk."""
+    """Return a line that says how large a store will be."""
     size = tokens * width * itemsize
     return f"hidden states of {tokens:,} tokens: {tokens:,} × {width:,} × {itemsize} bytes = {size / 2**30:,.2f} GiB"
 
 
 def _states(base: BaseModel, texts: Sequence[Sequence[int]], settings: TrainingSettings) -> list[Tensor]:
-    """`[len(text), d]` for each text, as the training step would compute them."""
+    """Return hidden states `[len(text), d]` of each text, as the training step would compute them."""
     found: dict[int, Tensor] = {}
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
     for first in range(0, len(order), _TEXTS_AT_ONCE):

@@ -1,7 +1,7 @@
-"""The optimiser step under DeepSpeed: base and head shared out among the workers as the ZeRO stage says.
+"""The optimiser step under DeepSpeed: base and head are partitioned among the workers as the ZeRO stage says.
 
-Weights stay in fp32 and are the masters themselves; where bf16 is asked for, autocast does it. So a checkpoint is the
-head's weights and AdamW's two moments, whole: the same for every ZeRO stage and every number of workers.
+Weights stay in fp32 and are the master weights; bf16 comes from autocast. So a checkpoint is the head's whole weights
+and AdamW's two moments, the same for every ZeRO stage and every number of workers.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from drafter.heads.registry import HEADS
 from drafter.training.optimiser import Update, adamw, check_finite
 from drafter.training.settings import TrainingSettings
 from drafter.training.training_step import TrainingStep
-from pipeline.training.state import MOMENTS, TrainingState
 from pipeline.training.train_config import ShardingConfig
+from pipeline.training.workers.training_state import MOMENTS, TrainingState
 
 T = TypeVar("T")
 
 
 class _Root(nn.Module):
-    """Runs any work inside its forward: there ZeRO-3 has weights gathered when they are needed."""
+    """Runs any function inside its forward, where ZeRO-3 gathers weights when they are needed."""
 
     def __init__(self, step_of: TrainingStep) -> None:
         super().__init__()
@@ -44,13 +44,13 @@ class _Root(nn.Module):
 
 
 class ShardedOptimiser:
-    """An `Optimiser` for all workers of a process group together; each of them calls every method.
+    """`Optimiser` for all workers of a process group together. Each worker calls every method.
 
     Args:
         step_of: Base and head; the head has the weights of `state`.
-        settings: Rates and limits.
+        settings: Learning rate and limits.
         sharding: How a step is divided.
-        state: Steps were taken before; their moments are gone on with.
+        state: State after earlier steps, from which training goes on; None for a new run.
     """
 
     def __init__(
@@ -79,15 +79,15 @@ class ShardedOptimiser:
         )[0]
 
     def run(self, work: Callable[[], T]) -> T:
-        """Do something that reads weights, on all workers alike."""
+        """Run a function that reads weights. All workers run it alike."""
         (result,) = self._engine(lambda: (work(),))
         return result  # type: ignore[no-any-return]
 
     def update(self, parts: Sequence[DraftBatch]) -> Update:
-        """Take a step; see `Optimiser.update`. If the gradient is not finite, the weights are lost.
+        """Take a step; see `Optimiser.update`.
 
         Raises:
-            TrainingError: The loss or its gradient is not finite.
+            TrainingError: The loss or its gradient is not finite. If it was the gradient, the weights are lost.
         """
         if self._pending is not None:
             self._restore(self._pending, parts[0])
@@ -100,8 +100,8 @@ class ShardedOptimiser:
             distributed.all_reduce(sums)
             losses.append((sums[0] / sums[1].clamp_min(1e-9)).item())
             if not math.isfinite(losses[-1]):
-                check_finite(self.steps + 1, losses[-1], math.nan)  # nothing has changed yet
-            # The engine takes the mean over workers and micro-batches.
+                check_finite(self.steps + 1, losses[-1], math.nan)
+            # The weighted mean of all workers, times their number: the engine divides by that again.
             self._engine.backward(total * (distributed.get_world_size() / sums[1].clamp_min(1e-9)).float())
             norm = self._step(rate)
         loss = sum(losses) / len(losses)
@@ -110,7 +110,7 @@ class ShardedOptimiser:
         return Update(loss, norm, rate)
 
     def _step(self, rate: float) -> float:
-        """Let the engine count a micro-batch, and step at the last one; return the gradient's norm before clipping."""
+        """Let the engine count a micro-batch and step at the last one. Return the gradient norm before clipping."""
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
         norm = None
@@ -121,7 +121,7 @@ class ShardedOptimiser:
         return float(norm) if norm is not None else 0.0
 
     def state(self) -> TrainingState:
-        """The whole state, gathered; a collective operation."""
+        """Gather the whole state. All workers take part."""
         weights = {name: self._whole(parameter) for name, parameter in self._parameters.items()}
         moments = {key: {name: self._whole(p, key) for name, p in self._parameters.items()} for key in MOMENTS}
         return TrainingState(self.steps, weights, moments)
@@ -136,7 +136,7 @@ class ShardedOptimiser:
         return found.detach().to("cpu", copy=True).view(_shape(parameter))
 
     def _restore(self, state: TrainingState, batch: DraftBatch) -> None:
-        """Go on with AdamW's moments. They exist only after a step, so take one that changes nothing."""
+        """Set AdamW's moments. They exist only after a step, so a step that changes nothing is taken first."""
         for _ in range(self._engine.gradient_accumulation_steps()):
             total, _ = self._engine(self._step_of, batch)
             self._engine.backward(total * 0.0)
@@ -153,19 +153,19 @@ class ShardedOptimiser:
         elif self._stage < 3:
             safe_set_full_optimizer_state(parameter, value, moment)
         else:
-            # Padded at the end, so that all workers hold as much.
+            # All workers hold equal parts, so the last one is padded.
             size = parameter.partition_numel()  # type: ignore[attr-defined]
             mine = value.flatten()[size * distributed.get_rank() :][:size]
             safe_set_local_optimizer_state(parameter, nn.functional.pad(mine, (0, size - len(mine))), moment)
 
 
 def _shape(parameter: nn.Parameter) -> torch.Size:
-    """Of the whole parameter, also where it is partitioned."""
+    """Return the shape of the whole parameter, which may be partitioned."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def head_of(head: DraftHead, weights: dict[str, Tensor]) -> DraftHead:
-    """A head on the CPU like `head`, which may be partitioned, with these weights."""
+    """Return a head on the CPU like `head`, which may be partitioned, with `weights`."""
     whole = HEADS[head.algorithm](head.config)
     whole.load_state_dict(weights)
     whole.provenance = head.provenance

@@ -1,7 +1,7 @@
-"""Which texts meet in which step: a pure function of the seed.
+"""Which texts come together in which step: a pure function of the seed.
 
-An epoch visits the parts in an order of its own. Within a part, an epoch puts texts of like length together, so that
-little is padded, and takes the steps in an order of its own. A run that goes on begins at the part of its step.
+Each epoch visits the parts in a new order. Within a part, each epoch groups texts of similar length into steps, so that
+little is padded, and takes these steps in a new order. A resumed run begins with the part of its next step.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 _LENGTH_NOISE = 0.1
-"""Relative; keeps the same texts from meeting in every epoch."""
+"""Relative noise on lengths, so that a step has other texts in every epoch."""
 
 
 @dataclass(frozen=True)
 class Visit:
-    """Some consecutive steps of a run, all from one part.
+    """Consecutive steps of a run that come from one part.
 
     Args:
         part: Index of the part.
-        epoch: Counts from 0.
-        first_step: The run's step that the first of them is, from 0.
-        skip: Steps of the part, in this epoch, that come before them.
-        steps: How many they are.
+        epoch: Number of the epoch, from 0.
+        first_step: Number of the first step in the run, from 0.
+        skip: Steps of the part, in this epoch, that come before the first.
+        steps: Number of steps.
     """
 
     part: int
@@ -35,14 +35,14 @@ class Visit:
 
 
 def visits(rows: Sequence[int], texts_per_step: int, seed: int, done: int, steps: int) -> Iterator[Visit]:
-    """The visits of a run's steps `done … steps - 1`.
+    """Yield the visits that make a run's steps `done … steps - 1`.
 
     Args:
-        rows: Texts of each part; at least one part fills a step.
+        rows: Number of texts of each part; at least one part fills a step.
         texts_per_step: Texts of a step.
-        seed: Of the order.
+        seed: Seed of the order.
         done: Steps taken before.
-        steps: All steps of the run.
+        steps: Steps of the whole run.
     """
     whole = [count // texts_per_step for count in rows]
     epoch, left = divmod(done, sum(whole))
@@ -59,13 +59,13 @@ def visits(rows: Sequence[int], texts_per_step: int, seed: int, done: int, steps
 
 
 def steps_of(lengths: Sequence[int], texts_per_step: int, seed: int, epoch: int, part: int) -> list[list[int]]:
-    """The steps of a part in an epoch: indices of `texts_per_step` texts each, of like length, shortest first.
+    """Return the steps of a part in an epoch: indices of texts of similar length, shortest first.
 
     Args:
-        lengths: Tokens of each text.
-        texts_per_step: Texts of a step; those that fill no step stay out of this epoch.
-        seed: Of the order.
-        epoch: Counts from 0.
+        lengths: Number of tokens of each text.
+        texts_per_step: Texts of a step. Texts that are left over are not used in this epoch.
+        seed: Seed of the order.
+        epoch: Number of the epoch, from 0.
         part: Index of the part.
     """
     rng = random.Random(f"{seed}/{epoch}/{part}")
@@ -81,9 +81,15 @@ def steps_of(lengths: Sequence[int], texts_per_step: int, seed: int, epoch: int,
 
 
 def share(places: int, micro_batches: int, rank: int, workers: int) -> list[list[int]]:
-    """The places in a step that a worker takes, for each micro-batch.
+    """Return the places in a step that a worker takes, for each micro-batch.
 
-    Micro-batches are neighbours in length; within one, workers take turns.
+    A micro-batch takes consecutive places, so its texts are of similar length. Within it the workers take turns.
+
+    Args:
+        places: Texts of the step.
+        micro_batches: Number of micro-batches.
+        rank: The worker.
+        workers: Number of workers.
     """
     bounds = [places * micro // micro_batches for micro in range(micro_batches + 1)]
     return [list(range(low + rank, high, workers)) for low, high in pairwise(bounds)]

@@ -1,8 +1,8 @@
-"""Distilled texts become Parquet parts in a shuffled order that chance has no hand in.
+"""Distilled texts as Parquet parts, in a shuffled order that is deterministic.
 
-A text's place follows from the seed and the text alone, so every submission, and every number of workers, sees the
-same parts. Prompts whose hash is lowest are held out, with all of their answers: β must not be measured on a prompt
-that the head has learned from.
+A text's place follows from the seed and the text alone, so the parts are the same for every submission and every number
+of workers. The prompts with the lowest hashes are held out, with all of their answers, because β must not be measured
+on a prompt that the head has learned from.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from pipeline.cluster.shares import HELPER_CPUS
 from pipeline.errors import InputError
 from pipeline.io.files import Location
 from pipeline.staging.staged_input import Part
-from pipeline.training.texts import COLUMNS, DistilledTexts
+from pipeline.training.texts.distilled_texts import COLUMNS, DistilledTexts
 from pipeline.training.train_config import TextsConfig
 
 STEPS_PER_PART = 64
-"""Steps in a part, at least: texts of one part meet in steps, those of different parts never do."""
+"""Least number of steps of a part. Texts of different parts never come together in a step."""
 _HELD_OUT = "held-out"
 
 
 @dataclass(frozen=True)
 class TextCounts:
-    """What was made of the distilled rows.
+    """What became of the distilled rows.
 
     Args:
-        texts: Texts to learn from.
-        tokens: Tokens in them.
-        targets: Those of them that the base said.
-        held_out: Texts that β is measured on.
-        unusable: Rows without a prompt or without an answer.
+        texts: Number of texts to learn from.
+        tokens: Number of their tokens.
+        targets: Number of their tokens that the base generated.
+        held_out: Number of texts that β is measured on.
+        unusable: Number of rows without a prompt or without an answer.
     """
 
     texts: int
@@ -57,9 +57,9 @@ class StagedTexts:
     """The staged texts of a job.
 
     Args:
-        folder: Holds one file a part, and the held-out texts, of columns `tokens` and `prompt_length`.
+        folder: Holds a file for each part and one of held-out texts, with columns `tokens` and `prompt_length`.
         parts: The files to learn from.
-        counts: What is in them.
+        counts: What is in the files.
     """
 
     folder: Location
@@ -67,13 +67,13 @@ class StagedTexts:
     counts: TextCounts
 
     def save(self) -> None:
-        """Write the list of parts: from now on the texts are staged."""
+        """Write the list of parts, which completes the staging."""
         parts = [[part.name, part.rows] for part in self.parts]
         (self.folder / "texts.json").write_text(json.dumps({"parts": parts, "counts": asdict(self.counts)}))
 
     @classmethod
     def load(cls, folder: Location) -> StagedTexts | None:
-        """What an earlier submission staged; None if it did not come to the end of it."""
+        """Return what an earlier submission staged; None if it did not complete the staging."""
         try:
             saved = json.loads((folder / "texts.json").read_text())
         except FileNotFoundError:
@@ -81,12 +81,12 @@ class StagedTexts:
         return cls(folder, tuple(Part(name, rows) for name, rows in saved["parts"]), TextCounts(**saved["counts"]))
 
     def held_out(self) -> list[RegeneratedText]:
-        """The texts that β is measured on."""
+        """Read the texts that β is measured on."""
         return [RegeneratedText(**row) for row in read_part(self.folder, _HELD_OUT).to_pylist()]
 
 
 def read_part(folder: Location, name: str) -> pa.Table:
-    """A staged file."""
+    """Read a staged file."""
     return pa.parquet.read_table((folder / f"{name}.parquet").path, filesystem=folder.filesystem)
 
 
@@ -104,21 +104,21 @@ def stage_texts(
     Args:
         data: Texts to learn from.
         held_out: Texts that β is measured on; None takes some of `data`.
-        folder: Where to.
-        config: How many are held out, and how long a text may be.
-        vocab_size: Of the base; no token may lie beyond.
+        folder: Where the files go.
+        config: How many texts are held out, and how long a text may be.
+        vocab_size: Size of the base's vocabulary.
         texts_per_step: Texts of a step; a part holds many steps.
-        seed: Of the order.
+        seed: Seed of the order.
 
     Raises:
-        InputError: Token ids that the base does not have, or too few texts.
+        InputError: There are token ids beyond the vocabulary, or too few texts.
     """
     rows = _read(data, config.max_length, vocab_size, seed)
     prompts = np.sort(_table(rows.select_columns(["prompt_key"]))["prompt_key"].to_numpy())
     unusable = int(np.count_nonzero(prompts < 0))
     prompts = prompts[unusable:]
     if held_out is None:
-        # Whole prompts: the last one to hold out brings all of its answers.
+        # Whole prompts are held out: the last one comes with all of its answers.
         bound = int(prompts[: config.held_out_texts].max(initial=-1))
         chosen = rows.filter(expr=(col("prompt_key") >= 0) & (col("prompt_key") <= bound))
     else:
@@ -152,7 +152,7 @@ def stage_texts(
 
 
 def _read(data: Sequence[DistilledTexts], max_length: int, vocab_size: int, seed: int) -> Any:
-    """A dataset of all rows as `key_texts` makes them, kept on the cluster."""
+    """Return a dataset of all rows as `key_texts` makes them, materialised on the cluster."""
     whole = None
     for one in data:
         paths = [path for path, _ in one.files]
@@ -173,11 +173,12 @@ def _read(data: Sequence[DistilledTexts], max_length: int, vocab_size: int, seed
 
 
 def key_texts(table: pa.Table, max_length: int, vocab_size: int, seed: int) -> pa.Table:
-    """Distilled rows as texts with keys that are as good as random but follow from the text.
+    """Return distilled rows as texts with hashes to order them by.
 
     Returns:
-        `tokens` (prompt and answer), `prompt_length`, `key` (of the text), `prompt_key` (of its prompt; −1 for a row
-        with nothing to learn from), `problem` (a token that the base does not have, otherwise null).
+        Columns `tokens` (prompt and answer), `prompt_length`, `key` (hash of the text), `prompt_key` (hash of its
+        prompt; −1 for a row with nothing to learn from) and `problem` (says that a token is beyond the vocabulary;
+        otherwise null).
     """
     rows: list[dict[str, Any]] = []
     for name, prompt, answer in zip(*(table[column].to_pylist() for column in COLUMNS), strict=True):
@@ -211,14 +212,14 @@ _SCHEMA = pa.schema(
 
 
 def _hash(seed: int, name: str, tokens: Sequence[int]) -> int:
-    """63 bits."""
+    """Return a hash of 63 bits."""
     digest = hashlib.blake2b(f"{seed}/{name}/".encode(), digest_size=8)
     digest.update(np.asarray(tokens, np.int64).tobytes())
     return int.from_bytes(digest.digest(), "big") >> 1
 
 
 def _table(rows: Any) -> pa.Table:
-    """A dataset's rows, in order, here."""
+    """Fetch a dataset's rows, in order."""
     tables = [table for table in ray.get(rows.to_arrow_refs()) if table.num_rows]
     return pa.concat_tables(tables) if tables else _SCHEMA.empty_table()
 

@@ -1,4 +1,4 @@
-"""The folder of a training job."""
+"""The output folder of a training job."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pipeline.output.output_folder import RUN_FILE
 
 @dataclass(frozen=True)
 class TrainingFolder:
-    """Where everything of a job is.
+    """Locations of a job's files.
 
     Args:
-        root: The output that was asked for.
+        root: The output folder that the configuration names.
     """
 
     root: Location
@@ -30,44 +30,44 @@ class TrainingFolder:
 
     @property
     def metrics(self) -> Location:
-        """A line of JSON for each logged step and for each evaluation."""
+        """One line of JSON for each logged step and for each evaluation."""
         return self.root / "metrics.jsonl"
 
     @property
     def events(self) -> Location:
-        """The same for TensorBoard."""
+        """The same records for TensorBoard."""
         return self.root / "tensorboard"
 
     @property
     def plot(self) -> Location:
-        """Loss and β over the steps."""
+        """Picture of loss and β over the steps."""
         return self.root / "training.png"
 
     @property
     def staged(self) -> Location:
-        """The texts as the workers read them."""
+        """The staged texts, which the workers read."""
         return self.root / "_staged"
 
     @property
     def checkpoints(self) -> Location:
-        """What Ray Train keeps."""
+        """Checkpoints, which Ray Train keeps."""
         return self.root / "_checkpoints"
 
     @property
     def run_file(self) -> Location:
-        """What was run."""
+        """Configuration and state of the job."""
         return self.root / RUN_FILE
 
     def create(self) -> None:
-        """Make the folders.
+        """Create the folders.
 
         Raises:
-            InputError: They cannot be made or written to.
+            InputError: They cannot be created or written to.
         """
         make_folders(self.root, [self.head, self.events, self.staged, self.checkpoints], self.root)
 
     def save_head(self, head: DraftHead) -> None:
-        """Put `head` in place of the one that was the best before."""
+        """Replace the best head so far by `head`."""
         with tempfile.TemporaryDirectory() as name:
             save_head(head, name)
             for file in (WEIGHTS_FILE, CONFIG_FILE):

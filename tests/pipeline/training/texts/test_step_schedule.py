@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.training.schedule import share, steps_of, visits
+from pipeline.training.texts.step_schedule import share, steps_of, visits
 
 
 def taken(rows: list[int], per_step: int, done: int, steps: int) -> list[tuple[int, int, int]]:

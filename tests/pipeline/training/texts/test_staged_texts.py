@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from pipeline.training.staged_texts import key_texts
+from pipeline.training.texts.staged_texts import key_texts
 
 
 def rows(prompts: list[list[int] | None], answers: list[list[int] | None], names: list[str] | None = None) -> pa.Table:

@@ -21,10 +21,10 @@ from drafter.training.settings import TrainingSettings
 from drafter.training.simulated_walk import simulated_beta
 from drafter.training.targets import RegeneratedText, anchor_draws, draft_batch
 from drafter.training.training_step import TrainingStep
-from pipeline.training.checkpoints import SavedRun, read, write
-from pipeline.training.schedule import share
-from pipeline.training.sharded import ShardedOptimiser, head_of
+from pipeline.training.texts.step_schedule import share
 from pipeline.training.train_config import ShardingConfig
+from pipeline.training.workers.checkpoints import SavedRun, read, write
+from pipeline.training.workers.sharded_optimiser import ShardedOptimiser, head_of
 from tests.support.models import random_model
 
 STEPS, STOP = 5, 3

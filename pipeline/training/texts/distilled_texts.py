@@ -1,4 +1,4 @@
-"""Distilled texts: what `jobs.distill` wrote, checked before anything learns from it."""
+"""Distilled texts: the output of `jobs.distill`, checked before a head learns from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.output.output_folder import OutputFolder
 from pipeline.output.run_file import read_run
 
 COLUMNS = ("request_id", "prompt_token_ids", "token_ids")
-"""What is read of a distilled row."""
+"""Columns of a distilled row that are read."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class DistilledTexts:
     """The output of one distillation.
 
     Args:
-        uri: As the configuration names it.
+        uri: Its location as the configuration names it.
         filesystem: Where its files are.
-        files: Its Parquet files: path and size.
-        base_fingerprint: `BaseModel.fingerprint` of the base that said the texts.
+        files: Path and size of its Parquet files.
+        base_fingerprint: `BaseModel.fingerprint` of the base that generated the texts.
     """
 
     uri: str
@@ -40,16 +40,16 @@ class DistilledTexts:
 
     @property
     def meaning(self) -> dict[str, Any]:
-        """What tells these texts from others."""
+        """Values that differ for other texts."""
         names = [[path.rpartition("/")[2], size] for path, size in self.files]
         return {"base": self.base_fingerprint, "files": hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16]}
 
 
 def open_texts(uri: str) -> DistilledTexts:
-    """Look at the output of a distillation.
+    """Open the output of a distillation.
 
     Raises:
-        InputError: It is not one, is not finished, or holds no rows.
+        InputError: It is not the output of a distillation, is not finished, or has no rows.
     """
     output = OutputFolder(locate(uri))
     try:
@@ -79,7 +79,7 @@ def _read_run(uri: str, output: OutputFolder) -> dict[str, Any]:
 
 
 def _rows(filesystem: fs.FileSystem, path: str) -> int:
-    """Rows of a file that has all columns."""
+    """Check a file's columns and return its number of rows."""
     with filesystem.open_input_file(path) as stream:
         file = pa.parquet.ParquetFile(stream)
         schema = file.schema_arrow
@@ -90,18 +90,18 @@ def _rows(filesystem: fs.FileSystem, path: str) -> int:
                 if name == "request_id" or (pa.types.is_list(kinds[0]) and pa.types.is_integer(kinds[0].value_type)):
                     continue
                 what = f"holds {kinds[0]}, not lists of token ids, in column"
-            raise InputError(f"{path} {what} {name!r}: it is not of jobs.distill")
+            raise InputError(f"{path} {what} {name!r}: it was not written by jobs.distill")
         return int(file.metadata.num_rows)
 
 
 def same_base(texts: Iterable[DistilledTexts]) -> str:
-    """Fingerprint of the base that said all `texts`.
+    """Return the fingerprint of the base that generated all `texts`.
 
     Raises:
-        InputError: They are of different bases.
+        InputError: Different bases generated them.
     """
     by_base = {one.base_fingerprint: one.uri for one in texts}
     if len(by_base) > 1:
         named = ", ".join(f"{uri} ({base})" for base, uri in by_base.items())
-        raise InputError(f"data of different bases cannot go together: {named}")
+        raise InputError(f"data of different bases cannot be used together: {named}")
     return next(iter(by_base))

@@ -1,4 +1,4 @@
-"""All that a training step changes."""
+"""Everything that a training step changes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's state of a parameter, beside the number of steps."""
+"""Names of AdamW's moments of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -15,9 +15,9 @@ class TrainingState:
     """A head and its optimiser after some steps, gathered from all workers.
 
     Args:
-        steps: Steps taken.
-        weights: Of the head, by name, float32, on the CPU.
-        moments: AdamW's, by moment and name.
+        steps: Number of steps taken.
+        weights: The head's weights by name, in float32, on the CPU.
+        moments: AdamW's moments by name of the moment and name of the parameter.
     """
 
     steps: int

@@ -1,7 +1,7 @@
-"""Checkpoints: the head's weights, AdamW's moments, and what was found on the way. Safetensors and JSON, no pickles.
+"""Checkpoints: the head's weights, AdamW's moments and the evaluations, as safetensors and JSON without pickles.
 
-They depend neither on the number of workers nor on the ZeRO stage. Ray Train uploads them in the background, keeps
-the newest ones, and gives the last one back after a worker or the whole job has died.
+They depend neither on the number of workers nor on the ZeRO stage. Ray Train uploads them in the background, keeps the
+newest ones, and returns the last one after a worker or the whole job has died.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ray.train import Checkpoint, CheckpointUploadMode
 from safetensors.torch import load_file, save_file
 
 from pipeline.io.files import Location
-from pipeline.training.state import MOMENTS, TrainingState
 from pipeline.training.training_board import refusals
+from pipeline.training.workers.training_state import MOMENTS, TrainingState
 
 _TENSORS = "state.safetensors"
 _PROGRESS = "progress.json"
@@ -32,7 +32,7 @@ class SavedRun:
     """A run between two steps.
 
     Args:
-        state: All that a step changes.
+        state: Everything that a step changes.
         evaluations: `step` and `beta` of each evaluation so far.
     """
 
@@ -41,13 +41,13 @@ class SavedRun:
 
 
 def report(saved: SavedRun | None, step: int, folder: Location, board: Any) -> None:
-    """Hand a checkpoint to Ray Train, which uploads it while training goes on; every worker calls this.
+    """Give a checkpoint to Ray Train, which uploads it while training goes on. Every worker calls this.
 
     Args:
-        saved: Of the first worker; None of the others.
-        step: Steps taken.
+        saved: The run on the first worker; None on the others.
+        step: Number of steps taken.
         folder: Where checkpoints are kept.
-        board: A `TrainingBoard` actor, told of a full disk.
+        board: A `TrainingBoard` actor, which is told if the disk is full.
     """
 
     def keep(made: Checkpoint, name: str) -> Checkpoint:
@@ -69,7 +69,7 @@ def report(saved: SavedRun | None, step: int, folder: Location, board: Any) -> N
 
 
 def write(saved: SavedRun, folder: Path) -> None:
-    """Write a checkpoint into a local folder."""
+    """Write a checkpoint to a local folder."""
     groups = {_WEIGHTS: saved.state.weights, **saved.state.moments}
     tensors = {f"{group}/{name}": value for group, some in groups.items() for name, value in some.items()}
     save_file(tensors, folder / _TENSORS)
@@ -89,7 +89,7 @@ def read(folder: Path) -> SavedRun:
 
 
 def upload(local: Path, target: Location) -> Checkpoint:
-    """Copy a checkpoint to where it is kept; the small file that comes last makes it whole."""
+    """Copy a checkpoint to where it is kept. The small progress file comes last and makes it complete."""
     target.filesystem.create_dir(target.path, recursive=True)
     for name in (_TENSORS, _PROGRESS):
         (target / name).copy_from(local / name)
@@ -97,7 +97,7 @@ def upload(local: Path, target: Location) -> Checkpoint:
 
 
 def restore(folder: Location) -> SavedRun | None:
-    """The run to go on with; None for a new one."""
+    """Return the run to go on with; None for a new run."""
     checkpoint = ray.train.get_checkpoint() or newest(folder)
     if checkpoint is None:
         return None
@@ -106,14 +106,14 @@ def restore(folder: Location) -> SavedRun | None:
 
 
 def newest(folder: Location) -> Checkpoint | None:
-    """The last whole checkpoint in a folder, for when Ray Train's list of them was lost."""
+    """Return the last complete checkpoint in a folder. It is needed if Ray Train's list of checkpoints is lost."""
     made = (folder / info.path.rpartition("/")[2] for info in folder.children())
-    whole = [one.path for one in made if (one / _PROGRESS).type == fs.FileType.File]
-    return Checkpoint(max(whole), folder.filesystem) if whole else None
+    complete = [one.path for one in made if (one / _PROGRESS).type == fs.FileType.File]
+    return Checkpoint(max(complete), folder.filesystem) if complete else None
 
 
 def forget_torn_list(folder: Location) -> None:
-    """Delete Ray Train's list of checkpoints if it was cut off as it was written; Ray would refuse to start."""
+    """Delete Ray Train's list of checkpoints if it is truncated: Ray refuses to start with such a list."""
     listed = folder / _SNAPSHOT
     if listed.type != fs.FileType.File:
         return
