@@ -25,7 +25,7 @@ from pipeline.generate.generate_config import LimitsConfig
 from pipeline.generate.row_requests import row_seed
 from pipeline.generate.staged_input import PROBLEM_TYPE
 from pipeline.progress.board import ProgressBoard
-from tests.pipeline.conftest import Outcome, Run, untimed, write_jsonl
+from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run, untimed, write_jsonl
 
 QUESTIONS = ["how many apples", "how many pens does she have", "she", "does she have apples and pens " * 3]
 INPUT: list[Any] = [
@@ -115,23 +115,13 @@ def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, t
     assert not list((done.folder / "_temporary").iterdir())
 
 
-@pytest.fixture
-def finished(run: Run, tmp_path: Path) -> tuple[Path, Outcome]:
-    """An input and a finished job of four files."""
-    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"{QUESTIONS[n % 4]} {n}"} for n in range(8)])
-    # A fixed number of nodes makes even the statistics repeatable.
-    done = run(source, "--writing.rows_per_file", 2, "--sampling.temperature", 1, "--engine.nodes", 3)
-    assert done.code == 0, done.stderr
-    return source, done
-
-
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_submitting_again_goes_on_where_the_job_stopped(run: Run, finished: tuple[Path, Outcome]) -> None:
-    source, done = finished
-    again = ("--sampling.temperature", 1, "--engine.nodes", 3)
+def test_submitting_again_goes_on_where_the_job_stopped(run: Run, finished: FinishedJob) -> None:
+    source, done = finished.source, finished.outcome
+    again = JOB_SETTINGS[2:]
     before = snapshot(done.folder)
 
     # A finished job writes nothing, whatever the batches.
@@ -146,7 +136,7 @@ def test_submitting_again_goes_on_where_the_job_stopped(run: Run, finished: tupl
     source_now = source.read_bytes()
     source.write_bytes(source_now + b'{"prompt": "one more"}\n')
     assert "input was" in run(source, *again).error
-    source.write_bytes(source_now.replace(b" 7", b" 8"))
+    source.write_bytes(source_now.replace(b" 5", b" 6"))
     assert "input was" in run(source, *again).error
     source.write_bytes(source_now)
     assert snapshot(done.folder) == before
@@ -156,19 +146,25 @@ def test_submitting_again_goes_on_where_the_job_stopped(run: Run, finished: tupl
     lost = sorted((done.folder / "data").iterdir())[1]
     lost.unlink()
     (done.folder / "_temporary" / "torn.parquet").write_bytes(b"half")
-    state = json.loads((done.folder / "run.json").read_text())
-    (done.folder / "run.json").write_text(json.dumps({**state, "state": "running"}))
+    finished.reopen()
     resumed = run(source, *again, "--writing.rows_per_file", 3)
     assert resumed.code == 0, resumed.stderr
-    assert "2 of 8 rows to generate" in resumed.stderr
+    assert "2 of 9 rows to generate" in resumed.stderr
     assert [untimed(row) for row in resumed.rows] == [untimed(row) for row in rows]
     after = snapshot(done.folder)
     untouched = [path for path in before if "/data/" in path and path != str(lost)]
-    assert len(untouched) == 3
+    assert len(untouched) == 4
     assert all(after[path] == before[path] for path in untouched)
     assert not list((done.folder / "_temporary").iterdir())
 
+    # Its status counts the rows and the errors of both submissions, and measures only those of its own.
+    status = json.loads((done.folder / "status.json").read_text())
+    assert (status["state"], status["rows_done"], status["errors"]) == ("finished", 9, 2)
+    assert [one["rows"] for one in status["submissions"]] == [9, 2]
+    assert resumed.stderr.splitlines()[-1].startswith("9/9 rows")
 
+
+@pytest.mark.slow
 def test_a_resubmission_writes_what_is_missing_and_no_more(run: Run, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"how many {n}"} for n in range(40)])
     settings = ("--writing.rows_per_file", 2)
@@ -177,7 +173,7 @@ def test_a_resubmission_writes_what_is_missing_and_no_more(run: Run, tmp_path: P
     state = json.loads((done.folder / "run.json").read_text())
     files = sorted((done.folder / "data").iterdir())
     assert len(files) == 20
-    for percent in (100, 90, 75, 50, 25, 10):
+    for percent in (100, 90, 50, 10):
         kept = files[: percent * len(files) // 100]
         for lost in files[len(kept) :]:
             lost.unlink()
@@ -196,7 +192,8 @@ def test_parquet_messages_and_ids_of_their_own(run: Run, lm: SpeculativeLM, tmp_
     table = pa.table({"chat": chats, "key": [30, 10, 20], "stamp": pa.array([1, 2, 3], pa.timestamp("ms"))})
     (tmp_path / "in").mkdir()
     pa.parquet.write_table(table, tmp_path / "in" / "a.parquet")
-    done = run(tmp_path / "in", "--reading.messages_column", "chat", "--reading.id_column", "key", drafter="none")
+    settings = ("--reading.messages_column", "chat", "--reading.id_column", "key")
+    done = run(tmp_path / "in", *settings, "--writing.per_step_accepted", "false", drafter="none")
     assert done.code == 0, done.stderr
     assert [row["request_id"] for row in done.rows] == ["30", "10", "20"]
     assert [row["chat"] for row in done.rows] == chats
@@ -205,6 +202,8 @@ def test_parquet_messages_and_ids_of_their_own(run: Run, lm: SpeculativeLM, tmp_
     assert pa.parquet.read_table(done.folder / "data").schema.field("stamp").type == pa.timestamp("ms")
     assert done.errors == []
     assert "β           1.00" in done.stdout
+    # Columns that were not asked for are not there.
+    assert not {"sample", "logprobs", "per_step_accepted"} & set(done.rows[0])
 
 
 def staged_table(prompts: list[list[int] | None], part: str = "p", tokens: int = 6) -> pa.Table:

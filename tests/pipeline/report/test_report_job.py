@@ -29,11 +29,10 @@ from pipeline.report.cost import Cost, cost_of
 from pipeline.report.report_job import main
 from pipeline.report.row_scan import open_rows, read_errors, read_full, read_rows
 from pipeline.report.row_steps import Step, steps_of, text_pieces
-from tests.pipeline.conftest import write_jsonl
+from tests.pipeline.conftest import HOSTILE, JOB_SETTINGS, FinishedJob, job_arguments
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
-EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & 'quoted' \"doubly\" {{ 7 * 7 }} \u202e"
 BEGUN = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
@@ -257,20 +256,12 @@ def job(*arguments: Any) -> int:
 
 
 @pytest.fixture(scope="module")
-def outputs(local_ray: None, model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def outputs(finished_job: FinishedJob, model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A drafted and a plain output of the same rows, some of them hostile, some of them errors."""
     folder = tmp_path_factory.mktemp("outputs")
-    rows = [
-        *({"prompt": f"how many apples {n}", "category": "<b>fruit</b>" if n % 2 else None} for n in range(6)),
-        {"prompt": EVIL, "category": EVIL},
-        {"prompt": "", "category": "x"},
-        EVIL,
-    ]
-    source = write_jsonl(folder / "in<i>.jsonl", rows)
-    settings = f"--model {model} --sampling.max_new_tokens 12 --resources.cpus_per_actor 1 --engine.slots 4"
-    for name, drafter in (("drafted", "ngram --engine.nodes 3"), ("plain", "none")):
-        job = f"--input {source} --output {folder / name} --drafter {drafter} {settings}"
-        assert generate(job.split()) == 0
+    shutil.copytree(finished_job.outcome.folder, folder / "drafted")
+    arguments = job_arguments(finished_job.source, folder / "plain", model, *JOB_SETTINGS, drafter="none")
+    assert generate(arguments) == 0
     return folder / "drafted", folder / "plain"
 
 
@@ -289,7 +280,7 @@ def test_the_page_of_a_real_job(outputs: tuple[Path, Path], model: Path, capsys:
     links = {value for name, value in page.attributes if name in ("src", "href")}
     assert all(link == "data:," or str(link).startswith("#") for link in links)
     assert "default-src 'none'" in text
-    for foreign in (EVIL, "<b>fruit</b>"):
+    for foreign in (HOSTILE, "<b>fruit</b>"):
         assert " ".join(foreign.split()) in page.text
     assert "49" not in [one.strip() for one in page.texts]  # `{{ 7 * 7 }}` is not a template
 

@@ -16,14 +16,14 @@ from tests.pipeline.conftest import JobRun, write_jsonl
 
 SETTINGS = {
     "texts.held_out_texts": 6,
-    "training.steps": 60,
+    "training.steps": 24,
     "training.texts_per_step": 4,
     "training.anchors_per_text": 6,
     "training.warmup_steps": 2,
-    "training.evaluate_every": 30,
+    "training.evaluate_every": 12,
     "head": json.dumps({"num_frames": 5, "depth": 3, "num_heads": 2, "intermediate_size": 48}),
     "log_every": 1,
-    "checkpoint_every": 10,
+    "checkpoint_every": 4,
 }
 
 
@@ -57,7 +57,7 @@ class Training(JobRun):
 Train = Callable[..., Training]
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def distilled(local_ray: None, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Output of a distillation with the tiny model."""
     folder = tmp_path_factory.mktemp("distilled")
