@@ -38,16 +38,28 @@ def local_ray() -> Iterator[None]:
     # A task's process stays for the next test: Ray would end all but two of them after a second, and each has spent
     # seconds on its imports.
     idle = {"num_workers_soft_limit": 8, "idle_worker_killing_time_threshold_ms": 3_600_000}
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        _system_config={"metrics_report_interval_ms": 3000, **idle},
-    )
+    start_ray({"metrics_report_interval_ms": 3000, **idle})
     yield
     ray.shutdown()
     del os.environ["RAY_ADDRESS"]
+
+
+def start_ray(system_config: dict[str, Any]) -> None:
+    """Start Ray. It gives its own processes half a minute, which is too little on a very busy machine: try again."""
+    for tries_left in reversed(range(5)):
+        try:
+            ray.init(
+                num_cpus=2,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                _system_config=system_config,
+            )
+        except Exception:  # Ray raises bare ones
+            if not tries_left:
+                raise
+        else:
+            return
 
 
 @pytest.fixture(autouse=True)
