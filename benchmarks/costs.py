@@ -32,7 +32,7 @@ from drafter.base.executors.prepacked import halved_weights
 from drafter.base.kv_cache import KVCache
 from drafter.base.loading import load_base, pick_device, pick_dtype
 from drafter.devices import is_asynchronous, synchronise
-from drafter.drafters.contract import DraftContext, Drafter
+from drafter.drafters.contract import Ask, DraftContext, Drafter, Loan
 from drafter.drafters.registry import load_drafter
 from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.cuda_graphs import padded_length
@@ -41,6 +41,7 @@ from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.heads.registry import new_head
+from drafter.stage_times import StageTimes
 from drafter.tree.token_tree import root_only
 
 COSTS_FILE = "costs.json"
@@ -135,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if args.shape is None:
             base = load_base(args.model, dtype=args.dtype)
-            drafter = load_drafter(args.drafter, base, max(NODES) + 1)
+            drafter = load_drafter(args.drafter, base, max(NODES))
         else:
             base, drafter = of_shape(args.shape, args.dtype)
     except LoadError as error:
@@ -144,7 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         base.compile()
     contexts = [one for one in CONTEXTS if base.max_positions is None or one + max(NODES) < base.max_positions]
     cache = base.new_cache(max(ROWS), max(contexts) + max(NODES) + 1)
-    drafter.allocate(max(ROWS), max(contexts) + max(NODES) + drafter.depth + 2)
+    length = max(contexts) + max(NODES) + drafter.spec.max_depth + 2
+    drafter.open(Loan(base, max(ROWS), length, None, StageTimes()))
     best = measure_machine(base)
     settings = [start | {"nodes": nodes} for start in (_PLAIN, _HELD) for nodes in NODES]
     for name, values in (("rows", ROWS), ("context", contexts)):
@@ -174,7 +176,7 @@ def of_shape(name: str, dtype: str) -> tuple[BaseModel, Drafter]:
         model = AutoModelForCausalLM.from_config(LlamaConfig(**settings), dtype=pick_dtype(dtype, device))
     base = BaseModel(model, name)
     trained = new_head("ctc", base, head).to(base.dtype).eval().requires_grad_(False)
-    return base, trained.drafter(base, max(NODES) + 1)
+    return base, trained.drafter(base, max(NODES))
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
@@ -226,12 +228,12 @@ def measure(
     draft, tree = 0.0, root_only(tokens[:, -1])
     if nodes:
         for row in range(rows):
-            drafter.admit(row)
+            drafter.enter(row, tokens[row, :context].cpu().numpy())
         for _ in range(2):  # the first time it reads the whole text, later on what an ordinary step brings
-            drafter.catch_up(seen)
-            drafter.propose(seen, nodes + 1)
-        draft = timed(lambda: drafter.propose(seen, nodes + 1), base.device)
-        tree = drafter.propose(seen, nodes + 1)
+            drafter.prepare(seen)
+            drafter.propose(seen, Ask(nodes))
+        draft = timed(lambda: drafter.propose(seen, Ask(nodes)), base.device)
+        tree = drafter.propose(seen, Ask(nodes))
     ancestors, kv_length = tree.ancestors(), context + nodes + 1
     if is_asynchronous(base.device):
         kv_length = padded_length(kv_length, cache.length)

@@ -89,7 +89,13 @@ def deploy(cluster: LocalCluster, folder: Path, port: int, state: str) -> None:
         "name": "drafter",
         "route_prefix": "/",
         "import_path": "pipeline.serving.application:build",
-        "args": {"model": None, "engine": {"slots": 8, "nodes": 16}, "limits": limits, "replicas": {"cpus": 0.5}},
+        "args": {
+            "model": None,
+            "keys": "none",
+            "engine": {"slots": 8, "nodes": 16},
+            "limits": limits,
+            "replicas": {"cpus": 0.5},
+        },
     }
     config = {"http_options": {"host": LOOPBACK, "port": port}, "applications": [application]}
     file.write_text(json.dumps(config), encoding="utf-8")

@@ -86,8 +86,8 @@ class Cell:
 def _engine(drafted: bool, compiled: bool) -> Way:
     def make(base: BaseModel, tokenizer: Any, drafter: str, batch: int, longest: int) -> Decoder:
         name, nodes = (drafter, useful_nodes(base.device)) if drafted else ("none", 0)
-        config = EngineConfig(batch, longest, max(batch, _FEWEST), compile=compiled)
-        return engine_decoder(Engine(base, load_drafter(name, base, nodes + 1), tokenizer, config))
+        config = EngineConfig(batch, longest, compile=compiled, max_queue=max(batch, _FEWEST))
+        return engine_decoder(Engine(base, load_drafter(name, base, nodes), tokenizer, config))
 
     return make
 

@@ -11,6 +11,10 @@ class RequestTimeoutError(RequestError):
     """A request that was not done within its own time limit."""
 
 
+class NotFiniteError(RequestError):
+    """A request for which the base computes numbers that are not finite: its activations overflow."""
+
+
 class LoadError(ValueError):
     """A base model or a draft head that cannot be loaded or cannot be used."""
 

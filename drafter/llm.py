@@ -88,7 +88,7 @@ class SpeculativeLM:
                 name, dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code
             )
             nodes = useful_nodes(base.device) if chosen.nodes == "auto" else chosen.nodes
-            return base, load_drafter(drafter, base, nodes + 1)
+            return base, load_drafter(drafter, base, nodes)
 
         base, loaded = in_passing_thread(load)
         return cls(base, loaded, load_tokenizer(name, trust_remote_code=trust_remote_code), chosen)

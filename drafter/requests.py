@@ -186,6 +186,7 @@ class Generation:
         counts: Raw speculation counts; ratios are derived in `drafter.statistics` only.
         logprobs: Of each of `token_ids`; None where the request did not ask for them.
         timing: How long it took.
+        lossless: Whether the tokens are exactly those of plain decoding, by the verifier that was used.
     """
 
     request_id: str
@@ -196,6 +197,7 @@ class Generation:
     counts: DecodeCounts
     logprobs: list[TokenLogprob] | None = None
     timing: Timing = Timing()
+    lossless: bool = True
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class EngineState:
         prefilled_tokens: Tokens of prompts that the base has read.
         shared_tokens: Tokens of prompts that it had read for another request already.
         preemptions: Requests that gave up their slot because memory ran out, to be taken up again later.
-        stage_seconds: Seconds in each stage of a step; see `drafter.engine.stage_times`.
+        stage_seconds: Seconds in each stage of a step; see `drafter.stage_times`.
     """
 
     active: int

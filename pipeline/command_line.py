@@ -8,11 +8,11 @@ import re
 import sys
 from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace
 
-from drafter.errors import RequestError, one_line
+from drafter.errors import one_line
 from pipeline.errors import InputError, JobError, JobStopped
 
 Config = TypeVar("Config")
@@ -88,20 +88,35 @@ def parse_object(config_class: type[Config], parser: ArgumentParser, settings: M
 
 def _checked(config_class: type[Config], parser: ArgumentParser, read: Callable[[], Namespace]) -> Config:
     try:
-        parsed = read()
-        for group in dataclasses.fields(config_class):  # type: ignore[arg-type]
-            # A factory that is a class makes a group of settings.
-            if dataclasses.is_dataclass(group.default_factory) and not isinstance(parsed[group.name], Namespace):
-                raise InputError(f"{group.name} must be a group of settings, not {parsed[group.name]!r}")
-        values: dict[str, Any] = dict(parser.instantiate(parsed))
-        values.pop("config")
+        values = _values(config_class, read())
+        for name, kind in get_type_hints(config_class).items():
+            if dataclasses.is_dataclass(kind):
+                values[name] = _group(name, kind, values[name])
         return config_class(**values)
-    except RequestError as error:
-        raise InputError(f"sampling.{error}") from error
     except InputError:
         raise
     except (ArgumentError, TypeError, ValueError, OSError) as error:
         raise InputError(readable(str(error))) from error
+
+
+def _values(kind: type, settings: Namespace) -> dict[str, Any]:
+    """Return the settings that a dataclass has; jsonargparse adds where it found them."""
+    return {field.name: settings[field.name] for field in dataclasses.fields(kind)}
+
+
+def _group(name: str, kind: type, settings: Any) -> Any:
+    """Return a group of settings as its dataclass.
+
+    A dataclass of `drafter` does not know the group's name, and leaves it out of its errors: it is added here.
+    """
+    if not isinstance(settings, Namespace):
+        raise InputError(f"{name} must be a group of settings, not {settings!r}")
+    try:
+        return kind(**_values(kind, settings))
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(f"{name}.{error}") from error
 
 
 def readable(message: str) -> str:

@@ -17,7 +17,7 @@ from tests.support.models import random_model
 # Tiny models gain nothing from more threads, and lose much where cores are shared.
 torch.set_num_threads(1)
 
-SHARED_FIXTURES = ("local_ray", "endpoint", "cluster", "bucket", "local")
+SHARED_FIXTURES = ("local_ray", "endpoint", "cluster", "deployed", "bucket", "local")
 """Fixtures that start processes: all tests that use one run in the same pytest process, so that it is made once."""
 
 

@@ -54,7 +54,7 @@ def test_the_page_on_adding_a_drafter(
 
     printed = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in printed] == ["step 30", "step 60"]
-    drafters = {"mlp": made["drafter"], "echo": registry.load_drafter("echo", tiny_base, 5)}
+    drafters = {"mlp": made["drafter"], "echo": registry.load_drafter("echo", tiny_base, 4)}
     for drafter in drafters.values():
         found = run_engine(tiny_base, drafter, requests, slots=3, max_length=64, nodes=4)
         assert [one.token_ids for one in found] == [one.token_ids for one in plain]

@@ -20,6 +20,7 @@ from drafter.base.executors.compiled import compiled
 from drafter.base.executors.contract import Executor, TreeNodes
 from drafter.base.executors.prepacked import prepack, product_of
 from drafter.base.fingerprint import fingerprint
+from drafter.base.hidden_states import LM_HEAD_INPUT, DecoderLayers
 from drafter.base.kv_cache import KVCache
 from drafter.base.masks import additive, tree_attention_mask
 from drafter.base.packing import PACKED_ATTENTION, Packing
@@ -62,6 +63,7 @@ class BaseModel:
         if self._head is None or self._embedding is None:
             raise LoadError(f"{self.name}: {model.config.model_type} has no LM head")
         self.decoder: nn.Module = decoder_of(model)
+        self._layers = DecoderLayers(self.decoder, self.config.num_hidden_layers, self.name)
         # Read once: transformers' configurations are slow to ask.
         self.dtype: torch.dtype = model.dtype
         self.max_positions = max_positions(self.config)
@@ -167,29 +169,47 @@ class BaseModel:
                 )
         return KVCache(self._layer_shapes, slots, length, self.device)
 
-    def prefill(self, cache: KVCache, slot: int, prompts: Sequence[Tensor], starts: Sequence[int] = (0,)) -> Tensor:
-        """Run prompts, or pieces of them, into slots in one forward; return their hidden states `[ΣP, d]`.
+    def prefill(
+        self,
+        cache: KVCache,
+        slot: int,
+        prompts: Sequence[Tensor],
+        starts: Sequence[int] = (0,),
+        hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,),
+    ) -> Tensor:
+        """Run prompts, or pieces of them, into slots in one forward; return their hidden states `[ΣP, K · d]`.
 
         Args:
             cache: Holds the committed positions on which each prompt follows.
             slot: Where the first one goes to; the others follow it.
             prompts: Each `[P]`, at least one token; several only where `allow_packing` says so.
             starts: Position of each one's first token.
+            hidden_layers: Which K hidden states to return; see `DecoderLayers.take`.
         """
+        self._layers.watch(hidden_layers)
         # The decoder without its LM head: these logits are never needed.
-        return self.decoder(**self._prompt_inputs(cache, slot, prompts, starts)).last_hidden_state[0]  # type: ignore[no-any-return]
+        last = self.decoder(**self._prompt_inputs(cache, slot, prompts, starts)).last_hidden_state
+        return self._layers.take(hidden_layers, last)[0]
 
-    def prefill_last(self, cache: KVCache, slot: int, prompt: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
-        """The same for one prompt's last piece; return the logits `[1, V]` after it, too, before the hidden states."""
+    def prefill_last(
+        self,
+        cache: KVCache,
+        slot: int,
+        prompt: Tensor,
+        start: int = 0,
+        hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,),
+    ) -> tuple[Tensor, Tensor]:
+        """Run the last piece of one prompt; return the logits `[1, V]` after it and its hidden states `[P, K · d]`."""
+        self._layers.watch(hidden_layers)
         found: list[Tensor] = []
         # The model hands out what its LM head makes of these, and may do something to the logits after that.
-        hook = self.decoder.register_forward_hook(lambda *call: found.append(call[2].last_hidden_state[0]))
+        hook = self.decoder.register_forward_hook(lambda *call: found.append(call[2].last_hidden_state))
         try:
             logits = self.model(**self._prompt_inputs(cache, slot, [prompt], [start]), **self._last_logits).logits
         finally:
             hook.remove()
             self._head_input = None
-        return logits[0, -1:], found[0]
+        return logits[0, -1:], self._layers.take(hidden_layers, found[0])[0]
 
     def _prompt_inputs(
         self, cache: KVCache, slot: int, prompts: Sequence[Tensor], starts: Sequence[int]
@@ -213,8 +233,9 @@ class BaseModel:
             nodes: With a `packing` only where `allow_packing` says so.
 
         Returns:
-            Logits `[B, N, V]` and hidden states `[B, N, d]`, both by node id.
+            Logits `[B, N, V]` and hidden states `[B, N, K · d]`, both by node id.
         """
+        self._layers.watch(nodes.hidden_layers)
         # A copy, because what is compiled is of one layout, and a tree's leading part has another.
         depths = nodes.depths.clone(memory_format=torch.contiguous_format)
         return self._executor(cache, replace(nodes, depths=depths))
@@ -223,9 +244,23 @@ class BaseModel:
         """The `Executor` that calls the model as it is."""
         inputs, packing = self._inputs(cache, 0, nodes), nodes.packing
         logits = self.model(**inputs).logits
-        hidden, self._head_input = self._head_input, None
-        assert hidden is not None
+        head_input, self._head_input = self._head_input, None
+        assert head_input is not None
+        hidden = self._layers.take(nodes.hidden_layers, head_input)
         return (logits, hidden) if packing is None else (packing.unpack(logits), packing.unpack(hidden))
+
+    def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int) -> Tensor:
+        """Run only the first layers over tree nodes, and the final norm; return the LM head's input `[B, N, d]`.
+
+        The nodes' KV of these layers goes behind the committed positions, where the next `verify` overwrites it.
+
+        Args:
+            cache: Holds the committed positions of each row.
+            nodes: Without a `packing`.
+            layers: How many of the first layers to run.
+        """
+        with self._layers.only_first(layers):
+            return self.decoder(**self._inputs(cache, 0, nodes)).last_hidden_state  # type: ignore[no-any-return]
 
     def _inputs(self, cache: KVCache, slot: int, nodes: TreeNodes) -> dict[str, Any]:
         tokens, lengths, packing = nodes.tokens, nodes.lengths[:, None], nodes.packing

@@ -172,3 +172,25 @@ class KVCache:
         for buffer in self.buffers:
             rows = buffer.unflatten(0, (-1, self.slots, self.length))
             rows[:, target, :length] = rows[:, source, :length]
+
+    def clear(self, slot: int) -> None:
+        """Set all positions of a slot to zero."""
+        for buffer in self.buffers:
+            buffer.unflatten(0, (-1, self.slots, self.length))[:, slot] = 0
+
+    def scrub(self, lengths: Tensor, nodes: int, which: Tensor, rows: slice) -> None:
+        """Set the draft nodes of some rows to zero; the host need not know of which.
+
+        The other rows have their last position set to zero instead, which never holds a token.
+
+        Args:
+            lengths: `[R]` committed positions of the rows.
+            nodes: N, nodes of each row.
+            which: `[R]` bool.
+            rows: R slots.
+        """
+        starts = self._starts[rows, None]
+        places = starts + lengths[:, None] + torch.arange(nodes, device=lengths.device)
+        index = torch.where(which[:, None], places, starts + self.length - 1).flatten()
+        for buffer, members in zip(self.buffers, self._members, strict=True):
+            buffer.unflatten(0, (len(members), -1)).index_fill_(1, index.to(buffer.device), 0)

@@ -1,91 +1,82 @@
-"""What steps cost on this machine, by rows and draft nodes: measured at start, because no two machines are alike."""
+"""What a step costs: the latencies measured at start, corrected by what steps really take."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from drafter.budget.contract import Floats, StepObservation
+from drafter.budget.latency_table import LatencyTable
 
-NODE_COUNTS = (0, 3, 5, 7, 11, 15, 23, 31, 47, 63)
-"""Draft nodes a step may verify: few enough to measure, and a CUDA graph each. With its root a tree then has a round
-number of nodes: MKL takes nearly one and a half times as long for 17 rows of a matrix as for 16."""
-_PLAIN_RUN = 10
-"""Plain steps that are timed one after another: the first ones find little of the base in a processor's caches."""
+_PACE = 0.1
+"""Weight of the newest step in a correction."""
+_MOST = 2.0
+"""How far one step may seem to be off, relative to what is known: something else may have stopped the process."""
 
 
-@dataclass(frozen=True)
-class LatencyTable:
-    """Measured seconds of a step's parts, interpolated between the measured batch sizes.
+class _Corrections:
+    """Factors on the table's latencies, for steps of about the same number of rows.
 
     Args:
-        batches: `[K]` rows, rising.
-        nodes: `[M]` draft nodes, rising from 0.
-        verify: `[K, M]` seconds of the step without drafting.
-        draft: `[K, M]` seconds of drafting trees of so many nodes; 0 for none.
+        sizes: How many numbers of draft nodes the table has.
     """
 
-    batches: Floats
-    nodes: tuple[int, ...]
-    verify: Floats
-    draft: Floats
-
-    def at(self, rows: int) -> tuple[Floats, Floats]:
-        """Seconds `[M]` of verifying each of `nodes`, and of drafting them, for `rows` rows."""
-        verify, draft = (
-            np.array([np.interp(rows, self.batches, column) for column in table.T])
-            for table in (self.verify, self.draft)
-        )
-        return verify, draft
+    def __init__(self, sizes: int) -> None:
+        self.verify = np.ones(sizes)
+        self.draft = np.ones(sizes)
 
 
-def measure_latency(
-    probe: Callable[[int, int], tuple[float, float]],
-    batches: Sequence[int],
-    counts: Sequence[int],
-    rounds: int = 5,
-    seconds: float = 3.0,
-) -> LatencyTable:
-    """Time steps of every shape.
+class CostModel:
+    """Seconds of a step by its rows and draft nodes.
 
-    Every round takes every shape once, and the least time counts: what else runs on the machine can only add to it, and
-    rarely adds to the same shape each time. A round before them warms up.
+    Handing out tokens costs something with every step, a search costs more or less on other text, and what else runs on
+    the machine slows small operations down more than large ones. So plain steps, steps with a tree, and drafting each
+    size are corrected apart, and so are steps of few rows and of many.
 
     Args:
-        probe: Does a step of so many rows and draft nodes; its seconds of drafting, and of the rest.
-        batches: Rows, rising.
-        counts: Draft nodes, rising from 0.
-        rounds: At most so many.
-        seconds: No further round begins after so long.
+        table: Latencies measured on this machine.
+
+    Attributes:
+        nodes: `[M]` numbers of draft nodes, rising from 0.
     """
-    draft, rest = (np.full((len(batches), len(counts)), np.inf) for _ in range(2))
-    begun = time.monotonic()
-    for turn in range(rounds + 1):
-        for i, rows in enumerate(batches):
-            for k, nodes in enumerate(counts):
-                # Steps that draft come one of a kind, as drafting leaves little of the base in a processor's caches.
-                for _ in range(1 if nodes else _PLAIN_RUN):
-                    drafting, remaining = probe(rows, nodes)
-                    if turn:
-                        draft[i, k], rest[i, k] = min(draft[i, k], drafting), min(rest[i, k], remaining)
-        if turn and time.monotonic() - begun > seconds:
-            break
-    # Less work takes no longer; where it seemed to, something else was running.
-    for table in (draft, rest):
-        for axis in (0, 1):
-            np.flip(table, axis)[:] = np.minimum.accumulate(np.flip(table, axis), axis)
-    return LatencyTable(np.array(batches, dtype=np.float64), tuple(counts), rest, draft)
+
+    def __init__(self, table: LatencyTable) -> None:
+        self.nodes = np.array(table.nodes)
+        self._table = table
+        # Asked for at every step, by number of rows, of which there are no more than slots.
+        self._latencies: dict[int, tuple[Floats, Floats]] = {}
+        self._corrections = [_Corrections(len(table.nodes)) for _ in table.batches]
+
+    def band(self, rows: int) -> int:
+        """Index of the measured batch size that is closest to `rows`, in ratio."""
+        return int(np.abs(np.log(self._table.batches / rows)).argmin())
+
+    def seconds(self, rows: int) -> tuple[Floats, Floats]:
+        """Seconds `[M]` to verify each of `nodes`, with all else that a step does, and `[M]` to draft them."""
+        verify, draft = self._measured(rows)
+        corrections = self._corrections[self.band(rows)]
+        return verify * corrections.verify, draft * corrections.draft
+
+    def observe(self, step: StepObservation) -> None:
+        """Learn from the seconds of a step, where they are known."""
+        if step.seconds is None:
+            return
+        verify, draft = self.seconds(step.rows)
+        corrections = self._corrections[self.band(step.rows)]
+        drafting, rest = step.seconds
+        if not step.asked:
+            _correct(corrections.verify, slice(0, 1), rest / float(verify[0]))
+            return
+        expected = float(np.interp(step.verified.mean(), self.nodes, verify))
+        _correct(corrections.verify, slice(1, None), rest / expected)
+        size = int(self.nodes.searchsorted(step.asked))
+        _correct(corrections.draft, slice(size, size + 1), drafting / float(draft[size]))
+
+    def _measured(self, rows: int) -> tuple[Floats, Floats]:
+        if rows not in self._latencies:
+            self._latencies[rows] = self._table.at(rows)
+        return self._latencies[rows]
 
 
-def batch_sizes(slots: int) -> Sequence[int]:
-    """Batch sizes to measure: powers of four up to `slots`, and `slots`."""
-    sizes = [1]
-    while sizes[-1] < slots:
-        sizes.append(min(4 * sizes[-1], slots))
-    assert all(a < b for a, b in pairwise(sizes))
-    return sizes
+def _correct(factors: Floats, which: slice, ratio: float) -> None:
+    """Move some factors towards what has been seen, `ratio` of what they made expected."""
+    factors[which] *= 1 + _PACE * (min(max(ratio, 1 / _MOST), _MOST) - 1)

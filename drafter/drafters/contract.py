@@ -1,34 +1,113 @@
-"""The contract between the engine and everything that drafts."""
+"""The contract between the engine and everything that drafts.
+
+A drafter proposes draft trees. It never sees the base's answer first and never decides what is accepted, so no drafter
+can change a token of an exact verifier's output.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
+from drafter.base.causal_lm import BaseModel
+from drafter.base.kv_cache import KVCache
+from drafter.stage_times import StageTimes
 from drafter.tree.token_tree import TokenTree
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """What a drafter can do and what it needs.
+
+    Args:
+        max_nodes: Draft nodes of the largest tree it proposes; the root is not counted.
+        max_depth: No proposed node lies deeper below the root.
+        hidden_layers: Hidden states that it reads in `DraftContext.hidden`, side by side in this order: `LM_HEAD_INPUT`
+            is what the LM head reads, `k` is the output of the base's layer `k`, counted from 0. The engine keeps no
+            others.
+        shared_layers: How many of the base's first layers it runs itself, on the base's own KV cache.
+        graph_safe: Whether `propose` may be recorded as part of a CUDA graph; see there.
+        lossless_only: Whether it must not be used with a verifier that is not lossless.
+    """
+
+    max_nodes: int
+    max_depth: int
+    hidden_layers: tuple[int, ...] = ()
+    shared_layers: int = 0
+    graph_safe: bool = True
+    lossless_only: bool = False
+
+
+@dataclass(frozen=True)
+class Loan:
+    """What the engine lends a drafter for as long as both live.
+
+    Args:
+        base: The base: its embedding, LM head and layers.
+        slots: Sequences that are decoded together at most.
+        length: Positions of a slot, draft nodes included.
+        cache: The base's KV cache, for a drafter with `shared_layers`; None for others. Committed positions must not be
+            written. What lies behind them is free until the next verification.
+        times: The engine's stage times: a drafter marks the end of its own stages.
+    """
+
+    base: BaseModel
+    slots: int
+    length: int
+    cache: KVCache | None
+    times: StageTimes
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a budget wants of a drafter.
+
+    Args:
+        nodes: Draft nodes of each row's tree, root not counted.
+        least_probability: Less probable prefixes will hardly be verified. Where every path costs time, on a CPU, a
+            search may leave them out.
+    """
+
+    nodes: int
+    least_probability: float = 0.0
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What a step added to the sequences under way.
+
+    Args:
+        slots: The slot that each sequence is in by now.
+        tokens: The tokens that each of them got, in order.
+    """
+
+    slots: Sequence[int]
+    tokens: Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
 class DraftContext:
-    """What a drafter may look at: the rows' tokens and hidden states so far. Rows are slots `0..B-1`.
+    """What a drafter may look at: tokens and hidden states of the sequences so far. Row `b` is slot `b`.
 
-    A row has `lengths` committed tokens (in the base's KV cache) and one pending token after them, so
-    `tokens[b, lengths[b]]` is the pending token and `hidden[b, lengths[b] - 1]` the newest hidden state.
-    Entries beyond are stale and must not be read.
+    A row has `lengths` committed tokens, whose KV is in the base's cache, and one pending token after them. So
+    `tokens[b, lengths[b]]` is the pending token and `hidden[b, lengths[b] - 1]` the newest hidden state. Entries beyond
+    are stale and must not be read.
 
     Args:
         tokens: `[B, L]` int64 token ids, prompt and output.
-        hidden: `[B, L, d]` the base's last hidden states, after its final norm: the LM head's input. None for a
-            drafter that does not read it.
-        lengths: `[B]` int64 committed tokens a row, on the device.
-        host_lengths: Of the rows in use, `lengths` as the host knows them, so that nothing need be waited for.
-        ahead: Tokens that each row may have more than the host knows of, by a step that is still under way.
-        bound: No row in use has more committed tokens, where more are allowed for than there may be; so shapes repeat.
-            Rows that are not in use may come behind the others then, as long as a slot is.
-        least: What is less probable than this will hardly be verified. Where every path costs time, on a CPU, a search
-            need not go on from it.
+        hidden: `[B, L, K · d]` the K hidden states that the drafter's spec names; None if it names none.
+        lengths: `[B]` int64 committed tokens of each row, on the device.
+        host_lengths: `lengths` of the rows in use as the host knows them, so that nothing need be waited for.
+        ahead: Tokens that each row may have more than the host knows of, from a step that is still under way.
+        bound: No row in use has more committed tokens. It is set where shapes must repeat; rows that are not in use may
+            then come behind the others.
     """
 
     tokens: Tensor
@@ -37,7 +116,6 @@ class DraftContext:
     host_lengths: list[int]
     ahead: int = 0
     bound: int | None = None
-    least: float = 0.0
 
     @property
     def longest(self) -> int:
@@ -51,38 +129,48 @@ class DraftContext:
 
 
 class Drafter(ABC):
-    """Proposes draft trees. It never sees the base's answer and never decides acceptance.
+    """Proposes draft trees.
 
-    A drafter that keeps state per slot (a KV cache of its own, say) overrides the methods from `catch_up` on.
+    A drafter without memory implements `propose` alone. The other methods tell one with memory (a KV cache, a table of
+    n-grams) what happens to the sequences. They are called on the engine's thread, in the order of events.
     """
 
-    tree_size: int
-    """Nodes of the largest trees it proposes, root included."""
-    depth: int
-    """No proposed node lies deeper."""
-    reads_hidden: bool = False
-    """Whether it reads `DraftContext.hidden`; the engine keeps hidden states only for drafters that do."""
+    spec: DraftSpec
+
+    def open(self, loan: Loan) -> None:  # noqa: B027 - a drafter without memory has nothing to do
+        """Make room for the loan's slots. Called once, before everything else."""
+
+    def enter(self, slot: int, text: Ids) -> None:  # noqa: B027
+        """Forget the sequence that was in `slot`: one with these tokens `[L]` enters, of which nothing is read yet."""
+
+    def copy(self, source: int, target: int, length: int) -> None:  # noqa: B027
+        """Let `target` have what is known of the first `length` tokens in `source`: the two texts begin alike."""
+
+    def move(self, source: int, target: int) -> None:  # noqa: B027
+        """Let the sequence in slot `source` go on in slot `target`."""
+
+    def clear(self, slot: int) -> None:  # noqa: B027
+        """Set all numbers kept for `slot` to zero: some may not be finite, and would reach the next sequence there."""
+
+    def prepare(self, context: DraftContext) -> None:  # noqa: B027
+        """Do what a step needs beside `propose`, such as reading a new prompt. Comes before each `propose`.
+
+        It is never recorded in a CUDA graph and may depend on what the host knows; it should not wait for the device.
+        """
 
     @abstractmethod
-    def propose(self, context: DraftContext, size: int) -> TokenTree:
-        """Trees `[B, size]` for the context's rows, rooted at their pending tokens.
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        """Return trees `[B, 1 + ask.nodes]` for the context's rows, rooted at their pending tokens.
 
-        On a GPU this is recorded and repeated: what is done must depend on the tensors, on the number of rows, on
-        `context.longest` and on `size` alone, and must not wait for the device.
+        A row may have fewer nodes, or a root alone, behind which comes padding: that row then makes a plain step.
+
+        On a GPU this is recorded and repeated if the spec says `graph_safe`: what is done must depend on the tensors,
+        on the number of rows, on `context.longest` and on `ask.nodes` alone, and must not wait for the device.
 
         Args:
             context: The rows so far.
-            size: Nodes of each tree, root included: from 2 to `tree_size`.
+            ask: How many nodes, from 1 to `spec.max_nodes`.
         """
 
-    def catch_up(self, context: DraftContext) -> None:  # noqa: B027
-        """Comes before each `propose`, with the same rows: the place for what an ordinary step does not need."""
-
-    def allocate(self, slots: int, length: int) -> None:  # noqa: B027 - stateless drafters have nothing to do
-        """Make room for `slots` rows of up to `length` tokens. Called once."""
-
-    def admit(self, slot: int) -> None:  # noqa: B027
-        """A new request enters `slot`: forget the one before."""
-
-    def move(self, source: int, target: int) -> None:  # noqa: B027
-        """The row of slot `source` goes on in slot `target`."""
+    def observe(self, committed: Committed) -> None:  # noqa: B027
+        """Learn from what a step added, whether this drafter proposed it or not. Comes after every step."""

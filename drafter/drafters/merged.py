@@ -1,42 +1,79 @@
-"""`a+b`: two drafters' trees merged as tries, each node at the larger of its two prices."""
+"""`a+b`: two drafters' trees merged as tries, each node at the larger of its two probabilities."""
 
 from __future__ import annotations
 
-from drafter.drafters.contract import DraftContext, Drafter
+from dataclasses import replace
+
+import torch
+
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftSpec, Ids, Loan
 from drafter.tree.token_tree import TokenTree
 from drafter.tree.trie import merge
 
 
-class EnsembleDrafter(Drafter):
-    """Both drafters propose; the best nodes of either make the tree."""
+class MergedDrafter(Drafter):
+    """Lets both drafters propose; the best nodes of either make the tree."""
 
     def __init__(self, first: Drafter, second: Drafter) -> None:
         self.members = (first, second)
-        self.tree_size = max(first.tree_size, second.tree_size)
-        self.depth = max(first.depth, second.depth)
-        self.reads_hidden = first.reads_hidden or second.reads_hidden
+        specs = (first.spec, second.spec)
+        self.spec = DraftSpec(
+            max_nodes=max(spec.max_nodes for spec in specs),
+            max_depth=max(spec.max_depth for spec in specs),
+            hidden_layers=tuple(dict.fromkeys(layer for spec in specs for layer in spec.hidden_layers)),
+            shared_layers=max(spec.shared_layers for spec in specs),
+            graph_safe=all(spec.graph_safe for spec in specs),
+            lossless_only=any(spec.lossless_only for spec in specs),
+        )
 
-    def propose(self, context: DraftContext, size: int) -> TokenTree:
-        """Trees `[B, size]`."""
-        first, second = (member.propose(context, min(size, member.tree_size)) for member in self.members)
-        return merge(first, second, self.depth, size)
+    def open(self, loan: Loan) -> None:
+        """Open both."""
+        for member in self.members:
+            member.open(loan)
 
-    def catch_up(self, context: DraftContext) -> None:
+    def enter(self, slot: int, text: Ids) -> None:
         """Tell both."""
         for member in self.members:
-            member.catch_up(context)
+            member.enter(slot, text)
 
-    def allocate(self, slots: int, length: int) -> None:
-        """Make room in both."""
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy in both."""
         for member in self.members:
-            member.allocate(slots, length)
-
-    def admit(self, slot: int) -> None:
-        """Tell both."""
-        for member in self.members:
-            member.admit(slot)
+            member.copy(source, target, length)
 
     def move(self, source: int, target: int) -> None:
         """Move in both."""
         for member in self.members:
             member.move(source, target)
+
+    def clear(self, slot: int) -> None:
+        """Clear both."""
+        for member in self.members:
+            member.clear(slot)
+
+    def prepare(self, context: DraftContext) -> None:
+        """Prepare both."""
+        for member in self.members:
+            member.prepare(self._seen_by(member, context))
+
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        """Trees `[B, 1 + ask.nodes]`."""
+        first, second = (
+            member.propose(self._seen_by(member, context), replace(ask, nodes=min(ask.nodes, member.spec.max_nodes)))
+            for member in self.members
+        )
+        return merge(first, second, self.spec.max_depth, ask.nodes + 1)
+
+    def observe(self, committed: Committed) -> None:
+        """Tell both."""
+        for member in self.members:
+            member.observe(committed)
+
+    def _seen_by(self, member: Drafter, context: DraftContext) -> DraftContext:
+        """The context with the hidden states that a member's spec names."""
+        ours, theirs = self.spec.hidden_layers, member.spec.hidden_layers
+        if ours == theirs or context.hidden is None:
+            return context
+        parts = context.hidden.chunk(len(ours), -1)
+        hidden = torch.cat([parts[ours.index(layer)] for layer in theirs], -1) if theirs else None
+        return replace(context, hidden=hidden)

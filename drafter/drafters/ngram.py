@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from drafter.drafters.contract import DraftContext, Drafter
+from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
 from drafter.tree.token_tree import PAD_TOKEN, TokenTree
 from drafter.tree.trie import from_paths
 
@@ -25,22 +25,23 @@ class NgramDrafter(Drafter):
     """Continuations of the most recent matches of the row's last one to three tokens.
 
     Args:
-        tree_size: Nodes of the largest tree, root included.
+        nodes: Draft nodes of the largest tree.
         depth: Tokens of a continuation.
         matches: Continuations that a tree merges.
     """
 
-    def __init__(self, tree_size: int = 17, depth: int = 8, matches: int = 4) -> None:
-        self.tree_size, self.depth, self.matches = tree_size, depth, matches
+    def __init__(self, nodes: int = 16, depth: int = 8, matches: int = 4) -> None:
+        self.spec = DraftSpec(nodes, depth)
+        self._matches = matches
 
-    def propose(self, context: DraftContext, size: int) -> TokenTree:
-        """Trees `[B, size]`; a row without a match gets a lone root."""
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        """Trees `[B, 1 + ask.nodes]`; a row without a match gets a lone root."""
         width = context.longest + 1
         tokens, lengths = context.tokens[:, :width], context.lengths.clamp_max(context.longest)
-        paths, log_weight = lookup(tokens, lengths, self.depth, self.matches)
-        fading = torch.arange(1, self.depth + 1, device=tokens.device) * math.log(_FADING)
+        paths, log_weight = lookup(tokens, lengths, self.spec.max_depth, self._matches)
+        fading = torch.arange(1, self.spec.max_depth + 1, device=tokens.device) * math.log(_FADING)
         prices = (log_weight[:, :, None] + fading).masked_fill(paths == PAD_TOKEN, -torch.inf)
-        return from_paths(context.pending, paths, prices, size)
+        return from_paths(context.pending, paths, prices, ask.nodes + 1)
 
 
 def lookup(tokens: Tensor, lengths: Tensor, depth: int, matches: int) -> tuple[Tensor, Tensor]:

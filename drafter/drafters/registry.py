@@ -9,7 +9,7 @@ import torch
 
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import Drafter
-from drafter.drafters.merged import EnsembleDrafter
+from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
@@ -18,10 +18,10 @@ from drafter.heads.checkpoint import load_head
 from drafter.heads.registry import HEADS
 
 TRAINING_FREE: dict[str, Callable[[int], Drafter]] = {
-    "none": lambda tree_size: PlainDecoding(),
-    "ngram": lambda tree_size: NgramDrafter(tree_size),
+    "none": lambda nodes: PlainDecoding(),
+    "ngram": lambda nodes: NgramDrafter(nodes),
 }
-"""Drafters that need no weights, by name; made for a tree size."""
+"""Drafters that need no weights, by name; made for a number of draft nodes."""
 
 
 def useful_nodes(device: torch.device) -> int:
@@ -29,31 +29,31 @@ def useful_nodes(device: torch.device) -> int:
     return 15 if device.type == "cpu" else 63
 
 
-def load_drafter(name: str | Path, base: BaseModel, tree_size: int) -> Drafter:
+def load_drafter(name: str | Path, base: BaseModel, nodes: int) -> Drafter:
     """A drafter for `base`.
 
     Args:
         name: `none`, `ngram`, the algorithm of an embedded head (`ctc`), a head's folder or hub id, two of these
             joined by `+`, or `auto`: the embedded CTC head for the embedded base, `ngram` for any other.
         base: The base it drafts for.
-        tree_size: Nodes of its trees, root included.
+        nodes: Draft nodes of its largest trees.
 
     Raises:
         LoadError: There is no such drafter, or it belongs to another base.
     """
     name = str(name)
-    if tree_size < 2:
+    if nodes < 1:
         name = "none"
     if name == "auto":
         name = "ctc" if Path(base.name).resolve() == EMBEDDED_BASE.resolve() else "ngram"
     if name in TRAINING_FREE:
-        return TRAINING_FREE[name](tree_size)
+        return TRAINING_FREE[name](nodes)
     if "+" in name and not Path(name).exists():
         first, second = name.split("+", 1)
-        return EnsembleDrafter(load_drafter(first, base, tree_size), load_drafter(second, base, tree_size))
+        return MergedDrafter(load_drafter(first, base, nodes), load_drafter(second, base, nodes))
     if name in HEADS:
         name = str(EMBEDDED_HEADS / name)
     elif "/" not in name and not Path(name).exists():
         known = ", ".join([*TRAINING_FREE, *HEADS, "auto"])
         raise LoadError(f"no drafter {name!r}: use {known}, a draft head's folder or hub id, or two joined by '+'")
-    return load_head(name, base, HEADS).drafter(base, tree_size)
+    return load_head(name, base, HEADS).drafter(base, nodes)

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from drafter import devices
+from drafter.engine.outcome import StepOutcome
 from drafter.verifiers.choices import SamplingMode
-from drafter.verifiers.path_logprobs import PathLogprobs
 
 _LOG = logging.getLogger(__name__)
 _LEAST_KV = 64
@@ -43,23 +42,7 @@ class StepShape:
     biases: int
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """What a step has to tell the host, on the device.
-
-    Args:
-        outcome: `[B, 2 + 2 K]` accepted draft tokens, draft nodes, the path, and the tokens of each row; the token
-            alone, `[B, 1]`, where nothing was drafted.
-        prices: `[B, N]` log prices of the draft nodes.
-        logprobs: Of the rows that asked for them; None if none did.
-    """
-
-    outcome: Tensor
-    prices: Tensor
-    logprobs: PathLogprobs | None
-
-
-Step = Callable[[], StepReport]
+Step = Callable[[], StepOutcome]
 Record = Callable[[Step], Step]
 """Makes of a step one that repeats it: on the same buffers, reporting in the same tensors."""
 
@@ -80,7 +63,7 @@ class StepGraphs:
         self._recorded: OrderedDict[StepShape, Step] = OrderedDict()
         self._refused: set[tuple[SamplingMode, bool]] = set()
 
-    def run(self, shape: StepShape, step: Step) -> StepReport:
+    def run(self, shape: StepShape, step: Step) -> StepOutcome:
         """Do a step of this shape. Its report is only good until the next step, of whatever shape."""
         if shape not in self._recorded:
             if shape not in self._seen or not self._records(shape):
@@ -117,14 +100,15 @@ class StepGraphs:
         return True
 
 
-def step_graphs(device: torch.device, all_devices: Collection[torch.device]) -> StepGraphs | None:
+def step_graphs(device: torch.device, all_devices: Collection[torch.device], *, graph_safe: bool) -> StepGraphs | None:
     """Graphs for a base on `all_devices`, whose tokens come and go on `device`.
 
-    None where the host looks on, and every step is run as it is. Graphs of several devices cannot be recorded.
+    None where the host follows each stage. Graphs of several devices, or of a drafter that is not `graph_safe`, cannot
+    be recorded: steps are queued as wholes there, too, but run as they are each time.
     """
     if not devices.is_asynchronous(device):
         return None
-    return StepGraphs(_recorder(device) if len(all_devices) == 1 else None)
+    return StepGraphs(_recorder(device) if len(all_devices) == 1 and graph_safe else None)
 
 
 _RECORDING = threading.Lock()
@@ -151,7 +135,7 @@ def _recorder(device: torch.device) -> Record:
             raise
         pool = graph.pool()
 
-        def repeat() -> StepReport:
+        def repeat() -> StepOutcome:
             graph.replay()
             return report
 

@@ -7,27 +7,50 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class EngineConfig:
-    """How much the engine does at once.
+class EngineSettings:
+    """What a person sets of an engine; the jobs and the endpoint have the same settings.
 
     Args:
         slots: Requests decoded together.
-        max_length: Prompt and output tokens a slot can hold; None is the base's own limit, at most 2,048.
-        max_queue: Requests that may wait for a slot.
-        nodes: Draft nodes verified a step; `auto` adapts to what pays on this machine.
+        max_length: Most prompt and output tokens of a request; by default the base's own limit, at most 2,048.
+        nodes: Draft nodes verified a step; `auto` adapts to what pays on the machine.
         compile: Compile the base's forward with torch.compile: a minute or two at start, less where it was done
-            before, for steps of fewer operations.
+            before, for faster steps.
+
+    Raises:
+        ValueError: A value is of the wrong type or out of range.
     """
 
     slots: int = 16
     max_length: int | None = None
-    max_queue: int = 1024
     nodes: int | Literal["auto"] = "auto"
     compile: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in (("slots", self.slots), ("max_queue", self.max_queue), ("max_length", self.max_length)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
-        if self.nodes != "auto" and (isinstance(self.nodes, bool) or not isinstance(self.nodes, int) or self.nodes < 0):
-            raise ValueError(f"nodes must be 'auto' or an integer of at least 0, not {self.nodes!r}")
+        _check_integer("slots", self.slots, 1)
+        if self.max_length is not None:
+            _check_integer("max_length", self.max_length, 2)
+        if self.nodes != "auto":
+            _check_integer("nodes", self.nodes, 0)
+
+
+@dataclass(frozen=True)
+class EngineConfig(EngineSettings):
+    """All that an engine needs to know: its settings, and what whoever feeds it decides.
+
+    Args:
+        max_queue: Requests that may wait for a slot.
+    """
+
+    max_queue: int = 1024
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_integer("max_queue", self.max_queue, 1)
+
+
+def _check_integer(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer, not {value!r}")
+    if value < low:
+        raise ValueError(f"{name} must be at least {low}, not {value}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence as Several
 
-from drafter.engine.sequence import Slot
+from drafter.engine.sequence import Sequence
 from drafter.errors import EngineError, QueueFullError
 
 
@@ -23,7 +23,7 @@ class WaitingQueue:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._waiting: deque[Slot] = deque()
+        self._waiting: deque[Sequence] = deque()
         self._lock = threading.Lock()
         self.closed: EngineError | None = None
         # Nobody becomes unwanted before this (monotonic seconds): most steps need not look at all who wait.
@@ -32,7 +32,7 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, slot: Slot) -> None:
+    def put(self, sequence: Sequence) -> None:
         """Put a request at the end.
 
         Raises:
@@ -44,16 +44,16 @@ class WaitingQueue:
                 raise self.closed
             if len(self._waiting) >= self._limit:
                 raise QueueFullError(f"{self._limit} requests are waiting already: submit again later")
-            self._waiting.append(slot)
-            self._check_at = min(self._check_at, slot.handle.deadline)
+            self._waiting.append(sequence)
+            self._check_at = min(self._check_at, sequence.handle.deadline)
 
-    def put_back(self, slots: Sequence[Slot]) -> None:
+    def put_back(self, sequences: Several[Sequence]) -> None:
         """Put requests at the front, in their order; they had been taken before, so the limit does not count."""
         with self._lock:
-            self._waiting.extendleft(reversed(slots))
+            self._waiting.extendleft(reversed(sequences))
             self._check_at = -math.inf
 
-    def take(self) -> Slot | None:
+    def take(self) -> Sequence | None:
         """The request that has waited longest, or None."""
         with self._lock:
             return self._waiting.popleft() if self._waiting else None
@@ -63,18 +63,18 @@ class WaitingQueue:
         with self._lock:
             self._check_at = -math.inf
 
-    def take_unwanted(self, now: float) -> list[Slot]:
+    def take_unwanted(self, now: float) -> list[Sequence]:
         """The requests that need no slot any more: cancelled, or out of time at `now` (monotonic seconds)."""
         if now < self._check_at:
             return []
         with self._lock:
-            unwanted = [slot for slot in self._waiting if slot.handle.unwanted(now)]
-            for slot in unwanted:
-                self._waiting.remove(slot)
-            self._check_at = min((slot.handle.deadline for slot in self._waiting), default=math.inf)
+            unwanted = [sequence for sequence in self._waiting if sequence.handle.unwanted(now)]
+            for sequence in unwanted:
+                self._waiting.remove(sequence)
+            self._check_at = min((sequence.handle.deadline for sequence in self._waiting), default=math.inf)
         return unwanted
 
-    def close(self, error: EngineError) -> list[Slot]:
+    def close(self, error: EngineError) -> list[Sequence]:
         """Refuse later requests with `error`; return those that wait."""
         with self._lock:
             self.closed = error

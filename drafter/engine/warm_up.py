@@ -1,4 +1,4 @@
-"""What an engine does before its first request: compile the base, and measure what steps cost here."""
+"""What an engine does before its first request: compile the base, and measure what steps cost on this machine."""
 
 from __future__ import annotations
 
@@ -10,117 +10,122 @@ from typing import TypeVar
 
 import torch
 
-from drafter.budget.adaptive import FixedBudget
-from drafter.budget.cost_model import NODE_COUNTS, LatencyTable, batch_sizes, measure_latency
+from drafter.budget.latency_table import NODE_COUNTS, LatencyTable, batch_sizes, measure_latency
 from drafter.devices import synchronise
-from drafter.engine.batch_state import Rows
+from drafter.drafters.contract import Ask
+from drafter.engine.batch_state import BatchState
 from drafter.engine.cuda_graphs import StepGraphs
+from drafter.engine.device_step import DeviceStep
+from drafter.engine.graph_step import step_shape, whole_step
+from drafter.engine.prefill import read_prompts
 from drafter.errors import LoadError
 from drafter.tree.token_tree import TokenTree, root_only
 
 T = TypeVar("T")
 
 _PROBED_LENGTH = 256
-"""Committed tokens of the rows whose steps are timed."""
-_PROBED_TEXT, _PROBED_ROWS = 24, 16
-"""How many of these the base says itself, in how many different ways."""
+"""Committed tokens of the sequences whose steps are timed."""
+_PROBED_TEXT, _PROBED_TEXTS = 24, 16
+"""How many of these the base generates itself, in how many different texts."""
 
 
 @torch.inference_mode()
-def compile_base(rows: Rows) -> None:
+def compile_base(step: DeviceStep) -> None:
     """Compile the base's forward, and call it once for each of the shapes that compilers tell apart.
 
-    These are one row and several, one node and several. Sizes that happen to be equal would be taken to be so always,
-    so none of them are.
+    These are one row and several, one node and several. A compiler takes sizes that happen to be equal to be equal
+    always, so none of them are.
 
     Raises:
         LoadError: The base cannot be compiled.
     """
-    base, length, size = rows.base, rows.max_length // 2, rows.drafter.tree_size
+    state, base = step.state, step.base
+    length, size = state.max_length // 2, state.drafter.spec.max_nodes + 1
     base.compile()
-    rows.lengths.fill_(length)
-    many = max(rows.slots - 1, min(rows.slots, 2))
+    state.lengths.fill_(length)
+    many = max(state.slots - 1, min(state.slots, 2))
     several = size + 1 if size == many else size
     try:
-        for count in sorted({1, many}):
+        for rows in sorted({1, many}):
             for nodes in (1, several) if size > 1 else (1,):
-                tree = root_only(torch.zeros(count, dtype=torch.long, device=base.device))
-                tree = TokenTree(*(part.expand(count, nodes) for part in vars(tree).values()))
+                tree = root_only(torch.zeros(rows, dtype=torch.long, device=base.device))
+                tree = TokenTree(*(part.expand(rows, nodes) for part in vars(tree).values()))
                 kv_length = length + nodes
-                rows.verify(tree, kv_length + (kv_length == count * nodes))
+                step.verify(tree, kv_length + (kv_length == rows * nodes))
     except torch._dynamo.exc.TorchDynamoException as error:
         reason = " ".join(str(error).strip().split("\n")[:2])
         raise LoadError(f"{base.name} cannot be compiled here: {reason} (leave compile out)") from error
-    rows.restore([])
+    state.restore([])
 
 
 @torch.inference_mode()
-def measure_steps(rows: Rows, graphs: StepGraphs | None) -> LatencyTable:
-    """Latencies of steps of up to all rows and up to the drafter's largest trees.
+def measure_steps(step: DeviceStep, graphs: StepGraphs | None) -> LatencyTable:
+    """Latencies of steps of up to all slots and up to the drafter's largest trees.
 
     Args:
-        rows: All slots are empty.
+        step: The stages; all slots are empty.
         graphs: Where steps are queued as a whole; all of a step is verification there.
 
     Raises:
         LoadError: The largest step does not fit into the memory.
     """
-    most = rows.drafter.tree_size - 1
+    state, most = step.state, step.state.drafter.spec.max_nodes
     counts = sorted({count for count in NODE_COUNTS if count < most} | {most})
     try:
-        say_something(rows)
-        table = measure_latency(partial(_probe, rows, graphs), batch_sizes(rows.slots), counts)
+        generate_texts(step)
+        table = measure_latency(partial(_probe, step, graphs), batch_sizes(state.slots), counts)
     except torch.OutOfMemoryError as error:
         raise LoadError(
-            f"{rows.slots} slots with trees of {most} nodes do not fit into the memory beside {rows.base.name}: "
+            f"{state.slots} slots with trees of {most} nodes do not fit into the memory beside {step.base.name}: "
             "lower slots or nodes"
         ) from error
-    rows.restore([])
+    state.restore([])
     return table
 
 
-def _probed_length(rows: Rows) -> int:
-    return min(_PROBED_LENGTH, rows.max_length // 2)
+def _probed_length(state: BatchState) -> int:
+    return min(_PROBED_LENGTH, state.max_length // 2)
 
 
 @torch.inference_mode()
-def say_something(rows: Rows) -> None:
-    """Fill all slots with a text that goes on in the base's own words: searches cost more where much is likely."""
-    base, length = rows.base, _probed_length(rows)
-    count, start = min(rows.slots, _PROBED_ROWS), max(length - _PROBED_TEXT, 0)
+def generate_texts(step: DeviceStep) -> None:
+    """Fill all slots with texts that go on in the base's own words: searches cost more where much is likely."""
+    state, base = step.state, step.base
+    length = _probed_length(state)
+    count, start = min(state.slots, _PROBED_TEXTS), max(length - _PROBED_TEXT, 0)
     random = torch.Generator().manual_seed(0)
     prompt = torch.randint(base.vocab_size, (start + count,), generator=random).to(base.device)
-    rows.tokens[0, :start] = prompt[:start]
-    rows.prefill(0, [slice(0, start)])
-    for row in range(1, count):
-        rows.copy(0, row, start)
-    rows.tokens[:count, start] = prompt[start:]
-    rows.lengths[:count] = start
+    state.tokens[0, :start] = prompt[:start]
+    for slot in range(state.slots):
+        state.drafter.enter(slot, prompt[:start].cpu().numpy())
+    read_prompts(base, state, 0, [slice(0, start)])
+    for slot in range(1, count):
+        state.copy(0, slot, start)
+    state.tokens[:count, start] = prompt[start:]
+    state.lengths[:count] = start
     for end in range(start + 1, length + 1):
-        tree = root_only(rows.tokens[:count, end - 1])
-        rows.commit(rows.verify(tree, end), slice(0, count))
-    for row in range(count, rows.slots):
-        rows.copy(row % count, row, length + 1)  # the pending token, too
+        step.accept(step.verify(root_only(state.tokens[:count, end - 1]), end), slice(0, count))
+    for slot in range(count, state.slots):
+        state.copy(slot % count, slot, length + 1)  # the pending token, too
 
 
-def _probe(rows: Rows, graphs: StepGraphs | None, count: int, nodes: int) -> tuple[float, float]:
-    """Seconds of drafting in a step of `count` rows over what was said, and of the rest of it."""
-    length = _probed_length(rows)
-    rows.lengths.fill_(length)
-    context = rows.context([length] * count, least=FixedBudget(nodes).least)
+def _probe(step: DeviceStep, graphs: StepGraphs | None, rows: int, nodes: int) -> tuple[float, float]:
+    """Seconds of drafting in a step of `rows` rows over the generated texts, and of the rest of it."""
+    state, device = step.state, step.base.device
+    length = _probed_length(state)
+    state.lengths.fill_(length)
+    context, ask = state.context([length] * rows), Ask(nodes, 1 / (nodes + 1))
     if nodes:
-        rows.drafter.catch_up(context)
+        state.drafter.prepare(context)
     if graphs is not None:
-        shape = rows.shape(count, nodes, length)
-        step = partial(rows.step, shape)
-        graphs.warm_up(shape, step)
-        rows.lengths.fill_(length)
-        return 0.0, _timed(rows.base.device, lambda: graphs.run(shape, step))[1]
-    tree, drafting = root_only(context.pending), 0.0
-    if nodes:
-        tree, drafting = _timed(rows.base.device, lambda: rows.drafter.propose(context, nodes + 1))
-        tree = replace(tree, tokens=tree.tokens.clamp_min(0))  # padding would be verified for less
-    return drafting, _timed(rows.base.device, lambda: rows.verify(tree, length + tree.size))[1]
+        shape = step_shape(step, rows, nodes, length)
+        whole = partial(whole_step, step, shape)
+        graphs.warm_up(shape, whole)
+        state.lengths.fill_(length)
+        return 0.0, _timed(device, lambda: graphs.run(shape, whole))[1]
+    tree, drafting = _timed(device, lambda: step.draft(context, ask))
+    tree = replace(tree, tokens=tree.tokens.clamp_min(0))  # padding would be verified for less
+    return drafting if nodes else 0.0, _timed(device, lambda: step.verify(tree, length + tree.size))[1]
 
 
 def _timed(device: torch.device, work: Callable[[], T]) -> tuple[T, float]:

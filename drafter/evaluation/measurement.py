@@ -183,7 +183,7 @@ class Evaluation:
 
     def _engine(self, arm: Arm, batch: int, max_length: int, max_queue: int) -> Engine:
         nodes = "auto" if arm.nodes is None else arm.nodes
-        config = EngineConfig(batch, max_length, max_queue, nodes=nodes, compile=self._plan.compile)
+        config = EngineConfig(batch, max_length, nodes, self._plan.compile, max_queue)
         return Engine(self._base, self._drafter(arm), self._tokenizer, config)
 
     def _drafter(self, arm: Arm) -> Drafter:
@@ -193,13 +193,13 @@ class Evaluation:
             ValueError: It has no such tree.
         """
         if arm.nodes is None:
-            return load_drafter(arm.drafter, self._base, 1)
-        size = 1 + (useful_nodes(self._base.device) if arm.nodes == "auto" else arm.nodes)
+            return load_drafter(arm.drafter, self._base, 0)
+        nodes = useful_nodes(self._base.device) if arm.nodes == "auto" else arm.nodes
         if arm.drafter in self._heads:
-            return self._heads[arm.drafter].drafter(self._base, size, arm.tree or "exact")
+            return self._heads[arm.drafter].drafter(self._base, nodes, arm.tree or "exact")
         if arm.tree == "static":
             raise ValueError("only a draft head has a static tree")
-        return load_drafter(arm.drafter, self._base, size)
+        return load_drafter(arm.drafter, self._base, nodes)
 
 
 def cell_of(

@@ -72,12 +72,12 @@ class DraftHead(nn.Module, ABC):
         """
 
     @abstractmethod
-    def drafter(self, base: BaseModel, tree_size: int, tree: Tree = "exact") -> Drafter:
+    def drafter(self, base: BaseModel, nodes: int, tree: Tree = "exact") -> Drafter:
         """What the engine drafts with: the head as it is now, on the base's device and in its dtype.
 
         Args:
             base: The head's base.
-            tree_size: Nodes of a tree, root included.
+            nodes: Draft nodes of the largest tree.
             tree: `exact` is the best trie in the head's belief, `static` the published fixed tree.
 
         Raises:

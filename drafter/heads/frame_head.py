@@ -11,13 +11,14 @@ from torch import Tensor
 
 from drafter.base.causal_lm import BaseModel
 from drafter.base.executors.prepacked import prepack
-from drafter.drafters.contract import DraftContext, Drafter
+from drafter.base.hidden_states import LM_HEAD_INPUT
+from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Ids, Loan
 from drafter.heads.contract import DraftHead, Tree
 from drafter.heads.modules.contract import DraftModule
 from drafter.tree.token_tree import TokenTree
 
 Search = Callable[[Tensor, Tensor, int, float], TokenTree]
-"""Frame states `[B, F, d]`, recent tokens `[B, recent_tokens]`, a size and `DraftContext.least` → trees `[B, size]`."""
+"""Frame states `[B, F, d]`, recent tokens `[B, recent_tokens]`, size, `Ask.least_probability` → trees `[B, size]`."""
 
 
 class FrameHead(DraftHead):
@@ -42,7 +43,7 @@ class FrameHead(DraftHead):
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
         """`search` of weights that change no more: what follows from them alone may be computed here, once.
 
-        It may make use of `DraftContext.least`, too.
+        It may make use of `Ask.least_probability`, too.
         """
         return lambda states, recent, size, least: self.search(states, recent, base, size, tree)
 
@@ -62,46 +63,55 @@ class FrameHead(DraftHead):
         states = self.module(base.embed(tokens), hidden, anchors, count).flatten(0, 1)
         return self.search(states, last_tokens(tokens, anchors, self.recent_tokens).flatten(0, 1), base, size, tree)
 
-    def drafter(self, base: BaseModel, tree_size: int, tree: Tree = "exact") -> FrameDrafter:
+    def drafter(self, base: BaseModel, nodes: int, tree: Tree = "exact") -> FrameDrafter:
         """See `DraftHead.drafter`."""
         self.refuse_tree(tree)
         prepack(self)
-        return FrameDrafter(self, base, tree_size, tree)
+        return FrameDrafter(self, base, nodes, tree)
 
 
 class FrameDrafter(Drafter):
     """Drafts with a `FrameHead`, which makes it."""
 
-    reads_hidden = True
-
-    def __init__(self, head: FrameHead, base: BaseModel, tree_size: int, tree: Tree) -> None:
-        self.tree_size, self.depth = tree_size, head.config.depth
+    def __init__(self, head: FrameHead, base: BaseModel, nodes: int, tree: Tree) -> None:
+        self.spec = DraftSpec(nodes, head.config.depth, hidden_layers=(LM_HEAD_INPUT,))
         self._recent_tokens = head.recent_tokens
-        self._reader = head.module.reader(base, self.depth + 1)
+        self._reader = head.module.reader(base, self.spec.max_depth + 1)
         self._search = head.prepared_search(base, tree)
         self._frames_for = partial(head.frames_for, tree=tree)
 
-    def allocate(self, slots: int, length: int) -> None:
+    def open(self, loan: Loan) -> None:
         """Make room for what the module remembers."""
-        self._reader.allocate(slots, length)
+        self._times = loan.times
+        self._reader.open(loan.slots, loan.length)
 
-    def admit(self, slot: int) -> None:
-        """Nothing of the slot's new row has been read."""
-        self._reader.admit(slot)
+    def enter(self, slot: int, text: Ids) -> None:
+        """Forget the sequence before: nothing of the new one has been read."""
+        self._reader.enter(slot)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy what was read of the common beginning."""
+        self._reader.copy(source, target, length)
 
     def move(self, source: int, target: int) -> None:
-        """What was read of the row moves with it."""
+        """Move what was read of the sequence with it."""
         self._reader.move(source, target)
 
-    def catch_up(self, context: DraftContext) -> None:
-        """Read what is more than an ordinary step brings."""
-        self._reader.catch_up(context)
+    def clear(self, slot: int) -> None:
+        """Set what the module remembers of the slot to zero."""
+        self._reader.clear(slot)
 
-    def propose(self, context: DraftContext, size: int) -> TokenTree:
-        """Trees `[B, size]`: read what is new, compute the frames, search."""
+    def prepare(self, context: DraftContext) -> None:
+        """Read what is more than an ordinary step brings."""
+        self._reader.prepare(context)
+
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        """Trees `[B, 1 + ask.nodes]`: read what is new, compute the frames, search."""
+        size = ask.nodes + 1
         states = self._reader.read(context, self._frames_for(size))
+        self._times.mark("draft")
         recent = last_tokens(context.tokens, context.lengths[:, None], self._recent_tokens)[:, 0]
-        return self._search(states, recent, size, context.least)
+        return self._search(states, recent, size, ask.least_probability)
 
 
 def last_tokens(tokens: Tensor, anchors: Tensor, count: int) -> Tensor:

@@ -1,8 +1,8 @@
-"""The base's choice at a node: logits, then filters, then one keyed uniform, then a token.
+"""The base's choice at a node: its logits are biased, penalised and filtered, and a keyed uniform picks a token.
 
-The uniform depends on (seed, position) alone, so a row's tokens are a function of model, prompt and seed: the same
-with speculation and without, at any tree, batch or order. The stages follow one another as in transformers: logit
-bias, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
+The uniform depends on (seed, position) alone. So a sequence's tokens are a function of model, prompt and seed: the same
+with speculation and without, whatever the tree, the batch or the order. The stages follow one another as in
+transformers: logit bias, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from drafter.devices import send
 from drafter.requests import SamplingParams
+from drafter.tree.token_tree import TokenTree
 from drafter.verifiers.penalties import History, penalise
 
 _MASK_64 = (1 << 64) - 1
@@ -135,6 +136,42 @@ class SamplingMode:
             random=bool(drawn),
             ranked=any(p.top_k > 0 or p.top_p < 1 for p in drawn),
         )
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """How the R rows of a step choose their tokens.
+
+    Args:
+        table: Settings of all slots.
+        rows: The R slots.
+        mode: Which work they need.
+        tokens: `[R, L]` int64 prompt and output; entries past `lengths` are not looked at.
+        lengths: `[R]` int64 committed tokens.
+    """
+
+    table: SamplingTable
+    rows: slice
+    mode: SamplingMode
+    tokens: Tensor
+    lengths: Tensor
+
+
+def base_choices(logits: Tensor, tree: TokenTree, ancestors: Tensor, sampling: RowSampling) -> Tensor:
+    """The base's choice after each node: `[R, N]` token ids, by node id.
+
+    Args:
+        logits: `[R, N, V]` by node id.
+        tree: `[R, N]`.
+        ancestors: `[R, N, N]` of the tree.
+        sampling: How the rows choose.
+    """
+    history, positions = None, None
+    if sampling.mode.penalties:
+        history = History(sampling.tokens, sampling.lengths, tree.tokens, tree.depths, ancestors)
+    if sampling.mode.random:
+        positions = sampling.lengths[:, None] + tree.depths + 1
+    return choose(logits, sampling.table, sampling.mode, positions, history, sampling.rows)
 
 
 def filter_logits(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, ranked: bool) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drafter.devices import send
 from drafter.requests import TokenLogprob
-from drafter.verifiers.exact import Walk
+from drafter.verifiers.contract import Accepted
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,18 @@ class PathLogprobs:
         ]
 
 
-def path_logprobs(logits: Tensor, step: Walk, rows: Sequence[int], count: int) -> PathLogprobs:
+def path_logprobs(logits: Tensor, accepted: Accepted, rows: Sequence[int], count: int) -> PathLogprobs:
     """Log-softmax in fp32 at the nodes that were walked: of `[R, D + 1, V]` logits, never of all nodes'.
 
     Args:
         logits: `[B, N, V]` the base's, by node id.
-        step: The walk.
+        accepted: The paths of all rows.
         rows: The R rows that want them.
         count: K, how many of the most probable tokens.
     """
     row = send(torch.tensor(rows), logits.device)
-    on_path = logits[row[:, None], step.path[row]].float()
+    on_path = logits[row[:, None], accepted.path[row]].float()
     normaliser = on_path.logsumexp(-1, keepdim=True)
     top, top_tokens = on_path.topk(min(count, on_path.shape[-1]))
-    chosen = on_path.gather(2, step.tokens[row][..., None]) - normaliser
+    chosen = on_path.gather(2, accepted.tokens[row][..., None]) - normaliser
     return PathLogprobs(chosen[..., 0], top_tokens, top - normaliser)

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -51,11 +51,14 @@ class NodeType:
         cpus: Logical cores.
         gpus: Logical GPUs.
         most: How many of them an autoscaler may start.
+        environment: Environment variables that the node's processes have besides the cluster's; not for nodes that an
+            autoscaler starts.
     """
 
     cpus: int
     gpus: int = 0
     most: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class LocalCluster:
@@ -67,6 +70,7 @@ class LocalCluster:
         nodes: Nodes from the beginning.
         growing: Kinds of nodes, by name, that an autoscaler starts and ends.
         idle_seconds: After which the autoscaler ends a node without work.
+        head_environment: Environment variables that the head's processes have besides the cluster's.
     """
 
     def __init__(
@@ -74,8 +78,10 @@ class LocalCluster:
         nodes: Sequence[NodeType] = (),
         growing: Mapping[str, NodeType] | None = None,
         idle_seconds: float = 5.0,
+        head_environment: Mapping[str, str] | None = None,
     ) -> None:
         self._nodes, self._growing, self._idle_seconds = nodes, growing or {}, idle_seconds
+        self._head_environment = head_environment or {}
         self._folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # paths of sockets must be short
         self._gcs, self._dashboard, self._client = free_ports(3)
         self._head: list[int] = []
@@ -102,7 +108,7 @@ class LocalCluster:
             self._start_head()
             self._head = self._raylets()
             for node in self._nodes:
-                self._start("--address", f"{LOOPBACK}:{self._gcs}", *_has(node))
+                self._start("--address", f"{LOOPBACK}:{self._gcs}", *_has(node), environment=node.environment)
         except BaseException:
             self._end()
             raise
@@ -136,7 +142,7 @@ class LocalCluster:
                 "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
                 "AUTOSCALER_UPDATE_INTERVAL_S": "1",
             }
-        self._start(*options, *_has(head), environment=extra)
+        self._start(*options, *_has(head), environment={**self._head_environment, **extra})
 
     def _autoscaler_config(self) -> dict[str, Any]:
         types = {

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import yaml
 from jsonargparse import ArgumentParser
 
+from drafter.engine.engine_config import EngineSettings
 from drafter.requests import SamplingParams
 from pipeline.command_line import at_least, make_parser, parse
 from pipeline.errors import InputError
@@ -71,29 +72,6 @@ class LoadingConfig:
     device: str = "auto"
     device_map: str | None = None
     trust_remote_code: bool = False
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """How much an engine does at once.
-
-    Args:
-        slots: Requests decoded together.
-        max_length: Prompt and output tokens a request may have; by default the base's own limit, at most 2,048.
-        nodes: Draft tokens verified a step; `auto` adapts to what pays on the machine.
-        compile: Compile the base's forward for the machine: a minute or two at start, for faster steps.
-    """
-
-    slots: int = 16
-    max_length: int | None = None
-    nodes: int | Literal["auto"] = "auto"
-    compile: bool = False
-
-    def __post_init__(self) -> None:
-        at_least("engine.slots", self.slots, 1)
-        at_least("engine.max_length", self.max_length, 2)
-        if self.nodes != "auto":
-            at_least("engine.nodes", self.nodes, 0)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from pipeline.generate.staged_input import BAD_REQUEST, PROBLEM_TYPE
 from pipeline.io.reading import PromptSource
 from pipeline.openai.api_error import OpenAIError
 from pipeline.openai.batch import parse_line
-from pipeline.openai.request_body import is_messages
+from pipeline.openai.parsed_request import is_messages
 
 _SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _SEED_COLUMN = "seed"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
+
+_LONGEST_SHOWN = 80
+"""Characters of a value that a message quotes."""
 
 
 class OpenAIError(Exception):
-    """A request that cannot be answered, in the words that a client of OpenAI's knows.
+    """A request that cannot be answered, in words that OpenAI's clients know.
 
     Args:
-        status: HTTP status, 400 for a mistake in the request.
+        status: HTTP status; 400 for a mistake in the request.
         message: What is wrong, and with what.
         param: The parameter that is wrong, as a path such as `messages[0].content`; None for the request as a whole.
-        code: OpenAI's name of the kind of mistake.
+        code: OpenAI's name for this kind of error.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -20,6 +24,22 @@ class OpenAIError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, Any]:
-        """The body of the HTTP response."""
+        """Return the body of the HTTP response."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def bad_request(message: str, param: str | None, code: str) -> OpenAIError:
+    """Return the error for a mistake in a request's body."""
+    return OpenAIError(400, message, param, code)
+
+
+def missing(param: str) -> OpenAIError:
+    """Return the error for a parameter that must be there."""
+    return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+
+
+def shown(value: Any) -> str:
+    """Return a value of a request as a message quotes it: JSON, and its beginning if it is long."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 1] + "…"

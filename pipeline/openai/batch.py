@@ -8,15 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drafter.requests import Generation
-from pipeline.openai.api_error import OpenAIError
-from pipeline.openai.request_body import ParsedRequest, parse_chat, parse_completion
+from pipeline.openai.api_error import OpenAIError, bad_request, missing
+from pipeline.openai.parsed_request import ParsedRequest
+from pipeline.openai.request_body import parse_chat, parse_completion
 from pipeline.openai.response_body import TokenText, chat_response, completion_response
 
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 
 def parse_line(line: Mapping[str, Any]) -> ParsedRequest:
-    """What a line asks for.
+    """Return what a line asks for.
 
     Args:
         line: Its `method`, `url` and `body`, the last as JSON text.
@@ -26,28 +27,27 @@ def parse_line(line: Mapping[str, Any]) -> ParsedRequest:
     """
     for name, allowed in (("method", ("POST",)), ("url", (_CHAT, _COMPLETION))):
         if line.get(name) is None:
-            raise OpenAIError(400, f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
+            raise missing(name)
         if line[name] not in allowed:
             message = f"Unsupported value: '{name}' can only be {' or '.join(allowed)}, not {line[name]}."
-            raise OpenAIError(400, message, name, "unsupported_value")
+            raise bad_request(message, name, "unsupported_value")
     if line.get("body") is None:
-        raise OpenAIError(400, "Missing required parameter: 'body'.", "body", "missing_required_parameter")
+        raise missing("body")
     try:
         body = json.loads(line["body"])
     except (ValueError, RecursionError):
         body = line["body"]  # text that is not JSON is no object either
     request = parse_chat(body) if line["url"] == _CHAT else parse_completion(body)
     if request.stream:
-        raise OpenAIError(
-            400, "Unsupported value: 'stream' can only be false in a batch.", "stream", "unsupported_value"
-        )
+        message = "Unsupported value: 'stream' can only be false in a batch."
+        raise bad_request(message, "stream", "unsupported_value")
     return request
 
 
 def answer_line(
     line: Mapping[str, Any], generations: Sequence[Generation], created: int, token_text: TokenText
 ) -> dict[str, Any]:
-    """The line that answers a request.
+    """Return the line that answers a request, or says why what was generated is no answer.
 
     Args:
         line: The request's; see `parse_line`.
@@ -56,22 +56,25 @@ def answer_line(
         token_text: See `chat_response`.
     """
     request, name = parse_line(line), _name(line["custom_id"], created)
-    if line["url"] == _CHAT:
-        body = chat_response(request, generations, f"chatcmpl-{name}", created, token_text)
-    else:
-        body = completion_response(request, generations, f"cmpl-{name}", created, token_text)
+    try:
+        if line["url"] == _CHAT:
+            body = chat_response(request, generations, f"chatcmpl-{name}", created, token_text)
+        else:
+            body = completion_response(request, generations, f"cmpl-{name}", created, token_text)
+    except OpenAIError as error:
+        return refusal_line(line["custom_id"], created, error)
     return _line(line["custom_id"], name, {"status_code": 200, "request_id": f"req_{name}", "body": body}, None)
 
 
 def refusal_line(custom_id: str, created: int, error: OpenAIError) -> dict[str, Any]:
-    """The line for a request that was answered with an error."""
+    """Return the line for a request that is answered with an error."""
     name = _name(custom_id, created)
     response = {"status_code": error.status, "request_id": f"req_{name}", "body": error.body()}
     return _line(custom_id, name, response, None)
 
 
 def failure_line(custom_id: str | None, place: str, created: int, code: str, message: str) -> dict[str, Any]:
-    """The line for one that never was a request, or was given up.
+    """Return the line for what is not a request, or was given up.
 
     Args:
         custom_id: None where the line has none.
@@ -91,5 +94,5 @@ def _line(
 
 
 def _name(custom_id: str, created: int) -> str:
-    """A name that the same line of the same job always has."""
+    """Return a name that the same line of the same job always has."""
     return hashlib.blake2b(f"{created}:{custom_id}".encode(), digest_size=12).hexdigest()

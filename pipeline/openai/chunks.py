@@ -1,47 +1,52 @@
-"""How OpenAI's clients are told what is being generated: the events of a streamed answer.
+"""The events of a streamed answer, in OpenAI's schema.
 
-Each event that has text is one decode step: the accepted draft tokens and the base's own token after them.
+An event with text is one decode step: the accepted draft tokens, and the base's own token after them.
 """
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 from drafter.requests import Generation, TokenDelta
 from pipeline.openai.api_error import OpenAIError
-from pipeline.openai.request_body import ParsedRequest
+from pipeline.openai.parsed_request import ParsedRequest
 from pipeline.openai.response_body import TokenText, chat_logprobs, completion_logprobs, usage
 from pipeline.openai.speculation import generation_statistics, step_statistics
+from pipeline.openai.strict_json import to_json
 
 DONE = "data: [DONE]\n\n"
-"""The last event of a stream that has not failed."""
+"""The last event of a stream, unless it failed."""
 
 
 def event(data: dict[str, Any]) -> str:
-    """A server-sent event."""
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    """Return a server-sent event.
+
+    Raises:
+        ValueError: It has a number that is not finite.
+    """
+    return f"data: {to_json(data)}\n\n"
 
 
 def error_event(error: OpenAIError) -> str:
-    """The event that ends a stream that has failed."""
+    """Return the event that ends a stream that has failed."""
     return event(error.body())
 
 
 class Chunks(ABC):
-    """The chunks of one streamed answer.
+    """The chunks of one streamed answer, as server-sent events.
 
     Args:
         request: What was asked for; the answer names the same model.
         name: The answer's `id`.
         created: Seconds since 1970.
         token_text: Used where log-probabilities were asked for.
-        speculation: Whether each chunk tells what became of the draft (see `pipeline.openai.speculation`).
+        speculation: Whether each chunk says what became of the draft; see `pipeline.openai.speculation`.
     """
 
     kind: str
+    """OpenAI's name of the chunks."""
 
     def __init__(
         self, request: ParsedRequest, name: str, created: int, token_text: TokenText, *, speculation: bool
@@ -51,35 +56,39 @@ class Chunks(ABC):
 
     @abstractmethod
     def begin(self, index: int) -> str:
-        """What comes before the first text of choice `index`."""
+        """Return what comes before the first text of choice `index`."""
 
     @abstractmethod
     def _content(self, index: int, delta: TokenDelta) -> dict[str, Any]:
-        """The choice's text of a step, and its log-probabilities."""
+        """Return the text of a step of choice `index`, and its log-probabilities."""
 
     @abstractmethod
     def _empty(self) -> dict[str, Any]:
-        """A choice without text."""
+        """Return a choice without text."""
 
     def step(self, index: int, delta: TokenDelta) -> str:
-        """A decode step of choice `index`."""
+        """Return the chunk of one decode step of choice `index`.
+
+        Raises:
+            OpenAIError: A log-probability is not a number.
+        """
         extension = {"speculation": step_statistics(delta)} if self._speculation else {}
         return self._chunk([{"index": index, **self._content(index, delta), "finish_reason": None}], **extension)
 
     def finish(self, index: int, generation: Generation) -> str:
-        """The end of choice `index`."""
+        """Return the last chunk of choice `index`."""
         extension = {"speculation": generation_statistics(generation)} if self._speculation else {}
         reason = generation.finish_reason
         return self._chunk([{"index": index, **self._empty(), "finish_reason": reason}], **extension)
 
     def end(self, generations: Sequence[Generation]) -> str:
-        """The end of the stream: the usage, if it was asked for."""
+        """Return the end of the stream, with the usage if it was asked for."""
         if not self._request.include_usage:
             return DONE
         return self._chunk([], usage=usage(generations, self._request.n)) + DONE
 
     def _chunk(self, choices: list[dict[str, Any]], **extension: Any) -> str:
-        # With `include_usage`, all chunks have the field.
+        # With `include_usage` all chunks have the field, and the last one its value.
         last = {"usage": None, **extension} if self._request.include_usage else extension
         return event(
             {

@@ -6,27 +6,18 @@ null is not set, as with OpenAI.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from typing_extensions import TypeIs
 
-from drafter.errors import RequestError
-from drafter.requests import SamplingParams
-from pipeline.openai.api_error import OpenAIError
-
-Messages = list[dict[str, Any]]
-Prompt = str | list[int] | Messages
-"""A text, token ids, or chat messages."""
+from pipeline.openai.api_error import OpenAIError, bad_request, missing, shown
+from pipeline.openai.parsed_request import ParsedRequest, Prompt
+from pipeline.openai.prompts import chat_messages, completion_prompts
 
 _SEEDS = 2**63
-_TOKENS = 2**31
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Roles that a chat template knows; `developer` is OpenAI's newer name for `system`."""
-_MESSAGE_FIELDS = {"role", "content", "name"}
+_COMPLETION_TOKENS = 16
+"""OpenAI's default of `max_tokens` for text completions."""
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
@@ -52,85 +43,36 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 """OpenAI's parameters that are not supported, each with the values that ask for nothing."""
 
 
-@dataclass(frozen=True)
-class ParsedRequest:
-    """What a body asks for.
-
-    Args:
-        model: As the body names it.
-        prompts: What to continue: one, or several for a text completion with a list of prompts.
-        settings: The fields of `SamplingParams` that the body decides. A body that does not say the temperature asks
-            for OpenAI's default of 1; without a limit of tokens or a seed, there is none here either.
-        n: Choices of each prompt.
-        stream: Whether tokens are to be sent as they come.
-        include_usage: Whether a stream ends with the usage.
-    """
-
-    model: str
-    prompts: tuple[Prompt, ...]
-    settings: dict[str, Any]
-    n: int = 1
-    stream: bool = False
-    include_usage: bool = False
-
-    @property
-    def choices(self) -> int:
-        """Texts to generate: `n` of the first prompt, then `n` of the next."""
-        return self.n * len(self.prompts)
-
-    def sampling(self, defaults: SamplingParams) -> SamplingParams:
-        """The settings of one text: `defaults`, changed by what the body says.
-
-        Raises:
-            OpenAIError: A value that the engine does not take.
-        """
-        try:
-            return dataclasses.replace(defaults, **self.settings)
-        except RequestError as error:
-            param = str(error).split()[0]
-            raise _refusal(f"Invalid value: {error}", param, "invalid_value") from error
-
-
-def is_messages(prompt: Prompt) -> TypeIs[Messages]:
-    """Whether a prompt is chat messages."""
-    return isinstance(prompt, list) and isinstance(prompt[0], dict)
-
-
 def parse_chat(body: dict[str, Any]) -> ParsedRequest:
-    """What the body of a request to `/v1/chat/completions` asks for.
+    """Return what the body of a request to `/v1/chat/completions` asks for.
 
     Raises:
         OpenAIError: A parameter is missing, unknown, not supported or wrong.
     """
     parsed = _validated(ChatBody, body)
     if parsed.max_tokens is not None and parsed.max_completion_tokens is not None:
-        raise _refusal(
-            "Set 'max_tokens' or 'max_completion_tokens', not both.", "max_tokens", "invalid_parameter_combination"
-        )
+        raise _contradiction("Set 'max_tokens' or 'max_completion_tokens', not both.", "max_tokens")
     if parsed.top_logprobs is not None and not parsed.logprobs:
-        raise _refusal("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs", "invalid_parameter_combination")
+        raise _contradiction("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
     settings = parsed.settings()
     if parsed.max_completion_tokens is not None:
         settings["max_new_tokens"] = parsed.max_completion_tokens
     if parsed.logprobs:
         settings["logprobs"] = parsed.top_logprobs or 0
-    return parsed.request((_messages(parsed.messages),), settings)
+    return parsed.request((chat_messages(parsed.messages),), settings)
 
 
 def parse_completion(body: dict[str, Any]) -> ParsedRequest:
-    """What the body of a request to `/v1/completions` asks for.
+    """Return what the body of a request to `/v1/completions` asks for.
 
     Raises:
         OpenAIError: A parameter is missing, unknown, not supported or wrong.
     """
     parsed = _validated(CompletionBody, body)
-    settings = {"max_new_tokens": 16, **parsed.settings()}  # OpenAI's default for text completions
+    settings = {"max_new_tokens": _COMPLETION_TOKENS, **parsed.settings()}
     if parsed.logprobs is not None:
         settings["logprobs"] = parsed.logprobs
-    return parsed.request(_prompts(parsed.prompt), settings)
-
-
-# ---- bodies
+    return parsed.request(completion_prompts(parsed.prompt), settings)
 
 
 class StreamOptions(BaseModel):
@@ -165,7 +107,7 @@ class Body(BaseModel):
     prompt_cache_key: str | None = None
 
     def settings(self) -> dict[str, Any]:
-        """The fields of `SamplingParams` that both kinds of body decide alike."""
+        """Return the fields of `SamplingParams` that both kinds of body decide alike."""
         found: dict[str, Any] = {"temperature": self.temperature}
         if self.top_p == 0:  # the smallest set that reaches nothing: one token
             found["top_k"] = 1
@@ -185,11 +127,17 @@ class Body(BaseModel):
         return found
 
     def request(self, prompts: tuple[Prompt, ...], settings: dict[str, Any]) -> ParsedRequest:
-        """The body with its prompts."""
+        """Return what the body asks for.
+
+        Args:
+            prompts: What to continue.
+            settings: The fields of `SamplingParams` that the body decides.
+
+        Raises:
+            OpenAIError: The options of a stream are set, but no stream is asked for.
+        """
         if self.stream_options is not None and not self.stream:
-            raise _refusal(
-                "'stream_options' needs 'stream' to be true.", "stream_options", "invalid_parameter_combination"
-            )
+            raise _contradiction("'stream_options' needs 'stream' to be true.", "stream_options")
         include_usage = self.stream_options is not None and self.stream_options.include_usage
         return ParsedRequest(self.model, prompts, settings, self.n, self.stream, include_usage)
 
@@ -213,52 +161,52 @@ class CompletionBody(Body):
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 
-# ---- checks
-
-
 def _validated(kind: type[AnyBody], body: dict[str, Any]) -> AnyBody:
+    """Return a body whose parameters are known, supported and of the right type."""
     if not isinstance(body, dict):
-        raise _refusal("The body of the request is not a JSON object.", None, "invalid_type")
+        raise bad_request("The body of the request is not a JSON object.", None, "invalid_type")
     given = {name: value for name, value in body.items() if value is not None}
     for name in [name for name in given if name in _UNSUPPORTED]:
         value = given.pop(name)
-        if not any(type(value) is type(one) and value == one for one in _UNSUPPORTED[name]):
+        if not any(type(value) is type(harmless) and value == harmless for harmless in _UNSUPPORTED[name]):
             raise _unsupported(name, value)
     options = given.get("stream_options")
     if isinstance(options, dict):
-        nothing = {"include_obfuscation": False}
-        given["stream_options"] = {
-            name: value for name, value in options.items() if value is not None and value is not nothing.get(name)
-        }
+        given["stream_options"] = {name: value for name, value in options.items() if _asks_for_something(name, value)}
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        path = _path(first["loc"])
-        if first["type"] == "missing":
-            raise _refusal(f"Missing required parameter: '{path}'.", path, "missing_required_parameter") from error
-        if first["type"] == "extra_forbidden":
-            raise _refusal(f"Unknown parameter: '{path}'.", path, "unknown_parameter") from error
-        code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
-        raise _refusal(f"Invalid '{path}': {first['msg']}.", path, code) from error
+        raise _refusal(error) from error
 
 
-def _refusal(message: str, param: str | None, code: str) -> OpenAIError:
-    return OpenAIError(400, message, param, code)
+def _asks_for_something(option: str, value: Any) -> bool:
+    """Return whether an option of `stream_options` is set to more than nothing."""
+    return value is not None and not (option == "include_obfuscation" and value is False)
+
+
+def _refusal(error: ValidationError) -> OpenAIError:
+    """Return the first of pydantic's complaints in OpenAI's words."""
+    first = error.errors(include_url=False)[0]
+    path = _path(first["loc"])
+    if first["type"] == "missing":
+        return missing(path)
+    if first["type"] == "extra_forbidden":
+        return bad_request(f"Unknown parameter: '{path}'.", path, "unknown_parameter")
+    code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
+    return bad_request(f"Invalid '{path}': {first['msg']}.", path, code)
 
 
 def _unsupported(name: str, value: Any) -> OpenAIError:
     harmless = _UNSUPPORTED[name]
     if not harmless or harmless == ([],):
-        return _refusal(f"Unsupported parameter: '{name}' is not supported.", name, "unsupported_parameter")
+        return bad_request(f"Unsupported parameter: '{name}' is not supported.", name, "unsupported_parameter")
     only = " or ".join(json.dumps(one) for one in harmless)
-    message = f"Unsupported value: '{name}' can only be {only}, not {_shown(value)}."
-    return _refusal(message, name, "unsupported_value")
+    message = f"Unsupported value: '{name}' can only be {only}, not {shown(value)}."
+    return bad_request(message, name, "unsupported_value")
 
 
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 80 else text[:79] + "…"
+def _contradiction(message: str, param: str) -> OpenAIError:
+    return bad_request(message, param, "invalid_parameter_combination")
 
 
 def _path(places: tuple[int | str, ...]) -> str:
@@ -271,81 +219,14 @@ def _path(places: tuple[int | str, ...]) -> str:
 def _stop(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        message = f"Invalid 'stop': it must be a non-empty string or a list of such, not {_shown(value)}."
-        raise _refusal(message, "stop", "invalid_value")
+        message = f"Invalid 'stop': it must be a non-empty string or a list of such, not {shown(value)}."
+        raise bad_request(message, "stop", "invalid_value")
     return tuple(texts)
 
 
 def _logit_bias(value: dict[str, float]) -> dict[int, float]:
     for token, bias in value.items():
         if not (token.isascii() and token.isdigit() and len(token) < 10) or not -100 <= bias <= 100:
-            message = f"Invalid 'logit_bias': token ids with numbers of -100 to 100, not {_shown({token: bias})}."
-            raise _refusal(message, "logit_bias", "invalid_value")
+            message = f"Invalid 'logit_bias': token ids with numbers of -100 to 100, not {shown({token: bias})}."
+            raise bad_request(message, "logit_bias", "invalid_value")
     return {int(token): bias for token, bias in value.items()}
-
-
-def _messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as a chat template takes them: known roles, contents of text."""
-    plain = []
-    for place, message in enumerate(messages):
-        path = f"messages[{place}]"
-        given = {name: value for name, value in message.items() if value is not None and value != []}
-        for name in given:
-            if name not in _MESSAGE_FIELDS:
-                where = f"{path}.{name}"
-                raise _refusal(f"Unsupported parameter: '{where}' is not supported.", where, "unsupported_parameter")
-        role, name = given.get("role"), given.get("name", "")
-        if not isinstance(role, str) or role not in _ROLES:
-            known = ", ".join(_ROLES)
-            raise _refusal(
-                f"Invalid '{path}.role': it must be one of {known}, not {_shown(role)}.",
-                f"{path}.role",
-                "invalid_value",
-            )
-        if not isinstance(name, str):
-            raise _refusal(f"Invalid '{path}.name': it must be text.", f"{path}.name", "invalid_type")
-        content = _text(given.get("content"), f"{path}.content")
-        plain.append({"role": _ROLES[role], "content": content, **({"name": name} if name else {})})
-    return plain
-
-
-def _text(content: Any, path: str) -> str:
-    """A message's content: text, or text parts, which become lines."""
-    if isinstance(content, str):
-        return content
-    if content is None:
-        raise _refusal(f"Missing required parameter: '{path}'.", path, "missing_required_parameter")
-    if not isinstance(content, list):
-        raise _refusal(
-            f"Invalid '{path}': it must be text or a list of parts, not {_shown(content)}.", path, "invalid_type"
-        )
-    texts = []
-    for place, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            message = f"Unsupported value: '{path}[{place}]' can only be a part of type \"text\", not {_shown(kind)}."
-            raise _refusal(message, f"{path}[{place}]", "unsupported_value")
-        if not isinstance(part.get("text"), str):
-            raise _refusal(f"Invalid '{path}[{place}].text': it must be text.", f"{path}[{place}].text", "invalid_type")
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-def _prompts(value: Any) -> tuple[Prompt, ...]:
-    """A text, texts, the token ids of one prompt, or those of several."""
-    if isinstance(value, str) or _is_tokens(value):
-        return (value,)
-    if (
-        isinstance(value, list)
-        and value
-        and (all(isinstance(one, str) for one in value) or all(map(_is_tokens, value)))
-    ):
-        return tuple(value)
-    message = f"Invalid 'prompt': it must be text, a list of texts, or (lists of) token ids, not {_shown(value)}."
-    raise _refusal(message, "prompt", "invalid_type")
-
-
-def _is_tokens(value: Any) -> bool:
-    return (
-        isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token < _TOKENS for token in value)
-    )

@@ -1,19 +1,23 @@
-"""How OpenAI's clients are told what was generated."""
+"""The bodies of answers: what was generated, in OpenAI's schema."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from drafter.requests import Generation, TokenLogprob
-from pipeline.openai.request_body import ParsedRequest
+from pipeline.openai.api_error import OpenAIError
+from pipeline.openai.parsed_request import ParsedRequest
 
 TokenText = Callable[[int], str]
-"""The text of a token by itself."""
+"""Gives the text of a token by itself."""
+_IMPOSSIBLE = -9999.0
+"""OpenAI's log-probability of a token that is too unlikely for a number; JSON has no minus infinity."""
 
 
 def token_text(tokenizer: Any, token: int) -> str:
-    """The text of a token inside a text, which may begin with a space; `\ufffd` stands for half a character."""
+    """Return the text of a token inside a text, which may begin with a space; `\ufffd` stands for half a character."""
     # Tokenisers that put words together leave out the space before the first one, so the second one tells.
     once, twice = (str(tokenizer.decode([token] * times, clean_up_tokenization_spaces=False)) for times in (1, 2))
     return twice[len(once) :]
@@ -22,7 +26,7 @@ def token_text(tokenizer: Any, token: int) -> str:
 def chat_response(
     request: ParsedRequest, generations: Sequence[Generation], name: str, created: int, token_text: TokenText
 ) -> dict[str, Any]:
-    """The body that answers a request to `/v1/chat/completions`.
+    """Return the body that answers a request to `/v1/chat/completions`.
 
     Args:
         request: What was asked for; the answer names the same model.
@@ -30,6 +34,9 @@ def chat_response(
         name: The answer's `id`.
         created: Seconds since 1970.
         token_text: Used where log-probabilities were asked for.
+
+    Raises:
+        OpenAIError: A log-probability is not a number.
     """
     choices = [
         {
@@ -46,7 +53,7 @@ def chat_response(
 def completion_response(
     request: ParsedRequest, generations: Sequence[Generation], name: str, created: int, token_text: TokenText
 ) -> dict[str, Any]:
-    """The body that answers a request to `/v1/completions`; see `chat_response`."""
+    """Return the body that answers a request to `/v1/completions`; see `chat_response`."""
     choices = [
         {
             "index": index,
@@ -79,23 +86,23 @@ def _response(
 
 
 def usage(generations: Sequence[Generation], n: int = 1) -> dict[str, Any]:
-    """Tokens that went in and came out.
+    """Return the numbers of tokens that went in and came out.
 
-    A prompt counts once, whatever its number of choices. Draft tokens are told as OpenAI tells those of a predicted
+    A prompt counts once, whatever its number of choices. Draft tokens stand where OpenAI has those of a predicted
     output: accepted ones are part of the text, rejected ones were verified for nothing.
 
     Args:
         generations: `n` of each prompt, one prompt after the other.
         n: Choices of a prompt.
     """
-    went_in = sum(generation.prompt_tokens for generation in generations[::n])
-    came_out = sum(len(generation.token_ids) for generation in generations)
+    prompt = sum(generation.prompt_tokens for generation in generations[::n])
+    output = sum(len(generation.token_ids) for generation in generations)
     accepted = sum(generation.counts.num_accepted_draft_tokens for generation in generations)
     drafted = sum(generation.counts.num_draft_tokens for generation in generations)
     return {
-        "prompt_tokens": went_in,
-        "completion_tokens": came_out,
-        "total_tokens": went_in + came_out,
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted - accepted,
@@ -104,28 +111,42 @@ def usage(generations: Sequence[Generation], n: int = 1) -> dict[str, Any]:
 
 
 def chat_logprobs(logprobs: Sequence[TokenLogprob] | None, token_text: TokenText) -> dict[str, Any] | None:
-    """Log-probabilities as a chat's choice, or a chunk of one, has them."""
+    """Return log-probabilities as a choice of a chat, or a chunk of one, has them.
+
+    Raises:
+        OpenAIError: One is not a number.
+    """
     if logprobs is None:
         return None
 
-    def told(token: int, logprob: float) -> dict[str, Any]:
+    def described(token: int, logprob: float) -> dict[str, Any]:
         text = token_text(token)
-        # A token of half a character has no text, and so no bytes that would be known.
-        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+        # A token of half a character has no text by itself, and so no bytes that are known.
+        known = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": _number(logprob), "bytes": known}
 
     return {
         "content": [
-            {**told(one.token_id, one.logprob), "top_logprobs": [told(*other) for other in one.top]}
+            {**described(one.token_id, one.logprob), "top_logprobs": [described(*other) for other in one.top]}
             for one in logprobs
         ],
         "refusal": None,
-    }  # fmt: skip
+    }
 
 
 def completion_logprobs(
     logprobs: Sequence[TokenLogprob] | None, token_text: TokenText, offset: int = 0
 ) -> dict[str, Any] | None:
-    """Log-probabilities as a text completion's choice, or a chunk of one that begins at `offset`, has them."""
+    """Return log-probabilities as a choice of a text completion, or a chunk of one, has them.
+
+    Args:
+        logprobs: Of each token; None where they were not asked for.
+        token_text: Gives their texts.
+        offset: Where in the choice's text the chunk begins.
+
+    Raises:
+        OpenAIError: One is not a number.
+    """
     if logprobs is None:
         return None
     texts = [token_text(one.token_id) for one in logprobs]
@@ -135,7 +156,20 @@ def completion_logprobs(
         offset += len(text)
     return {
         "tokens": texts,
-        "token_logprobs": [one.logprob for one in logprobs],
-        "top_logprobs": [{token_text(token): logprob for token, logprob in one.top} for one in logprobs],
+        "token_logprobs": [_number(one.logprob) for one in logprobs],
+        "top_logprobs": [{token_text(token): _number(logprob) for token, logprob in one.top} for one in logprobs],
         "text_offset": offsets,
     }
+
+
+def _number(logprob: float) -> float:
+    """Return a log-probability as JSON can have it.
+
+    Raises:
+        OpenAIError: It is not a number: the base's forward has overflowed.
+    """
+    if logprob == -math.inf:
+        return _IMPOSSIBLE
+    if not math.isfinite(logprob):
+        raise OpenAIError(500, "The model's log-probabilities are not numbers.", code="invalid_logprobs")
+    return logprob

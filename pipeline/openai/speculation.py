@@ -1,8 +1,8 @@
 """An extension of OpenAI's schema: what became of the draft. It is in answers only where it was asked for.
 
-A body asks with `"speculation": true` (`extra_body` of OpenAI's Python client). The answer then has, beside the
-fields of OpenAI's schema, `speculation`: in a chunk of a stream, what its step did; in the last chunk of a choice, and
-for each choice in an answer that is not streamed, the statistics of the whole.
+A body asks with `"speculation": true` (`extra_body` of OpenAI's Python client). The answer then has `speculation`
+beside the fields of OpenAI's schema: in a chunk of a stream, what its step did; in the last chunk of a choice, and for
+each choice of an answer that is not streamed, the statistics of the whole.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from typing import Any
 
 from drafter.requests import Generation, TokenDelta
 from drafter.statistics import statistics_columns
-from pipeline.openai.api_error import OpenAIError
+from pipeline.openai.api_error import bad_request
 
 FIELD = "speculation"
 
 
 def wants_speculation(body: Any) -> bool:
-    """Take the extension out of a body, and tell what it said.
+    """Take the extension out of a body, and return whether it was asked for.
 
     Raises:
-        OpenAIError: Neither true nor false.
+        OpenAIError: It is neither true nor false.
     """
     value = body.pop(FIELD, None) if isinstance(body, dict) else None
     if value is not None and not isinstance(value, bool):
-        raise OpenAIError(400, f"Invalid '{FIELD}': it must be true or false.", FIELD, "invalid_type")
+        raise bad_request(f"Invalid '{FIELD}': it must be true or false.", FIELD, "invalid_type")
     return bool(value)
 
 
 def step_statistics(delta: TokenDelta) -> dict[str, Any]:
-    """What one decode step did: its new tokens, and how many of them were drafted."""
+    """Return what one decode step did: its new tokens, and how many of them were drafted."""
     return {"tokens": len(delta.token_ids), "accepted": delta.accepted}
 
 
 def generation_statistics(generation: Generation) -> dict[str, Any]:
-    """The same counts and ratios as in the generation job's rows, and seconds since the request was submitted."""
+    """Return the counts and ratios of the generation job's rows, and seconds since the request was submitted."""
     timing = generation.timing
     return {
         "num_output_tokens": len(generation.token_ids),

@@ -19,6 +19,7 @@ from pipeline.io.files import Location
 from pipeline.openai.api_error import OpenAIError
 from pipeline.openai.batch import answer_line, failure_line, parse_line, refusal_line
 from pipeline.openai.response_body import token_text
+from pipeline.openai.strict_json import to_json
 from pipeline.output.output_folder import OutputFolder
 
 _ROWS = 256
@@ -49,7 +50,7 @@ def write_batch(output: OutputFolder, staged: StagedInput, tokenizer: Callable[[
                 stream = answers
             else:
                 stream = errors = errors or files.enter_context(output.batch_errors.open_whole())
-            stream.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            stream.write(to_json(line).encode() + b"\n")
 
 
 def _lines(

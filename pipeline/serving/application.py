@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from fastapi import FastAPI
@@ -16,18 +17,19 @@ from ray.serve.handle import DeploymentHandle
 from drafter.engine.engine_config import EngineConfig
 from pipeline.cluster.ray_cluster import HELPER_CPUS, ActorResources, Cluster, connect, share_out
 from pipeline.engines.engine_actor import EngineSpec
+from pipeline.errors import InputError
 from pipeline.generate.generate_config import ResourcesConfig
-from pipeline.serving.direct_ingress import share_port
-from pipeline.serving.engines import Engines
-from pipeline.serving.http_app import create_app
-from pipeline.serving.keys import read_keys
-from pipeline.serving.replica import EngineReplica
+from pipeline.serving.ingress.direct_ingress import share_port
+from pipeline.serving.ingress.engine_handles import Engines
+from pipeline.serving.ingress.http_app import create_app
+from pipeline.serving.ingress.keys import KeyRule, read_keys, settle
+from pipeline.serving.replica.engine_replica import EngineReplica
 from pipeline.serving.serve_config import ApplicationConfig, LimitsConfig, parse_application
 
 PLAIN = "plain"
-"""What the name of the model without a drafter ends in."""
+"""Suffix of the name of a model that is served without a drafter."""
 _INGRESS_REQUESTS = 10_000
-"""The ingress takes what comes: what is too much is refused where it is known, in OpenAI's words."""
+"""The ingress takes what comes: too many requests are refused by the replicas, in OpenAI's words."""
 _HEALTH_SECONDS = 2.0
 
 
@@ -35,38 +37,54 @@ _HEALTH_SECONDS = 2.0
 class Ingress:
     """Speaks HTTP; holds no model.
 
+    The keys are read here, in the process that checks them, from its own environment and disk: another machine may
+    build the application, and may have no keys.
+
     Args:
         engines: Handles of the replicas, by the name of their model.
-        digests: Of the bearer keys.
+        keys_file: File of keys on this machine; None for no file.
+        rule: Whether clients need a key.
         limits: What clients may ask for.
+
+    Raises:
+        InputError: The keys cannot be used, or a key is needed and there is none.
     """
 
-    def __init__(self, engines: Mapping[str, DeploymentHandle], digests: tuple[bytes, ...], limits: LimitsConfig):
-        self._parts = Engines(engines), digests, limits
+    def __init__(
+        self, engines: Mapping[str, DeploymentHandle], keys_file: str | None, rule: KeyRule, limits: LimitsConfig
+    ):
+        try:
+            digests = read_keys(keys_file, rule)
+        except InputError as error:
+            raise InputError(f"{error} (the ingress runs on {socket.gethostname()})") from None
+        self._app = create_app(Engines(engines), digests, limits)
         share_port()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(*self._parts)
+        return self._app
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """The application that the `args` of a file for Ray Serve ask for; see `ApplicationConfig`.
+    """Return the application that the `args` of a file for Ray Serve ask for; see `ApplicationConfig`.
+
+    Such a file may have Serve listen on any address, so that a key is needed unless `keys` is `none`.
 
     Raises:
-        InputError: They cannot be used.
+        InputError: The `args` cannot be used.
     """
-    return application(parse_application(args), connect())
+    config = parse_application(args)
+    return application(replace(config, keys=settle(config.keys, config.keys_file, loopback=False)), connect())
 
 
 def application(config: ApplicationConfig, cluster: Cluster) -> serve.Application:
-    """The application, its replicas cut to the cluster's size.
+    """Return the application, its replicas cut to the cluster's size.
 
     Args:
-        config: What is served.
+        config: What is served; `keys` as `settle` returned it.
         cluster: Where it is to run.
 
     Raises:
-        InputError: The keys cannot be read, or the cluster is too small.
+        InputError: The cluster is too small.
     """
     drafters = {config.served_name: config.drafter}
     if config.plain:
@@ -87,11 +105,11 @@ def application(config: ApplicationConfig, cluster: Cluster) -> serve.Applicatio
         graceful_shutdown_timeout_s=config.limits.seconds,
         ray_actor_options={"num_cpus": HELPER_CPUS},
     )
-    return deployment.bind(engines, read_keys(config.keys_file), config.limits)
+    return deployment.bind(engines, config.keys_file, config.keys, config.limits)
 
 
 def _engines(config: ApplicationConfig, drafter: str, name: str, share: ActorResources) -> serve.Application:
-    """The deployment of one model."""
+    """Return the deployment of one model."""
     limits, replicas, slots = config.limits, config.replicas, config.engine.slots
     most = replicas.max or replicas.min
     scaled: dict[str, Any] = {"num_replicas": replicas.min}
@@ -103,7 +121,7 @@ def _engines(config: ApplicationConfig, drafter: str, name: str, share: ActorRes
                 "target_ongoing_requests": slots,
             }
         }
-    # A text is a request of the engine, so one call may be several.
+    # Each text of a call is a request of the engine, so that the last call that fits may need `choices` places.
     engine = EngineConfig(**asdict(config.engine), max_queue=limits.queue + limits.choices)
     spec = EngineSpec(config.model, drafter, asdict(config.loading), engine, threads=1)
     deployment = serve.deployment(

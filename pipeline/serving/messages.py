@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.openai.api_error import OpenAIError
-from pipeline.openai.request_body import ParsedRequest
+from prometheus_client.core import Metric
 
-BUSY_SECONDS = 1
-"""When to come again if there is no room, or a replica is being replaced."""
+from pipeline.openai.api_error import OpenAIError
+from pipeline.openai.parsed_request import ParsedRequest
+
+_RETRY_SECONDS = 1
+"""When to try again if there is no room, or a replica is being replaced."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class Call:
 
     Args:
         request: What was asked for.
-        speculation: Whether the answer tells what became of the draft.
+        speculation: Whether the answer says what became of the draft.
     """
 
     request: ParsedRequest
@@ -27,7 +29,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no answer: what the client is told, with its status. Nothing else has been sent before it.
+    """Why there is no answer: what the client is told, and with which status. Nothing has been sent before it.
 
     Args:
         status: HTTP status.
@@ -41,10 +43,10 @@ class Failure:
 
     @classmethod
     def of(cls, error: OpenAIError) -> Failure:
-        """The failure that an error is, with what its status needs for headers."""
+        """Return the failure that an error is, with the headers that go with its status."""
         headers = {}
         if error.status in (429, 503):
-            headers["Retry-After"] = str(BUSY_SECONDS)
+            headers["Retry-After"] = str(_RETRY_SECONDS)
         if error.status == 408:
             headers["x-should-retry"] = "false"  # OpenAI's clients would, and it would take as long again
         if error.status == 413:
@@ -58,16 +60,29 @@ Reply = str | Failure
 """Events of a stream, or a whole JSON body; or, before anything else, a failure."""
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """A replica's metrics at one moment.
+
+    Args:
+        replica: The replica's name.
+        families: All its metrics, without a label that names the replica.
+    """
+
+    replica: str
+    families: list[Metric]
+
+
 def overloaded() -> OpenAIError:
-    """All slots and all places to wait are taken."""
+    """Return the error for a request that finds all slots and the whole queue taken."""
     return OpenAIError(429, "The server is busy: try again later.", code="rate_limit_exceeded")
 
 
 def unavailable() -> OpenAIError:
-    """There is no replica that works, for now."""
+    """Return the error for a request that finds no working replica."""
     return OpenAIError(503, "The model is not available at the moment: try again later.", code="model_unavailable")
 
 
 def interrupted() -> OpenAIError:
-    """A replica failed while it answered."""
+    """Return the error for a request whose replica failed while it answered."""
     return OpenAIError(503, "The model failed while it answered: try again.", code="generation_interrupted")

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from drafter.engine.engine_config import EngineSettings
 from pipeline.command_line import at_least, make_parser, parse, parse_object
 from pipeline.errors import InputError
-from pipeline.generate.generate_config import EngineSettings, LoadingConfig
+from pipeline.generate.generate_config import LoadingConfig
+from pipeline.serving.ingress.keys import KeyRule
 
 
 @dataclass(frozen=True)
 class LimitsConfig:
-    """What one client, and all together, may ask for.
+    """What clients may ask for.
 
     Args:
-        queue: Requests that may wait for a slot of a replica; further ones are told to come again later.
+        queue: Requests that may wait for a slot of a replica; further ones are told to try again later.
         choices: Texts that one request may ask for: its prompts times its `n`.
-        body_bytes: Size of a request's body.
-        seconds: How long a request may take; it ends with an error then. An update waits so long for open streams.
+        body_bytes: Largest body of a request, in bytes.
+        seconds: Longest time a request may take; then it ends with an error. An update waits that long for open
+            streams.
     """
 
     queue: int = 64
@@ -38,8 +42,8 @@ class ReplicasConfig:
     """How many engines there are, and what each takes of the cluster.
 
     Args:
-        min: Replicas at least.
-        max: Replicas at most; by default as many as at least. Between the two, their number follows the requests.
+        min: Fewest replicas.
+        max: Most replicas; by default as many as `min`. Between the two, their number follows the requests.
         gpus: GPUs of a replica, a fraction allowed; by default 1 where there are GPUs, otherwise 0.
         cpus: CPU cores of a replica, and so its threads; by default 1 beside a GPU, otherwise a fair share.
     """
@@ -56,18 +60,9 @@ class ReplicasConfig:
         at_least("replicas.cpus", self.cpus, 0, above=True)
 
 
-@dataclass(frozen=True)
-class ReplicaSettings(EngineSettings):
-    """How much a replica's engine does at once.
-
-    Args:
-        slots: Requests decoded together.
-        max_length: Prompt and output tokens a request may have; by default the base's own limit, at most 2,048.
-        nodes: Draft tokens verified a step; `auto` adapts to what pays on the machine.
-        compile: Compile the base's forward for the machine: a minute or two at start, for faster steps.
-    """
-
-    slots: int = 32
+def _default_engine() -> EngineSettings:
+    """Return the endpoint's own default: clients' requests are shorter than the rows of a job, and more at a time."""
+    return EngineSettings(slots=32)
 
 
 @dataclass(frozen=True)
@@ -80,8 +75,10 @@ class ApplicationConfig:
             joined by `+`, or `auto`.
         name: What clients call the model; by default as in `model`, or `embedded`.
         plain: Serve the model a second time, without a drafter, as NAME-plain: to compare with.
-        keys_file: File with a bearer key on each line, one of which clients must send. Keys may also be in the
-            environment variable DRAFTER_API_KEYS, separated by commas. Without any, everybody is answered.
+        keys: Whether clients must send a key: `required`, `none` (everybody is answered), or `auto`, which asks for one
+            unless `jobs.serve` listens on a loopback address and is given no keys.
+        keys_file: File with a key on each line, to be found where the ingress runs. Keys may also be in the ingress's
+            environment variable DRAFTER_API_KEYS, separated by commas.
         loading: How the models are loaded.
         engine: How much an engine does at once.
         limits: What clients may ask for.
@@ -92,9 +89,10 @@ class ApplicationConfig:
     drafter: str = "auto"
     name: str | None = None
     plain: bool = False
+    keys: KeyRule = "auto"
     keys_file: str | None = None
     loading: LoadingConfig = field(default_factory=LoadingConfig)
-    engine: ReplicaSettings = field(default_factory=ReplicaSettings)
+    engine: EngineSettings = field(default_factory=_default_engine)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
 
@@ -103,6 +101,8 @@ class ApplicationConfig:
             value = getattr(self, name)
             if value is not None and not value.strip():
                 raise InputError(f"{name} is empty")
+        if self.keys == "none" and self.keys_file is not None:
+            raise InputError("keys is none, but keys_file is set: leave one of the two out")
 
     @property
     def served_name(self) -> str:
@@ -115,7 +115,7 @@ class ServeConfig(ApplicationConfig):
     """The endpoint.
 
     Args:
-        host: Address to listen on; 0.0.0.0 for all of this machine's.
+        host: Address to listen on; 0.0.0.0 for all of this machine's, which needs keys.
         port: TCP port to listen on.
     """
 
@@ -127,6 +127,14 @@ class ServeConfig(ApplicationConfig):
         if not 1 <= self.port <= 65535:
             raise InputError(f"port must be at least 1 and at most 65535, not {self.port}")
 
+    @property
+    def loopback(self) -> bool:
+        """Whether this machine alone can connect. A name other than localhost counts as reachable from elsewhere."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
 
 _DESCRIPTION = """\
 Serve a model by OpenAI's API, with speculative decoding that never changes the tokens.
@@ -136,16 +144,16 @@ Joins the Ray cluster there is, or starts one here; ends in good order on Ctrl-C
 
   python -m jobs.serve
   python -m jobs.serve --model meta-llama/Llama-3.2-1B-Instruct --port 8080
-  python -m jobs.serve --replicas.max 4 --replicas.gpus 0.5 --keys_file keys.txt"""
+  python -m jobs.serve --replicas.max 4 --replicas.gpus 0.5 --host 0.0.0.0 --keys_file keys.txt"""
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> ServeConfig:
-    """The endpoint that a command line asks for; see `command_line.parse`."""
+    """Return the endpoint that a command line asks for; see `command_line.parse`."""
     return parse(ServeConfig, make_parser(ServeConfig, "jobs.serve", "", _DESCRIPTION), arguments)
 
 
 def parse_application(settings: Mapping[str, Any]) -> ApplicationConfig:
-    """The application that the `args` in a file for Ray Serve ask for.
+    """Return the application that the `args` in a file for Ray Serve ask for.
 
     Raises:
         InputError: An unknown setting, or a value of the wrong type or out of range.

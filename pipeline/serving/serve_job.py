@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 from drafter.base.loading import load_tokenizer
 from drafter.errors import LoadError, one_line
@@ -20,8 +21,8 @@ from pipeline.errors import InputError, JobError
 from pipeline.generate.generate_job import check_drafter
 from pipeline.generate.row_requests import model_name
 from pipeline.output.run_manifest import model_fingerprint
-from pipeline.serving.direct_ingress import short_ways
-from pipeline.serving.keys import ENVIRONMENT, read_keys
+from pipeline.serving.ingress.direct_ingress import short_ways
+from pipeline.serving.ingress.keys import ENVIRONMENT, read_keys, settle
 from pipeline.serving.serve_config import ServeConfig, parse_config
 
 _NAME = "drafter"
@@ -36,13 +37,43 @@ def serve_until_signal(config: ServeConfig) -> None:
     """Serve until SIGINT or SIGTERM, then let open requests end and take the application down.
 
     Raises:
-        InputError: The configuration or the models cannot be used.
+        InputError: The configuration, the keys or the models cannot be used.
         JobError: The server cannot be started.
     """
-    keys = read_keys(config.keys_file)
+    config = replace(config, keys=settle(config.keys, config.keys_file, loopback=config.loopback))
+    own_cluster = will_start()
+    if own_cluster:  # the ingress will run here, with the same keys: a mistake in them is told at once
+        read_keys(config.keys_file, config.keys)
     check_models(config)
+    start(config, own_cluster=own_cluster)
+    print(f"serving {config.served_name} at http://{config.host}:{config.port}", flush=True)
+    if config.keys != "required":
+        unless = "" if own_cluster else f", unless the cluster's machines have {ENVIRONMENT}"
+        hint = f"everybody may ask{unless}: set --keys_file or {ENVIRONMENT} to ask for keys"
+        print(hint, file=sys.stderr, flush=True)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):  # not before Ray has set its own
+        signal.signal(number, lambda *_: stop.set())
+    stop.wait()
+    print("stopping: open requests may end", file=sys.stderr, flush=True)
+    from ray import serve
+
+    serve.shutdown()
+
+
+def start(config: ServeConfig, *, own_cluster: bool) -> None:
+    """Start the endpoint, and wait until it answers.
+
+    Args:
+        config: What is served, and where.
+        own_cluster: Whether there is no cluster to join, so that one is started for the endpoint alone.
+
+    Raises:
+        InputError: The address, the keys or the models cannot be used.
+        JobError: The server cannot be started.
+    """
     proxy_port = config.port
-    if will_start():
+    if own_cluster:
         check_port(config)
         os.environ.update(short_ways(config.port))
         proxy_port = next(port for port in free_ports(2) if port != config.port)
@@ -54,23 +85,15 @@ def serve_until_signal(config: ServeConfig) -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
         serve.start(http_options={"host": config.host, "port": proxy_port})
+        check_address(config.host, proxy_port)
         serve.run(application(config, cluster), name=_NAME, route_prefix="/", blocking=False)
     except InputError:
         raise
     except Exception as error:  # Ray raises bare ones, with the replicas' own errors somewhere in the text
         serve.shutdown()
-        if refusal := re.search(r"LoadError: (.+)", str(error)):
+        if refusal := re.search(r"(?:InputError|LoadError): (.+)", str(error)):
             raise InputError(refusal[1]) from error
         raise JobError(f"the endpoint cannot be started: {one_line(error)}") from error
-    print(f"serving {config.served_name} at http://{config.host}:{config.port}", flush=True)
-    if not keys:
-        print(f"everybody may ask: set --keys_file or {ENVIRONMENT} to ask for keys", file=sys.stderr, flush=True)
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):  # not before Ray has set its own
-        signal.signal(number, lambda *_: stop.set())
-    stop.wait()
-    print("stopping: open requests may end", file=sys.stderr, flush=True)
-    serve.shutdown()
 
 
 def check_port(config: ServeConfig) -> None:
@@ -84,6 +107,22 @@ def check_port(config: ServeConfig) -> None:
     except OSError as error:
         reason = error.strerror or error
         raise InputError(f"{config.host}:{config.port} cannot be listened on: {reason}; choose another port") from error
+
+
+def check_address(host: str, port: int) -> None:
+    """Check that Ray Serve listens where it was told to: one that runs already stays where it is.
+
+    Raises:
+        InputError: It listens elsewhere, where perhaps others can ask than was meant.
+    """
+    from ray.serve.context import _get_global_client
+
+    options = _get_global_client().http_config
+    if (options.host, options.port) != (host, port):
+        raise InputError(
+            f"Ray Serve runs on this cluster already, and listens on {options.host}:{options.port}: "
+            "set --host and --port to these, or end it with `serve shutdown`"
+        )
 
 
 def check_models(config: ServeConfig) -> None:

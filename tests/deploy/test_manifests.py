@@ -6,7 +6,6 @@ import importlib
 import json
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,10 @@ from ray.serve.schema import ServeDeploySchema
 from pipeline.generate.generate_config import parse_config
 from pipeline.serving.serve_config import parse_application
 from pipeline.training.train_config import parse_config as parse_training
+from tests.deploy.manifests import MANIFESTS, admitted, load, pod_templates, ray_cluster
 from tests.support.paths import ROOT
 
-MANIFESTS = sorted((ROOT / "deploy" / "kuberay").glob("*.yaml"))
+CLUSTER = ROOT / "cluster.yaml"
 LOCKED = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line[:60])
 COMMANDS = {"jobs.generate": parse_config, "jobs.train": parse_training}
 
@@ -32,27 +32,8 @@ def validator(kind: str) -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator({"$ref": f"#/$defs/{kind}", "$defs": schema["$defs"]})
 
 
-def load(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return found
-
-
-def ray_cluster(manifest: dict[str, Any]) -> dict[str, Any]:
-    spec: dict[str, Any] = manifest["spec"]
-    return dict(spec.get("rayClusterSpec") or spec["rayClusterConfig"])
-
-
-def containers(manifest: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Pods and their containers."""
-    cluster = ray_cluster(manifest)
-    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        pod = group["template"]["spec"]
-        for container in pod["containers"]:
-            yield pod, container
-
-
 def test_the_cluster_launcher_takes_cluster_yaml() -> None:
-    config = prepare_config(load(ROOT / "cluster.yaml"))
+    config = prepare_config(yaml.safe_load(CLUSTER.read_text(encoding="utf-8")))
     validate_config(config)
     types = config["available_node_types"]
     assert types["head"]["resources"] == {"CPU": 0}
@@ -67,14 +48,15 @@ def test_the_cluster_launcher_takes_cluster_yaml() -> None:
 @pytest.mark.parametrize("change", [{"target_utilization_fraction": 0.8}, {"head_node": {"InstanceType": "x"}}])
 def test_the_launcher_would_refuse_what_it_does_not_know(change: dict[str, Any]) -> None:
     with pytest.raises((jsonschema.ValidationError, ValueError)):
-        validate_config(prepare_config({**load(ROOT / "cluster.yaml"), **change}))
+        validate_config(prepare_config({**yaml.safe_load(CLUSTER.read_text(encoding="utf-8")), **change}))
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_kubernetes_would_take_the_manifests(path: Path) -> None:
-    manifest = load(path)
+    manifest, policy = load(path)
     assert manifest["apiVersion"] == "ray.io/v1"
-    validator(manifest["kind"]).validate(manifest)
+    for document in (manifest, policy):
+        validator(document["kind"]).validate(document)
 
     cluster = ray_cluster(manifest)
     assert cluster["rayVersion"] == LOCKED["ray"]
@@ -84,9 +66,10 @@ def test_kubernetes_would_take_the_manifests(path: Path) -> None:
     assert all(
         group["minReplicas"] <= group["replicas"] <= group["maxReplicas"] for group in cluster["workerGroupSpecs"]
     )
-    for pod, container in containers(manifest):
+    for template in pod_templates(manifest):
+        (container,) = template["spec"]["containers"]
         assert {mount["name"] for mount in container.get("volumeMounts", ())} <= {
-            volume["name"] for volume in pod.get("volumes", ())
+            volume["name"] for volume in template["spec"].get("volumes", ())
         }
         resources = container["resources"]
         assert resources["requests"] == resources["limits"]  # Ray takes the limits for what there is
@@ -102,7 +85,7 @@ def test_kubernetes_would_take_the_manifests(path: Path) -> None:
     ],
 )
 def test_kubernetes_would_refuse_mistakes(name: str, place: tuple[str, ...], value: Any) -> None:
-    manifest = load(ROOT / "deploy" / "kuberay" / name)
+    manifest, _ = load(ROOT / "deploy" / "kuberay" / name)
     where = manifest["spec"]
     for step in place[:-1]:
         where = where[step]
@@ -111,15 +94,46 @@ def test_kubernetes_would_refuse_mistakes(name: str, place: tuple[str, ...], val
         validator(manifest["kind"]).validate(manifest)
 
 
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_only_who_has_the_token_may_use_ray(path: Path) -> None:
+    """KubeRay gives the token to its pods where `authOptions` say so; without a token, Ray refuses this mode."""
+    manifest, _ = load(path)
+    assert ray_cluster(manifest)["authOptions"] == {"mode": "token"}
+    for template in pod_templates(manifest):
+        (container,) = template["spec"]["containers"]
+        assert {"name": "RAY_AUTH_MODE", "value": "token"} in container["env"]
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_only_who_must_may_connect(path: Path) -> None:
+    manifest, policy = load(path)
+    mine = policy["spec"]["podSelector"]["matchLabels"]
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    for template in pod_templates(manifest):
+        assert mine.items() <= template["metadata"]["labels"].items()
+    gcs, dashboard, client, worker, serve = 6379, 8265, 10001, 31_000, 8000
+    for port in (gcs, dashboard, client, worker, serve):
+        assert admitted(policy, mine, port)
+        assert admitted(policy, {"app": "somebody"}, port) == (port == serve and manifest["kind"] == "RayService")
+        assert not admitted(policy, mine, port, same_namespace=False) or port == serve
+    operator = {"app.kubernetes.io/component": "kuberay-operator"}
+    submitter = {"batch.kubernetes.io/job-name": manifest["metadata"]["name"]}  # the pod that runs `ray job submit`
+    assert admitted(policy, operator, dashboard, same_namespace=False)
+    assert admitted(policy, submitter, dashboard) == (manifest["kind"] == "RayJob")
+    for port in (gcs, client, worker):
+        assert not admitted(policy, operator, port)
+        assert not admitted(policy, submitter, port)
+
+
 @pytest.mark.parametrize("path", [p for p in MANIFESTS if p.name != "serve.yaml"], ids=lambda path: path.name)
 def test_the_jobs_take_their_commands(path: Path) -> None:
-    python, dash_m, job, *arguments = shlex.split(load(path)["spec"]["entrypoint"])
+    python, dash_m, job, *arguments = shlex.split(load(path)[0]["spec"]["entrypoint"])
     assert (python, dash_m) == ("python", "-m")
     COMMANDS[job](arguments)
 
 
 def test_serve_takes_its_configuration() -> None:
-    config = yaml.safe_load(load(ROOT / "deploy" / "kuberay" / "serve.yaml")["spec"]["serveConfigV2"])
+    config = yaml.safe_load(load(ROOT / "deploy" / "kuberay" / "serve.yaml")[0]["spec"]["serveConfigV2"])
     (application,) = ServeDeploySchema.model_validate(config).applications
     module, _, builder = str(application.import_path).partition(":")
     assert callable(getattr(importlib.import_module(module), builder))

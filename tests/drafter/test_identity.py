@@ -9,7 +9,7 @@ import pytest
 
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import Drafter
-from drafter.drafters.merged import EnsembleDrafter
+from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
 from drafter.engine.engine_config import EngineConfig
@@ -48,14 +48,14 @@ def base_of(family: str) -> BaseModel:
 
 
 def drafters(base: BaseModel, texts: list[list[int]]) -> dict[str, Drafter]:
-    heads = (make_head(base, kind).drafter(base, tree_size=9) for kind in ("ctc", "context 2", "medusa", "hydra++"))
+    heads = (make_head(base, kind).drafter(base, 8) for kind in ("ctc", "context 2", "medusa", "hydra++"))
     return {
         "none": PlainDecoding(),
         "ngram": NgramDrafter(),
         "adversarial": AdversarialDrafter(seed=1),
         "oracle": OracleDrafter(texts),
-        "ensemble": EnsembleDrafter(NgramDrafter(tree_size=9, depth=4), OracleDrafter(texts)),
-        "heads": reduce(EnsembleDrafter, heads),
+        "ensemble": MergedDrafter(NgramDrafter(nodes=8, depth=4), OracleDrafter(texts)),
+        "heads": reduce(MergedDrafter, heads),
     }
 
 
@@ -99,7 +99,7 @@ def test_prompts_that_begin_alike_are_read_once(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "llama4_text"])
 def test_prompts_that_are_read_in_pieces_while_others_are_decoded(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows end, and move, while a prompt is read behind them; some prompts begin like it."""
-    monkeypatch.setattr("drafter.engine.loop._PREFILL_CHUNK", 4)
+    monkeypatch.setattr("drafter.engine.admission.CHUNK", 4)
     base = base_of(family)
     prompts = random_prompts(11, seed=12)
     prompts[::3] = [list(range(10, 40)) + prompt for prompt in prompts[::3]]

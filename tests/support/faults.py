@@ -39,7 +39,7 @@ class FragileEngine(EngineSpec):
         def fragile_step() -> None:
             step()
             time.sleep(self.step_seconds)
-            if any(self.deadly in slot.handle.request.prompt_ids for slot in engine._slots):
+            if any(self.deadly in sequence.handle.request.prompt_ids for sequence in engine.scheduler.active):
                 kill_me()
 
         def noted_submit(request: Request, *, stream: bool = False) -> Handle:

@@ -12,11 +12,10 @@ from typing import Any
 
 import uvicorn
 
-from pipeline.serving.answers import Answers
-from pipeline.serving.engines import Answer, Engines, Method
-from pipeline.serving.http_app import create_app
-from pipeline.serving.messages import Call, Reply
-from pipeline.serving.replica_metrics import Snapshot
+from pipeline.serving.ingress.engine_handles import Answer, Engines, Method
+from pipeline.serving.ingress.http_app import create_app
+from pipeline.serving.messages import Call, Reply, Snapshot
+from pipeline.serving.replica.answers import Answers
 from pipeline.serving.serve_config import LimitsConfig
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafter.base.causal_lm import BaseModel
-from drafter.drafters.contract import DraftContext, Drafter
+from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
 from drafter.engine.engine_config import EngineConfig
 from drafter.engine.loop import Engine
 from drafter.requests import Generation, Request
@@ -90,12 +90,12 @@ class SpellingTokenizer:
 class AdversarialDrafter(Drafter):
     """Random trees, full of repeats, of the end-of-sequence token, of special tokens, of padding and of duplicates."""
 
-    def __init__(self, seed: int, tree_size: int = 12, depth: int = 5) -> None:
-        self.tree_size, self.depth = tree_size, depth
+    def __init__(self, seed: int, nodes: int = 11, depth: int = 5) -> None:
+        self.spec, self.depth = DraftSpec(nodes, depth), depth
         self._rng = torch.Generator().manual_seed(seed)
 
-    def propose(self, context: DraftContext, size: int) -> TokenTree:
-        batch, count = context.tokens.shape[0], size - 1
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        batch, count, size = context.tokens.shape[0], ask.nodes, ask.nodes + 1
         parents = torch.stack(
             [torch.randint(-1, max(i, 1), (batch,), generator=self._rng).clamp_max(i - 1) for i in range(count)], 1
         )
@@ -120,9 +120,10 @@ class OracleDrafter(Drafter):
     """Knows the row's continuation and hides it among wrong siblings, so that long walks are sure to be tested."""
 
     def __init__(self, texts: list[list[int]], depth: int = 5) -> None:
-        self.texts, self.depth, self.tree_size = texts, depth, 2 * depth + 1
+        self.texts, self.depth = texts, depth
+        self.spec = DraftSpec(2 * depth, depth)
 
-    def propose(self, context: DraftContext, size: int) -> TokenTree:
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         batch = context.tokens.shape[0]
         tokens = torch.zeros(batch, 2 * self.depth, dtype=torch.long)
         for row in range(batch):
@@ -142,7 +143,7 @@ class OracleDrafter(Drafter):
             parents,
             depths.expand(batch, -1),
             -depths.expand(batch, -1).float(),
-            size,
+            ask.nodes + 1,
         )
 
 

@@ -12,7 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from drafter.engine.cuda_graphs import Record, Step, StepReport
+from drafter.engine.cuda_graphs import Record, Step
+from drafter.engine.outcome import StepOutcome
 
 _WAITING = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique", "item", "equal", "lift_fresh"}
 """The last is what `torch.tensor` does: the host makes numbers, and waits until a device has taken them."""
@@ -32,7 +33,7 @@ class Tape(TorchDispatchMode):
         self.operations.append((func, args, kwargs or {}, result))
         return result
 
-    def repeat(self, report: StepReport) -> StepReport:
+    def repeat(self, report: StepOutcome) -> StepOutcome:
         """Do it all again; what `report` has become."""
         now: dict[int, Any] = {}
 
@@ -44,7 +45,7 @@ class Tape(TorchDispatchMode):
             for old, new in zip(tree_flatten(recorded)[0], tree_flatten(result)[0], strict=True):
                 if isinstance(old, torch.Tensor):
                     now[id(old)] = new
-        return StepReport(current(report.outcome), current(report.prices), None)
+        return StepOutcome(current(report.packed), current(report.log_probs), None)
 
 
 class TapeRecorder:
@@ -66,7 +67,7 @@ class TapeRecorder:
             self.recorded += 1
             first = True
 
-            def repeat() -> StepReport:
+            def repeat() -> StepOutcome:
                 nonlocal first
                 self.repeated += 1
                 if first:

@@ -12,7 +12,7 @@ PATIENCE = 600.0
 Found = TypeVar("Found")
 
 
-def wait_until(condition: Callable[[], Found], what: str, pause: float = 0.05) -> Found:
+def wait_until(condition: Callable[[], Found | None], what: str, pause: float = 0.05) -> Found:
     """Ask again and again, and return the first answer that is true.
 
     Args:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from drafter.base.hidden_states import LM_HEAD_INPUT
 from drafter.base.kv_cache import KVCache
 from drafter.base.packing import Packing
 
@@ -22,6 +23,7 @@ class TreeNodes:
         ancestors: `[B, N, N]` bool: entry `[b, i, j]` says that node `j` is node `i` or one of its ancestors.
         kv_length: Cache positions that attention reads; at least every row's length + N.
         packing: Which nodes are not padding, if only these are to be computed.
+        hidden_layers: K hidden states to return, side by side; see `DecoderLayers.take`.
     """
 
     tokens: Tensor
@@ -30,7 +32,8 @@ class TreeNodes:
     ancestors: Tensor
     kv_length: int
     packing: Packing | None = None
+    hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,)
 
 
 Executor = Callable[[KVCache, TreeNodes], tuple[Tensor, Tensor]]
-"""From a cache, whose first B slots are the rows, and nodes to logits `[B, N, V]` and hidden states `[B, N, d]`."""
+"""From a cache, whose first B slots are the rows, and nodes to logits `[B, N, V]` and hidden states `[B, N, K · d]`."""

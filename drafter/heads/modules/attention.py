@@ -195,7 +195,7 @@ class _AttentionReader(FrameReader):
         self._usual = 2 * fresh if self._behind else fresh
         self._new = np.zeros(0, dtype=np.int64)  # entries of each row that `read` has to read
 
-    def allocate(self, slots: int, length: int) -> None:
+    def open(self, slots: int, length: int) -> None:
         module, device, dtype = self._module, self._base.device, self._base.dtype
         self._length = length + module.num_frames + 1
         shape = (len(module.layers), 2, slots * self._length, module.num_heads, module.width // module.num_heads)
@@ -205,15 +205,23 @@ class _AttentionReader(FrameReader):
         self._slot = torch.arange(slots, device=device)
         self._read = [0] * slots
 
-    def admit(self, slot: int) -> None:
+    def enter(self, slot: int) -> None:
         self._read[slot] = 0
 
-    def move(self, source: int, target: int) -> None:
+    def copy(self, source: int, target: int, length: int) -> None:
+        # A token's entry is made of it and of the hidden state before it, so common tokens have common entries.
+        known = min(self._read[source], length)
         texts = self._cache.unflatten(2, (-1, self._length))
-        texts[:, :, target, : self._read[source]] = texts[:, :, source, : self._read[source]]
-        self._read[target] = self._read[source]
+        texts[:, :, target, :known] = texts[:, :, source, :known]
+        self._read[target] = known
 
-    def catch_up(self, context: DraftContext) -> None:
+    def move(self, source: int, target: int) -> None:
+        self.copy(source, target, self._read[source])
+
+    def clear(self, slot: int) -> None:
+        self._cache.unflatten(2, (-1, self._length))[:, :, slot] = 0
+
+    def prepare(self, context: DraftContext) -> None:
         known = np.array(context.host_lengths, dtype=np.int64)
         new = known + (context.ahead + 1) - np.array(self._read[: len(known)], dtype=np.int64)
         late = new > self._usual

@@ -49,17 +49,23 @@ class DraftModule(nn.Module, ABC):
 class FrameReader(ABC):
     """Frames for the engine's slots, with what a module remembers of each. Without memory there is only `read`."""
 
-    def allocate(self, slots: int, length: int) -> None:  # noqa: B027 - nothing to remember
-        """Make room for `slots` rows of `length` tokens and the frames behind them. Called once."""
+    def open(self, slots: int, length: int) -> None:  # noqa: B027 - nothing to remember
+        """Make room for `slots` sequences of `length` tokens and the frames behind them. Called once."""
 
-    def admit(self, slot: int) -> None:  # noqa: B027
-        """A new row enters `slot`."""
+    def enter(self, slot: int) -> None:  # noqa: B027
+        """Forget what was read in `slot`: a new sequence enters."""
+
+    def copy(self, source: int, target: int, length: int) -> None:  # noqa: B027
+        """Let `target` have what was read of the first `length` tokens in `source`."""
 
     def move(self, source: int, target: int) -> None:  # noqa: B027
-        """The row of slot `source` goes on in slot `target`."""
+        """Let the sequence in slot `source` go on in slot `target`."""
 
-    def catch_up(self, context: DraftContext) -> None:  # noqa: B027
-        """Comes before each `read`, with the same rows; see `Drafter.catch_up`."""
+    def clear(self, slot: int) -> None:  # noqa: B027
+        """Set what is remembered of `slot` to zero; see `Drafter.clear`."""
+
+    def prepare(self, context: DraftContext) -> None:  # noqa: B027
+        """Comes before each `read`, with the same rows; see `Drafter.prepare`."""
 
     @abstractmethod
     def read(self, context: DraftContext, count: int | None = None) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from drafter.base.causal_lm import BaseModel
 from drafter.base.executors.contract import TreeNodes
 from drafter.base.packing import Packing
-from drafter.budget.adaptive import FixedBudget, Sizes
-from drafter.budget.cost_model import Floats
+from drafter.budget.contract import Counts, Floats
+from drafter.budget.fixed import FixedBudget
 from drafter.drafters.none import PlainDecoding
 from drafter.engine.engine_config import EngineConfig
 from drafter.engine.loop import Engine
@@ -64,9 +64,9 @@ class WildBudget(FixedBudget):
         super().__init__(9)
         self._random = np.random.default_rng(0)
 
-    def sizes(self, log_probs: Floats) -> Sizes:
+    def trim(self, log_probs: Floats) -> Counts:
         rows, nodes = log_probs.shape
-        sizes: Sizes = self._random.integers(nodes + 1, size=rows)
+        sizes: Counts = self._random.integers(nodes + 1, size=rows)
         return sizes
 
 
@@ -79,8 +79,8 @@ def test_rows_may_have_trees_of_any_sizes(family: str) -> None:
     ]
     expected = [one.token_ids for one in run_engine(base, PlainDecoding(), requests, slots=1)]
     texts = [[*r.prompt_ids, *tokens] for r, tokens in zip(requests, expected, strict=True)]
-    engine = Engine(base, OracleDrafter(texts), SpellingTokenizer(), EngineConfig(slots=4, nodes=9))
-    engine._budget = WildBudget()
+    drafter, config = OracleDrafter(texts), EngineConfig(slots=4, nodes=9)
+    engine = Engine(base, drafter, SpellingTokenizer(), config, budget=WildBudget())
     handles = [engine.submit(request) for request in requests]
     while not engine.idle:
         engine.step()

@@ -11,14 +11,17 @@ from transformers import AutoModelForCausalLM, Phi3Config
 
 from drafter import devices
 from drafter.base.causal_lm import BaseModel
-from drafter.drafters.contract import DraftContext, Drafter
-from drafter.drafters.merged import EnsembleDrafter
+from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
+from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
-from drafter.engine.cuda_graphs import StepGraphs, StepReport, StepShape, padded_length, padded_rows
+from drafter.engine import graph_step
+from drafter.engine.cuda_graphs import StepGraphs, StepShape, padded_length, padded_rows
+from drafter.engine.device_step import DeviceStep
 from drafter.engine.engine_config import EngineConfig
 from drafter.engine.handle import Handle
 from drafter.engine.loop import Engine
+from drafter.engine.outcome import StepOutcome
 from drafter.errors import RequestTimeoutError
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.tree.token_tree import TokenTree
@@ -90,15 +93,16 @@ def same(found: list[Generation], expected: list[Generation]) -> None:
 class Foreseeing(Drafter):
     """Knows the continuation of a few texts, and says it without looking at what is on the device."""
 
-    depth, tree_size = 4, 5
+    depth = 4
+    spec = DraftSpec(4, 4)
 
     def __init__(self, requests: list[Request], generations: list[Generation]) -> None:
         texts = [[*one.prompt_ids, *two.token_ids] for one, two in zip(requests, generations, strict=True)]
         width = max(map(len, texts)) + self.depth + 1
         self._texts = torch.tensor([text + [0] * (width - len(text)) for text in texts])
 
-    def propose(self, context: DraftContext, size: int) -> TokenTree:
-        width = self._texts.shape[1]
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        width, size = self._texts.shape[1], ask.nodes + 1
         written = torch.arange(width) > context.lengths[:, None]
         tokens = torch.nn.functional.pad(context.tokens, (0, width))[:, :width]
         text = ((tokens[:, None] == self._texts) | written[:, None]).all(-1).int().argmax(-1)
@@ -118,14 +122,14 @@ class Foreseeing(Drafter):
 
 DRAFTERS: dict[str, Callable[[BaseModel], Drafter]] = {
     "none": lambda base: PlainDecoding(),
-    "ngram": lambda base: NgramDrafter(9),
+    "ngram": lambda base: NgramDrafter(8),
     "adversarial": lambda base: AdversarialDrafter(0),
-    "ctc": lambda base: make_head(base, "ctc").drafter(base, 9),
-    "ctc, lattice": lambda base: make_head(base, "context 2").drafter(base, 9),
-    "ctc, static": lambda base: make_head(base, "ctc").drafter(base, 9, "static"),
-    "medusa": lambda base: make_head(base, "medusa").drafter(base, 9),
-    "hydra": lambda base: make_head(base, "hydra").drafter(base, 9),
-    "ctc + ngram": lambda base: EnsembleDrafter(make_head(base, "ctc").drafter(base, 9), NgramDrafter(9)),
+    "ctc": lambda base: make_head(base, "ctc").drafter(base, 8),
+    "ctc, lattice": lambda base: make_head(base, "context 2").drafter(base, 8),
+    "ctc, static": lambda base: make_head(base, "ctc").drafter(base, 8, "static"),
+    "medusa": lambda base: make_head(base, "medusa").drafter(base, 8),
+    "hydra": lambda base: make_head(base, "hydra").drafter(base, 8),
+    "ctc + ngram": lambda base: MergedDrafter(make_head(base, "ctc").drafter(base, 8), NgramDrafter(8)),
 }
 
 
@@ -163,7 +167,7 @@ def test_every_accepted_token_is_counted_once(tiny_base: BaseModel, recorder: Ta
 def test_models_that_mix_kinds_of_attention(recorder: TapeRecorder, seed: int) -> None:
     base = BaseModel(random_model(("gemma2", "gpt2", "mistral", "qwen3")[seed]))
     requests = requests_of(8, SETTINGS[:2])
-    same(run(base, NgramDrafter(7), requests, slots=3, nodes=6), plainly(base, requests))
+    same(run(base, NgramDrafter(6), requests, slots=3, nodes=6), plainly(base, requests))
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -185,7 +189,7 @@ def test_empty_slots_are_no_texts_at_the_end_of_the_models_positions(recorder: T
     base = BaseModel(model)
     requests = requests_of(3, SETTINGS[:1])
     assert all(len(one.prompt_ids) + 24 < 64 for one in requests)
-    found = run(base, NgramDrafter(7), requests, slots=4, nodes=6, max_length=base.max_positions)
+    found = run(base, NgramDrafter(6), requests, slots=4, nodes=6, max_length=base.max_positions)
     same(found, plainly(base, requests, max_length=base.max_positions))
 
 
@@ -225,15 +229,15 @@ def test_running_out_of_memory_with_a_step_under_way(
 ) -> None:
     requests = requests_of(7, SETTINGS)
     expected = plainly(tiny_base, requests)
-    drafter = make_head(tiny_base, "ctc").drafter(tiny_base, 9)
+    drafter = make_head(tiny_base, "ctc").drafter(tiny_base, 8)
     propose, calls = drafter.propose, 0
 
-    def failing(context: DraftContext, size: int) -> TokenTree:
+    def failing(context: DraftContext, ask: Ask) -> TokenTree:
         nonlocal calls
         calls += 1
         if calls in (4, 9):
             raise torch.OutOfMemoryError("no memory for the tree")
-        return propose(context, size)
+        return propose(context, ask)
 
     monkeypatch.setattr(drafter, "propose", failing)
     engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(slots=5, max_length=96, nodes=8))
@@ -249,23 +253,23 @@ def test_running_out_of_memory_while_a_long_prompt_is_read(
     tiny_base: BaseModel, recorder: TapeRecorder, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     """The rows may all have ended by then, and the one that enters is not in its slot as a whole."""
-    monkeypatch.setattr("drafter.engine.loop._PREFILL_CHUNK", 8)
+    monkeypatch.setattr("drafter.engine.admission.CHUNK", 8)
     requests = [
         Request([5, 6, 7], SamplingParams(4, ignore_eos=True)),
         Request(list(range(8, 60)), SamplingParams(6, ignore_eos=True)),
     ]
     expected = plainly(tiny_base, requests)
     engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(slots=3, max_length=96))
-    whole, calls = engine.rows.step, 0
+    whole, calls = graph_step.whole_step, 0
 
-    def step(shape: StepShape) -> StepReport:
+    def step(device_step: DeviceStep, shape: StepShape) -> StepOutcome:
         nonlocal calls
         calls += 1
-        if calls == failing and len(engine._in_slots()) > 1:
+        if calls == failing and len(engine.scheduler.in_slots) > 1:
             raise torch.OutOfMemoryError("no memory")
-        return whole(shape)
+        return whole(device_step, shape)
 
-    monkeypatch.setattr(engine.rows, "step", step)
+    monkeypatch.setattr(graph_step, "whole_step", step)
     handles = [engine.submit(request, stream=True) for request in requests]
     while not engine.idle:
         engine.step()
@@ -276,9 +280,9 @@ def test_a_step_that_cannot_be_recorded_runs_as_it_is(
     tiny_base: BaseModel, recorder: TapeRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Looks(AdversarialDrafter):
-        def propose(self, context: DraftContext, size: int) -> TokenTree:
+        def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
             assert int(context.lengths[0]) >= 0
-            return super().propose(context, size)
+            return super().propose(context, ask)
 
     requests = requests_of(6, SETTINGS[:1])
     same(run(tiny_base, Looks(0), requests, slots=3, nodes=4), plainly(tiny_base, requests))
@@ -290,11 +294,11 @@ def test_a_step_that_cannot_be_recorded_runs_as_it_is(
 def test_a_shape_is_run_then_recorded_then_repeated() -> None:
     log: list[str] = []
 
-    def report(what: str) -> StepReport:
+    def report(what: str) -> StepOutcome:
         log.append(what)
-        return StepReport(torch.zeros(1, 1), torch.zeros(1, 0), None)
+        return StepOutcome(torch.zeros(1, 1), torch.zeros(1, 0), None)
 
-    def record(step: Callable[[], StepReport]) -> Callable[[], StepReport]:
+    def record(step: Callable[[], StepOutcome]) -> Callable[[], StepOutcome]:
         log.append("record")
         return lambda: report("repeat")
 
@@ -309,10 +313,10 @@ def test_what_cannot_be_recorded_leaves_alone_what_could(caplog: pytest.LogCaptu
     """And names what went wrong first; memory that runs out is no reason to give up."""
     problem: list[Exception] = []
 
-    def report() -> StepReport:
-        return StepReport(torch.zeros(1, 1), torch.zeros(1, 0), None)
+    def report() -> StepOutcome:
+        return StepOutcome(torch.zeros(1, 1), torch.zeros(1, 0), None)
 
-    def record(step: Callable[[], StepReport]) -> Callable[[], StepReport]:
+    def record(step: Callable[[], StepOutcome]) -> Callable[[], StepOutcome]:
         if problem:
             try:
                 raise problem[0]
@@ -321,7 +325,7 @@ def test_what_cannot_be_recorded_leaves_alone_what_could(caplog: pytest.LogCaptu
         recorded.append(step)
         return step
 
-    recorded: list[Callable[[], StepReport]] = []
+    recorded: list[Callable[[], StepOutcome]] = []
     graphs, greedy = StepGraphs(record), SamplingMode.of([])
     plain, drafting, larger = (StepShape(rows, nodes, 64, greedy, 0) for rows, nodes in ((1, 0), (1, 4), (2, 4)))
     graphs.warm_up(plain, report)
@@ -339,10 +343,10 @@ def test_what_cannot_be_recorded_leaves_alone_what_could(caplog: pytest.LogCaptu
 
 def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepGraphs, "_MOST", 2)
-    report = StepReport(torch.zeros(1, 1), torch.zeros(1, 0), None)
+    report = StepOutcome(torch.zeros(1, 1), torch.zeros(1, 0), None)
     log: list[str] = []
 
-    def record(step: Callable[[], StepReport]) -> Callable[[], StepReport]:
+    def record(step: Callable[[], StepOutcome]) -> Callable[[], StepOutcome]:
         log.append("record")
         return step
 
@@ -369,7 +373,7 @@ def test_nothing_is_left_when_the_last_step_has_landed(tiny_base: BaseModel, rec
         while not engine.idle:
             engine.step()
         assert all(handle.future.done() for handle in handles)
-        assert engine._flights == []
-        assert engine.rows.lengths.tolist() == [96] * 4
+        assert len(engine.flights) == 0
+        assert engine.batch.lengths.tolist() == [96] * 4
         steps += sum(handle.result(0).counts.num_decode_steps for handle in handles)
     assert engine.state().row_steps == steps

@@ -13,15 +13,15 @@ import torch
 from drafter.base.causal_lm import BaseModel
 from drafter.base.executors.contract import TreeNodes
 from drafter.base.kv_cache import KVCache
-from drafter.drafters.contract import DraftContext
-from drafter.drafters.ngram import NgramDrafter, lookup
+from drafter.drafters.contract import Ask, DraftContext
 from drafter.drafters.none import PlainDecoding
 from drafter.engine.engine_config import EngineConfig
 from drafter.engine.handle import Handle
-from drafter.engine.loop import Engine, common_prefix
-from drafter.engine.stage_times import STAGES
+from drafter.engine.loop import Engine
+from drafter.engine.prefill import common_prefix
 from drafter.errors import EngineError, LoadError, QueueFullError, RequestError, RequestTimeoutError
 from drafter.requests import Request, SamplingParams, Timing
+from drafter.stage_times import STAGES
 from drafter.tree.token_tree import TokenTree
 from tests.support.heads import make_head
 from tests.support.models import AdversarialDrafter, SpellingTokenizer, generate_reference, random_prompts, run_engine
@@ -46,7 +46,7 @@ def check_alone(base: BaseModel, handles: Sequence[Handle]) -> None:
 def test_two_hundred_requests_through_eight_slots_grow_nothing(tiny_base: BaseModel) -> None:
     engine = Engine(tiny_base, AdversarialDrafter(0), SpellingTokenizer(), EngineConfig(slots=8, nodes=8))
     before = engine.nbytes
-    pointers = [buffer.data_ptr() for buffer in engine.rows.cache.buffers]
+    pointers = [buffer.data_ptr() for buffer in engine.batch.cache.buffers]
 
     def live_bytes() -> int:
         gc.collect()
@@ -63,7 +63,7 @@ def test_two_hundred_requests_through_eight_slots_grow_nothing(tiny_base: BaseMo
         del handles
         sizes.append(live_bytes())
     assert engine.nbytes == before
-    assert [buffer.data_ptr() for buffer in engine.rows.cache.buffers] == pointers
+    assert [buffer.data_ptr() for buffer in engine.batch.cache.buffers] == pointers
     # The last step's own tensors stay, which differ by a little; 150 requests must not leave 50 bytes each.
     assert sizes[-1] - sizes[0] < 150 * 50, sizes
 
@@ -97,7 +97,7 @@ def test_the_queue_is_bounded(tiny_base: BaseModel) -> None:
 
 
 def test_a_shared_beginning_is_a_copy_bit_for_bit(tiny_base: BaseModel) -> None:
-    drafter = make_head(tiny_base, "ctc").drafter(tiny_base, tree_size=5)
+    drafter = make_head(tiny_base, "ctc").drafter(tiny_base, 4)
     engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(slots=4, nodes=4))
     beginning = list(range(10, 30))
     prompts = [[*beginning, 5, 6], [*beginning, 7, 8, 9], [3, *beginning], [*beginning, 5, 6]]
@@ -108,17 +108,17 @@ def test_a_shared_beginning_is_a_copy_bit_for_bit(tiny_base: BaseModel) -> None:
     shared = {1: 20, 3: 21}
     state = engine.state()
     assert (state.shared_tokens, state.prefilled_tokens) == (41, 21 + 2 + 20 + 0)
-    assert engine.rows.hidden is not None
+    assert engine.batch.hidden is not None
     parts = [
-        *(buffer.unflatten(0, (-1, 4, engine.rows.capacity)).transpose(0, 1) for buffer in engine.rows.cache.buffers),
-        engine.rows.hidden[:, None],
+        *(buffer.unflatten(0, (-1, 4, engine.batch.capacity)).transpose(0, 1) for buffer in engine.batch.cache.buffers),
+        engine.batch.hidden[:, None],
     ]
     for buffer in parts:
         for row, length in shared.items():
             assert torch.equal(buffer[row, :, :length], buffer[0, :, :length])
     for row in shared:
         alone = tiny_base.prefill(tiny_base.new_cache(1, 64), 0, [torch.tensor(prompts[row][:-1])])
-        assert torch.allclose(engine.rows.hidden[row, : len(prompts[row]) - 1], alone, atol=1e-4)
+        assert torch.allclose(engine.batch.hidden[row, : len(prompts[row]) - 1], alone, atol=1e-4)
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_its_size(tiny_base: BaseModel) -> None:
@@ -140,7 +140,7 @@ def test_a_common_beginning_is_counted_in_tokens() -> None:
 def test_rows_that_are_watched_do_not_wait_for_a_long_prompt(
     tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr("drafter.engine.loop._PREFILL_CHUNK", 8)
+    monkeypatch.setattr("drafter.engine.admission.CHUNK", 8)
     engine = engine_of(tiny_base, slots=3)
     settings = SamplingParams(max_new_tokens=50, ignore_eos=True)
     first = engine.submit(Request([5], settings), stream=stream)
@@ -159,14 +159,14 @@ def test_rows_that_are_watched_do_not_wait_for_a_long_prompt(
 
 
 def test_prompts_that_enter_together_are_read_together(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drafter.engine.loop._PREFILL_CHUNK", 16)
+    monkeypatch.setattr("drafter.engine.admission.CHUNK", 16)
     prefill, sizes = tiny_base.prefill, []
 
-    def counted(cache: KVCache, slot: int, prompts: Sequence[torch.Tensor], starts: Sequence[int]) -> torch.Tensor:
+    def counted(cache: KVCache, slot: int, prompts: Sequence[torch.Tensor], *rest: Any) -> torch.Tensor:
         sizes.append([len(prompt) for prompt in prompts])
-        return prefill(cache, slot, prompts, starts)
+        return prefill(cache, slot, prompts, *rest)
 
-    drafter = make_head(tiny_base, "ctc").drafter(tiny_base, tree_size=5)
+    drafter = make_head(tiny_base, "ctc").drafter(tiny_base, 4)
     engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(slots=8, nodes=4))
     prompts = [range(3, 10), range(20, 25), range(30, 50), [7], range(60, 72), [*range(60, 70), 5]]
     handles = [engine.submit(Request(list(prompt), SamplingParams(9, ignore_eos=True))) for prompt in prompts]
@@ -183,8 +183,8 @@ def test_prompts_that_enter_together_are_read_together(tiny_base: BaseModel, mon
 
 
 def test_requests_may_end_while_others_enter(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drafter.engine.loop._PREFILL_CHUNK", 8)
-    drafter = make_head(tiny_base, "ctc").drafter(tiny_base, tree_size=5)
+    monkeypatch.setattr("drafter.engine.admission.CHUNK", 8)
+    drafter = make_head(tiny_base, "ctc").drafter(tiny_base, 4)
     engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(slots=8, nodes=4))
 
     def submit(prompt: Sequence[int], new_tokens: int, stream: bool) -> Handle:
@@ -210,7 +210,7 @@ def test_requests_may_end_while_others_enter(tiny_base: BaseModel, monkeypatch: 
 
 
 def test_cancelling_while_a_prompt_is_read_makes_room(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drafter.engine.loop._PREFILL_CHUNK", 8)
+    monkeypatch.setattr("drafter.engine.admission.CHUNK", 8)
     engine = engine_of(tiny_base, slots=2)
     settings = SamplingParams(max_new_tokens=9, ignore_eos=True)
     watched = engine.submit(Request([5], settings), stream=True)
@@ -229,7 +229,7 @@ def test_cancelling_while_a_prompt_is_read_makes_room(tiny_base: BaseModel, monk
 def test_a_failure_reaches_the_request_whose_prompt_is_read(
     tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drafter.engine.loop._PREFILL_CHUNK", 8)
+    monkeypatch.setattr("drafter.engine.admission.CHUNK", 8)
     engine = engine_of(tiny_base, slots=2)
     engine.submit(Request([5], SamplingParams(ignore_eos=True)), stream=True)
     engine.step()
@@ -446,12 +446,12 @@ def test_who_comes_while_a_step_drafts_enters_in_its_middle(
     late: list[Handle] = []
     propose = drafter.propose
 
-    def proposes(context: DraftContext, size: int) -> TokenTree:
+    def proposes(context: DraftContext, ask: Ask) -> TokenTree:
         if not late:
             for count in (1, 6):
                 settings = SamplingParams(max_new_tokens=count, temperature=0.7, seed=count, ignore_eos=True)
                 late.append(engine.submit(Request([7, 8, 9], settings), stream=True))
-        return propose(context, size)
+        return propose(context, ask)
 
     monkeypatch.setattr(drafter, "propose", proposes)
     settings = SamplingParams(max_new_tokens=8, ignore_eos=True, logprobs=0)
@@ -469,7 +469,7 @@ def test_who_comes_while_a_step_drafts_enters_in_its_middle(
 def test_a_step_reads_no_more_of_prompts_because_it_drafts(
     tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drafter.engine.loop._PREFILL_CHUNK", 8)
+    monkeypatch.setattr("drafter.engine.admission.CHUNK", 8)
     engine = Engine(tiny_base, AdversarialDrafter(0), SpellingTokenizer(), EngineConfig(slots=4, nodes=4))
     settings = SamplingParams(max_new_tokens=20, ignore_eos=True)
     engine.submit(Request([5], settings), stream=True)
@@ -518,30 +518,3 @@ def test_the_first_token_is_the_same_for_who_watches(
     for one, other in zip(found[0].logprobs, found[1].logprobs, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
-
-
-# ---- n-gram
-
-
-def test_lookup_prefers_the_longest_and_then_the_newest_match() -> None:
-    text = torch.tensor([[1, 2, 3, 9, 8, 2, 3, 7, 3, 6, 1, 2, 3, 0]])
-    paths, weights = lookup(text, torch.tensor([12]), depth=2, matches=3)
-    assert paths.tolist() == [[[9, 8], [7, 3], [6, 1]]]
-    assert weights[0, 0] == 0
-    assert weights[0, 0] > weights[0, 1] > weights[0, 2]
-
-
-def test_lookup_without_a_match_proposes_nothing() -> None:
-    _, weights = lookup(torch.tensor([[1, 2, 3, 3]]), torch.tensor([2]), depth=2, matches=3)
-    assert weights.isneginf().all()
-
-
-def test_ngram_trees_never_reach_past_the_text(tiny_base: BaseModel) -> None:
-    engine = Engine(tiny_base, NgramDrafter(9), SpellingTokenizer(), EngineConfig(slots=2, nodes=8))
-    handle = engine.submit(Request([5, 6, 7, 8] * 4, SamplingParams(max_new_tokens=20, ignore_eos=True)))
-    finish(engine)
-    counts = handle.result(0).counts
-    assert counts.num_draft_tokens > 0
-    # Every step emits its accepted tokens and a bonus token, but for the last, which the limit may cut short.
-    assert counts.num_output_tokens == 20
-    assert 20 - sum(counts.per_step_accepted) in (counts.num_decode_steps, counts.num_decode_steps - 1)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from drafter.base.causal_lm import BaseModel
-from drafter.drafters.contract import DraftContext, Drafter
-from drafter.drafters.merged import EnsembleDrafter
+from drafter.drafters.contract import Ask, DraftContext, Drafter
+from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.none import PlainDecoding
 from drafter.engine.engine_config import EngineConfig
 from drafter.engine.handle import Handle
@@ -50,12 +50,12 @@ class Small(Drafter):
 
     def __init__(self, inner: Drafter, rows: int) -> None:
         self._inner, self._rows = inner, rows
-        self.tree_size, self.depth, self.reads_hidden = inner.tree_size, inner.depth, inner.reads_hidden
-        self.allocate, self.admit, self.move = inner.allocate, inner.admit, inner.move  # type: ignore[method-assign]
-        self.catch_up = inner.catch_up  # type: ignore[method-assign]
+        self.spec = inner.spec
+        self.open, self.enter, self.move = inner.open, inner.enter, inner.move  # type: ignore[method-assign]
+        self.copy, self.clear, self.prepare = inner.copy, inner.clear, inner.prepare  # type: ignore[method-assign]
 
-    def propose(self, context: DraftContext, size: int) -> TokenTree:
-        tree = self._inner.propose(context, size)  # so that its memory has moved on when the step fails
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        tree = self._inner.propose(context, ask)  # so that its memory has moved on when the step fails
         if context.tokens.shape[0] > self._rows:
             raise torch.OutOfMemoryError("no memory for the tree")
         return tree
@@ -103,8 +103,8 @@ def test_rows_that_do_not_fit_are_decoded_later(family: str) -> None:
     requests = requests_of(11)
     expected = run_engine(base, PlainDecoding(), requests, slots=1)
     texts = [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)]
-    heads: list[Drafter] = [make_head(base, kind).drafter(base, tree_size=9) for kind in ("ctc", "hydra++")]
-    for inner in (OracleDrafter(texts), AdversarialDrafter(seed=3), reduce(EnsembleDrafter, heads)):
+    heads: list[Drafter] = [make_head(base, kind).drafter(base, 8) for kind in ("ctc", "hydra++")]
+    for inner in (OracleDrafter(texts), AdversarialDrafter(seed=3), reduce(MergedDrafter, heads)):
         engine = Engine(base, Small(inner, rows=3), SpellingTokenizer(), EngineConfig(slots=9, nodes=6))
         handles = submit_all(engine, requests)
         while not engine.idle:
@@ -134,8 +134,8 @@ def test_memory_may_run_out_at_any_stage(
         "prefill_last": (tiny_base, "prefill_last"),
         "verify": (tiny_base, "verify"),
         "forward": (tiny_base.model.lm_head, "forward"),
-        "commit": (engine.rows.cache, "commit"),
-        "read": (engine._budget, "observe"),
+        "commit": (engine.batch.cache, "commit"),
+        "read": (engine.budget, "observe"),
     }[stage]
     # Later, the prompt's last piece is that of a row alone, which is an error.
     calls = {"prefill_last": {3}, "prefill together": {1, 2}}.get(stage, {3, 6})
@@ -150,7 +150,7 @@ def test_memory_may_run_out_at_any_stage(
 
 
 def test_a_prompt_that_is_being_read_is_put_back_too(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drafter.engine.loop._PREFILL_CHUNK", 4)
+    monkeypatch.setattr("drafter.engine.admission.CHUNK", 4)
     requests = requests_of(6)
     requests[0] = replace(requests[0], prompt_ids=[5])
     requests[1] = replace(requests[1], prompt_ids=list(range(3, 33)))

@@ -5,18 +5,18 @@ import math
 import pytest
 
 from drafter.engine.handle import Handle
-from drafter.engine.sequence import Slot
+from drafter.engine.sequence import Sequence
 from drafter.engine.waiting_queue import WaitingQueue
 from drafter.errors import EngineError, QueueFullError
 from drafter.requests import Request
 
 
-def waiting(queue: WaitingQueue, *timeouts: float | None) -> list[Slot]:
+def waiting(queue: WaitingQueue, *timeouts: float | None) -> list[Sequence]:
     """Put a request with each of these time limits into the queue."""
     slots = []
     for timeout in timeouts:
         handle = Handle(Request([5], timeout=timeout), stream=False, on_cancel=queue.look_again)
-        slots.append(Slot(handle, limit=1, length=0, eos=frozenset(), tokenizer=None))
+        slots.append(Sequence(handle, limit=1, length=0, eos=frozenset(), tokenizer=None))
         queue.put(slots[-1])
     return slots
 

@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from drafter.base.causal_lm import BaseModel
 from drafter.base.executors.prepacked import prepack
-from drafter.drafters.contract import DraftContext
+from drafter.drafters.contract import Ask, DraftContext, Loan
 from drafter.drafters.none import PlainDecoding
 from drafter.heads.checkpoint import load_head, save_head
 from drafter.heads.contract import Provenance, Tree
@@ -23,6 +24,7 @@ from drafter.heads.draft_batch import DraftBatch
 from drafter.heads.losses import hard_labels
 from drafter.heads.registry import HEADS
 from drafter.requests import Request, SamplingParams
+from drafter.stage_times import StageTimes
 from drafter.training.optimiser import TorchOptimiser
 from drafter.training.settings import TrainingSettings
 from drafter.training.simulated_walk import simulated_beta
@@ -51,17 +53,17 @@ def test_decoding_sees_what_training_saw(tiny_base: BaseModel, kind: str, seed: 
     head = make_head(tiny_base, kind, seed)
     slots, length = 3, 60
     tokens, hidden = sequence(tiny_base, 6, length, seed)
-    drafter = head.drafter(tiny_base, tree_size=9)
-    drafter.allocate(slots, length)
+    drafter = head.drafter(tiny_base, 8)
+    drafter.open(Loan(tiny_base, slots, length, None, StageTimes()))
     rng = random.Random(seed)
     rows = [0, 1, 2]  # the sequence in each slot
     lengths = [rng.randrange(0, 40) for _ in rows]
     for slot in range(slots):
-        drafter.admit(slot)
+        drafter.enter(slot, np.empty(0, dtype=np.int64))
     for step in range(6):
         if step == 2:  # a new request in slot 1
             rows[1], lengths[1] = 4, rng.randrange(0, 30)
-            drafter.admit(1)
+            drafter.enter(1, np.empty(0, dtype=np.int64))
         if step == 4:  # slot 0 ends; the last row takes its place
             rows[0], lengths[0] = rows.pop(), lengths.pop()
             drafter.move(2, 0)
@@ -73,9 +75,9 @@ def test_decoding_sees_what_training_saw(tiny_base: BaseModel, kind: str, seed: 
             torch.tensor(lengths),
             list(lengths),
         )
-        drafter.catch_up(context)
+        drafter.prepare(context)
         size = 3 if step % 2 else 9
-        tree = drafter.propose(context, size)
+        tree = drafter.propose(context, Ask(size - 1))
         check_slice_contract(tree)
         check_same_trees(tree, head.trees_at(tiny_base, tokens[rows], hidden[rows], pending, size), DEPTH)
         lengths = [min(at + rng.choice([1, 2, 5, 9]), length - 1) for at in lengths]
@@ -183,7 +185,7 @@ def test_the_engine_says_the_same_with_the_head(tiny_base: BaseModel, kind: str,
         for i, prompt in enumerate(random_prompts(7))
     ]
     plain = run_engine(tiny_base, PlainDecoding(), requests, slots=3, max_length=64)
-    drafter = make_head(tiny_base, kind).drafter(tiny_base, 9, tree)
+    drafter = make_head(tiny_base, kind).drafter(tiny_base, 8, tree)
     drafted = run_engine(tiny_base, drafter, requests, slots=3, max_length=64, nodes=8)
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
     assert sum(one.counts.num_draft_tokens for one in drafted) > 0
@@ -225,6 +227,6 @@ def test_a_saved_head_is_the_same_head(tiny_base: BaseModel, kind: str, tmp_path
 def test_heads_that_know_the_path_have_no_static_tree(tiny_base: BaseModel, kind: str) -> None:
     head = make_head(tiny_base, kind)
     with pytest.raises(ValueError, match="static tree needs"):
-        head.drafter(tiny_base, 9, "static")
+        head.drafter(tiny_base, 8, "static")
     with pytest.raises(ValueError, match="static tree needs"):
         head.trees_at(tiny_base, *sequence(tiny_base, 1, 8), torch.tensor([[3]]), 9, "static")

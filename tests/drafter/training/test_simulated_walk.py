@@ -46,7 +46,7 @@ def test_simulated_beta_is_what_decoding_measures(tiny_base: BaseModel, kind: st
     measured: list[float] = []
 
     def generations() -> list[RegeneratedText]:
-        drafter = head.drafter(tiny_base, tree_size=9)
+        drafter = head.drafter(tiny_base, 8)
         made = run_engine(tiny_base, drafter, requests, slots=2, max_length=64, nodes=8)
         measured.append(mean_acceptance_length(total(one.counts for one in made)))
         return [RegeneratedText(p + m.token_ids, len(p)) for p, m in zip(prompts, made, strict=True)]

@@ -21,26 +21,26 @@ def test_walk_follows_the_base() -> None:
     step = walk(tree, torch.tensor([[5, 1, 4, 9]]), tree.ancestors(), depth=2)
     assert step.path.tolist() == [[0, 2, 3]]
     assert step.tokens.tolist() == [[5, 4, 9]]
-    assert step.accepted.tolist() == [2]
+    assert step.count.tolist() == [2]
 
 
 def test_walk_stops_where_no_child_carries_the_choice() -> None:
     tree = tree_of([7, 3, 5, 4], [0, 0, 0, 2])
     step = walk(tree, torch.tensor([[6, 1, 4, 9]]), tree.ancestors(), depth=2)
-    assert step.accepted.tolist() == [0]
+    assert step.count.tolist() == [0]
     assert step.tokens[0, 0].item() == 6
 
 
 def test_a_right_token_below_a_wrong_parent_is_not_accepted() -> None:
     tree = tree_of([7, 3, 4], [0, 0, 1])
     step = walk(tree, torch.tensor([[5, 4, 9]]), tree.ancestors(), depth=2)
-    assert step.accepted.tolist() == [0]
+    assert step.count.tolist() == [0]
 
 
 def test_padding_and_duplicates_change_nothing() -> None:
     tree = tree_of([7, 5, 5, 4, PAD_TOKEN], [0, 0, 0, 2, 0])
     step = walk(tree, torch.tensor([[5, 4, 4, 9, 5]]), tree.ancestors(), depth=2)
-    assert step.accepted.tolist() == [2]
+    assert step.count.tolist() == [2]
     assert step.tokens.tolist() == [[5, 4, 9]]
 
 
@@ -70,6 +70,6 @@ def test_walk_equals_a_descent_by_hand(data: st.DataObject) -> None:
         node = child
         path.append(node)
     accepted = len(path) - 1
-    assert step.accepted.tolist() == [accepted]
+    assert step.count.tolist() == [accepted]
     assert step.path[0, : accepted + 1].tolist() == path
     assert step.tokens[0, : accepted + 1].tolist() == [choices[i] for i in path]

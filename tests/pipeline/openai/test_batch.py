@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,18 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from drafter import EngineConfig, SamplingParams, SpeculativeLM
+from drafter import EngineConfig, Generation, SamplingParams, SpeculativeLM
+from drafter.requests import TokenLogprob
+from drafter.statistics import DecodeCounts
 from pipeline.errors import InputError
 from pipeline.generate.generate_config import ReadingConfig
 from pipeline.generate.row_requests import row_seed
 from pipeline.generate.samples import sample_seed
 from pipeline.io.reading import BATCH, PromptSource, find_prompts, list_input
 from pipeline.openai.api_error import OpenAIError
-from pipeline.openai.batch import parse_line
+from pipeline.openai.batch import answer_line, parse_line
 from pipeline.openai.response_body import token_text
+from pipeline.openai.strict_json import to_json
 from tests.pipeline.conftest import Run, write_jsonl
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -212,6 +216,23 @@ def test_lines_that_are_no_requests(changes: dict[str, Any], param: str | None) 
     with pytest.raises(OpenAIError) as caught:
         parse_line({**line("a"), "body": json.dumps({"model": "m"}), **changes})
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("url", [CHAT, COMPLETION])
+def test_an_answer_without_numbers_is_an_error(url: str) -> None:
+    bodies = {
+        CHAT: {"model": "m", "messages": HELLO, "logprobs": True},
+        COMPLETION: {"model": "m", "prompt": "x", "logprobs": 0},
+    }
+    asked = {"custom_id": "a", "method": "POST", "url": url, "body": json.dumps(bodies[url])}
+    for number, status in ((-0.5, 200), (-math.inf, 200), (math.nan, 500)):
+        made = Generation("a#0", [1], "x", "stop", 3, DecodeCounts(), [TokenLogprob(1, number, ())])
+        answer = answer_line(asked, [made], 7, str)
+        assert answer["response"]["status_code"] == status
+        assert set(answer) == {"id", "custom_id", "response", "error"}
+        to_json(answer)
+        if status == 500:
+            assert answer["response"]["body"]["error"]["code"] == "invalid_logprobs"
 
 
 def test_the_example_is_a_batch() -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
@@ -9,7 +14,9 @@ from drafter.base.loading import load_tokenizer
 from drafter.embedded import EMBEDDED_BASE
 from drafter.requests import Generation, TokenLogprob
 from drafter.statistics import DecodeCounts
-from pipeline.openai.request_body import ParsedRequest
+from pipeline.openai.api_error import OpenAIError
+from pipeline.openai.chunks import event
+from pipeline.openai.parsed_request import ParsedRequest
 from pipeline.openai.response_body import (
     chat_logprobs,
     chat_response,
@@ -17,6 +24,7 @@ from pipeline.openai.response_body import (
     completion_response,
     token_text,
 )
+from pipeline.openai.strict_json import to_json
 
 
 def generation(text: str, tokens: int, prompt: int, accepted: int, drafted: int) -> Generation:
@@ -64,6 +72,28 @@ def test_tokens_of_tokenisers_that_put_words_together() -> None:
             return " ".join(["", "one", "two"][token] for token in ids)
 
     assert [token_text(Joining(), token) for token in (1, 2)] == [" one", " two"]
+
+
+@pytest.mark.parametrize("tell", [chat_logprobs, completion_logprobs])
+def test_a_token_without_a_chance_has_openais_number_for_it(tell: Callable[..., dict[str, Any]]) -> None:
+    told = to_json(tell([TokenLogprob(1, -math.inf, ((2, -0.5), (1, -math.inf)))], str))
+    assert told.count("-9999.0") == 2
+
+
+@pytest.mark.parametrize("tell", [chat_logprobs, completion_logprobs])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_what_is_no_number_is_no_answer(tell: Callable[..., dict[str, Any]], number: float) -> None:
+    for wrong in (TokenLogprob(1, number, ()), TokenLogprob(1, -0.5, ((1, -0.5), (2, number)))):
+        with pytest.raises(OpenAIError, match="not numbers") as error:
+            tell([wrong], str)
+        assert error.value.status == 500
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_json_has_no_other_numbers(number: float) -> None:
+    for write in (to_json, event):
+        with pytest.raises(ValueError, match="JSON compliant"):
+            write({"figures": [1.0, number]})
 
 
 def test_log_probabilities() -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from drafter import EngineConfig, SpeculativeLM
 from pipeline.cluster.ports import free_ports
-from pipeline.serving.answers import Answers
+from pipeline.serving.replica.answers import Answers
 from tests.pipeline.conftest import model as model  # the jobs' tests have one with a chat template
 from tests.support.local_endpoint import served
 from tests.support.paths import ROOT

@@ -6,9 +6,12 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from drafter.engine.engine_config import EngineSettings
+from pipeline.cluster.ray_cluster import Cluster, Node
 from pipeline.errors import InputError
 from pipeline.serving import application
-from pipeline.serving.serve_config import ApplicationConfig, parse_application, parse_config
+from pipeline.serving.ingress.keys import ENVIRONMENT
+from pipeline.serving.serve_config import ApplicationConfig, ServeConfig, parse_application, parse_config
 from pipeline.serving.serve_job import main
 from tests.support.paths import ROOT
 
@@ -26,6 +29,17 @@ def test_the_shipped_file_is_one_for_ray_serve() -> None:
     assert {deployment.name for deployment in app.deployments} == {"Ingress", "Engine"}
 
 
+@pytest.mark.parametrize(("keys", "rule"), [("auto", "required"), ("required", "required"), ("none", "none")])
+def test_a_file_for_ray_serve_needs_keys_where_the_ingress_runs(
+    keys: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is built without any, as a machine may do that is not the ingress's."""
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    monkeypatch.setattr(application, "connect", lambda: Cluster((Node(4, 0),), may_grow=False))
+    _, *settings = application.build({"keys": keys})._bound_deployment.init_args
+    assert settings[:2] == [None, rule]
+
+
 def test_settings_come_from_the_command_line() -> None:
     config = parse_config(["--model", "some/model", "--replicas.max", "3", "--replicas.gpus", "0.5", "--port", "81"])
     assert (config.served_name, config.replicas.min, config.replicas.max, config.replicas.gpus) == (
@@ -35,6 +49,25 @@ def test_settings_come_from_the_command_line() -> None:
         0.5,
     )
     assert config.engine.slots == 32
+    assert parse_config(["--engine.nodes", "3"]).engine == EngineSettings(slots=32, nodes=3)
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.1.2.3", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("", False),
+        ("10.0.0.7", False),
+        ("example.org", False),
+    ],
+)
+def test_who_can_connect(host: str, loopback: bool) -> None:
+    assert ServeConfig(host=host).loopback == loopback
 
 
 @pytest.mark.parametrize(
@@ -46,6 +79,8 @@ def test_settings_come_from_the_command_line() -> None:
         ({"engine": 3}, "engine must be a group of settings"),
         ({"limits": {"queue": "many"}}, "limits.queue must be an integer, not many"),
         ({"replicas": {"min": 2, "max": 1}}, "replicas.max must be at least 2, not 1"),
+        ({"keys": "some"}, "keys must be one of auto, required, none, not some"),
+        ({"keys": "none", "keys_file": "keys.txt"}, "keys is none, but keys_file is set"),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -60,9 +95,15 @@ def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> N
         (["--model", "/nowhere"], "/nowhere"),
         (["--drafter", "/nowhere"], "drafter /nowhere is not a folder"),
         (["--keys_file", "/nowhere"], "keys_file /nowhere cannot be read: No such file or directory"),
+        (["--host", "0.0.0.0"], "there is no API key: set DRAFTER_API_KEYS or keys_file, or set keys to none"),
+        (["--keys", "required"], "there is no API key: set DRAFTER_API_KEYS or keys_file, or set keys to none"),
     ],
 )
-def test_a_mistake_costs_one_line(arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_costs_one_line(
+    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # never somebody else's cluster
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
     assert main(arguments) == 2
     error = capfd.readouterr().err.rstrip().rpartition("\n")[2]
     assert error.startswith("error: ")

@@ -28,7 +28,7 @@ def test_a_compiled_engine_says_the_same_and_compiles_nothing_after_its_start() 
         for i, prompt in enumerate(random_prompts(7))
     ]
     plain = run_engine(base, PlainDecoding(), requests, slots=3, max_length=64)
-    engine = Engine(base, NgramDrafter(9), SpellingTokenizer(), EngineConfig(slots=3, max_length=64, compile=True))
+    engine = Engine(base, NgramDrafter(8), SpellingTokenizer(), EngineConfig(slots=3, max_length=64, compile=True))
     with torch._dynamo.config.patch(error_on_recompile=True):
         handles = [engine.submit(request) for request in requests]
         while not engine.idle:

@@ -208,6 +208,6 @@ def test_the_tokens_are_those_of_the_model_as_it_was_loaded(way: str, origin: st
     with as_loaded(base.model):
         expected = [generate_reference(base.model, prompt, 20) for prompt in prompts]
     requests = [Request(prompt, SamplingParams(20)) for prompt in prompts]
-    for drafter, slots in ((PlainDecoding(), 1), (NgramDrafter(9), 1), (NgramDrafter(9), 4)):
+    for drafter, slots in ((PlainDecoding(), 1), (NgramDrafter(8), 1), (NgramDrafter(8), 4)):
         made = run_engine(base, drafter, requests, slots=slots, max_length=64)
         assert [one.token_ids for one in made] == expected

@@ -65,11 +65,11 @@ def test_the_first_frames_alone(tiny_base: BaseModel, module: AttentionModule) -
 def test_the_cache_is_allocated_once(tiny_base: BaseModel, module: AttentionModule) -> None:
     reader = module.reader(tiny_base, 5)
     assert isinstance(reader, _AttentionReader)
-    reader.allocate(2, 40)
+    reader.open(2, 40)
     place = reader._cache.data_ptr()
     tokens, hidden = sequence(tiny_base, 2, 40)
     for length in (3, 9, 20, 39):
         context = DraftContext(tokens, hidden, torch.tensor([length, 3]), [length, 3])
-        reader.catch_up(context)
+        reader.prepare(context)
         reader.read(context)
     assert reader._cache.data_ptr() == place

@@ -1,0 +1,58 @@
+"""The contract of budgets: how many draft nodes a step drafts, and how many of these it verifies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from drafter.drafters.contract import Ask
+
+Floats = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class StepObservation:
+    """What a budget can learn from a step of B rows.
+
+    Args:
+        rows: B.
+        asked: Draft nodes that were asked for, a row; 0 for a plain step.
+        promised: `[B, asked]` log prefix probabilities of the drafted nodes, falling; -inf in padding.
+        log_probs: `[B, N]` those of the nodes that were verified, the leading ones of each row; -inf in padding.
+        accepted: `[B, N]` bool: whether each of them became output.
+        seconds: Of drafting and of the rest of the step; None where the host does not know.
+    """
+
+    rows: int
+    asked: int
+    promised: Floats
+    log_probs: Floats
+    accepted: npt.NDArray[np.bool_]
+    seconds: tuple[float, float] | None = None
+
+    @property
+    def verified(self) -> Counts:
+        """`[B]` draft nodes that were verified."""
+        found: Counts = (self.log_probs > -np.inf).sum(1)
+        return found
+
+
+class Budget(Protocol):
+    """Decides what speculation may cost. All that it learns it learns in `observe`."""
+
+    def plan(self, rows: int) -> Ask:
+        """What to draft in a step of `rows` rows; no nodes for plain decoding."""
+
+    def trim(self, log_probs: Floats) -> Counts:
+        """`[B]` draft nodes of each row to verify.
+
+        Args:
+            log_probs: `[B, N]` log prefix probabilities of the drafted nodes, falling; -inf in padding.
+        """
+
+    def observe(self, step: StepObservation) -> None:
+        """Learn from a step. Comes after every step, drafted or not."""

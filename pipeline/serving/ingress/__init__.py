@@ -1,0 +1,1 @@
+"""What speaks HTTP: routes, keys, limits, the page; it holds no model."""

@@ -1,0 +1,44 @@
+"""Ray Serve's direct ingress, for a cluster that is started for the endpoint alone: the ingress listens on the port.
+
+A proxy in front of it would cost each request some milliseconds. On a cluster that is there already its owner decides:
+see `docs/serve.md`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def short_ways(port: int) -> dict[str, str]:
+    """Return environment variables that have the ingress listen on `port`, with no proxy in front of it.
+
+    They must be set before Ray is started and Ray Serve is imported. Serve's own proxy then needs another port.
+    """
+    return {
+        # Ingress and replicas talk to each other directly, without a thread between them.
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
+        "RAY_SERVE_ENABLE_HA_PROXY": "0",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(port),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(port + 1),  # exclusive
+        # A new ingress gets the port at once, even if the old one hangs: there is no proxy that has to notice first.
+        "RAY_SERVE_PORT_QUARANTINE_S": "0",
+        "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+    }
+
+
+def share_port() -> None:
+    """Let this process listen on the port of an ingress that has just died; called before it listens.
+
+    For a minute the kernel keeps the dead one's connections. Ray (2.60) would then think that another program has the
+    port, and would not try it again.
+    """
+    from ray.serve._private import replica
+
+    listen = replica.start_asgi_http_server
+
+    def listen_again(*args: Any, **kwargs: Any) -> Any:
+        return listen(*args, **kwargs | {"enable_so_reuseport": True})
+
+    replica.start_asgi_http_server = listen_again

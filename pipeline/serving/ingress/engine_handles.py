@@ -1,0 +1,104 @@
+"""The replicas as the ingress sees them: ask one for an answer, ask all for their metrics."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Literal
+
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+from pipeline.openai.chunks import error_event
+from pipeline.serving.messages import Call, Reply, Snapshot, interrupted, overloaded, unavailable
+
+Method = Literal["chat", "completions"]
+_TRIES = 3
+"""Replicas that are asked before a request is given up: one that died before it replied loses nothing, because another
+gives the same answer."""
+_SNAPSHOT_SECONDS = 5.0
+
+logger = logging.getLogger("ray.serve")
+
+
+class Answer:
+    """What a replica replies, as it comes.
+
+    Args:
+        first: Its first reply.
+        rest: Its replies after that.
+    """
+
+    def __init__(self, first: Reply, rest: DeploymentResponseGenerator) -> None:
+        self.first = first
+        self._rest = rest
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        """Yield the events of a stream; the last one is an error if the replica dies on the way."""
+        assert isinstance(self.first, str)
+        yield self.first
+        try:
+            async for events in self._rest:
+                yield events
+        except Exception:
+            logger.exception("A replica failed while it answered")
+            yield error_event(interrupted())
+
+    def cancel(self) -> None:
+        """Free what the answer holds in the replica; nothing happens if it is complete."""
+        self._rest.cancel()
+
+
+class Engines:
+    """Deployments of engines, by the name that clients call their model.
+
+    Args:
+        handles: The deployments' handles.
+    """
+
+    def __init__(self, handles: Mapping[str, DeploymentHandle]) -> None:
+        # Answers are small and many: they need not go through the object store.
+        self._handles = {name: handle.options(_by_reference=False) for name, handle in handles.items()}
+
+    @property
+    def names(self) -> list[str]:
+        """The models' names."""
+        return list(self._handles)
+
+    async def ask(self, method: Method, call: Call) -> Answer:
+        """Have a replica answer, and wait for its first reply.
+
+        Raises:
+            OpenAIError: There is no room, or no replica that works.
+        """
+        handle = self._handles[call.request.model].options(stream=True, method_name=method)
+        for _ in range(_TRIES):
+            replies = handle.remote(call)
+            try:
+                return Answer(await anext(replies), replies)
+            except BackPressureError as error:
+                raise overloaded() from error
+            except DeploymentUnavailableError as error:
+                raise unavailable() from error
+            except RayActorError:
+                logger.warning("A replica died before it answered: asking another")
+            except BaseException:
+                replies.cancel()
+                raise
+        raise unavailable()
+
+    async def snapshots(self) -> dict[str, list[Snapshot]]:
+        """Return the metrics of all replicas that answer, by the name of their model."""
+        found: dict[str, list[Snapshot]] = {}
+        for name, handle in self._handles.items():
+            try:
+                response = handle.broadcast("snapshot")
+                results: list[Any] = await response.results_async(timeout_s=_SNAPSHOT_SECONDS, return_exceptions=True)
+            except (DeploymentUnavailableError, TimeoutError):
+                results = []
+            for one in results:
+                if isinstance(one, Exception):
+                    logger.warning("A replica does not answer: %s", one)
+            found[name] = [one for one in results if isinstance(one, Snapshot)]
+        return found

@@ -1,0 +1,150 @@
+"""The endpoint's HTTP: routes, keys, limits, and errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.security import HTTPBearer
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from pipeline.openai.api_error import OpenAIError
+from pipeline.openai.parsed_request import ParsedRequest
+from pipeline.openai.request_body import parse_chat, parse_completion
+from pipeline.openai.speculation import wants_speculation
+from pipeline.serving.ingress import openapi
+from pipeline.serving.ingress.engine_handles import Engines, Method
+from pipeline.serving.ingress.event_stream import EventStream
+from pipeline.serving.ingress.json_body import read_json
+from pipeline.serving.ingress.keys import may_ask
+from pipeline.serving.ingress.metrics_page import metrics_page
+from pipeline.serving.ingress.page import add_page
+from pipeline.serving.messages import Call, Failure, unavailable
+from pipeline.serving.serve_config import LimitsConfig
+
+logger = logging.getLogger("ray.serve")
+
+
+def create_app(engines: Engines, digests: Sequence[bytes], limits: LimitsConfig) -> FastAPI:
+    """Return the application.
+
+    Args:
+        engines: Who answers.
+        digests: Digests of the keys, see `pipeline.serving.ingress.keys`; none answers everybody.
+        limits: What clients may ask for.
+    """
+    app = FastAPI(
+        title="drafter",
+        description="OpenAI's API over lossless speculative decoding.",
+        docs_url=None,  # FastAPI's own pages load scripts from elsewhere
+        redoc_url=None,
+    )
+    app.add_exception_handler(OpenAIError, _refused)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(Exception, _failed)
+    started = int(time.time())
+
+    def check_key(request: Request) -> None:
+        if not may_ask(request.headers.get("authorization"), digests):
+            raise OpenAIError(401, "There is no such API key: send one as a bearer token.", code="invalid_api_key")
+
+    # The first checks nothing: it has the OpenAPI document say that a key is needed.
+    keyed = [Depends(HTTPBearer(auto_error=False)), Depends(check_key)] if digests else []
+
+    def described(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": started, "owned_by": "drafter"}
+
+    async def answer(request: Request, method: Method, parse: Callable[[dict[str, Any]], ParsedRequest]) -> Response:
+        body = await read_json(request, limits.body_bytes)
+        speculation = wants_speculation(body)
+        parsed = parse(body)
+        if parsed.model not in engines.names:
+            raise _no_model(parsed.model)
+        if parsed.choices > limits.choices:
+            raise OpenAIError(400, f"At most {limits.choices} choices a request are allowed.", "n", "invalid_value")
+        found = await engines.ask(method, Call(parsed, speculation))
+        match found.first:
+            case Failure(status, error, headers):
+                return JSONResponse(error, status, headers)
+            case str(text) if not parsed.stream:
+                return Response(text, media_type="application/json")
+        return EventStream(found)
+
+    @app.post("/v1/chat/completions", dependencies=keyed, **openapi.chat(engines.names, limits))
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        return await answer(request, "chat", parse_chat)
+
+    @app.post("/v1/completions", dependencies=keyed, **openapi.completions(engines.names, limits))
+    async def completions(request: Request) -> Response:
+        """Continue a text."""
+        return await answer(request, "completions", parse_completion)
+
+    @app.get("/v1/models", dependencies=keyed, **openapi.models())
+    async def list_models() -> Response:
+        """List the models."""
+        return JSONResponse({"object": "list", "data": [described(name) for name in engines.names]})
+
+    @app.get("/v1/models/{model:path}", dependencies=keyed, **openapi.model())
+    async def retrieve_model(model: str) -> Response:
+        """Describe one model."""
+        if model not in engines.names:
+            raise _no_model(model)
+        return JSONResponse(described(model))
+
+    @app.get("/health", **openapi.health())
+    async def health() -> Response:
+        """Say whether every model has a replica that works."""
+        replicas = {name: len(found) for name, found in (await engines.snapshots()).items()}
+        if not all(replicas.values()):
+            raise unavailable()
+        return JSONResponse({"status": "ok", "replicas": replicas})
+
+    @app.get("/metrics", dependencies=keyed, **openapi.metrics())
+    async def metrics() -> Response:
+        """Give the metrics of all replicas, for Prometheus."""
+        snapshots = [
+            ({"model": name, "replica": snapshot.replica}, snapshot)
+            for name, found in (await engines.snapshots()).items()
+            for snapshot in found
+        ]
+        return Response(metrics_page(snapshots), media_type=CONTENT_TYPE_LATEST)
+
+    add_page(app)
+    return app
+
+
+def _no_model(name: str) -> OpenAIError:
+    return OpenAIError(404, f"The model '{name[:100]}' does not exist.", "model", "model_not_found")
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, OpenAIError)
+    failure = Failure.of(error)
+    return JSONResponse(failure.body, failure.status, failure.headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = {
+        404: "There is nothing at this address.",
+        405: "This address does not take this method.",
+    }.get(error.status_code, "The request cannot be answered.")
+    told = OpenAIError(error.status_code, message)
+    return JSONResponse(told.body(), error.status_code, error.headers)
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    return await _refused(request, OpenAIError(400, "The request cannot be read."))
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    logger.exception("A request failed", exc_info=error)
+    return await _refused(request, OpenAIError(500, "The server had an error.", code="internal_error"))

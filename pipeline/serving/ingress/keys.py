@@ -1,0 +1,96 @@
+"""Bearer keys: who may ask. Only their digests are kept, so no log, message or dump can show a key."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from pipeline.errors import InputError
+
+ENVIRONMENT = "DRAFTER_API_KEYS"
+"""Environment variable of the ingress with keys, separated by commas."""
+KeyRule = Literal["auto", "required", "none"]
+"""Whether clients need a key: they do (`required`), they do not (`none`), or they do if there are any (`auto`)."""
+_OR_NONE = ", or set keys to none to answer everybody"
+
+
+def settle(rule: KeyRule, file: str | None, *, loopback: bool) -> KeyRule:
+    """Return the rule that the ingress is to apply.
+
+    `auto` stays only where this machine alone can connect and nothing here names a key. Everywhere else a key that is
+    missing where the ingress runs is a mistake, and not a reason to answer everybody.
+
+    Args:
+        rule: The configured rule.
+        file: The configured file of keys.
+        loopback: Whether the endpoint listens on a loopback address.
+    """
+    if rule == "auto" and (not loopback or file is not None or ENVIRONMENT in os.environ):
+        return "required"
+    return rule
+
+
+def read_keys(file: str | None, rule: KeyRule) -> tuple[bytes, ...]:
+    """Return SHA-256 digests of this process's keys; none means that everybody may ask.
+
+    Keys come from the environment variable `DRAFTER_API_KEYS` (separated by commas) and from a file (one a line; `#`
+    begins a comment).
+
+    Args:
+        file: The file; None for no file.
+        rule: See `KeyRule`.
+
+    Raises:
+        InputError: A source has no key or cannot be read, a key is needed and there is none, a key cannot be sent as a
+            bearer token, or there are keys although the rule is `none`.
+    """
+    listed = os.environ.get(ENVIRONMENT)
+    if rule == "none":
+        if listed is not None and listed.strip():
+            raise InputError(f"keys is none, but {ENVIRONMENT} has keys: leave one of the two out")
+        return ()
+    keys: list[str] = []
+    if listed is not None:
+        keys += _some(listed.split(","), f"{ENVIRONMENT} is set but has no key: list keys in it, separated by commas")
+    if file is not None:
+        lines = (line.partition("#")[0] for line in _lines(file))
+        keys += _some(lines, f"keys_file {file} has no key: write one on a line")
+    if not keys and rule == "required":
+        raise InputError(f"there is no API key: set {ENVIRONMENT} or keys_file{_OR_NONE}")
+    for place, key in enumerate(keys, start=1):
+        if not key.isascii() or not key.isprintable() or " " in key:
+            raise InputError(f"key {place} cannot be sent as a bearer token: use ASCII without spaces")
+    return tuple(hashlib.sha256(key.encode()).digest() for key in keys)
+
+
+def _some(entries: Iterable[str], complaint: str) -> list[str]:
+    """Return the entries that are not blank; there must be at least one."""
+    found = [entry.strip() for entry in entries if entry.strip()]
+    if not found:
+        raise InputError(complaint + _OR_NONE)
+    return found
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise InputError(f"keys_file {file} cannot be read: {reason}") from error
+
+
+def may_ask(authorization: str | None, digests: Sequence[bytes]) -> bool:
+    """Return whether an `Authorization` header has one of the keys; without any keys, everybody may ask.
+
+    All digests are compared, each in constant time, so that the time tells nothing about the keys.
+    """
+    if not digests:
+        return True
+    scheme, _, key = (authorization or "").partition(" ")
+    given = hashlib.sha256(key.strip().encode("utf-8", "surrogatepass")).digest()
+    known = [hmac.compare_digest(given, digest) for digest in digests]
+    return any(known) and scheme.lower() == "bearer"

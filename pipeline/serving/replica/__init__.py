@@ -1,0 +1,1 @@
+"""What holds an engine: calls become its requests, and what it generates becomes answers."""

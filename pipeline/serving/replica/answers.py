@@ -1,0 +1,220 @@
+"""Calls become requests of an engine, and what it generates becomes answers. No Ray, no HTTP.
+
+Requests are submitted as they come and are decoded together. What a step adds is sent on at once, or, where there are
+many streams, after a moment together with what the next steps add.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+from drafter.engine.handle import Handle
+from drafter.errors import EngineError, QueueFullError, RequestError, RequestTimeoutError
+from drafter.llm import SpeculativeLM
+from drafter.requests import Generation, Request, SamplingParams, TokenDelta
+from pipeline.generate.samples import sample_seed
+from pipeline.openai.api_error import OpenAIError
+from pipeline.openai.chunks import ChatChunks, Chunks, CompletionChunks, error_event
+from pipeline.openai.parsed_request import ParsedRequest
+from pipeline.openai.response_body import chat_response, completion_response, token_text
+from pipeline.openai.speculation import FIELD, generation_statistics
+from pipeline.openai.strict_json import to_json
+from pipeline.serving.messages import Call, Failure, Reply, Snapshot, interrupted, overloaded
+from pipeline.serving.replica.replica_metrics import ReplicaMetrics
+
+_STALLED_SECONDS = 300.0
+"""A step that takes longer than this hangs."""
+_EVENTS_PER_SECOND = 30.0 * (os.cpu_count() or 1)
+"""Most events of all streams together. On its way to a client an event wakes a dozen threads, and where the engine
+computes on the same cores each of them stops it: more events would cost it more time than it needs for the tokens."""
+
+logger = logging.getLogger("ray.serve")
+
+Arrival = tuple[int, TokenDelta | Generation | Exception]
+"""What came of a choice: its index, and the tokens of a step, its end, or an error."""
+
+
+class Answers:
+    """Answers calls with one engine.
+
+    Args:
+        lm: The engine, whose thread schedules all requests that come here.
+        name: The replica's name.
+        seconds: How long a request may take.
+    """
+
+    def __init__(self, lm: SpeculativeLM, name: str, seconds: float) -> None:
+        self._lm, self._name, self._seconds = lm, name, seconds
+        self._metrics = ReplicaMetrics()
+
+    async def chat(self, call: Call) -> AsyncIterator[Reply]:
+        """Answer a request to `/v1/chat/completions`."""
+        async for reply in self._answer(call, "chatcmpl", chat_response, ChatChunks):
+            yield reply
+
+    async def completions(self, call: Call) -> AsyncIterator[Reply]:
+        """Answer a request to `/v1/completions`."""
+        async for reply in self._answer(call, "cmpl", completion_response, CompletionChunks):
+            yield reply
+
+    def snapshot(self) -> Snapshot:
+        """Return the replica's metrics.
+
+        Raises:
+            EngineError: As in `check_health`.
+        """
+        self.check_health()
+        return self._metrics.snapshot(self._name, self._lm.engine.state())
+
+    def check_health(self) -> None:
+        """Check that the engine can answer.
+
+        Raises:
+            EngineError: It has failed, or hangs.
+        """
+        engine = self._lm.engine
+        if engine.failure is not None:
+            raise engine.failure
+        if not engine.idle and time.monotonic() - engine.last_step > _STALLED_SECONDS:
+            raise EngineError(f"a step has taken more than {_STALLED_SECONDS:g} seconds")
+
+    async def _answer(
+        self, call: Call, kind: str, respond: Callable[..., dict[str, Any]], chunks: type[Chunks]
+    ) -> AsyncIterator[Reply]:
+        """Answer a call.
+
+        Args:
+            call: The call.
+            kind: What the answer's id begins with.
+            respond: Makes the body of an answer that is not streamed.
+            chunks: Makes the events of one that is.
+        """
+        handles: list[Handle] = []
+        sent = False
+        name, created = f"{kind}-{uuid.uuid4().hex}", int(time.time())
+        request = call.request
+        try:
+            for each in await asyncio.to_thread(self._requests, request):
+                handles.append(self._lm.submit(each, stream=request.stream))
+            if request.stream:
+                stream = chunks(request, name, created, self._token_text, speculation=call.speculation)
+                async for events in self._stream(stream, handles):
+                    yield events
+                    sent = True
+            else:
+                generations = [self._finished(await handle.outcome()) for handle in handles]
+                body = respond(request, generations, name, created, self._token_text)
+                if call.speculation:
+                    body[FIELD] = [generation_statistics(generation) for generation in generations]
+                yield to_json(body)
+        except Exception as error:
+            # Once a chunk is out so is the status: then the stream itself must say that it failed.
+            told = self._told(error)
+            yield error_event(told) if sent else Failure.of(told)
+        finally:
+            # However this ended, none of its requests keeps a slot: the client may have left.
+            for handle in handles:
+                handle.cancel()
+
+    async def _stream(self, chunks: Chunks, handles: list[Handle]) -> AsyncIterator[str]:
+        """Yield the events of all choices as they come; those that are there together are sent together."""
+        arrived: asyncio.Queue[Arrival] = asyncio.Queue()
+        readers = [asyncio.create_task(self._read(index, handle, arrived)) for index, handle in enumerate(handles)]
+        finished: dict[int, Generation] = {}
+        begun: set[int] = set()
+        try:
+            while len(finished) < len(handles):
+                arrivals = [await arrived.get()]
+                while not arrived.empty():
+                    arrivals.append(arrived.get_nowait())
+                events = ""
+                for index, arrival in arrivals:
+                    if isinstance(arrival, Exception):
+                        raise arrival
+                    if index not in begun:
+                        begun.add(index)
+                        events += chunks.begin(index)
+                    if isinstance(arrival, TokenDelta):
+                        events += chunks.step(index, arrival)
+                    else:
+                        finished[index] = self._finished(arrival)
+                        events += chunks.finish(index, arrival)
+                if len(finished) == len(handles):
+                    events += chunks.end([finished[index] for index in range(len(handles))])
+                yield events
+        finally:
+            for reader in readers:
+                reader.cancel()
+
+    async def _read(self, index: int, handle: Handle, arrived: asyncio.Queue[Arrival]) -> None:
+        """Put all that comes of a choice into the queue, its end or error last."""
+        outcome = asyncio.ensure_future(handle.outcome())
+        try:
+            async for deltas in handle.arrivals():
+                for delta in deltas:
+                    arrived.put_nowait((index, delta))
+                await asyncio.wait([outcome], timeout=self._lm.engine.state().active / _EVENTS_PER_SECOND)
+            arrived.put_nowait((index, await outcome))
+        except Exception as error:  # whoever reads the queue must hear of it, whatever it is
+            arrived.put_nowait((index, error))
+        finally:
+            outcome.cancel()
+
+    def _requests(self, request: ParsedRequest) -> list[Request]:
+        """Return a request of the engine for each choice.
+
+        Raises:
+            OpenAIError: A prompt or a setting cannot be used.
+        """
+        settings = {"seed": secrets.randbits(63), **request.settings}  # without a seed, each answer has its own
+        defaults = SamplingParams(max_new_tokens=self._lm.max_length)
+        sampling = replace(request, settings=settings).sampling(defaults)
+        requests = []
+        for prompt in request.prompts:
+            # Token ids are taken as they are.
+            ids = prompt if isinstance(prompt, list) and isinstance(prompt[0], int) else self._encode(prompt)
+            if len(ids) >= self._lm.max_length:
+                raise OpenAIError(
+                    400,
+                    f"The prompt has {len(ids)} tokens, but prompt and answer together may have {self._lm.max_length}.",
+                    code="context_length_exceeded",
+                )
+            for choice in range(request.n):
+                own = replace(sampling, seed=sample_seed(sampling.seed, choice))
+                requests.append(Request(ids, own, timeout=self._seconds))
+        return requests
+
+    def _encode(self, prompt: Any) -> list[int]:
+        return self._lm.encode(prompt)
+
+    def _token_text(self, token: int) -> str:
+        return token_text(self._lm.tokenizer, token)
+
+    def _finished(self, generation: Generation) -> Generation:
+        self._metrics.finished(generation)
+        return generation
+
+    def _told(self, error: Exception) -> OpenAIError:
+        """Return what the client is told of an error: details only of the client's own mistakes."""
+        self._metrics.failed(type(error).__name__)
+        match error:
+            case OpenAIError():
+                return error
+            case RequestTimeoutError():
+                return OpenAIError(408, f"The request took longer than {self._seconds:g} seconds.", code="timeout")
+            case RequestError():
+                return OpenAIError(400, f"Invalid request: {error}.", code="invalid_value")
+            case QueueFullError():
+                return overloaded()
+            case EngineError():
+                return interrupted()
+        logger.exception("A request failed")
+        return OpenAIError(500, "The server had an error.", code="internal_error")

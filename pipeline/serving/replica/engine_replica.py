@@ -1,0 +1,28 @@
+"""A replica: what Ray Serve starts, asks, and replaces when it is ill."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import ray
+from ray import serve
+
+from pipeline.engines.engine_actor import EngineSpec
+from pipeline.serving.replica.answers import Answers
+
+
+class EngineReplica(Answers):
+    """One engine in a process of its own.
+
+    Ray Serve calls `check_health` now and then, and replaces a replica where it raises.
+
+    Args:
+        spec: What to load; the engine gets as many threads as the replica has cores.
+        seconds: How long a request may take.
+    """
+
+    def __init__(self, spec: EngineSpec, seconds: float) -> None:
+        cores = ray.get_runtime_context().get_assigned_resources().get("CPU", 1.0)
+        lm = replace(spec, threads=math.ceil(cores)).load()
+        super().__init__(lm, serve.get_replica_context().replica_id.unique_id, seconds)

@@ -1,0 +1,97 @@
+"""What one replica counts for Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from drafter.requests import Generation
+from drafter.statistics import EngineState, mean_acceptance_length
+from pipeline.serving.messages import Snapshot
+
+_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_LENGTHS = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0)
+
+
+class ReplicaMetrics:
+    """Counts how a replica's requests end; what its engine counts is added when somebody asks."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter("drafter_requests", "Texts generated.", ["finish_reason"], registry=registry)
+        self._failures = Counter("drafter_request_failures", "Requests that failed.", ["error"], registry=registry)
+        self._prompt_tokens = Counter("drafter_prompt_tokens", "Tokens of prompts.", registry=registry)
+        self._draft_tokens = Counter("drafter_draft_tokens", "Draft tokens verified.", registry=registry)
+        self._accepted_tokens = Counter(
+            "drafter_accepted_tokens", "Draft tokens that became output.", registry=registry
+        )
+        self._length = Histogram(
+            "drafter_mean_acceptance_length",
+            "New tokens per base forward, over a request: β.",
+            buckets=_LENGTHS,
+            registry=registry,
+        )
+        self._queue = Histogram(
+            "drafter_queue_seconds", "Seconds until a request entered a slot.", buckets=_SECONDS, registry=registry
+        )
+        self._first_token = Histogram(
+            "drafter_time_to_first_token_seconds",
+            "Seconds until a request's first token.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._per_token = Histogram(
+            "drafter_time_per_output_token_seconds",
+            "Seconds per token after a request's first one.",
+            buckets=_TOKEN_SECONDS,
+            registry=registry,
+        )
+
+    def finished(self, generation: Generation) -> None:
+        """Count a request that was generated to its end."""
+        counts, timing = generation.counts, generation.timing
+        self._requests.labels(generation.finish_reason).inc()
+        self._prompt_tokens.inc(generation.prompt_tokens)
+        self._draft_tokens.inc(counts.num_draft_tokens)
+        self._accepted_tokens.inc(counts.num_accepted_draft_tokens)
+        if timing.queued is not None:
+            self._queue.observe(timing.queued)
+        if timing.first_token is not None:
+            self._length.observe(mean_acceptance_length(counts))
+            self._first_token.observe(timing.first_token)
+            if len(generation.token_ids) > 1:
+                self._per_token.observe((timing.total - timing.first_token) / (len(generation.token_ids) - 1))
+
+    def failed(self, error: str) -> None:
+        """Count a request that ended with an error of the class `error`."""
+        self._failures.labels(error).inc()
+
+    def snapshot(self, replica: str, state: EngineState) -> Snapshot:
+        """Return all metrics.
+
+        Args:
+            replica: The replica's name.
+            state: Its engine's state.
+        """
+        stages = CounterMetricFamily("drafter_stage_seconds", "Seconds in each stage of a step.", labels=["stage"])
+        for stage, seconds in state.stage_seconds.items():
+            stages.add_metric([stage], seconds)
+        gauges = (
+            ("drafter_slots", "Requests that can be decoded together.", state.slots),
+            ("drafter_slots_active", "Requests being decoded.", state.active),
+            ("drafter_requests_waiting", "Requests that wait for a slot.", state.waiting),
+        )
+        counters = (
+            ("drafter_steps", "Decode steps of the engine.", state.steps),
+            ("drafter_row_steps", "Decode steps, counted once for each request that took part.", state.row_steps),
+            ("drafter_tokens", "New tokens.", state.output_tokens),
+            ("drafter_prefilled_tokens", "Tokens of prompts that were prefilled.", state.prefilled_tokens),
+            ("drafter_shared_tokens", "Tokens of prompts that were in the KV cache already.", state.shared_tokens),
+        )
+        engine: list[Metric] = [
+            *(GaugeMetricFamily(*gauge) for gauge in gauges),
+            *(CounterMetricFamily(*counter) for counter in counters),
+            stages,
+        ]
+        return Snapshot(replica, [*engine, *self._registry.collect()])

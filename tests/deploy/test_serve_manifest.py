@@ -1,0 +1,130 @@
+"""The endpoint as Kubernetes would run it: the manifest's own configuration, on nodes with its pods' environments."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import yaml
+
+from pipeline.cluster.local_cluster import LocalCluster, NodeType
+from pipeline.cluster.ports import LOOPBACK, free_ports
+from tests.deploy.manifests import environment, load, pod_templates
+from tests.pipeline.conftest import model as model
+from tests.support.paths import ROOT
+from tests.support.waiting import PATIENCE, wait_until
+
+MANIFEST, _ = load(ROOT / "deploy" / "kuberay" / "serve.yaml")
+KEY = "sk-of-the-secret"
+SECRETS = {("drafter", "api-keys"): f"sk-another,{KEY}"}
+CHAT = "/v1/chat/completions"
+
+
+@dataclass
+class Deployed:
+    """A cluster of two nodes, which runs what it is given.
+
+    Args:
+        cluster: It.
+        folder: For files.
+        port: Where Ray Serve listens.
+    """
+
+    cluster: LocalCluster
+    folder: Path
+    port: int = field(default_factory=lambda: free_ports(1)[0])
+
+    def serve(self, *arguments: str) -> str:
+        """Run Ray Serve's command line against the cluster; return what it prints."""
+        command = [str(Path(sys.executable).parent / "serve"), *arguments, "--address", self.cluster.jobs_address]
+        done = subprocess.run(
+            command, env=self.environment, check=True, capture_output=True, text=True, timeout=PATIENCE
+        )
+        return done.stdout
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**self.cluster.environment, "PYTHONPATH": str(ROOT)}
+
+    def deploy(self, model: Path, **args: Any) -> None:
+        """Deploy the manifest's configuration with a tiny model, and further `args`."""
+        config = yaml.safe_load(MANIFEST["spec"]["serveConfigV2"])
+        (application,) = config["applications"]
+        application["args"] |= {"model": str(model), "name": "tiny", "engine": {"slots": 4, "nodes": 4}, **args}
+        config["http_options"] = {"host": LOOPBACK, "port": self.port}
+        file = self.folder / "serve.yaml"
+        file.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
+        self.serve("deploy", str(file))
+
+    def status(self) -> tuple[str, str]:
+        """The application's status and its message."""
+        application = yaml.safe_load(self.serve("status"))["applications"]["drafter"]
+        return application["status"], json.dumps(application)
+
+    def wait(self) -> tuple[str, str]:
+        """Wait until the deployment has come to an end."""
+
+        def ended() -> tuple[str, str] | None:
+            found = self.status()
+            return found if found[0] in ("RUNNING", "DEPLOY_FAILED") else None
+
+        return wait_until(ended, "the deployment", pause=1)
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("DRAFTER_API_KEYS", raising=False)
+        head, worker = (environment(template["spec"]["containers"][0], SECRETS) for template in pod_templates(MANIFEST))
+        del worker["HF_HOME"]  # a volume that is not here
+        code = {"PYTHONPATH": str(ROOT)}
+        node = NodeType(cpus=2, gpus=1, environment=worker | code)
+        with LocalCluster([node], head_environment=head | code) as cluster:
+            yield Deployed(cluster, tmp_path_factory.mktemp("deployed"))
+
+
+@pytest.mark.slow
+def test_an_ingress_without_its_keys_is_a_failed_deployment(deployed: Deployed, model: Path) -> None:
+    deployed.deploy(model, keys_file="/nowhere/keys.txt")
+    status, message = deployed.wait()
+    assert status == "DEPLOY_FAILED"
+    assert "keys_file /nowhere/keys.txt cannot be read: No such file or directory (the ingress runs on " in message
+    assert "failed to start 3 times" in message  # and it is not started again
+
+
+@pytest.mark.slow
+def test_the_manifest_asks_for_the_keys_of_its_secret(deployed: Deployed, model: Path) -> None:
+    deployed.deploy(model)
+    assert deployed.wait()[0] == "RUNNING"
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "how many"}], "max_tokens": 3}
+    address = f"http://{LOOPBACK}:{deployed.port}"
+    for headers, status in (
+        ({}, 401),
+        ({"Authorization": "Bearer sk-wrong"}, 401),
+        ({"Authorization": f"Bearer {KEY}"}, 200),
+    ):
+        assert httpx2.post(address + CHAT, json=body, headers=headers, timeout=PATIENCE).status_code == status
+        assert httpx2.get(f"{address}/v1/models", headers=headers, timeout=PATIENCE).status_code == status
+    assert httpx2.get(f"{address}/health", timeout=PATIENCE).json() == {"status": "ok", "replicas": {"tiny": 1}}
+
+
+@pytest.mark.slow
+def test_a_second_endpoint_is_told_where_ray_serve_listens(deployed: Deployed, model: Path) -> None:
+    command = [sys.executable, "-m", "jobs.serve", "--model", str(model), "--port", str(free_ports(1)[0])]
+    done = subprocess.run(command, env=deployed.environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 2
+    assert f"Ray Serve runs on this cluster already, and listens on {LOOPBACK}:{deployed.port}" in done.stderr
+
+
+def test_a_pod_does_not_start_without_the_secret_of_the_keys() -> None:
+    for template in pod_templates(MANIFEST):
+        (container,) = template["spec"]["containers"]
+        with pytest.raises(LookupError, match="drafter/api-keys"):
+            environment(container, {})

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import numpy as np
+
+from drafter.budget.latency_table import LatencyTable, batch_sizes, measure_latency
+
+
+def test_latencies_are_interpolated_between_batches() -> None:
+    table = LatencyTable(
+        batches=np.array([1.0, 8.0]),
+        nodes=(0, 4, 8),
+        verify=np.array([[1.0, 1.2, 1.5], [2.0, 5.0, 12.0]]),
+        draft=np.array([[0.0, 0.2, 0.2], [0.0, 0.5, 0.5]]),
+    )
+    verify, draft = table.at(1)
+    assert verify.tolist() == [1.0, 1.2, 1.5]
+    assert draft.tolist() == [0.0, 0.2, 0.2]
+    assert table.at(8)[1].tolist() == [0.0, 0.5, 0.5]
+    assert 1.2 < table.at(4)[0][1] < 5.0
+
+
+def test_batch_sizes_are_powers_of_four_and_the_slots() -> None:
+    assert batch_sizes(1) == [1]
+    assert batch_sizes(20) == [1, 4, 16, 20]
+
+
+def test_the_least_of_several_measurements_counts_and_more_work_takes_no_less() -> None:
+    """Something else runs on the machine from time to time, and once while the least work is timed."""
+    calls = 0
+
+    def probe(rows: int, nodes: int) -> tuple[float, float]:
+        nonlocal calls
+        calls += 1
+        disturbed = 5.0 if calls % 3 == 0 else 0.0
+        return 0.1 * nodes + disturbed, float(rows + nodes) + disturbed
+
+    table = measure_latency(probe, (1, 4), (0, 2))
+    assert table.verify.tolist() == [[1.0, 3.0], [4.0, 6.0]]
+    assert table.draft.tolist() == [[0.0, 0.2], [0.0, 0.2]]

@@ -1,0 +1,205 @@
+"""A sequence whose numbers are not finite ends with an error, and no other sequence ever sees one of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from drafter import devices
+from drafter.base.causal_lm import BaseModel
+from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
+from drafter.drafters.merged import MergedDrafter
+from drafter.drafters.ngram import NgramDrafter
+from drafter.drafters.none import PlainDecoding
+from drafter.engine.engine_config import EngineConfig
+from drafter.engine.handle import Handle
+from drafter.engine.loop import Engine
+from drafter.errors import NotFiniteError
+from drafter.requests import Request, SamplingParams
+from drafter.tree.token_tree import TokenTree
+from drafter.tree.trie import from_nodes
+from tests.support.heads import make_head
+from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_model, random_prompts
+from tests.support.tapes import TapeRecorder
+
+POISON = 96
+"""A token whose embedding is not finite."""
+
+
+@cache
+def poisoned_base(dtype: torch.dtype = torch.float32, family: str = "llama") -> BaseModel:
+    base = BaseModel(random_model(family).to(dtype))
+
+    def spoil(module: torch.nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        return output.masked_fill((args[0] == POISON)[..., None], torch.nan)
+
+    # Not in the weights, which some families share with the LM head.
+    base.model.get_input_embeddings().register_forward_hook(spoil)
+    return base
+
+
+class PoisonDrafter(Drafter):
+    """Drafts the poison beside and below other tokens. It is never right, as it is forbidden to the base."""
+
+    spec = DraftSpec(max_nodes=5, max_depth=2)
+
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        rows, count = len(context.tokens), self.spec.max_nodes
+        tokens = torch.tensor([POISON, 5, 6, POISON, 7]).expand(rows, -1)
+        parents = torch.tensor([-1, -1, -1, 1, 2]).expand(rows, -1)
+        depths = torch.tensor([1, 1, 1, 2, 2]).expand(rows, -1)
+        log_probs = -torch.arange(1.0, count + 1).expand(rows, -1)
+        return from_nodes(context.pending, tokens, parents, depths, log_probs, ask.nodes + 1)
+
+
+DRAFTERS: dict[str, Callable[[BaseModel], Drafter]] = {
+    "none": lambda base: PlainDecoding(),
+    "ngram": lambda base: NgramDrafter(6),
+    "adversarial": lambda base: AdversarialDrafter(0),
+    "poison": lambda base: PoisonDrafter(),
+    "ctc": lambda base: make_head(base, "ctc").to(base.dtype).drafter(base, 6),
+    "ctc, lattice": lambda base: make_head(base, "context 2").to(base.dtype).drafter(base, 6),
+    "hydra++": lambda base: make_head(base, "hydra++").to(base.dtype).drafter(base, 6),
+    "merged": lambda base: MergedDrafter(make_head(base, "ctc").to(base.dtype).drafter(base, 6), NgramDrafter(6)),
+}
+
+
+@pytest.fixture(params=["the host follows", "the host is behind"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Engines that look at each step's outcome at once, and engines that read it one step later, as on a GPU."""
+    if request.param == "the host is behind":
+        monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
+        monkeypatch.setattr("drafter.engine.cuda_graphs._recorder", TapeRecorder())
+    return str(request.param)
+
+
+def innocent_requests(count: int) -> list[Request]:
+    """Greedy and random ones; none of them may say the poison."""
+    settings: list[dict[str, Any]] = [{}, {"temperature": 0.8, "top_p": 0.9}, {"repetition_penalty": 1.3}]
+    return [
+        Request(
+            [token % POISON for token in prompt],
+            SamplingParams(14, seed=row, ignore_eos=True, logit_bias={POISON: -100.0}, **settings[row % 3]),
+        )
+        for row, prompt in enumerate(random_prompts(count, seed=8))
+    ]
+
+
+def bad_requests() -> list[Request]:
+    """The poison at the beginning, within, and at the end of a prompt; and said by the base itself."""
+    sampling = SamplingParams(14, ignore_eos=True)
+    says_it = SamplingParams(14, ignore_eos=True, logit_bias={POISON: 100.0})
+    prompts = [[POISON, 5, 6], [5, POISON, *range(7, 40)], [5, 6, POISON], [POISON]]
+    return [*(Request(prompt, sampling) for prompt in prompts), Request([5, 6, 7], says_it)]
+
+
+def decode(
+    base: BaseModel, drafter: Drafter, requests: list[Request], *, stream: bool = False, slots: int = 3
+) -> list[Handle]:
+    engine = Engine(base, drafter, SpellingTokenizer(), EngineConfig(slots=slots, nodes=5, max_length=96))
+    handles = [engine.submit(request, stream=stream) for request in requests]
+    while not engine.idle:
+        engine.step()
+    assert bool(torch.stack([buffer.isfinite().all() for buffer in engine.batch.cache.buffers]).all())
+    if engine.batch.hidden is not None:
+        assert bool(engine.batch.hidden.isfinite().all())
+    return handles
+
+
+def check(handles: list[Handle], alone: dict[int, list[int]]) -> None:
+    """The innocent have what they have alone, by the place of their request; the others have an error."""
+    for place, handle in enumerate(handles):
+        if place in alone:
+            assert handle.result(0).token_ids == alone[place]
+        else:
+            with pytest.raises(NotFiniteError, match="not finite"):
+                handle.result(0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_innocent_rows_keep_their_tokens(device: str, name: str, stream: bool) -> None:
+    base = poisoned_base()
+    bad, innocent = bad_requests(), innocent_requests(9)
+    requests = [one for pair in itertools.zip_longest(innocent, bad) for one in pair if one is not None]
+    alone = {
+        place: decode(base, PlainDecoding(), [request], slots=1)[0].result(0).token_ids
+        for place, request in enumerate(requests)
+        if request in innocent
+    }
+    check(decode(base, DRAFTERS[name](base), requests, stream=stream), alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["none", "poison", "ctc"])
+def test_in_half_precision_too(name: str, dtype: torch.dtype) -> None:
+    base = poisoned_base(dtype)
+    innocent, bad = innocent_requests(4), bad_requests()
+    handles = decode(base, DRAFTERS[name](base), [*innocent[:2], *bad, *innocent[2:]])
+    for request, handle in zip([*innocent[:2], *bad, *innocent[2:]], handles, strict=True):
+        if request in bad:
+            with pytest.raises(NotFiniteError):
+                handle.result(0)
+        else:
+            assert len(handle.result(0).token_ids) == 14
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "mixtral", "qwen3"])
+def test_other_families(family: str) -> None:
+    base = poisoned_base(family=family)
+    requests = [*innocent_requests(3), bad_requests()[1], *innocent_requests(5)[3:]]
+    alone = {
+        place: decode(base, PlainDecoding(), [requests[place]], slots=1)[0].result(0).token_ids
+        for place in (0, 1, 2, 4, 5)
+    }
+    check(decode(base, PoisonDrafter(), requests, slots=2), alone)
+
+
+def test_what_was_said_before_is_handed_out(device: str) -> None:
+    """The base says the poison at its third token: those before it are given to who watches, and counted."""
+    base = poisoned_base()
+    sampling = SamplingParams(14, ignore_eos=True, logit_bias={POISON: 100.0})
+    handle = decode(base, PlainDecoding(), [Request([5, 6], sampling)], stream=True)[0]
+    assert [token for delta in handle for token in delta.token_ids] == [POISON]
+    with pytest.raises(NotFiniteError, match="after 1 generated tokens"):
+        handle.result(0)
+
+
+def test_a_slot_is_clean_after_a_bad_row_was_cancelled(device: str) -> None:
+    """Before anybody could know that it is bad, while other rows move."""
+    base = poisoned_base()
+    innocent = innocent_requests(6)
+    alone = {
+        place: decode(base, PlainDecoding(), [request], slots=1)[0].result(0).token_ids
+        for place, request in enumerate(innocent)
+    }
+    for steps in range(4):
+        engine = Engine(base, PoisonDrafter(), SpellingTokenizer(), EngineConfig(slots=3, nodes=5, max_length=96))
+        handles = [engine.submit(innocent[0])]
+        bad = engine.submit(bad_requests()[1])
+        handles += [engine.submit(request) for request in innocent[1:]]
+        for _ in range(steps):
+            engine.step()
+        bad.cancel()
+        while not engine.idle:
+            engine.step()
+        check(handles, alone)
+
+
+def test_who_begins_like_a_bad_row_is_judged_by_its_own_text(device: str) -> None:
+    base = poisoned_base()
+    beginning = [3 + place * 7 % 90 for place in range(20)]
+    sampling = SamplingParams(10, ignore_eos=True, logit_bias={POISON: -100.0})
+    requests = [
+        Request([*beginning, POISON, *range(10, 30)], sampling),
+        Request([*beginning, 5, 6], sampling),
+        Request([*beginning, POISON, *range(10, 30), 9], sampling),
+        Request([*beginning, 5, 6, 7], sampling),
+    ]
+    alone = {place: decode(base, PlainDecoding(), [requests[place]])[0].result(0).token_ids for place in (1, 3)}
+    check(decode(base, NgramDrafter(6), requests, slots=4), alone)

@@ -1,0 +1,371 @@
+"""What must plug in without a change to the engine: each seam is proved by a small plug-in that is not shipped."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafter.base.causal_lm import BaseModel
+from drafter.base.executors.contract import TreeNodes
+from drafter.base.kv_cache import KVCache
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftSpec, Ids, Loan
+from drafter.drafters.merged import MergedDrafter
+from drafter.drafters.ngram import NgramDrafter
+from drafter.drafters.none import PlainDecoding
+from drafter.engine.engine_config import EngineConfig
+from drafter.engine.loop import Engine
+from drafter.errors import LoadError
+from drafter.requests import Generation, Request, SamplingParams
+from drafter.tree.token_tree import TokenTree, root_only
+from drafter.tree.trie import from_nodes
+from drafter.verifiers.choices import RowSampling
+from drafter.verifiers.contract import Accepted, Verified, Verifier
+from drafter.verifiers.exact import ExactVerifier
+from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_model, random_prompts
+
+LAYERS = 3
+
+
+@cache
+def base_of(family: str) -> BaseModel:
+    return BaseModel(random_model(family))
+
+
+def requests_of(count: int) -> list[Request]:
+    """Greedy and random requests that enter and leave at different times."""
+    return [
+        Request(prompt, SamplingParams(18 - 3 * (row % 4), temperature=0.7 * (row % 2), seed=row, ignore_eos=True))
+        for row, prompt in enumerate(random_prompts(count, seed=5))
+    ]
+
+
+def decode(
+    base: BaseModel, drafter: Drafter, requests: list[Request], verifier: Verifier | None = None, slots: int = 3
+) -> list[Generation]:
+    config = EngineConfig(slots=slots, nodes=4, max_length=96)
+    engine = Engine(base, drafter, SpellingTokenizer(), config, verifier=verifier)
+    handles = [engine.submit(request) for request in requests]
+    while not engine.idle:
+        engine.step()
+    return [handle.result(0) for handle in handles]
+
+
+def check_identity(found: list[Generation], expected: list[Generation]) -> None:
+    """The same tokens; output that may differ from plain decoding's is no case for this."""
+    assert all(one.lossless for one in [*found, *expected])
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+
+
+def chain(pending: Tensor, tokens: list[Tensor]) -> TokenTree:
+    """One path below each root: `tokens` are `[B]` each."""
+    depth = torch.arange(len(tokens))
+    shape = (len(pending), len(tokens))
+    parents, depths = (depth - 1).expand(shape), (depth + 1).expand(shape)
+    return from_nodes(pending, torch.stack(tokens, 1), parents, depths, -depths.float(), len(tokens) + 1)
+
+
+# ---- drafters
+
+
+class LearningDrafter(Drafter):
+    """Remembers which token came after which: in prompts, and in all that any step has added."""
+
+    spec = DraftSpec(max_nodes=4, max_depth=4)
+
+    def __init__(self) -> None:
+        self.after: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+        self.learnt: dict[int, list[int]] = defaultdict(list)
+
+    def enter(self, slot: int, text: Ids) -> None:
+        tokens = text.tolist()
+        self.after.update(itertools.pairwise(tokens))
+        self.last[slot] = tokens[-1]
+        self.learnt[slot] = []
+
+    def move(self, source: int, target: int) -> None:
+        self.last[target], self.learnt[target] = self.last[source], self.learnt[source]
+
+    def observe(self, committed: Committed) -> None:
+        for slot, tokens in zip(committed.slots, committed.tokens, strict=True):
+            for token in tokens:
+                self.after[self.last[slot]] = token
+                self.last[slot] = token
+            self.learnt[slot] = [*self.learnt[slot], *tokens]
+
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        tokens, levels = context.pending, []
+        for _ in range(ask.nodes):
+            tokens = torch.tensor([self.after.get(token, 0) for token in tokens.tolist()])
+            levels.append(tokens)
+        return chain(context.pending, levels)
+
+
+def test_a_drafter_learns_from_every_step() -> None:
+    base = base_of("llama")
+    drafter, requests = LearningDrafter(), requests_of(8)
+    check_identity(decode(base, drafter, requests), decode(base, PlainDecoding(), requests))
+    again = decode(base, drafter, requests[::2])  # greedy texts, all of whose pairs of tokens it knows
+    assert sum(one.counts.num_accepted_draft_tokens for one in again) > 10
+
+
+def test_what_is_learnt_is_what_the_sequences_got() -> None:
+    base, drafter = base_of("llama"), LearningDrafter()
+    (found,) = decode(base, drafter, requests_of(1))
+    assert drafter.learnt[0] == found.token_ids
+
+
+class SecondModel(Drafter):
+    """Drafts with an LM of its own, which has a KV cache of its own.
+
+    Args:
+        lm: The draft model.
+    """
+
+    spec = DraftSpec(max_nodes=4, max_depth=4)
+
+    def __init__(self, lm: BaseModel) -> None:
+        self.lm = lm
+        self.cache: KVCache
+        self.read: list[int] = []
+
+    def open(self, loan: Loan) -> None:
+        self.cache, self.read = self.lm.new_cache(loan.slots, loan.length), [0] * loan.slots
+
+    def enter(self, slot: int, text: Ids) -> None:
+        self.read[slot] = 0
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        self.read[target] = min(self.read[source], length)
+        self.cache.move(source, target, self.read[target])
+
+    def move(self, source: int, target: int) -> None:
+        self.copy(source, target, self.read[source])
+
+    def prepare(self, context: DraftContext) -> None:
+        for slot, known in enumerate(context.host_lengths):
+            if self.read[slot] < known:
+                self.lm.prefill(self.cache, slot, [context.tokens[slot, self.read[slot] : known]], [self.read[slot]])
+                self.read[slot] = known
+
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        tokens, levels = context.pending, []
+        for step in range(ask.nodes):
+            logits, _ = self.lm.verify(self.cache, lone_nodes(context, tokens, step))
+            tokens = logits[:, 0].argmax(-1)
+            levels.append(tokens)
+        return chain(context.pending, levels)
+
+
+def lone_nodes(context: DraftContext, tokens: Tensor, step: int) -> TreeNodes:
+    """One node a row, `step` positions behind the committed ones."""
+    lengths = context.lengths + step
+    depths, ancestors = torch.zeros_like(tokens)[:, None], torch.ones(len(tokens), 1, 1, dtype=torch.bool)
+    return TreeNodes(tokens[:, None], lengths, depths, ancestors, context.longest + step + 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_drafter_owns_a_second_model(family: str) -> None:
+    base, requests = base_of("llama"), requests_of(8)
+    found = decode(base, SecondModel(base_of(family)), requests)
+    check_identity(found, decode(base, PlainDecoding(), requests))
+    if family == "llama":  # the base itself: whatever is greedy is accepted
+        greedy = [one for one in found if requests[found.index(one)].sampling.temperature == 0]
+        assert all(one.counts.num_decode_steps <= 1 + len(one.token_ids) / 4 for one in greedy)
+
+
+class EarlyExit(Drafter):
+    """Drafts with the base's first layers, on the base's own KV of these layers.
+
+    Args:
+        layers: How many.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self.spec = DraftSpec(max_nodes=4, max_depth=4, shared_layers=layers)
+
+    def open(self, loan: Loan) -> None:
+        assert loan.cache is not None
+        self.base, self.cache = loan.base, loan.cache
+
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        tokens, levels = context.pending, []
+        for step in range(ask.nodes):
+            hidden = self.base.exit_early(self.cache, lone_nodes(context, tokens, step), self.spec.shared_layers)
+            tokens = self.base.lm_head(hidden)[:, 0].argmax(-1)
+            levels.append(tokens)
+        return chain(context.pending, levels)
+
+
+@pytest.mark.parametrize("layers", [1, 2, LAYERS])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+def test_a_drafter_runs_the_bases_first_layers_on_their_own_cache(family: str, layers: int) -> None:
+    base, requests = base_of(family), requests_of(8)
+    found = decode(base, EarlyExit(layers), requests)
+    check_identity(found, decode(base, PlainDecoding(), requests))
+    if layers == LAYERS:
+        greedy = [one for one, request in zip(found, requests, strict=True) if request.sampling.temperature == 0]
+        assert all(one.counts.num_decode_steps <= 1 + len(one.token_ids) / 4 for one in greedy)
+
+
+def test_only_who_asks_for_it_is_lent_the_cache() -> None:
+    class Curious(PlainDecoding):
+        def open(self, loan: Loan) -> None:
+            assert loan.cache is None
+
+    decode(base_of("llama"), Curious(), requests_of(1))
+
+
+class Layered(Drafter):
+    """Looks at the outputs of single layers beside the LM head's input; drafts nothing that could be right."""
+
+    spec = DraftSpec(max_nodes=1, max_depth=1, hidden_layers=(0, -1, 1))
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        assert context.hidden is not None
+        for row, length in enumerate(context.host_lengths):
+            self.seen.append((context.tokens[row, :length].clone(), context.hidden[row, :length].clone()))
+        return chain(context.pending, [torch.zeros_like(context.pending)] * ask.nodes)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_drafter_reads_the_hidden_states_that_it_names(merged: bool) -> None:
+    base, requests, inner = base_of("llama"), requests_of(5), Layered()
+    drafter: Drafter = MergedDrafter(NgramDrafter(3), inner) if merged else inner
+    check_identity(decode(base, drafter, requests), decode(base, PlainDecoding(), requests))
+    tokens, hidden = inner.seen[-1]
+    with torch.inference_mode():
+        layers = base.model(input_ids=tokens[None], output_hidden_states=True).hidden_states
+    # Output of layer k is entry k + 1; the last one is behind the final norm.
+    expected = torch.cat([layers[1][0], layers[-1][0], layers[2][0]], -1)
+    assert torch.allclose(hidden, expected, atol=1e-4)
+
+
+class LateDrafter(Drafter):
+    """Has a tree for every other row only; for the others none has come in time."""
+
+    spec = DraftSpec(max_nodes=4, max_depth=4)
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        tree = self.inner.propose(context, ask)
+        in_time = torch.arange(len(tree.tokens)) % 2
+        return tree.trimmed(1 + in_time * (tree.size - 1))
+
+
+def test_a_row_whose_tree_is_late_makes_a_plain_step() -> None:
+    base, requests = base_of("llama"), requests_of(6)
+    found = decode(base, LateDrafter(AdversarialDrafter(0, nodes=4, depth=4)), requests, slots=2)
+    check_identity(found, decode(base, PlainDecoding(), requests))
+    assert any(0 < one.counts.num_spec_steps < one.counts.num_decode_steps for one in found)
+    assert any(one.counts.num_spec_steps == 0 for one in found)
+
+
+def test_a_root_alone_is_a_plain_step() -> None:
+    class Never(PlainDecoding):
+        spec = DraftSpec(max_nodes=4, max_depth=4)
+
+        def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+            return root_only(context.pending)
+
+    base, requests = base_of("llama"), requests_of(4)
+    check_identity(decode(base, Never(), requests), decode(base, PlainDecoding(), requests))
+
+
+# ---- verifiers
+
+
+class Trusting(Verifier):
+    """Accepts the tree's first path as long as two more draft tokens follow: not lossless."""
+
+    name = "trusting"
+    lossless = False
+    lookahead = 2
+
+    def accept(self, verified: Verified, sampling: RowSampling) -> Accepted:
+        """The first path is nodes 0, 1, 2, ..., as the tree is a chain."""
+        exact = ExactVerifier().accept(verified, sampling)
+        real = (verified.tree.tokens[:, 1:] >= 0).sum(1)
+        count = torch.maximum(exact.count, (real - self.lookahead).clamp_min(0))
+        place = torch.arange(exact.path.shape[1])
+        path = torch.where(place <= count[:, None], place, 0)
+        choices = verified.logits.argmax(-1).gather(1, path)
+        follows = verified.tree.tokens.gather(1, (path + 1).clamp_max(verified.tree.size - 1))
+        return Accepted(path, torch.where(place < count[:, None], follows, choices), count)
+
+
+class WrongDrafter(Drafter):
+    """Drafts a chain of tokens that the base hardly ever chooses."""
+
+    spec = DraftSpec(max_nodes=4, max_depth=4)
+
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        return chain(context.pending, [torch.full_like(context.pending, 7 + step) for step in range(ask.nodes)])
+
+
+def test_a_verifier_that_is_not_lossless_marks_all_that_it_made() -> None:
+    base = base_of("llama")
+    requests = [Request(prompt, SamplingParams(12, ignore_eos=True)) for prompt in random_prompts(4)]
+    found = decode(base, WrongDrafter(), requests, Trusting())
+    assert not any(one.lossless for one in found)
+    expected = decode(base, PlainDecoding(), requests)
+    assert all(ours.token_ids != theirs.token_ids for ours, theirs in zip(found, expected, strict=True))
+    assert all(one.token_ids[:2] == [7, 8] for one in found)
+    with pytest.raises(AssertionError):
+        check_identity(found, found)
+
+
+def test_a_verifier_sees_the_same_texts_as_plain_decoding_would() -> None:
+    """What was accepted leniently is in the KV cache: the base goes on from it."""
+    base = base_of("llama")
+    request = Request([5, 6, 7], SamplingParams(9, ignore_eos=True))
+    (found,) = decode(base, WrongDrafter(), [request], Trusting())
+    text = [*request.prompt_ids, *found.token_ids]
+    for place in (len(request.prompt_ids) + 2, len(request.prompt_ids) + 5):  # the token after two that were trusted
+        with torch.inference_mode():
+            logits = base.model(input_ids=torch.tensor([text[:place]])).logits[0, -1]
+        assert text[place] == int(logits.argmax())
+
+
+def test_drafter_and_verifier_must_go_together() -> None:
+    class Shallow(WrongDrafter):
+        spec = DraftSpec(max_nodes=1, max_depth=1)
+
+    class Strict(WrongDrafter):
+        spec = DraftSpec(max_nodes=4, max_depth=4, lossless_only=True)
+
+    with pytest.raises(LoadError, match="trusting looks 2 draft tokens ahead"):
+        decode(base_of("llama"), Shallow(), requests_of(1), Trusting())
+    with pytest.raises(LoadError, match="needs a lossless verifier"):
+        decode(base_of("llama"), Strict(), requests_of(1), Trusting())
+
+
+class EvenOdd(ExactVerifier):
+    """A grammar: after an even token comes an odd one, and the other way round. It forbids tokens at each node."""
+
+    def accept(self, verified: Verified, sampling: RowSampling) -> Accepted:
+        vocabulary = torch.arange(verified.logits.shape[-1])
+        forbidden = vocabulary % 2 == (verified.tree.tokens % 2)[..., None]
+        logits = verified.logits.masked_fill(forbidden, -torch.inf)
+        masked = Verified(verified.tree, verified.ancestors, verified.depth, logits, verified.hidden)
+        return super().accept(masked, sampling)
+
+
+@pytest.mark.parametrize("drafter", [NgramDrafter(4), AdversarialDrafter(3, nodes=4), WrongDrafter()])
+def test_a_grammar_forbids_nodes(drafter: Drafter) -> None:
+    base, requests = base_of("llama"), requests_of(8)
+    expected = decode(base, PlainDecoding(), requests, EvenOdd())
+    check_identity(decode(base, drafter, requests, EvenOdd()), expected)
+    for request, one in zip(requests, expected, strict=True):
+        text = [request.prompt_ids[-1], *one.token_ids]
+        assert all((a + b) % 2 == 1 for a, b in itertools.pairwise(text))
