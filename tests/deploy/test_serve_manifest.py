@@ -44,9 +44,8 @@ class Deployed:
     def serve(self, *arguments: str) -> str:
         """Run Ray Serve's command line against the cluster; return what it prints."""
         command = [str(Path(sys.executable).parent / "serve"), *arguments, "--address", self.cluster.jobs_address]
-        done = subprocess.run(
-            command, env=self.environment, check=True, capture_output=True, text=True, timeout=PATIENCE
-        )
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=PATIENCE)
+        assert done.returncode == 0, done.stderr
         return done.stdout
 
     @property

@@ -205,7 +205,8 @@ JOB_ROWS: list[Any] = [
     HOSTILE,
 ]
 """Input of `finished_job`: seven rows to generate and two errors."""
-JOB_SETTINGS = ("--writing.rows_per_file", 2, "--sampling.temperature", 1)
+JOB_SETTINGS = ("--sampling.temperature", 0.3, "--sampling.max_new_tokens", 40)
+"""What decides about the rows of `finished_job`, apart from `run`'s own settings."""
 
 
 @dataclass
@@ -228,10 +229,10 @@ class FinishedJob:
 
 @pytest.fixture(scope="session")
 def finished_job(local_ray: None, model: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedJob:
-    """One job for all tests that only need an output. They must leave it as it is: see `finished`."""
+    """A job of five parts, for all tests that only need an output. They must leave it as it is: see `finished`."""
     folder = tmp_path_factory.mktemp("finished")
     source = write_jsonl(folder / "in<i>.jsonl", JOB_ROWS)
-    code = main(job_arguments(source, folder / "out", model, *JOB_SETTINGS))
+    code = main(job_arguments(source, folder / "out", model, *JOB_SETTINGS, "--writing.rows_per_file", 2))
     assert code == 0
     return FinishedJob(source, Outcome(code, "", "", folder / "out"))
 

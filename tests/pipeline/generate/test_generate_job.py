@@ -121,23 +121,22 @@ def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 def test_submitting_again_goes_on_where_the_job_stopped(run: Run, finished: FinishedJob) -> None:
     source, done = finished.source, finished.outcome
-    again = JOB_SETTINGS[2:]
     before = snapshot(done.folder)
 
     # A finished job writes nothing, whatever the batches.
-    repeated = run(source, *again, "--writing.rows_per_file", 3)
+    repeated = run(source, *JOB_SETTINGS, "--writing.rows_per_file", 3)
     assert repeated.code == 0
     assert snapshot(done.folder) == before
 
     # Another meaning is refused, and named.
-    refused = run(source, "--sampling.temperature", 0.5)
+    refused = run(source, *JOB_SETTINGS, "--sampling.temperature", 0.5)
     assert refused.code == 2
-    assert "sampling.temperature was 1.0, is now 0.5" in refused.error
+    assert "sampling.temperature was 0.3, is now 0.5" in refused.error
     source_now = source.read_bytes()
     source.write_bytes(source_now + b'{"prompt": "one more"}\n')
-    assert "input was" in run(source, *again).error
+    assert "input was" in run(source, *JOB_SETTINGS).error
     source.write_bytes(source_now.replace(b" 5", b" 6"))
-    assert "input was" in run(source, *again).error
+    assert "input was" in run(source, *JOB_SETTINGS).error
     source.write_bytes(source_now)
     assert snapshot(done.folder) == before
 
@@ -147,7 +146,7 @@ def test_submitting_again_goes_on_where_the_job_stopped(run: Run, finished: Fini
     lost.unlink()
     (done.folder / "_temporary" / "torn.parquet").write_bytes(b"half")
     finished.reopen()
-    resumed = run(source, *again, "--writing.rows_per_file", 3)
+    resumed = run(source, *JOB_SETTINGS, "--writing.rows_per_file", 3)
     assert resumed.code == 0, resumed.stderr
     assert "2 of 9 rows to generate" in resumed.stderr
     assert [untimed(row) for row in resumed.rows] == [untimed(row) for row in rows]
