@@ -34,7 +34,7 @@ class OnHost:
     least: float
 
     def array(self, tensor: Tensor) -> npt.NDArray[np.generic]:
-        return tensor.numpy()  # type: ignore[no-any-return]
+        return tensor.numpy()
 
     def tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array)
@@ -43,7 +43,7 @@ class OnHost:
         return np.arange(count)
 
     def minimum(self, first: _Floats, second: _Floats) -> _Floats:
-        return np.minimum(first, second)  # type: ignore[no-any-return]
+        return np.minimum(first, second)
 
     def ask(self, model: LabelModel, band: range, paths: Paths) -> Ask:
         """Score one frame at a time, and only after paths that reach it."""

@@ -39,4 +39,6 @@ def best_product_trie(log_probs: Tensor, pending: Tensor, size: int) -> TokenTre
         levels.append(kept)
         before = 0 if level == 0 else before + parent_probs.shape[1]
         parent_probs = kept
-    return from_nodes(pending, *(torch.cat(parts, 1) for parts in (tokens, parents, depths, levels)), size)
+    return from_nodes(
+        pending, torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(depths, 1), torch.cat(levels, 1), size
+    )

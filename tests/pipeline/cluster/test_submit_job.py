@@ -6,9 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ import yaml
 from pipeline.cluster.local_cluster import LocalCluster, NodeType
 from pipeline.cluster.submit_job import main
 from tests.pipeline.conftest import read_rows, write_jsonl
+from tests.support.waiting import PATIENCE, wait_until
 
 ROWS = 64
 MOST_NODES = 2
@@ -60,14 +60,7 @@ def submit(cluster: LocalCluster, folder: Path, *command: str, submissions: int 
     )
 
 
-def wait(until: Callable[[], bool], seconds: float = 200) -> None:
-    deadline = time.monotonic() + seconds
-    while not until():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
-@pytest.mark.timeout(600)  # processes start, import and load many times
+@pytest.mark.slow
 def test_nodes_come_with_the_work_and_go_with_it(cluster: LocalCluster, job: Path) -> None:
     """A pool grows from no GPU to all; a node is lost on the way; every row is there once; the nodes are given back."""
     assert cluster.nodes() == []
@@ -81,18 +74,19 @@ def test_nodes_come_with_the_work_and_go_with_it(cluster: LocalCluster, job: Pat
 
     submitted = submit(cluster, job, "-m", "jobs.generate", "--config", "job.yaml")
     try:
-        wait(grown)
+        wait_until(grown, "all nodes are there, and some rows", pause=0.2)
         os.kill(cluster.nodes()[0], signal.SIGKILL)
-        printed, told = submitted.communicate(timeout=300)
+        printed, told = submitted.communicate(timeout=PATIENCE)
     finally:
         submitted.kill()
     assert submitted.returncode == 0, told
     assert f"{ROWS} finished, 0 errors" in printed
     rows = [row["request_id"] for path in (job / "out" / "data").iterdir() for row in read_rows(path)]
     assert Counter(rows) == Counter(f"in.jsonl:{n + 1}" for n in range(ROWS))
-    wait(lambda: not cluster.nodes())
+    wait_until(lambda: not cluster.nodes(), "the nodes are given back", pause=0.2)
 
 
+@pytest.mark.slow
 def test_what_is_submitted_again_and_how_often(cluster: LocalCluster, tmp_path: Path) -> None:
     fails_once = (
         "import pathlib, sys; mark = pathlib.Path(sys.argv[1]); again = mark.exists(); mark.touch();"
@@ -103,7 +97,7 @@ def test_what_is_submitted_again_and_how_often(cluster: LocalCluster, tmp_path: 
         "it fails once": submit(cluster, tmp_path, "-c", fails_once, str(tmp_path / "was here")),
         "it fails always": submit(cluster, tmp_path, "-c", "import sys; sys.exit(3)", submissions=1),
     }
-    printed = {name: one.communicate(timeout=200) for name, one in started.items()}
+    printed = {name: one.communicate(timeout=PATIENCE) for name, one in started.items()}
     assert {name: one.returncode for name, one in started.items()} == {
         "a mistake": 2,
         "it fails once": 0,
@@ -115,9 +109,10 @@ def test_what_is_submitted_again_and_how_often(cluster: LocalCluster, tmp_path: 
     assert "1 submissions did not finish it" in printed["it fails always"][1]
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_not_there(cluster: LocalCluster) -> None:
     command = [sys.executable, "-m", "jobs.submit", "--address", "http://127.0.0.1:9", "--", "python"]
-    failed = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=200)
+    failed = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=PATIENCE)
     assert failed.returncode == 1
     assert "error: the job failed: no cluster takes jobs at http://127.0.0.1:9" in failed.stderr
 

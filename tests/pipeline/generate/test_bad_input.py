@@ -206,7 +206,7 @@ def test_more_than_the_machine_has(run: Run, tmp_path: Path, monkeypatch: pytest
 
 
 def test_weights_that_are_damaged(run: Run, model: Path, tmp_path: Path) -> None:
-    """Only the engine's process finds out; it says so once, without restarts."""
+    """Only the engine's process finds out; it says so once, without restarts, and so does the job's status."""
     damaged = tmp_path / "damaged"
     shutil.copytree(model, damaged)
     weights = damaged / "model.safetensors"
@@ -215,8 +215,12 @@ def test_weights_that_are_damaged(run: Run, model: Path, tmp_path: Path) -> None
     assert done.code == 2
     assert done.error.startswith("error: base model")
     assert "Traceback" not in done.stderr + done.stdout
+    status = json.loads((done.folder / "status.json").read_text())
+    assert status["state"] == "failed"
+    assert status["failure"] in done.error
 
 
+@pytest.mark.slow
 def test_a_head_of_another_base(run: Run, tmp_path: Path) -> None:
     head = CTCHead(CTCHeadConfig(hidden_size=32, vocab_size=320, num_heads=2, intermediate_size=32))
     head.provenance = Provenance("another", "0123456789abcdef")

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from pipeline.io.files import Location, locate
 from pipeline.output.output_columns import TIMING_COLUMNS
 from pipeline.output.output_folder import OutputFolder
 from tests.pipeline.conftest import Run
+from tests.support.waiting import wait_until
 
 PROMPTS = [f"how many apples {n}" for n in range(6)]
 
@@ -35,9 +35,13 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log
     )
     try:
-        while socket.socket().connect_ex(("127.0.0.1", port)):
+
+        def answers() -> bool:
             assert server.poll() is None, "the server ended"
-            time.sleep(0.05)
+            with socket.socket() as client:
+                return not client.connect_ex(("127.0.0.1", port))
+
+        wait_until(answers, "the server")
         uri = f"s3://key:secret@bucket/{{}}?scheme=http&endpoint_override=127.0.0.1:{port}&region=us-east-1"
         filesystem, _ = fs.FileSystem.from_uri(f"{uri.format('')}&allow_bucket_creation=true")
         filesystem.create_dir("bucket")
@@ -54,6 +58,7 @@ def names(folder: Location) -> list[str]:
     return sorted(str(info.path[len(folder.path) + 1 :]) for info in found if info.type == fs.FileType.File)
 
 
+@pytest.mark.slow
 def test_a_job_from_bucket_to_bucket(run: Run, bucket: str, tmp_path: Path) -> None:
     rows = [json.dumps({"prompt": prompt}) for prompt in PROMPTS]
     for name, some in (("a", rows[:4]), ("b", rows[4:]), ("other", ["not asked for"])):
@@ -90,6 +95,7 @@ def test_a_job_from_bucket_to_bucket(run: Run, bucket: str, tmp_path: Path) -> N
     assert again.drop_columns([*TIMING_COLUMNS]).equals(written.drop_columns([*TIMING_COLUMNS]))
 
 
+@pytest.mark.slow
 def test_an_object_appears_as_a_whole_or_not_at_all(bucket: str) -> None:
     place = locate(bucket.format("whole/file"))
 
@@ -108,6 +114,7 @@ def test_an_object_appears_as_a_whole_or_not_at_all(bucket: str) -> None:
     assert place.info.size == 20 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("megabytes", [1, 20])
 def test_a_killed_upload_leaves_nothing(bucket: str, megabytes: int) -> None:
     """The process ends while an object is on its way, before its upload is completed."""
@@ -122,6 +129,7 @@ def test_a_killed_upload_leaves_nothing(bucket: str, megabytes: int) -> None:
     assert names(locate(bucket.format("killed"))) == []
 
 
+@pytest.mark.slow
 def test_the_folders_of_a_job(bucket: str) -> None:
     output = OutputFolder(locate(bucket.format("folders")))
     assert output.committed() == set()

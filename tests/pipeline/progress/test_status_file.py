@@ -14,7 +14,7 @@ from pipeline.errors import JobError
 from pipeline.io.files import Location
 from pipeline.progress.job_progress import Progress
 from pipeline.progress.status_file import StatusFile
-from tests.pipeline.conftest import Run, write_jsonl
+from tests.pipeline.conftest import FinishedJob
 
 
 def place(folder: Path) -> Location:
@@ -68,36 +68,13 @@ def test_a_status_that_cannot_be_written_does_not_stop_the_job(
     assert capsys.readouterr().err.count("cannot be written") == 1
 
 
-def test_status_of_a_job_that_goes_on(run: Run, tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "in.jsonl", [*({"prompt": f"how many {n}"} for n in range(7)), {"prompt": ""}])
-    done = run(source, "--writing.rows_per_file", 2)
-    assert done.code == 0, done.stderr
+def test_status_of_a_job(finished_job: FinishedJob) -> None:
+    done = finished_job.outcome
     now = read(done.folder)
-    assert (now["state"], now["rows_total"], now["rows_done"], now["errors"]) == ("finished", 8, 8, 1)
+    assert (now["state"], now["rows_total"], now["rows_done"], now["errors"]) == ("finished", 9, 9, 2)
     tokens = sum(row["num_output_tokens"] for row in done.rows)
-    assert [(one["rows"], one["tokens"]) for one in now["submissions"]] == [(8, tokens)]
+    assert [(one["rows"], one["tokens"]) for one in now["submissions"]] == [(9, tokens)]
     assert now["submissions"][0]["gpu_seconds"] == 0
     assert now["submissions"][0]["cpu_seconds"] > 0
     beta = tokens / sum(row["num_decode_steps"] for row in done.rows)
     assert now["mean_acceptance_length"] == pytest.approx(beta, abs=1e-4)
-
-    # Two rows are made again; those of the first submission, and its error, are counted but not measured.
-    sorted((done.folder / "data").iterdir())[0].unlink()
-    state = json.loads((done.folder / "run.json").read_text())
-    (done.folder / "run.json").write_text(json.dumps({**state, "state": "running"}))
-    again = run(source, "--writing.rows_per_file", 2)
-    assert again.code == 0, again.stderr
-    assert again.stderr.splitlines()[-1].startswith("8/8 rows")
-    now = read(done.folder)
-    assert (now["state"], now["rows_done"], now["errors"]) == ("finished", 8, 1)
-    assert [one["rows"] for one in now["submissions"]] == [8, 2]
-
-    # A base that cannot be loaded is told there, too.
-    other = tmp_path / "other"
-    (tmp_path / "broken").mkdir()
-    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "broken" / file).write_bytes((Path(state["config"]["model"]) / file).read_bytes())
-    failed = run(source, base=tmp_path / "broken", output=other)
-    assert failed.code == 2
-    assert read(other)["state"] == "failed"
-    assert read(other)["failure"] in failed.error

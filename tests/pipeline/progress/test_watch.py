@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
+import pytest
 import ray
 
 from pipeline.progress.board import ProgressBoard
@@ -13,6 +13,7 @@ from pipeline.progress.job_progress import Progress
 from pipeline.progress.reports import EngineFacts, EngineReport, PartReport
 from pipeline.progress.tally import Tally
 from pipeline.progress.watch import ProgressWatch
+from tests.support.waiting import wait_until
 
 
 def engine(seconds: float = 1.0, active: int = 3) -> EngineReport:
@@ -29,11 +30,7 @@ class Seen:
         self.shown.append(now)
 
     def wait_for(self, rows: int) -> None:
-        for _ in range(2000):  # a busy machine takes long to start an actor again
-            if self.shown and self.shown[-1].rows == rows:
-                return
-            time.sleep(0.1)
-        raise AssertionError(f"never {rows} rows: {self.shown[-1]}")
+        wait_until(lambda: self.shown and self.shown[-1].rows == rows, f"{rows} rows")
 
 
 class MortalBoard(ProgressBoard):
@@ -43,6 +40,7 @@ class MortalBoard(ProgressBoard):
         return os.getpid()
 
 
+@pytest.mark.slow
 def test_progress_survives_the_death_of_its_actor(local_ray: None) -> None:
     board = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(MortalBoard).remote()
     seen = Seen()

@@ -110,10 +110,12 @@ def with_tokens(table: pa.Table, tokens: list[int]) -> pa.Table:
         (rewrite_rows(lambda table: with_tokens(table, [5, 100_000])), {}, "has token 100000, and the vocabulary ends"),
         (rewrite_rows(lambda table: with_tokens(table, [])), {}, "no text is left to measure β on"),
         (lambda folder: None, {"training__texts_per_step": 64}, "34 texts to learn from .* a step takes 64"),
-        (
+        # And this by the first worker.
+        pytest.param(
             rewrite_run(base_fingerprint="0123456789abcdef"),
             {},
             "data was made by another base .fingerprint 0123456789abc",
+            marks=pytest.mark.slow,
         ),
     ],
 )

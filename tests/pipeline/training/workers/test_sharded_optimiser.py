@@ -103,6 +103,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[Curve]]:
     return ranks[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(SHARDINGS)))
 def test_every_stage_on_two_workers_is_the_plain_step_on_one(
     found: list[list[Curve]], tiny_base: BaseModel, index: int

@@ -15,13 +15,13 @@ from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
-from drafter.engine import graph_step
-from drafter.engine.cuda_graphs import StepGraphs, StepShape, padded_length, padded_rows
-from drafter.engine.device_step import DeviceStep
 from drafter.engine.engine_config import EngineConfig
-from drafter.engine.handle import Handle
 from drafter.engine.loop import Engine
-from drafter.engine.outcome import StepOutcome
+from drafter.engine.sequences.handle import Handle
+from drafter.engine.steps import graph_step
+from drafter.engine.steps.cuda_graphs import StepGraphs, StepShape, padded_length, padded_rows
+from drafter.engine.steps.device_step import DeviceStep
+from drafter.engine.steps.outcome import StepOutcome
 from drafter.errors import RequestTimeoutError
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.tree.token_tree import TokenTree
@@ -45,7 +45,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> TapeRecorder:
     """Engines that are made with it treat the CPU as a device that works behind their back."""
     made = TapeRecorder()
     monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
-    monkeypatch.setattr("drafter.engine.cuda_graphs._recorder", made)
+    monkeypatch.setattr("drafter.engine.steps.cuda_graphs._recorder", made)
     return made
 
 
@@ -253,7 +253,7 @@ def test_running_out_of_memory_while_a_long_prompt_is_read(
     tiny_base: BaseModel, recorder: TapeRecorder, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     """The rows may all have ended by then, and the one that enters is not in its slot as a whole."""
-    monkeypatch.setattr("drafter.engine.admission.CHUNK", 8)
+    monkeypatch.setattr("drafter.engine.sequences.admission.CHUNK", 8)
     requests = [
         Request([5, 6, 7], SamplingParams(4, ignore_eos=True)),
         Request(list(range(8, 60)), SamplingParams(6, ignore_eos=True)),

@@ -6,10 +6,10 @@ from functools import partial
 
 from drafter.budget.contract import Budget
 from drafter.drafters.contract import Ask, DraftContext
-from drafter.engine.cuda_graphs import StepGraphs, StepShape, padded_length, padded_rows
-from drafter.engine.device_step import DeviceStep
-from drafter.engine.eager_step import StepRun
-from drafter.engine.outcome import StepOutcome
+from drafter.engine.steps.cuda_graphs import StepGraphs, StepShape, padded_length, padded_rows
+from drafter.engine.steps.device_step import DeviceStep
+from drafter.engine.steps.eager_step import StepRun
+from drafter.engine.steps.outcome import StepOutcome
 from drafter.stage_times import StageTimes
 
 

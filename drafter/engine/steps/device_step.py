@@ -10,7 +10,7 @@ from drafter.base.executors.contract import TreeNodes
 from drafter.base.packing import Packing
 from drafter.drafters.contract import Ask, DraftContext
 from drafter.engine.batch_state import BatchState
-from drafter.engine.outcome import StepOutcome
+from drafter.engine.steps.outcome import StepOutcome
 from drafter.tree.token_tree import TokenTree, root_only
 from drafter.verifiers.contract import Verified, Verifier
 from drafter.verifiers.path_logprobs import path_logprobs

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from drafter.engine.device_step import DeviceStep
-from drafter.engine.outcome import StepOutcome
-from drafter.engine.prefill import next_pieces, read_prompt_end, read_prompts
-from drafter.engine.scheduler import Scheduler
+from drafter.engine.sequences.prefill import next_pieces, read_prompt_end, read_prompts
+from drafter.engine.sequences.scheduler import Scheduler
+from drafter.engine.steps.device_step import DeviceStep
+from drafter.engine.steps.outcome import StepOutcome
 from drafter.stage_times import StageTimes
 
 CHUNK = 512

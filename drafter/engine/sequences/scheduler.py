@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Several
 
 from drafter.engine.batch_state import BatchState
-from drafter.engine.flights import Flights
-from drafter.engine.prefill import Piece
-from drafter.engine.sequence import Sequence
-from drafter.engine.waiting_queue import WaitingQueue
+from drafter.engine.sequences.prefill import Piece
+from drafter.engine.sequences.sequence import Sequence
+from drafter.engine.sequences.waiting_queue import WaitingQueue
+from drafter.engine.steps.flights import Flights
 
 
 class Scheduler:

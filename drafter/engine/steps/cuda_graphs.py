@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from drafter import devices
-from drafter.engine.outcome import StepOutcome
+from drafter.engine.steps.outcome import StepOutcome
 from drafter.verifiers.choices import SamplingMode
 
 _LOG = logging.getLogger(__name__)

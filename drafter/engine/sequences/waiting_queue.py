@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence as Several
 
-from drafter.engine.sequence import Sequence
+from drafter.engine.sequences.sequence import Sequence
 from drafter.errors import EngineError, QueueFullError
 
 

@@ -13,8 +13,8 @@ import torch
 from drafter import devices
 from drafter.budget.contract import Budget
 from drafter.drafters.contract import DraftContext
-from drafter.engine.device_step import DeviceStep
-from drafter.engine.outcome import StepOutcome
+from drafter.engine.steps.device_step import DeviceStep
+from drafter.engine.steps.outcome import StepOutcome
 from drafter.stage_times import StageTimes
 
 

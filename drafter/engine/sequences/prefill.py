@@ -10,7 +10,7 @@ from torch import Tensor
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import Ids
 from drafter.engine.batch_state import BatchState
-from drafter.engine.sequence import Sequence
+from drafter.engine.sequences.sequence import Sequence
 
 _LEAST_SHARED = 8
 """Shorter common beginnings of prompts are computed again: that costs no more than to copy them."""

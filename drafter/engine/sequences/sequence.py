@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from drafter.drafters.contract import Ids
-from drafter.engine.handle import Handle
+from drafter.engine.sequences.handle import Handle
 from drafter.errors import NotFiniteError, RequestTimeoutError
 from drafter.requests import FinishReason, Generation, SamplingParams, Timing, TokenDelta, TokenLogprob
 from drafter.statistics import DecodeCounts

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from drafter.engine.outcome import StepOutcome
-from drafter.engine.sequence import Sequence
+from drafter.engine.sequences.sequence import Sequence
+from drafter.engine.steps.outcome import StepOutcome
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from drafter.engine.handle import Handle
-from drafter.engine.sequence import Sequence
-from drafter.engine.waiting_queue import WaitingQueue
+from drafter.engine.sequences.handle import Handle
+from drafter.engine.sequences.sequence import Sequence
+from drafter.engine.sequences.waiting_queue import WaitingQueue
 from drafter.errors import EngineError, QueueFullError
 from drafter.requests import Request
 
