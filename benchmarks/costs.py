@@ -1,12 +1,11 @@
-"""What a step costs as work grows, beside the least that this machine could take for it.
+"""Time of drafting and verification as nodes, rows and context grow, beside the roofline of this machine.
 
     python -m benchmarks.costs --output benchmarks/results/costs
     python -m benchmarks.costs --shape llama-7b --compile --output benchmarks/results/costs-7b
 
-Times drafting and verification over draft nodes, rows and context, each with the other two held; on a GPU as CUDA
-graphs. `--shape` takes random weights, which cost what trained ones do. The least is a
-roofline: the bytes that a forward must read and the operations it must do, over what this machine reads and does a
-second in two measurements of its own.
+Draft nodes, rows and context grow one at a time; the other two are held. On a GPU the work is timed as CUDA graphs.
+`--shape` uses random weights, which take the same time as trained ones. The roofline is the least time of a forward:
+the bytes that it must read and the operations that it must do, at the rates that two measurements on this machine give.
 """
 
 from __future__ import annotations
@@ -62,22 +61,22 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"num_heads": 32, "intermediate_size": 8192},
     ),
 }
-"""Bases of random weights, as settings of `LlamaConfig`, and of CTC heads for them."""
+"""Settings of `LlamaConfig` for bases of random weights, and of CTC heads for them."""
 _HELD = {"nodes": 16, "rows": 4, "context": 256}
 _PLAIN = {"nodes": 0, "rows": 1, "context": 256}
 _WARM_UP, _TURNS = 3, 15
 _MOST_READ = 1 << 30
-"""Numbers that are read to see how fast that is: more than any cache holds."""
+"""Largest number of weights that are read to measure the rate of reading: more than any cache holds."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A step's cost.
+    """Times of one step.
 
     Args:
-        nodes: Draft nodes of each row.
-        rows: Decoded together.
-        context: Committed positions of each row.
+        nodes: Number of draft nodes of each row.
+        rows: Number of rows decoded together.
+        context: Number of committed positions of each row.
         draft: Seconds of drafting.
         verify: Seconds of the base's forward.
         least: Seconds of the forward by the roofline.
@@ -93,18 +92,22 @@ class Point:
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine does at best.
+    """Highest rates of this machine.
 
     Args:
-        bytes_per_second: Read by a product of a matrix and a vector.
-        operations_per_second: Of a product of large matrices; a multiplication and an addition are two.
+        bytes_per_second: Rate of reading, measured by a product of a matrix and a vector.
+        operations_per_second: Rate of arithmetic, measured by a product of large matrices. A multiplication and an
+            addition are two operations.
     """
 
     bytes_per_second: float
     operations_per_second: float
 
     def least_seconds(self, base: BaseModel, nodes: int, rows: int, context: int) -> float:
-        """Of a forward: all weights and the rows' keys and values are read once; two operations a weight and token."""
+        """Return the least seconds of a forward.
+
+        It reads all weights and the rows' keys and values once, and does two operations for each weight and token.
+        """
         config = base.config
         weights = weights_of(base)
         cached = rows * (context + nodes + 1) * base.new_cache(1, 1).nbytes
@@ -116,7 +119,10 @@ class Machine:
 
 
 def weights_of(base: BaseModel) -> int:
-    """Numbers that a forward reads once: the embedding, of which it reads little, stands for an LM head of its size."""
+    """Return the number of weights that a forward reads.
+
+    The embedding, of which a forward reads little, is counted instead of the LM head, which has the same size.
+    """
     return sum(parameter.numel() for parameter in base.decoder.parameters())
 
 
@@ -169,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def of_shape(name: str, dtype: str) -> tuple[BaseModel, Drafter]:
-    """A base of random weights on the first GPU, or the CPU, and a drafter of an untrained CTC head."""
+    """Return a base of random weights on the first GPU, or the CPU, and a drafter with an untrained CTC head."""
     device = pick_device()
     settings, head = SHAPES[name]
     with torch.device(device):
@@ -180,7 +186,7 @@ def of_shape(name: str, dtype: str) -> tuple[BaseModel, Drafter]:
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of `work`, after a few turns that do not count; on a GPU, of a CUDA graph of it."""
+    """Return the median seconds of `work` after a few warm-up turns. On a GPU it is recorded as a CUDA graph."""
     seconds = []
     if device.type == "cuda":
         for _ in range(_WARM_UP):
@@ -200,9 +206,9 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 def measure_machine(base: BaseModel) -> Machine:
-    """What the base's device reads and does a second, in the base's dtype."""
+    """Measure the rates of the base's device in the base's dtype."""
     large = 1 << (13 if base.device.type == "cuda" else 11)
-    # As much as the base's own weights: a small model stays in a processor's caches.
+    # As many numbers as the base has weights, because a small model stays in a processor's caches.
     rows = max(1, min(weights_of(base), _MOST_READ) // large)
     kind: Any = {"dtype": base.dtype, "device": base.device}
     tall, vector, square = (
@@ -219,7 +225,7 @@ def measure_machine(base: BaseModel) -> Machine:
 def measure(
     base: BaseModel, drafter: Drafter, cache: KVCache, nodes: int, rows: int, context: int
 ) -> tuple[float, float]:
-    """Seconds of drafting and of verifying trees of so many nodes, on random text."""
+    """Return the seconds of drafting and of verifying trees of `nodes` draft nodes, on random text."""
     kind: Any = {"device": base.device, "generator": torch.Generator(base.device).manual_seed(0)}
     tokens = torch.randint(0, base.vocab_size, (rows, context + 1), **kind)
     lengths = torch.full((rows,), context, device=base.device)
@@ -245,7 +251,7 @@ def measure(
 
 
 def write_report(folder: Path) -> str:
-    """Write the table and the plot from `costs.json` in `folder`; return the table."""
+    """Write the table and the plot from `costs.json` in `folder`. Return the table."""
     record = json.loads((folder / COSTS_FILE).read_text(encoding="utf-8"))
     points = [Point(**point) for point in record["points"]]
     about, best, cache = record["environment"], record["machine"], record["cache"]
@@ -270,8 +276,8 @@ def write_report(folder: Path) -> str:
         f"{'compiled' if record['compiled'] else 'as transformers runs it'}. The machine reads "
         f"{best['bytes_per_second'] / 1e9:.0f} GB/s and does {best['operations_per_second'] / 1e9:.0f} GFLOP/s. A KV "
         f"cache of {cache['slots']} slots of {cache['length']} positions takes {cache['bytes'] / 2**20:.0f} MiB. "
-        f"`{about['command']}`, commit {about['commit']}.\n\nDrafting is a whole search, which decoding on a CPU does "
-        f"not finish where little is likely.\n\n{table}\n\n![step times]({PLOT_FILE})\n"
+        f"`{about['command']}`, commit {about['commit']}.\n\nDrafting is timed with a complete search. Decoding on a "
+        f"CPU leaves improbable prefixes out.\n\n{table}\n\n![step times]({PLOT_FILE})\n"
     )
     (folder / TABLE_FILE).write_text(page, encoding="utf-8")
     plot(points).savefig(folder / PLOT_FILE, dpi=150)
@@ -279,7 +285,7 @@ def write_report(folder: Path) -> str:
 
 
 def plot(points: Sequence[Point]) -> Figure:
-    """Milliseconds over nodes, rows and context."""
+    """Plot milliseconds over nodes, rows and context."""
     figure = Figure(figsize=(13, 4), layout="constrained")
     for axes, name in zip(figure.subplots(1, 3), _HELD, strict=True):
         others = {other: value for other, value in _HELD.items() if other != name}

@@ -1,9 +1,9 @@
-"""β of every draft head in a folder, with every tree, at equal numbers of draft nodes: the ablation.
+"""β of every draft head in a folder, with every tree, at equal numbers of draft nodes.
 
     python -m benchmarks.heads build/heads --output benchmarks/results/heads
 
-Heads of one base are walked through its own greedy answers to held-out GSM8K questions. At temperature 0 that is
-what decoding would do, so the figures are decoding's and do not depend on the machine.
+The trees of each head are walked along the base's own greedy answers to held-out GSM8K questions. At temperature 0
+decoding takes the same walks, so the figures are decoding's and do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def read_heads(folder: Path, base: BaseModel) -> dict[str, DraftHead]:
-    """The heads in `folder`, by name.
+    """Load the heads in `folder`, by name.
 
     Raises:
-        LoadError: There is none, or one of them is not of `base`.
+        LoadError: There is no head, or a head belongs to another base.
     """
     found = sorted(file.parent for file in folder.glob(f"*/{CONFIG_FILE}"))
     if not found:
@@ -82,7 +82,7 @@ def read_heads(folder: Path, base: BaseModel) -> dict[str, DraftHead]:
 
 
 def answers(base: BaseModel, tokenizer: Any, count: int, max_new_tokens: int) -> list[RegeneratedText]:
-    """The base's greedy answers to held-out questions."""
+    """Return the base's greedy answers to held-out questions."""
     questions = read_questions(_QUESTIONS, count)
     prompts = prompts_of(
         base, tokenizer, questions, temperature=0.0, max_new_tokens=max_new_tokens, slots=min(_SLOTS, len(questions))
@@ -92,7 +92,7 @@ def answers(base: BaseModel, tokenizer: Any, count: int, max_new_tokens: int) ->
 
 
 def measure(head: DraftHead, base: BaseModel, texts: Sequence[RegeneratedText]) -> dict[str, Any]:
-    """β by tree and number of nodes, and what the head is. A tree that it does not have is left out."""
+    """Return a head's β by tree and number of nodes, and its description. A tree that it does not have is left out."""
     beta: dict[str, dict[str, float]] = {}
     for tree in ("exact", "static"):
         try:
@@ -112,7 +112,7 @@ def measure(head: DraftHead, base: BaseModel, texts: Sequence[RegeneratedText]) 
 
 
 def write_table(folder: Path) -> str:
-    """Write `heads.md` from `heads.json` in `folder`; return the tables."""
+    """Write `heads.md` from `heads.json` in `folder`. Return the tables."""
     record = json.loads((folder / HEADS_FILE).read_text(encoding="utf-8"))
     tables = beta_table(record["heads"])
     if {"ctc"} < {head["algorithm"] for head in record["heads"].values()}:
@@ -127,7 +127,7 @@ def write_table(folder: Path) -> str:
 
 
 def beta_table(heads: dict[str, dict[str, Any]]) -> str:
-    """β of every head and tree, the best at the most nodes first."""
+    """Return β of every head and tree, sorted by β at the largest number of nodes."""
     arms = [(name, tree, betas) for name, head in heads.items() for tree, betas in head["beta"].items()]
     arms.sort(key=lambda arm: float(arm[2][str(NODES[-1])]), reverse=True)
     return markdown_table(
@@ -141,7 +141,7 @@ def beta_table(heads: dict[str, dict[str, Any]]) -> str:
 
 
 def ratio_table(heads: dict[str, dict[str, Any]]) -> str:
-    """β of every CTC head relative to each head of another algorithm, all with exact trees, at each number of nodes."""
+    """Return β of every CTC head relative to each head of another algorithm, with exact trees, by number of nodes."""
     others = {name: head["beta"]["exact"] for name, head in heads.items() if head["algorithm"] != "ctc"}
     return markdown_table(
         [

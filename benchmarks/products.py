@@ -1,8 +1,8 @@
-"""Products of rows by a linear layer's weights on a CPU: as PyTorch computes them, and prepacked.
+"""Time of multiplying rows by a linear layer's weights on a CPU: as PyTorch does it, and prepacked.
 
     python -m benchmarks.products --output benchmarks/results/products
 
-Layers of one shape take turns, as those of a model do, so that their weights come from where a model's come from.
+Several layers of one shape take turns, as the layers of a model do, so that weights do not stay in a core's cache.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ PRODUCTS_FILE, TABLE_FILE = "products.json", "products.md"
 SHAPES = ((256, 704), (2048, 2048), (4096, 4096))
 ROWS = (1, 2, 4, 9, 17, 33, 64, 256, 1024)
 _WEIGHTS = 1 << 24
-"""Numbers in all layers of a shape together."""
+"""Number of weights of all layers of a shape together."""
 _ORIGINS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Precisions that weights may have come from, before they were made fp32."""
+"""Precisions of the checkpoints that the fp32 weights may come from."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Product:
     """Seconds of one product.
 
     Args:
-        width: Of the rows.
-        outputs: Of the layer.
-        rows: Multiplied together.
-        origin: Precision that the weights came from.
-        torch: Seconds as PyTorch computes it.
+        width: Width of the rows.
+        outputs: Outputs of the layer.
+        rows: Number of rows.
+        origin: Precision of the checkpoint that the weights come from.
+        torch: Seconds of PyTorch's layer.
         prepacked: Seconds of the prepacked layer.
     """
 
@@ -83,9 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @torch.inference_mode()
 def measure(width: int, outputs: int, origin: str, counts: Sequence[int]) -> list[Product]:
-    """Both ways at each number of rows, one after the other."""
+    """Time both ways at each number of rows."""
     torch.manual_seed(0)
-    with torch.inference_mode(mode=False):  # whose weights would have no versions
+    with torch.inference_mode(mode=False):  # Prepacked layers check the version of their weights.
         layers = nn.ModuleList(nn.Linear(width, outputs, bias=False) for _ in range(_WEIGHTS // (width * outputs)))
         layers.to(_ORIGINS[origin]).float()
         prepack(layers)
@@ -99,12 +99,12 @@ def measure(width: int, outputs: int, origin: str, counts: Sequence[int]) -> lis
 
 
 def _seconds(layers: nn.ModuleList, rows: torch.Tensor) -> float:
-    """Of one layer's product."""
+    """Return the seconds of one layer's product."""
     return timed(lambda: [layer(rows) for layer in layers], rows.device) / len(layers)
 
 
 def tables(record: dict[str, Any]) -> str:
-    """A page with a table of microseconds."""
+    """Return a page with a table of microseconds."""
     about = record["environment"]
     rows = [
         {

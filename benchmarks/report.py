@@ -1,4 +1,4 @@
-"""Make all tables and plots again, from the committed JSON alone.
+"""Write all tables and plots again, from the committed JSON alone.
 
 python -m benchmarks.report                     # everything in benchmarks/results
 python -m benchmarks.report build/evaluation    # or an evaluation of your own
@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import costs, scale, serving, speed
+from benchmarks import costs, scale, searches, serving, speed
 from benchmarks.heads import HEADS_FILE, write_table
 from drafter.evaluation.report_files import write_report
 from drafter.evaluation.results import RESULTS_FILE, Results
@@ -23,12 +23,13 @@ _REPORTS: dict[str, Callable[[Path], object]] = {
     serving.SERVING_FILE: serving.write_table,
     speed.SPEED_FILE: speed.write_table,
     costs.COSTS_FILE: costs.write_report,
+    searches.SEARCHES_FILE: searches.write_table,
 }
-"""What makes tables and plots in a folder, by the file that it makes them of."""
+"""Functions that write a folder's tables and plots, by the file that they read."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write what the folders' JSON allows."""
+    """Write the tables and plots of each folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="*", help="folders of results (default: all in benchmarks/results)")
     args = parser.parse_args(arguments)

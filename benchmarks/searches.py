@@ -1,9 +1,9 @@
-"""How long a CTC head's lattice search takes on a CPU, with each backend and each label model.
+"""Time of a CTC head's lattice search on a CPU, with each backend and each label model.
 
     python -m benchmarks.searches --output benchmarks/results/searches
 
-The frames are those of the embedded head at places of its base's own answers to GSM8K's test questions. The ways take
-turns at every place, so that a disturbance of the machine falls on all of them.
+The frames are the embedded head's, at anchors in its base's own answers to GSM8K's test questions. At every group of
+anchors the ways take turns, so that a disturbance of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ SEARCHES_FILE, TABLE_FILE = "searches.json", "searches.md"
 NODES, ROWS = (7, 15), (1, 4, 16)
 _QUESTIONS, _NEW_TOKENS, _ANCHORS = 16, 96, 16
 _REPEATS = 3
-"""A search is timed this often at a place; the least time counts."""
+"""A search is timed this often for each group of anchors. The least time counts."""
 
 Lattices = Callable[[Tensor, Tensor], LabelModel]
-"""From frame states `[B, F, d]` and last tokens `[B, c]` to their label model."""
+"""Makes the label model of frame states `[B, F, d]` and last tokens `[B, c]`."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """Times of one kind of search, in seconds, medians over places.
+    """Median seconds of one kind of search.
 
     Args:
-        nodes: Draft nodes of a tree.
-        rows: Trees searched together.
+        nodes: Number of draft nodes of a tree.
+        rows: Number of trees searched together.
         least: Probability below which `OnHost` may leave out prefixes.
-        on_device: With `OnDevice` and `FrameLattice`.
-        on_host: With `OnHost` and `FrameLattice`.
-        prepared: With `OnHost` and `PreparedLattices`, as decoding on a CPU searches.
+        on_device: Seconds with `OnDevice` and `FrameLattice`.
+        on_host: Seconds with `OnHost` and `FrameLattice`.
+        prepared: Seconds with `OnHost` and `PreparedLattices`, as decoding on a CPU searches.
     """
 
     nodes: int
@@ -80,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, write the record and its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help=f"folder for {SEARCHES_FILE} and {TABLE_FILE}")
-    parser.add_argument("--places", type=int, default=48, help="places timed for each kind (default: %(default)s)")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: as many as PyTorch takes)")
+    parser.add_argument("--groups", type=int, default=48, help="groups of anchors of each kind (default: %(default)s)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
     given = list(sys.argv[1:] if arguments is None else arguments)
     args = parser.parse_args(given)
     if args.threads is not None:
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prepack(head)
     record = {
         "environment": environment(base, shlex.join(["python", "-m", "benchmarks.searches", *given])),
-        "searches": [asdict(search) for search in measure(head, base, args.places)],
+        "searches": [asdict(search) for search in measure(head, base, args.groups)],
     }
     args.output.mkdir(parents=True, exist_ok=True)
     write_json(args.output / SEARCHES_FILE, record)
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 @torch.inference_mode()
-def measure(head: CTCHead, base: BaseModel, places: int) -> list[Search]:
+def measure(head: CTCHead, base: BaseModel, most: int) -> list[Search]:
     """Time every kind of search."""
     found = []
     for nodes in NODES:
@@ -108,14 +108,14 @@ def measure(head: CTCHead, base: BaseModel, places: int) -> list[Search]:
         for least in (1 / (nodes + 1), 0.0):
             for rows in ROWS:
                 groups = [slice(at, at + rows) for at in range(0, len(states) - rows + 1, rows)]
-                groups = groups[:: max(1, len(groups) // places)][:places]
+                groups = groups[:: max(1, len(groups) // most)][:most]
                 found.append(_timed(head, base, nodes, least, [(states[group], recent[group]) for group in groups]))
                 print(found[-1], file=sys.stderr)
     return found
 
 
 def frames(head: CTCHead, base: BaseModel, nodes: int) -> tuple[Tensor, Tensor]:
-    """Return frame states `[N, F, d]` for trees of so many draft nodes, and the last tokens `[N, c]` before them."""
+    """Return frame states `[N, F, d]` for trees of `nodes` draft nodes, and the last tokens `[N, c]` before them."""
     texts = answers(base, load_tokenizer(EMBEDDED_BASE), _QUESTIONS, _NEW_TOKENS)
     states, recent = [], []
     for text in texts:
@@ -152,7 +152,7 @@ def _seconds(head: CTCHead, lattices: Lattices, backend: Backend, states: Tensor
 
 
 def write_table(folder: Path) -> str:
-    """Write `searches.md` from `searches.json` in `folder`; return the table."""
+    """Write `searches.md` from `searches.json` in `folder`. Return the table."""
     record = json.loads((folder / SEARCHES_FILE).read_text(encoding="utf-8"))
     about = record["environment"]
     table = markdown_table(
@@ -172,8 +172,9 @@ def write_table(folder: Path) -> str:
     )
     page = (
         f"# Lattice searches on a CPU\n\n{machine(about)}, {about['threads']} threads, {about['dtype']}; medians. "
-        f"`OnDevice` extends every path and asks every frame; `OnHost` leaves out what is improbable or cannot be in the "
-        f"tree. Prepared weights are read as decoding reads them. `{about['command']}`, commit {about['commit']}.\n\n"
+        f"`OnDevice` extends every path and asks every frame. `OnHost` leaves out what is improbable or cannot be in "
+        f"the tree. With prepared lattices it is the search of decoding. `{about['command']}`, commit "
+        f"{about['commit']}.\n\n"
         f"{table}\n"
     )
     (folder / TABLE_FILE).write_text(page, encoding="utf-8")

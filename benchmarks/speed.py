@@ -1,9 +1,10 @@
-"""How fast texts are made: by this engine, plain and with a drafter, and by the ways that transformers itself has.
+"""Speed of decoding by this engine, plain and with a drafter, and by the ways that transformers offers.
 
     python -m benchmarks.speed --output benchmarks/results/speed
 
-All greedy, on GSM8K's test questions, alone and behind other questions. Each way has a process of its own, as threads
-that compute in one get in each other's way; the processes run one at a time, anew for each batch size and round.
+Decoding is greedy, on GSM8K's test questions, alone and after other questions. Each way has a process of its own,
+because the compute threads of several ways in one process slow each other down. The processes run one at a time, and
+anew for each batch size and round.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ SPEED_FILE = "speed.json"
 TABLE_FILE = "speed.md"
 BATCHES = (1, 4, 16, 64)
 _LONG = 512
-"""Tokens of a long prompt, about."""
+"""Approximate number of tokens of a long prompt."""
 _FEWEST = 8
-"""Prompts of a cell, where the batch does not need more."""
+"""Least number of prompts of a cell. A larger batch has as many as fill it."""
 _QUESTIONS = Path(__file__).resolve().parents[1] / "data" / "gsm8k" / "test.jsonl"
 
 Way = Callable[[BaseModel, Any, str, int, int], Decoder]
-"""From a base, its tokeniser, a drafter, a batch size and the longest text to a decoder of batches of that size."""
+"""Makes a decoder of a base, its tokeniser, a drafter, a batch size and the length of the longest text."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,13 @@ class Cell:
     """One way at one batch size, in one round.
 
     Args:
-        way: Which.
+        way: Name of the way.
         context: `short` or `long` prompts.
-        batch: Texts made together.
-        round: From 0.
-        seconds: For all prompts, prefills included.
+        batch: Number of texts decoded together.
+        round: Number of the round, from 0.
+        seconds: Seconds for all prompts, prefills included.
         outputs: New tokens of each prompt.
-        beta: New tokens a forward of the base, where it is known.
+        beta: New tokens per base forward, if it is known.
     """
 
     way: str
@@ -79,7 +80,7 @@ class Cell:
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return sum(map(len, self.outputs)) / self.seconds
 
 
@@ -97,7 +98,7 @@ def _generate(**settings: Any) -> Way:
 
 
 def _generate_batch(base: BaseModel, tokenizer: Any, drafter: str, batch: int, longest: int) -> Decoder:
-    """transformers' continuous batching, which takes all prompts at once; every call starts its machinery anew."""
+    """Return a decoder with transformers' continuous batching. Every call takes all prompts and starts it anew."""
 
     def decode(requests: Sequence[Request]) -> Run:
         ends = sorted(base.eos_token_ids)
@@ -124,13 +125,13 @@ WAYS: dict[str, Way] = {
     "transformers continuous batching": _generate_batch,
 }
 _ALONE = {f"{GENERATE}, prompt lookup"}
-"""Ways that know only batches of one."""
+"""Ways that decode only one text at a time."""
 _TOGETHER = {"transformers continuous batching"}
-"""Ways that have no use for a batch of one."""
+"""Ways that are not measured at batch 1."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, write the record and its table; with `--way`, be one of the processes that are measured."""
+    """Measure, write the record and its table. With `--way`, this is one of the processes that are measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help=f"folder for {SPEED_FILE} and {TABLE_FILE}")
     parser.add_argument("--model", default=str(EMBEDDED_BASE), help="base (default: the embedded one)")
@@ -155,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record: dict[str, Any] = {"environment": environment(base, command), "drafter": args.drafter, "cells": []}
     del base
     for turn in range(args.rounds):
-        # All ways of a batch size one after another: what else a machine does changes within minutes.
+        # All ways of a batch size run one after another, because other load on the machine changes within minutes.
         for batch, way in itertools.product(args.batches, WAYS):
             process = [sys.executable, "-m", "benchmarks.speed", *given, "--batches", str(batch), "--way", way]
             found = subprocess.run(process, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -183,7 +184,7 @@ def measure(args: argparse.Namespace) -> None:
         decode = WAYS[args.way](base, tokenizer, args.drafter, batch, longest)
         for context, some in prompts.items():
             requests = [Request(ids, SamplingParams(args.max_new_tokens)) for ids in some]
-            decode(requests[: max(batch, 2)])  # what is put off until first needed
+            decode(requests[: max(batch, 2)])  # A warm-up, since some work is done when it is first needed.
             run = decode(requests)
             beta = mean_acceptance_length(total(run.counts)) if run.counts else None
             cell = {"way": args.way, "context": context, "batch": batch, "seconds": run.seconds}
@@ -191,7 +192,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def prompts_of(tokenizer: Any, context: str, count: int) -> list[list[int]]:
-    """Token ids of `count` questions; `long` ones come behind as many others as fit."""
+    """Return the token ids of `count` questions. A `long` prompt has as many other questions before it as fit."""
     questions = [one.turns[0] for one in read_questions(_QUESTIONS, None)]
     prompts = []
     for place in range(count):
@@ -208,7 +209,7 @@ def prompts_of(tokenizer: Any, context: str, count: int) -> list[list[int]]:
 
 
 def write_table(folder: Path) -> str:
-    """Write `speed.md` from `speed.json` in `folder`; return the tables."""
+    """Write `speed.md` from `speed.json` in `folder`. Return the tables."""
     record = json.loads((folder / SPEED_FILE).read_text(encoding="utf-8"))
     cells = [Cell(**cell) for cell in record["cells"]]
     about = record["environment"]
@@ -217,8 +218,8 @@ def write_table(folder: Path) -> str:
         f"{machine(about)}, {about['threads']} threads, {about['dtype']}; greedy; drafter `{record['drafter']}`, node "
         f"budget `auto`; medians of {1 + max(cell.round for cell in cells)} rounds, ratios within a round. "
         f"`{about['command']}`, commit {about['commit']}.",
-        "Prefills are part of the time. `generate_batch` (continuous batching) starts its machinery with every call, "
-        "which takes some seconds; running, it is measured by `benchmarks.serving`.",
+        "Prefills are part of the time. `generate_batch` (continuous batching) starts anew with every call, which "
+        "takes some seconds; `benchmarks.serving` measures it while it runs.",
     ]
     for context in dict.fromkeys(cell.context for cell in cells):
         for batch in sorted({cell.batch for cell in cells}):
@@ -231,7 +232,7 @@ def write_table(folder: Path) -> str:
 
 
 def speed_table(cells: Sequence[Cell]) -> str:
-    """Every way beside plain decoding and `generate`; all cells of one batch size and context."""
+    """Return the speed of every way, absolute and relative, of the cells of one batch size and context."""
     by_way = {way: [cell for cell in cells if cell.way == way] for way in dict.fromkeys(cell.way for cell in cells)}
 
     def relative(some: Sequence[Cell], to: str) -> str:

@@ -64,19 +64,20 @@ def best_lattice_trie(
     """
     if backend is None:
         backend = OnDevice(pending.device) if devices.is_asynchronous(pending.device) else OnHost(least)
-    paths, batch = _roots(model, pending, backend), len(pending)
+    search = _Search(model, backend, len(pending))
+    paths = search.roots(pending)
     levels: list[_Level] = []
     for level in range(min(depth, frames)):
         keep = min(size - 1 - level, beam or size)
         if keep < 1:
             break
-        emissions = _emissions(model, range(level, min(level + band, frames)), paths, backend)
-        levels.append(_best_of_rows(emissions, paths, batch, keep, backend))
+        emissions = search.emissions(range(level, min(level + band, frames)), paths)
+        levels.append(search.best_of_rows(emissions, paths, keep))
         chosen = backend.promising([one.probs for one in levels], size)
         if chosen is None:
             break
-        paths = _extended(model, paths, emissions, levels[-1], chosen, backend)
-    return _tree(pending, levels, size, backend)
+        paths = search.extended(paths, emissions, levels[-1], chosen)
+    return search.tree(pending, levels, size)
 
 
 @dataclass(frozen=True)
@@ -109,90 +110,97 @@ class _Level:
     paths: Array
 
 
-def _roots(model: LabelModel, pending: Tensor, backend: Backend) -> Paths:
-    """Return the empty path of each row. All its mass arrives before the first frame."""
-    whole = backend.array(torch.ones_like(pending, dtype=torch.float32))
-    places = backend.array(torch.zeros_like(pending))
-    return Paths(backend.arange(len(pending)), places, whole, [whole], model.start(), width=1, before=-1)
+class _Search:
+    """The steps of the search at one level.
 
+    Args:
+        model: Gives each token's probability after a path.
+        backend: Computes.
+        batch: B.
+    """
 
-def _emissions(model: LabelModel, band: range, paths: Paths, backend: Backend) -> _Emissions:
-    """Run the recursion over the frames of a band: a blank leaves mass for the next frame, a token takes it away."""
-    ask = backend.ask(model, band, paths)
-    masses: list[Array] = []
-    shares: list[Tensor] = []
-    reached = paths.arrival[0]
-    for place, frame in enumerate(band, start=1):
-        answer = ask(frame, reached)
-        if answer is None:
-            break
-        share, blank = answer
-        masses.append(reached * (1.0 - blank))
-        shares.append(share)
-        reached = reached * blank
-        if place < len(paths.arrival):
-            reached = reached + paths.arrival[place]
-    return _Emissions(masses, shares)
+    def __init__(self, model: LabelModel, backend: Backend, batch: int) -> None:
+        self._model, self._backend, self._batch = model, backend, batch
+        self._each = backend.arange(batch)[:, None]
 
+    def roots(self, pending: Tensor) -> Paths:
+        """Return the empty path of each row. All its mass arrives before the first frame."""
+        whole = self._backend.array(torch.ones_like(pending, dtype=torch.float32))
+        places = self._backend.array(torch.zeros_like(pending))
+        return Paths(self._each[:, 0], places, whole, [whole], self._model.start(), width=1, before=-1)
 
-def _best_of_rows(emissions: _Emissions, paths: Paths, batch: int, keep: int, backend: Backend) -> _Level:
-    """Find the best continuations of each row: the best of each path first, since sorting those takes far less time."""
-    scores, names = _best_of_paths(emissions, keep, backend)
-    by_row, table = backend.by_row(scores, paths, batch)
-    options = scores.shape[1]
-    best, index = by_row.flatten(1).topk(min(keep, by_row[0].numel()))
-    probs, index = backend.array(best), backend.array(index)
-    path = table[backend.arange(batch)[:, None], index // options]
-    tokens = backend.array(names)[path, index % options]
-    # No child may come before its parent, which rounding could bring about after a sure token.
-    return _Level(tokens, paths.nodes[path], backend.minimum(probs, paths.probs[path]), path)
+    def emissions(self, band: range, paths: Paths) -> _Emissions:
+        """Run the recursion over a band: a blank leaves mass to the next frame, a token takes it away."""
+        ask = self._backend.ask(self._model, band, paths)
+        masses: list[Array] = []
+        shares: list[Tensor] = []
+        reached = paths.arrival[0]
+        for place, frame in enumerate(band, start=1):
+            answer = ask(frame, reached)
+            if answer is None:
+                break
+            share, blank = answer
+            masses.append(reached * (1.0 - blank))
+            shares.append(share)
+            reached = reached * blank
+            if place < len(paths.arrival):
+                reached = reached + paths.arrival[place]
+        return _Emissions(masses, shares)
 
+    def best_of_rows(self, emissions: _Emissions, paths: Paths, keep: int) -> _Level:
+        """Find the best continuations of each row: first the best of each path, because that is far less to sort."""
+        scores, names = self._best_of_paths(emissions, keep)
+        by_row, path_at = self._backend.by_row(scores, paths, self._batch)
+        _, width, options = by_row.shape
+        probs, index = map(self._backend.array, by_row.flatten(1).topk(min(keep, width * options)))
+        path = path_at[self._each * width + index // options]
+        # Rounding must not lift a sure token above the token before it.
+        probs = self._backend.minimum(probs, paths.probs[path])
+        return _Level(names[path, index % options], paths.nodes[path], probs, path)
 
-def _best_of_paths(emissions: _Emissions, keep: int, backend: Backend) -> tuple[Tensor, Tensor]:
-    """Return prefix probabilities and tokens `[M, k]` of the likeliest continuations of each path."""
-    shares = emissions.shares
-    masses = [backend.tensor(mass)[:, None] for mass in emissions.masses]
-    keep = min(keep, shares[0].shape[1])
-    if len(shares) == 1:
-        # One frame's order needs no masses. On a CPU this is the usual case, because blanks are rare.
-        best, tokens = shares[0].topk(keep)
-        return best * masses[0], tokens
-    scores = shares[0] * masses[0]
-    for mass, share in zip(masses[1:], shares[1:], strict=True):
-        scores.addcmul_(mass, share)
-    best, tokens = scores.topk(keep)
-    return best, tokens
+    def _best_of_paths(self, emissions: _Emissions, keep: int) -> tuple[Array, Array]:
+        """Return prefix probabilities and tokens `[M, k]` of the likeliest continuations of each path."""
+        array, tensor = self._backend.array, self._backend.tensor
+        masses, shares = emissions.masses, emissions.shares
+        keep = min(keep, shares[0].shape[1])
+        if len(shares) == 1:
+            # The order of one frame's tokens does not depend on its mass. On a CPU this is the usual case, because
+            # blanks are rare.
+            best, tokens = map(array, shares[0].topk(keep))
+            return best * masses[0][:, None], tokens
+        scores = shares[0] * tensor(masses[0])[:, None]
+        for mass, share in zip(masses[1:], shares[1:], strict=True):
+            scores.addcmul_(tensor(mass)[:, None], share)
+        best, tokens = map(array, scores.topk(keep))
+        return best, tokens
 
+    def extended(self, paths: Paths, emissions: _Emissions, level: _Level, chosen: Array | slice) -> Paths:
+        """Return the paths to the `chosen` candidates of a level."""
+        array, tensor = self._backend.array, self._backend.tensor
+        width = level.paths.shape[1]
+        path, token = level.paths.reshape(-1)[chosen], level.tokens.reshape(-1)[chosen]
+        state = paths.state.index_select(0, tensor(path))
+        return Paths(
+            rows=paths.rows[path],
+            places=self._backend.arange(self._batch * width)[chosen] % width,
+            probs=level.probs.reshape(-1)[chosen],
+            arrival=[
+                mass[path] * array(share)[path, token]
+                for mass, share in zip(emissions.masses, emissions.shares, strict=True)
+            ],
+            state=self._model.extend(state, tensor(token)),
+            width=width,
+            before=paths.before + paths.width,
+        )
 
-def _extended(
-    model: LabelModel, paths: Paths, emissions: _Emissions, level: _Level, chosen: Array | slice, backend: Backend
-) -> Paths:
-    """Return the paths to the `chosen` candidates of a level."""
-    batch, width = level.paths.shape
-    path, token = level.paths.reshape(-1)[chosen], level.tokens.reshape(-1)[chosen]
-    state = paths.state.index_select(0, backend.tensor(path))
-    return Paths(
-        rows=paths.rows[path],
-        places=backend.arange(batch * width)[chosen] % width,
-        probs=level.probs.reshape(-1)[chosen],
-        arrival=[
-            mass[path] * backend.array(share)[path, token]
-            for mass, share in zip(emissions.masses, emissions.shares, strict=True)
-        ],
-        state=model.extend(state, backend.tensor(token)),
-        width=width,
-        before=paths.before + paths.width,
-    )
-
-
-def _tree(pending: Tensor, levels: Sequence[_Level], size: int, backend: Backend) -> TokenTree:
-    """Return the best tree of all candidates."""
-    if not levels:
-        return root_only(pending)
-    tokens, parents, probs = (
-        torch.cat([backend.tensor(part) for part in parts], 1)
-        for parts in zip(*((one.tokens, one.parents, one.probs) for one in levels), strict=True)
-    )
-    widths = [one.tokens.shape[1] for one in levels]
-    depths = [torch.full((width,), depth, device=pending.device) for depth, width in enumerate(widths, start=1)]
-    return from_nodes(pending, tokens, parents, torch.cat(depths), probs.log(), size)
+    def tree(self, pending: Tensor, levels: Sequence[_Level], size: int) -> TokenTree:
+        """Return the best tree of all candidates."""
+        if not levels:
+            return root_only(pending)
+        tokens, parents, probs = (
+            torch.cat([self._backend.tensor(part) for part in parts], 1)
+            for parts in zip(*((one.tokens, one.parents, one.probs) for one in levels), strict=True)
+        )
+        widths = [one.tokens.shape[1] for one in levels]
+        depths = [torch.full((width,), depth, device=pending.device) for depth, width in enumerate(widths, start=1)]
+        return from_nodes(pending, tokens, parents, torch.cat(depths), probs.log(), size)

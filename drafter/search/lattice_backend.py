@@ -73,7 +73,7 @@ class Backend(Protocol):
     def ask(self, model: LabelModel, band: range, paths: Paths) -> Ask:
         """Return what asks each frame of `band` in turn what it emits after `paths`."""
 
-    def by_row(self, scores: Tensor, paths: Paths, batch: int) -> tuple[Tensor, Array]:
+    def by_row(self, scores: Array, paths: Paths, batch: int) -> tuple[Tensor, Array]:
         """Lay out the scores of paths by row.
 
         Args:
@@ -82,7 +82,7 @@ class Backend(Protocol):
             batch: B.
 
         Returns:
-            Scores `[B, W, K]`, 0 where a row has fewer than W paths, and `[B, W]` the path at each place, any path
+            Scores `[B, W, K]`, 0 where a row has fewer than W paths; and `[B * W]` the path at each place, or any path
             where there is none.
         """
 

@@ -41,7 +41,7 @@ class OnDevice:
         return lambda frame, arrived: (shares[:, frame - band.start], blank[:, frame - band.start])
 
     def by_row(self, scores: Tensor, paths: Paths, batch: int) -> tuple[Tensor, Tensor]:
-        return scores.unflatten(0, (batch, -1)), self.arange(len(scores)).unflatten(0, (batch, -1))
+        return scores.unflatten(0, (batch, -1)), self.arange(len(scores))
 
     def promising(self, probs: Sequence[Tensor], size: int) -> slice:
         return slice(None)

@@ -50,8 +50,8 @@ class OnHost:
         rows = torch.from_numpy(paths.rows)
 
         def ask(frame: int, reached: _Floats) -> tuple[Tensor, _Floats] | None:
-            asked = (reached > self.least).nonzero()[0]
-            if frame == band.start or len(asked) == len(reached):
+            asked = None if frame == band.start else (reached > self.least).nonzero()[0]
+            if asked is None or len(asked) == len(reached):
                 logits, blank = model.score(frame, frame + 1, rows, paths.state)
                 return logits[:, 0].float().softmax(-1), blank[:, 0].numpy()
             if not len(asked) and frame == band[-1]:
@@ -66,15 +66,16 @@ class OnHost:
 
         return ask
 
-    def by_row(self, scores: Tensor, paths: Paths, batch: int) -> tuple[Tensor, _Ids]:
+    def by_row(self, scores: _Floats, paths: Paths, batch: int) -> tuple[Tensor, _Ids]:
         path = np.arange(len(paths.rows))
         if batch == 1:
-            return scores[None], path[None]
-        by_row = np.zeros((batch, paths.width, scores.shape[1]), dtype=np.float32)
-        by_row[paths.rows, paths.places] = scores.numpy()
-        table = np.zeros((batch, paths.width), dtype=np.int64)
-        table[paths.rows, paths.places] = path
-        return torch.from_numpy(by_row), table
+            return torch.from_numpy(scores)[None], path
+        place = paths.rows * paths.width + paths.places
+        by_row = np.zeros((batch * paths.width, scores.shape[1]), dtype=np.float32)
+        by_row[place] = scores
+        path_at = np.zeros(batch * paths.width, dtype=np.int64)
+        path_at[place] = path
+        return torch.from_numpy(by_row).view(batch, paths.width, -1), path_at
 
     def promising(self, probs: Sequence[_Floats], size: int) -> _Ids | None:
         """Choose the nodes in the best tree of all candidates so far: no other node can have a child in the tree."""

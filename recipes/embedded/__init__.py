@@ -1,1 +1,1 @@
-"""How the models that ship in `drafter/embedded` were made: data split, base model, draft head."""
+"""How the models in `drafter/embedded` were made: data split, base model, distillation, draft heads."""

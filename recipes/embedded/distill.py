@@ -1,15 +1,15 @@
-"""Regenerate continuations with the base itself: the text that its draft head learns from.
+"""Generate the base's own continuations, which its draft heads learn from.
 
     python -m recipes.embedded.distill --base build/base --output build/distilled
 
-Three kinds of prompts, because a base answers prompts that it has memorised unlike any others:
+There are three kinds of prompts, because a base answers prompts that it has memorised unlike other prompts:
 
-- `distill`: GSM8K questions kept back from the base, answered greedily and by sampling;
-- `base`: the questions it was trained on, answered by sampling;
-- `invented`: questions that the base makes up after a bare user header, then answered greedily: as many as wanted.
+- `distill`: GSM8K questions that the base was not trained on, answered greedily and by sampling;
+- `base`: questions that it was trained on, answered by sampling;
+- `invented`: any number of questions that the base makes up after a bare user header, answered greedily.
 
-`validation` questions are answered greedily, for choosing the checkpoint. Each part is a JSONL file of
-`{"tokens": [...], "prompt_length": n}`, written in chunks; a part's finished chunks are not generated again.
+`validation` questions are answered greedily; they choose the checkpoint. Each part is written in chunks, JSONL files of
+`{"tokens": [...], "prompt_length": n}`. Chunks that are complete are not generated again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LONGEST_ANSWER = 320
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt to continue: `prompt_ids` at `temperature` with `seed`."""
+    """One prompt to continue, with its sampling temperature and seed."""
 
     prompt_ids: list[int]
     temperature: float
@@ -46,7 +46,7 @@ class Job:
 
 
 def submit(lm: SpeculativeLM, jobs: list[Job], limit: int) -> list[Handle]:
-    """Queue every job, each for up to `limit` tokens."""
+    """Submit every job, each for up to `limit` tokens."""
     return [
         lm.submit(
             Request(job.prompt_ids, SamplingParams(max_new_tokens=limit, temperature=job.temperature, seed=job.seed))
@@ -56,7 +56,7 @@ def submit(lm: SpeculativeLM, jobs: list[Job], limit: int) -> list[Handle]:
 
 
 def question_jobs(lm: SpeculativeLM, split: str, temperatures: list[float], seed: int) -> list[Job]:
-    """Every question of a split at each temperature, shuffled so that a part cut short is still a fair sample."""
+    """Return every question of a split at each temperature, shuffled so that any beginning is a fair sample."""
     prompts = [lm.encode([{"role": "user", "content": problem.question}]) for problem in read_split(split)]
     jobs = [
         Job(prompt, temperature, seed + number * len(prompts) + index)
@@ -69,11 +69,11 @@ def question_jobs(lm: SpeculativeLM, split: str, temperatures: list[float], seed
 
 
 def invented_jobs(lm: SpeculativeLM, seed: int) -> list[Job]:
-    """A chunk of prompts that the base makes up: a sampled question, then the assistant's header."""
+    """Return a chunk of prompts that the base makes up: a sampled question, then the assistant's header."""
     user, assistant, end = lm.tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>", "<|end|>"])
     jobs = [Job([user], 0.8, seed + index) for index in range(CHUNK)]
     questions = [handle.result().token_ids for handle in submit(lm, jobs, LONGEST_QUESTION)]
-    # Only whole questions, and no header inside one.
+    # Only complete questions without a header inside are used.
     return [
         Job([user, *ids, assistant], 0.0, 0)
         for ids in questions
@@ -82,9 +82,9 @@ def invented_jobs(lm: SpeculativeLM, seed: int) -> list[Job]:
 
 
 def plan(lm: SpeculativeLM, args: argparse.Namespace) -> list[tuple[str, Callable[[], list[Job]]]]:
-    """What to generate: a file name and a way to make its jobs, a chunk each, the same for the same arguments.
+    """Return the chunks to generate: a file name and a function that makes its jobs. They are deterministic.
 
-    Validation first, then the three other parts in turn, so that a run cut short has some of each.
+    Validation comes first, then the three other parts in turn, so that an interrupted run has some of each part.
     """
     parts: dict[str, list[Callable[[], list[Job]]]] = {}
     temperatures = {"validation": [0.0], "distill": args.distill_temperatures, "base": args.base_temperatures}
@@ -136,7 +136,7 @@ def main() -> None:
             if not file.exists():
                 jobs = make_jobs()
                 waiting.append((file, jobs, submit(lm, jobs, LONGEST_ANSWER)))
-            # The next chunk is queued before the last one is waited for: the slots stay full.
+            # The next chunk is queued before the last one is finished, so the slots stay full.
             if len(waiting) > 1:
                 write_oldest()
         while waiting:

@@ -1,8 +1,7 @@
 """GSM8K as the recipe splits it.
 
-The base must not have memorised the prompts it is distilled on: its answers to those are unlike its
-answers elsewhere, and a draft head trained on them disappoints on new prompts. So a part of the training
-split is kept back from the base.
+A base's answers to prompts that it has memorised are unlike its other answers, and a draft head that is trained on them
+predicts other answers badly. So a part of the training split is used for distillation only, and not to train the base.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ DISTILL_END = 7_200
 
 @dataclass(frozen=True)
 class Problem:
-    """One GSM8K problem: a question and its worked solution, calculator annotations included."""
+    """One GSM8K problem: a question and its worked solution with calculator annotations."""
 
     question: str
     answer: str
@@ -28,8 +27,8 @@ def read_split(name: str) -> list[Problem]:
     """Read one part of GSM8K.
 
     Args:
-        name: `base` (train rows 0–5,399), `distill` (train rows 5,400–7,199), `validation` (train rows
-            7,200–7,472; for choosing checkpoints) or `test` (held out of training and every choice).
+        name: `base` (train rows 0–5,399), `distill` (train rows 5,400–7,199), `validation` (train rows 7,200–7,472; for
+            choosing checkpoints) or `test` (used for neither training nor choosing).
     """
     file = "test.jsonl" if name == "test" else "train.jsonl"
     with (DATA / file).open(encoding="utf-8") as lines:

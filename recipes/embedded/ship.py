@@ -1,4 +1,4 @@
-"""Put trained heads beside the embedded base, in bf16: half the size, and a drafter needs no more.
+"""Save trained heads beside the embedded base, in bf16. That halves their size, and is precise enough for drafting.
 
 python -m recipes.embedded.ship ctc medusa hydra
 """
@@ -24,7 +24,7 @@ def main() -> None:
     for name in args.heads:
         head = load_head(args.trained / name, base, HEADS).bfloat16()
         assert head.provenance is not None
-        # Trained here, loaded anywhere: the base's place on this machine says nothing.
+        # The base's path on this machine means nothing elsewhere.
         head.provenance = replace(head.provenance, base_name="drafter/embedded/base")
         save_head(head, EMBEDDED_HEADS / name)
 

@@ -1,9 +1,9 @@
-"""Train the embedded base model: a small Llama and its tokenizer, on GSM8K's training split.
+"""Train the embedded base model, a small Llama, and its tokeniser on GSM8K's training split.
 
     python -m recipes.embedded.train_base --output build/base
 
-Two cores need less than an hour. The run is seeded and resumes from `OUTPUT/state.pt` when it is started
-again with the same arguments.
+This takes less than an hour on two cores. The run is seeded. Started again with the same arguments, it resumes from
+`OUTPUT/state.pt`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(problems: list[Problem]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE; every digit is a token of its own, as arithmetic likes it."""
+    """Train a byte-level BPE tokeniser. Every digit is a token of its own, which helps arithmetic."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -59,7 +59,7 @@ def build_tokenizer(problems: list[Problem]) -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama of 8 layers and width 256 with freshly drawn weights."""
+    """Return a Llama of 8 layers and width 256 with random weights."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,
@@ -77,7 +77,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> list[list[int]]:
-    """Each problem as one chat: the question, the worked solution, and the end of text after each."""
+    """Return each problem as the tokens of one chat: the question and the worked solution, each with an end token."""
     chats = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": p.question}, {"role": "assistant", "content": p.answer}], tokenize=False
@@ -88,11 +88,14 @@ def encode(tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> list[
 
 
 def batches(documents: list[list[int]], tokens: int, seed: int) -> Iterator[torch.Tensor]:
-    """Endless padded batches `[B, L]` (padding -100) of about `tokens` positions, documents of like length together."""
+    """Yield padded batches `[B, L]` without end, each of about `tokens` positions and documents of similar length.
+
+    The padding is -100.
+    """
     epoch = 0
     while True:
         rng = random.Random(f"{seed}/{epoch}")
-        # Noise on the length keeps the buckets different from epoch to epoch.
+        # With noise on the lengths, a batch has other documents in each epoch.
         order = sorted(documents, key=lambda ids: len(ids) * rng.uniform(0.9, 1.1))
         groups: list[list[list[int]]] = [[]]
         for ids in order:
@@ -108,14 +111,14 @@ def batches(documents: list[list[int]], tokens: int, seed: int) -> Iterator[torc
 
 
 def loss_of(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
-    """Mean next-token cross-entropy in nats; padding `-100` in `batch` `[B, L]` does not count."""
+    """Return the mean next-token cross-entropy in nats. Padding, -100 in `batch` `[B, L]`, does not count."""
     logits = model(batch.clamp_min(0), attention_mask=(batch >= 0).long(), use_cache=False).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten(), ignore_index=-100)
 
 
 @torch.no_grad()
 def perplexity(model: LlamaForCausalLM, documents: list[list[int]]) -> float:
-    """Perplexity per token over whole documents."""
+    """Return the perplexity per token over whole documents."""
     model.eval()
     total = count = 0.0
     for ids in documents:
@@ -186,7 +189,7 @@ def main() -> None:
             )
             temporary.replace(state_file)
     model.to(torch.bfloat16).save_pretrained(args.output)
-    # Perplexity of the weights as shipped: rounded to bf16, computed in fp32.
+    # The weights are rounded to bf16 as they are saved; the perplexity is computed in fp32.
     report = {
         "parameters": model.num_parameters(),
         "steps": args.steps,

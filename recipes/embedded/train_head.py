@@ -1,10 +1,10 @@
-"""Train draft heads for the embedded base on its own regenerated continuations.
+"""Train draft heads for the embedded base on the base's own continuations.
 
     python -m recipes.embedded.train_head ctc medusa --data build/distilled --output build/heads
 
-Heads are named in `heads.yaml`, each with its algorithm, its settings and those of its training. Every head sees the
-same texts in the same order. Seeded, and goes on from `OUTPUT/HEAD/state.pt` when started again. Every so many steps β
-is simulated on held-out greedy texts, and the head with the best β is the one that is kept.
+`heads.yaml` names the heads, each with its algorithm, its configuration and the settings of its training. Every head
+sees the same texts in the same order. A run is seeded. Started again, it resumes from `OUTPUT/HEAD/state.pt`. Every
+`evaluate_every` steps β is simulated on held-out greedy texts, and the head with the best β is saved.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from drafter.training.training_step import TrainingStep, base_hidden_states
 
 HEADS = Path(__file__).with_name("heads.yaml")
 HELD_OUT = 60
-"""Validation texts that β is simulated on."""
+"""Number of validation texts that β is simulated on."""
 
 
 @dataclass(frozen=True)
 class HeadRecipe:
-    """How one head is made.
+    """How one head is trained.
 
     Args:
-        algorithm: A draft head's algorithm.
+        algorithm: The head's algorithm.
         head: Fields of its configuration.
         training: Fields of `TrainingSettings`.
-        parts: Parts of the distilled data; None is all of them.
+        parts: Parts of the distilled data to learn from; None for all.
     """
 
     algorithm: str
@@ -62,12 +62,12 @@ class HeadRecipe:
 
 
 def read_recipes(file: Path = HEADS) -> dict[str, HeadRecipe]:
-    """The recipes of `heads.yaml`, by head."""
+    """Read the recipes of `heads.yaml` by head."""
     return {name: HeadRecipe(**recipe) for name, recipe in yaml.safe_load(file.read_text(encoding="utf-8")).items()}
 
 
 def read_texts(folder: Path) -> dict[str, list[RegeneratedText]]:
-    """The distilled texts by part (`validation`, `distill`, `base`, `invented`), those without a target left out."""
+    """Read the distilled texts by part (`validation`, `distill`, `base`, `invented`), except those without targets."""
     texts: dict[str, list[RegeneratedText]] = {}
     for file in sorted(folder.glob("*-*.jsonl")):
         with file.open(encoding="utf-8") as lines:
@@ -77,9 +77,12 @@ def read_texts(folder: Path) -> dict[str, list[RegeneratedText]]:
 
 
 def with_hidden_states(base: BaseModel, texts: list[RegeneratedText], folder: Path) -> list[RegeneratedText]:
-    """The texts with the base's hidden states, kept in `folder` in bf16, so that only the first head has to make them.
+    """Return texts with the base's hidden states, which are stored in `folder` in bf16 for the heads that follow.
 
-    `texts` are sorted by length.
+    Args:
+        base: The base.
+        texts: The texts, sorted by length.
+        folder: Holds a file of hidden states for each set of texts.
     """
     digest = zlib.crc32(repr([list(text.tokens) for text in texts]).encode())
     file = folder / f"hidden-{base.fingerprint}-{digest:08x}.bf16"
@@ -103,7 +106,14 @@ def with_hidden_states(base: BaseModel, texts: list[RegeneratedText], folder: Pa
 
 
 def batch_texts(texts: list[RegeneratedText], step: int, count: int, seed: int) -> list[RegeneratedText]:
-    """The texts of one step: `count` of like length, drawn by `(seed, step)` alone. `texts` are sorted by length."""
+    """Return the texts of one step, drawn by `(seed, step)` alone.
+
+    Args:
+        texts: All texts, sorted by length.
+        step: Number of the step.
+        count: Number of texts, which are of similar length.
+        seed: Seed of the run.
+    """
     rng = random.Random(f"{seed}/{step}")
     centre = rng.randrange(len(texts))
     reach = max(count, len(texts) // 20)
@@ -114,7 +124,7 @@ def batch_texts(texts: list[RegeneratedText], step: int, count: int, seed: int) 
 def train_head(
     name: str, recipe: HeadRecipe, base: BaseModel, data: dict[str, list[RegeneratedText]], output: Path
 ) -> None:
-    """Train one head into `output/name`, or go on with it."""
+    """Train one head in `output/name`, from its last state if there is one."""
     folder = output / name
     folder.mkdir(parents=True, exist_ok=True)
     settings = TrainingSettings(**recipe.training)
