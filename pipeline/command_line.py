@@ -90,7 +90,7 @@ def _checked(config_class: type[Config], parser: ArgumentParser, read: Callable[
     try:
         values = _values(config_class, read())
         for name, kind in get_type_hints(config_class).items():
-            if dataclasses.is_dataclass(kind):
+            if isinstance(kind, type) and dataclasses.is_dataclass(kind):
                 values[name] = _group(name, kind, values[name])
         return config_class(**values)
     except InputError:

@@ -104,7 +104,7 @@ def endpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
     try:
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 400
         while "\nserving " not in f"\n{log.read_text(encoding='utf-8')}":
             assert process.poll() is None, log.read_text(encoding="utf-8")
             assert time.monotonic() < deadline, log.read_text(encoding="utf-8")
