@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo serve cluster-demo test lint format benchmark chaos clean
+.PHONY: install demo serve cluster-demo test test-slow lint format benchmark chaos clean
 
 install: $(INSTALLED) ## Set up the environment.
 
@@ -19,8 +19,14 @@ serve: $(INSTALLED) ## Serve the embedded model by OpenAI's API at http://127.0.
 cluster-demo: $(INSTALLED) ## Start a cluster of several nodes on this machine, submit a job, see it grow and shrink.
 	$(BIN)/python -m examples.cluster_demo
 
-test: $(INSTALLED) ## Run the tests, two files at a time: much of it is waiting for processes to start and to be missed.
-	$(BIN)/python -m pytest --numprocesses 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
+# Two processes. Those tests that share a Ray cluster are one group, which runs in one of them (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --max-worker-restart 0 --dist loadgroup
+
+test: $(INSTALLED) ## Run the tests of every behaviour's main path: a few minutes.
+	$(PYTEST) -m "not slow"
+
+test-slow: $(INSTALLED) ## Run the other tests: processes killed everywhere, clusters of several nodes, all model families.
+	$(PYTEST) -m slow
 
 lint: $(INSTALLED) ## Style, formatting, types.
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Small random models for all tests; nothing is downloaded."""
+"""What all tests share: small random models, and which tests run in one process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# The threads of an operation wait for each other without spinning. Where they share cores with other processes,
+# spinning would take most of these, and make the small operations of small models up to forty times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
@@ -16,6 +19,20 @@ from tests.support.models import random_model
 
 # Tiny models gain nothing from more threads, and lose much where cores are shared.
 torch.set_num_threads(1)
+
+SHARED_FIXTURES = ("local_ray", "endpoint", "cluster", "deployed", "bucket", "local")
+"""Fixtures that start processes: all tests that use one run in the same pytest process, so that it is made once."""
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in a hook of the same name
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Group tests by the expensive fixture they share, for `--dist loadgroup`."""
+    for item in items:
+        names = getattr(item, "fixturenames", ())
+        for fixture in SHARED_FIXTURES:
+            if fixture in names:
+                item.add_marker(pytest.mark.xdist_group(fixture))
+                break
 
 
 def pytest_collection_finish() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.output.run_manifest import read_run
+from pipeline.output.run_file import read_run
 from pipeline.report.cost import Cost
 from pipeline.report.output_files import open_output, output_cost, read_status
 from pipeline.report.row_scan import RowSummary, open_rows, read_errors, read_full, read_rows

@@ -10,11 +10,11 @@ from typing import Any
 
 from drafter.errors import one_line
 from pipeline.command_line import run_job
+from pipeline.engines.named_models import model_name
 from pipeline.errors import InputError
-from pipeline.generate.row_requests import model_name
 from pipeline.io.files import locate
 from pipeline.output.output_folder import OutputFolder
-from pipeline.output.run_manifest import read_run
+from pipeline.output.run_file import read_run
 from pipeline.report.comparison import COMPARED_ROWS, compare
 from pipeline.report.examples import make_examples
 from pipeline.report.html_page import Report, render

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from pipeline.cluster.ports import LOOPBACK, free_ports
 from tests.deploy.manifests import environment, load, pod_templates
 from tests.pipeline.conftest import model as model
 from tests.support.paths import ROOT
+from tests.support.waiting import PATIENCE, wait_until
 
 MANIFEST, _ = load(ROOT / "deploy" / "kuberay" / "serve.yaml")
 KEY = "sk-of-the-secret"
@@ -44,7 +44,8 @@ class Deployed:
     def serve(self, *arguments: str) -> str:
         """Run Ray Serve's command line against the cluster; return what it prints."""
         command = [str(Path(sys.executable).parent / "serve"), *arguments, "--address", self.cluster.jobs_address]
-        done = subprocess.run(command, env=self.environment, check=True, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=PATIENCE)
+        assert done.returncode == 0, done.stderr
         return done.stdout
 
     @property
@@ -64,19 +65,18 @@ class Deployed:
     def refusal(self, *arguments: Any) -> str:
         """Run `jobs.serve` on the cluster; return the last line of its errors."""
         command = [sys.executable, "-m", "jobs.serve", *map(str, arguments)]
-        done = subprocess.run(command, env=self.environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, env=self.environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 2, done.stderr
         return done.stderr.strip().rpartition("\n")[2]
 
     def wait(self) -> dict[str, Any]:
         """Wait until the deployment has come to an end; return what Ray Serve says of the application."""
-        deadline = time.monotonic() + 240
-        while True:
+
+        def ended() -> dict[str, Any] | None:
             found: dict[str, Any] = yaml.safe_load(self.serve("status"))["applications"]["drafter"]
-            if found["status"] in ("RUNNING", "DEPLOY_FAILED"):
-                return found
-            assert time.monotonic() < deadline, found
-            time.sleep(1)
+            return found if found["status"] in ("RUNNING", "DEPLOY_FAILED") else None
+
+        return wait_until(ended, "the deployment", pause=1)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
             yield Deployed(cluster, tmp_path_factory.mktemp("deployed"))
 
 
+@pytest.mark.slow
 def test_the_manifest_asks_for_the_keys_of_its_secret(deployed: Deployed, model: Path) -> None:
     deployed.deploy(model)
     found = deployed.wait()
@@ -102,16 +103,18 @@ def test_the_manifest_asks_for_the_keys_of_its_secret(deployed: Deployed, model:
         ({"Authorization": "Bearer sk-wrong"}, 401),
         ({"Authorization": f"Bearer {KEY}"}, 200),
     ):
-        assert httpx2.post(address + CHAT, json=body, headers=headers, timeout=60).status_code == status
-        assert httpx2.get(f"{address}/v1/models", headers=headers, timeout=60).status_code == status
-    assert httpx2.get(f"{address}/health", timeout=60).json() == {"status": "ok", "replicas": {"tiny": 1}}
+        assert httpx2.post(address + CHAT, json=body, headers=headers, timeout=PATIENCE).status_code == status
+        assert httpx2.get(f"{address}/v1/models", headers=headers, timeout=PATIENCE).status_code == status
+    assert httpx2.get(f"{address}/health", timeout=PATIENCE).json() == {"status": "ok", "replicas": {"tiny": 1}}
 
 
+@pytest.mark.slow
 def test_a_second_endpoint_is_told_where_ray_serve_listens(deployed: Deployed, model: Path) -> None:
     error = deployed.refusal("--model", model, "--port", free_ports(1)[0])
     assert f"Ray Serve runs on this cluster already, and listens on {LOOPBACK}:{deployed.port}" in error
 
 
+@pytest.mark.slow
 def test_the_error_of_an_ingress_is_that_of_the_job(deployed: Deployed, model: Path) -> None:
     """The last test of the cluster: it takes the application down."""
     error = deployed.refusal("--model", model, "--port", deployed.port, "--keys_file", "/nowhere", "--engine.nodes", 4)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pipeline.engines.engine_actor import TIMING_COLUMNS
 from pipeline.generate.generate_job import main
+from pipeline.output.output_columns import TIMING_COLUMNS
 
 TEMPLATE = (
     "{% for message in messages %}"
@@ -28,28 +29,45 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="package")  # after these tests its two dozen processes would only take time from the others
+@pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
+    """The one Ray cluster of a pytest process: all jobs that tests run in this process use it."""
     os.environ["RAY_ADDRESS"] = "local"  # never somebody else's cluster
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - tests wait for their workers
     os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"  # how often Ray Train looks for workers that have ended
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        _system_config={"metrics_report_interval_ms": 3000},
-    )
+    # A task's process stays for the next test: Ray would end all but two of them after a second, and each has spent
+    # seconds on its imports.
+    idle = {"num_workers_soft_limit": 8, "idle_worker_killing_time_threshold_ms": 3_600_000}
+    start_ray({"metrics_report_interval_ms": 3000, **idle})
     yield
     ray.shutdown()
     del os.environ["RAY_ADDRESS"]
+
+
+def start_ray(system_config: dict[str, Any]) -> None:
+    """Start Ray. It gives its own processes half a minute, which is too little on a very busy machine: try again."""
+    for tries_left in reversed(range(5)):
+        try:
+            ray.init(
+                num_cpus=2,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                _system_config=system_config,
+            )
+        except Exception:  # Ray raises bare ones
+            if not tries_left:
+                raise
+        else:
+            return
 
 
 @pytest.fixture(autouse=True)
 def free_actors(request: pytest.FixtureRequest) -> Iterator[None]:
     """A job that failed leaves its actors to the garbage collector, and the next test needs their CPUs."""
     yield
-    if "local_ray" in request.fixturenames:  # a collection takes half a second, more than most of the other tests
+    # A collection takes half a second, more than most tests.
+    if "local_ray" in request.fixturenames and ray.available_resources().get("CPU") != ray.cluster_resources()["CPU"]:
         gc.collect()
 
 
@@ -151,6 +169,17 @@ def write_jsonl(path: Path, rows: list[Any]) -> Path:
 Run = Callable[..., Outcome]
 
 
+def job_arguments(source: Any, folder: Path, model: Any, *settings: Any, drafter: str = "ngram") -> list[str]:
+    """A command line of the generation job; what is said twice is as `settings` say it."""
+    arguments = ["--input", source, "--output", folder, "--model", model, "--drafter", drafter]
+    arguments += ["--sampling.max_new_tokens", 12, "--resources.cpus_per_actor", 1, "--engine.slots", 4]
+    # A second engine would have loaded when the few rows are done, and slow down the first meanwhile.
+    arguments += ["--resources.max_actors", 1]
+    # A fixed budget makes even the statistics repeatable, and the engine need not measure the machine at its start.
+    arguments += ["--engine.nodes", 3]
+    return [str(argument) for argument in [*arguments, *settings]]
+
+
 @pytest.fixture
 def run(local_ray: None, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Run:
     """Run the job in this process: `run(input, "--sampling.top_k", 5, output=…)`."""
@@ -159,13 +188,58 @@ def run(local_ray: None, model: Path, tmp_path: Path, capfd: pytest.CaptureFixtu
         source: Any, *settings: Any, output: Path | None = None, base: Any = None, drafter: str = "ngram"
     ) -> Outcome:
         folder = output or tmp_path / "out"
-        arguments = ["--input", source, "--output", folder, "--model", base or model, "--drafter", drafter]
-        arguments += ["--sampling.max_new_tokens", 12, "--resources.cpus_per_actor", 1, "--engine.slots", 4]
-        # A second engine would have loaded when the few rows are done, and slow down the first meanwhile.
-        arguments += ["--resources.max_actors", 1]
         capfd.readouterr()
-        code = main([str(argument) for argument in [*arguments, *settings]])
+        code = main(job_arguments(source, folder, base or model, *settings, drafter=drafter))
         printed = capfd.readouterr()
         return Outcome(code, printed.out, printed.err, folder)
 
     return job
+
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & 'quoted' \"doubly\" {{ 7 * 7 }} \u202e"
+"""Text that a page must not take for its own."""
+JOB_ROWS: list[Any] = [
+    *({"prompt": f"how many apples {n}", "category": "<b>fruit</b>" if n % 2 else None} for n in range(6)),
+    {"prompt": HOSTILE, "category": HOSTILE},
+    {"prompt": "", "category": "x"},
+    HOSTILE,
+]
+"""Input of `finished_job`: seven rows to generate and two errors."""
+JOB_SETTINGS = ("--sampling.temperature", 0.3, "--sampling.max_new_tokens", 40)
+"""What decides about the rows of `finished_job`, apart from `run`'s own settings."""
+
+
+@dataclass
+class FinishedJob:
+    """A job that has come to its end.
+
+    Args:
+        source: Its input, of `JOB_ROWS`.
+        outcome: What it left behind.
+    """
+
+    source: Path
+    outcome: Outcome
+
+    def reopen(self) -> None:
+        """Have the job go on, as after a driver that died: what is missing in the output is to be made again."""
+        file = self.outcome.folder / "run.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "state": "running"}))
+
+
+@pytest.fixture(scope="session")
+def finished_job(local_ray: None, model: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedJob:
+    """A job of five parts, for all tests that only need an output. They must leave it as it is: see `finished`."""
+    folder = tmp_path_factory.mktemp("finished")
+    source = write_jsonl(folder / "in<i>.jsonl", JOB_ROWS)
+    code = main(job_arguments(source, folder / "out", model, *JOB_SETTINGS, "--writing.rows_per_file", 2))
+    assert code == 0
+    return FinishedJob(source, Outcome(code, "", "", folder / "out"))
+
+
+@pytest.fixture
+def finished(finished_job: FinishedJob, tmp_path: Path) -> FinishedJob:
+    """A copy of `finished_job` where `run` has its output: the test may do with it what it likes."""
+    source = Path(shutil.copy(finished_job.source, tmp_path))
+    folder = shutil.copytree(finished_job.outcome.folder, tmp_path / "out")
+    return FinishedJob(source, replace(finished_job.outcome, folder=folder))

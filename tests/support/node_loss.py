@@ -9,17 +9,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from ray.cluster_utils import Cluster
 
+from tests.support.waiting import wait_until
+
 
 def wait_for_parts(job: subprocess.Popen[bytes], data: Path, more: int) -> None:
-    """Until so many more are committed, or the job has ended."""
-    before = len(list(data.glob("*.parquet")))
-    while job.poll() is None and len(list(data.glob("*.parquet"))) < before + more:
-        time.sleep(0.05)
+    """Wait until so many more are committed, or the job has ended."""
+    enough = len(list(data.glob("*.parquet"))) + more
+    wait_until(lambda: job.poll() is not None or len(list(data.glob("*.parquet"))) >= enough, "more files")
 
 
 def main(source: str, out: str, model: str, losses: str) -> int:

@@ -16,11 +16,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
-from drafter.engine.handle import Handle
+from drafter.engine.sequences.handle import Handle
 from drafter.errors import EngineError, NotFiniteError, QueueFullError, RequestError, RequestTimeoutError
 from drafter.llm import SpeculativeLM
 from drafter.requests import Generation, Request, SamplingParams, TokenDelta
-from pipeline.generate.samples import sample_seed
 from pipeline.openai.api_error import OpenAIError, not_finite
 from pipeline.openai.chunks import ChatChunks, Chunks, CompletionChunks, error_event
 from pipeline.openai.parsed_request import ParsedRequest
@@ -29,6 +28,7 @@ from pipeline.openai.speculation import FIELD, generation_statistics
 from pipeline.openai.strict_json import to_json
 from pipeline.serving.messages import Call, Failure, Reply, Snapshot, interrupted, overloaded
 from pipeline.serving.replica.replica_metrics import ReplicaMetrics
+from pipeline.staging.samples import sample_seed
 
 _STALLED_SECONDS = 300.0
 """A step that takes longer than this hangs."""

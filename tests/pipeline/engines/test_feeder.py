@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from drafter.engine.handle import Handle
+from drafter.engine.sequences.handle import Handle
 from drafter.errors import RequestError, RequestTimeoutError
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
-from pipeline.engines.feeder import Feeder, alone_from, places
-from pipeline.engines.ledger import Ledger, Outcome, RowKey
+from pipeline.engines.feeder import Feeder, alone_from, capacity
+from pipeline.engines.ledger import Ledger, RowKey, RowOutcome
+from tests.support.waiting import PATIENCE
 
 SLOTS = 2
 
@@ -44,7 +45,7 @@ class SlowEngine:
     def end(self, name: str, error: Exception | None = None) -> None:
         """End a request, as soon as it is there."""
         with self._entered:
-            assert self._entered.wait_for(lambda: name in self._inside, timeout=30)
+            assert self._entered.wait_for(lambda: name in self._inside, timeout=PATIENCE)
             handle = self._inside.pop(name)
         if error is not None:
             handle.future.set_exception(error)
@@ -56,7 +57,7 @@ class LocalLedger(Ledger):
     """A ledger without Ray, for one engine."""
 
     def exchange(  # type: ignore[override]
-        self, left: Mapping[RowKey, Outcome], entering: list[RowKey]
+        self, left: Mapping[RowKey, RowOutcome], entering: list[RowKey]
     ) -> bool:
         return super().exchange("engine", left, entering)
 
@@ -82,9 +83,9 @@ def test_long_rows_go_first_and_only_so_many_are_inside(pool: ThreadPoolExecutor
     call = pool.submit(feeder.generate, "p", requests(lengths), lambda outcomes: None)
     for name in "987654321":
         engine.end(name)
-    assert set(call.result(30)) == set("123456789")
+    assert set(call.result(PATIENCE)) == set("123456789")
     assert engine.order == list("987654321")
-    assert max(map(len, engine.company.values())) <= 2 * places(SLOTS)
+    assert max(map(len, engine.company.values())) <= 2 * capacity(SLOTS)
     assert ledger.counts().inside == 0
 
 
@@ -97,7 +98,7 @@ def test_a_row_under_suspicion_has_the_engine_to_itself(pool: ThreadPoolExecutor
     call = pool.submit(feeder.generate, "p", requests({"a": 1, "b": 1, "c": 1, "d": 1}), lambda outcomes: None)
     for name in "abcd":
         engine.end(name)
-    assert set(call.result(30)) == set("abcd")
+    assert set(call.result(PATIENCE)) == set("abcd")
     assert engine.company["a"] == {"a"}
     assert engine.company["b"] == {"b"}
     assert engine.company["c"] == engine.company["d"] == {"c", "d"}
@@ -105,7 +106,7 @@ def test_a_row_under_suspicion_has_the_engine_to_itself(pool: ThreadPoolExecutor
 
 def test_what_was_finished_does_not_enter_again_and_calls_run_side_by_side(pool: ThreadPoolExecutor) -> None:
     engine, ledger = SlowEngine(SLOTS), LocalLedger(4)
-    before = Outcome(generated={"token_ids": [7]})
+    before = RowOutcome(generated={"token_ids": [7]})
     ledger.exchange({RowKey("p", "a"): before}, [])
     feeder = Feeder(engine.submit, columns, ledger, SLOTS, 4)
     reported: list[int] = []
@@ -114,9 +115,14 @@ def test_what_was_finished_does_not_enter_again_and_calls_run_side_by_side(pool:
     )
     second = pool.submit(feeder.generate, "q", requests({"c": 1, "d": 20}), lambda outcomes: None)
     engine.end("c")
-    assert second.result(30)["d"].problem == {"type": "Refused", "message": "too long", "input": None, "attempts": 1}
+    assert second.result(PATIENCE)["d"].problem == {
+        "type": "Refused",
+        "message": "too long",
+        "input": None,
+        "attempts": 1,
+    }
     engine.end("b")
-    assert first.result(30)["a"] == before
+    assert first.result(PATIENCE)["a"] == before
     assert reported[-1] == 2
     assert sorted(engine.order) == ["b", "c"]
 
@@ -126,11 +132,16 @@ def test_a_row_whose_time_is_up_is_an_error_and_a_failed_engine_fails_the_call(p
     feeder = Feeder(engine.submit, columns, LocalLedger(4), SLOTS, 4)
     call = pool.submit(feeder.generate, "p", requests({"a": 1}), lambda outcomes: None)
     engine.end("a", RequestTimeoutError("too slow"))
-    assert call.result(30)["a"].problem == {"type": "TimedOut", "message": "too slow", "input": None, "attempts": 1}
+    assert call.result(PATIENCE)["a"].problem == {
+        "type": "TimedOut",
+        "message": "too slow",
+        "input": None,
+        "attempts": 1,
+    }
     call = pool.submit(feeder.generate, "q", requests({"b": 1}), lambda outcomes: None)
     engine.end("b", RuntimeError("device lost"))
     with pytest.raises(RuntimeError, match="device lost"):
-        call.result(30)
+        call.result(PATIENCE)
 
 
 @pytest.mark.parametrize(("attempts", "first"), [(2, 1), (3, 1), (4, 2), (7, 5)])

@@ -13,6 +13,10 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pytest
+
+from tests.support.waiting import PATIENCE
+
 ENGINES = 2
 WEIGHTS = "model.safetensors"
 LOAD = """
@@ -30,7 +34,7 @@ def hub(folder: Path) -> Iterator[tuple[str, Counter[tuple[str, str]]]]:
     class Hub(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
             if self.path.endswith(WEIGHTS):
-                together.wait(timeout=200)
+                together.wait(timeout=PATIENCE)
             self.answer()
 
         def do_GET(self) -> None:
@@ -65,6 +69,7 @@ def hub(folder: Path) -> Iterator[tuple[str, Counter[tuple[str, str]]]]:
         server.server_close()
 
 
+@pytest.mark.slow
 def test_engines_that_start_together_download_a_model_once(model: Path, tmp_path: Path) -> None:
     with hub(model) as (address, asked):
         environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
@@ -72,7 +77,7 @@ def test_engines_that_start_together_download_a_model_once(model: Path, tmp_path
             subprocess.Popen([sys.executable, "-c", LOAD], env=environment, stderr=subprocess.PIPE, text=True)
             for _ in range(ENGINES)
         ]
-        told = [engine.communicate(timeout=250)[1] for engine in engines]
+        told = [engine.communicate(timeout=PATIENCE)[1] for engine in engines]
     assert [engine.returncode for engine in engines] == [0] * ENGINES, told
     assert asked["HEAD", WEIGHTS] == ENGINES
     assert asked["GET", WEIGHTS] == 1

@@ -15,8 +15,9 @@ import pytest
 
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import Provenance
-from drafter.heads.ctc.ctc_head import CTCHead, CTCHeadConfig
-from pipeline.cluster.ray_cluster import Cluster, Node
+from drafter.heads.ctc.ctc_config import CTCHeadConfig
+from drafter.heads.ctc.ctc_head import CTCHead
+from pipeline.cluster.shares import Cluster, Node
 from pipeline.generate.generate_job import main
 from tests.pipeline.conftest import Run, write_jsonl
 
@@ -194,7 +195,7 @@ def test_a_chat_needs_a_template(run: Run, model: Path, tmp_path: Path) -> None:
 
 def test_more_than_the_machine_has(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "pipeline.generate.cluster_run.connect", lambda: Cluster((Node(cpus=2, gpus=0),), may_grow=False)
+        "pipeline.generate.submission.connect", lambda: Cluster((Node(cpus=2, gpus=0),), may_grow=False)
     )
     source = write_jsonl(tmp_path / "a.jsonl", GOOD)
     done = run(source, "--resources.cpus_per_actor", 3)
@@ -205,7 +206,7 @@ def test_more_than_the_machine_has(run: Run, tmp_path: Path, monkeypatch: pytest
 
 
 def test_weights_that_are_damaged(run: Run, model: Path, tmp_path: Path) -> None:
-    """Only the engine's process finds out; it says so once, without restarts."""
+    """Only the engine's process finds out; it says so once, without restarts, and so does the job's status."""
     damaged = tmp_path / "damaged"
     shutil.copytree(model, damaged)
     weights = damaged / "model.safetensors"
@@ -214,8 +215,12 @@ def test_weights_that_are_damaged(run: Run, model: Path, tmp_path: Path) -> None
     assert done.code == 2
     assert done.error.startswith("error: base model")
     assert "Traceback" not in done.stderr + done.stdout
+    status = json.loads((done.folder / "status.json").read_text())
+    assert status["state"] == "failed"
+    assert status["failure"] in done.error
 
 
+@pytest.mark.slow
 def test_a_head_of_another_base(run: Run, tmp_path: Path) -> None:
     head = CTCHead(CTCHeadConfig(hidden_size=32, vocab_size=320, num_heads=2, intermediate_size=32))
     head.provenance = Provenance("another", "0123456789abcdef")

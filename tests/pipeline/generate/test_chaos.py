@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,6 +20,7 @@ from drafter import EngineConfig, SpeculativeLM
 from pipeline.io.files import locate
 from tests.pipeline.conftest import Outcome, Run, read_rows, write_jsonl
 from tests.support.faults import DeadlyFiles, FragileEngine, kill_me
+from tests.support.waiting import PATIENCE, wait_until
 
 PROMPTS = [f"how many {'apples and pens ' * (n % 3)}does she have {n}" for n in range(40)]
 
@@ -53,14 +53,13 @@ def assert_no_orphans(folder: Path) -> None:
     assert {path.name for path in (folder / "errors").iterdir()} <= data
 
 
+@pytest.mark.slow
 def test_a_row_that_kills_its_engine_is_set_aside_and_no_other(
     run: Run, lm: SpeculativeLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [*PROMPTS[:10], "zzz", *PROMPTS[10:20], ""]
     (deadly,) = set(lm.encode("z")) - set(lm.encode(" ".join(PROMPTS)))
-    monkeypatch.setattr(
-        "pipeline.generate.cluster_run.EngineSpec", partial(FragileEngine, notes=tmp_path, deadly=deadly)
-    )
+    monkeypatch.setattr("pipeline.generate.streaming.EngineSpec", partial(FragileEngine, notes=tmp_path, deadly=deadly))
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts])
     done = run(source, "--writing.rows_per_file", 8, "--limits.row_attempts", 3)
     assert_whole(done, lm, prompts, {"in.jsonl:11", "in.jsonl:22"})
@@ -76,28 +75,43 @@ def test_a_row_that_kills_its_engine_is_set_aside_and_no_other(
     assert again <= 3 * 8
 
 
+@pytest.mark.parametrize(
+    "signals",
+    [[signal.SIGKILL], pytest.param([signal.SIGTERM, signal.SIGKILL], marks=pytest.mark.slow)],
+    ids=lambda signals: " ".join(one.name for one in signals),
+)
 def test_killed_engines_lose_nothing(
-    run: Run, lm: SpeculativeLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run,
+    lm: SpeculativeLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    signals: list[signal.Signals],
 ) -> None:
     slow = partial(FragileEngine, notes=tmp_path, step_seconds=0.05)
-    monkeypatch.setattr("pipeline.generate.cluster_run.EngineSpec", slow)
+    monkeypatch.setattr("pipeline.generate.streaming.EngineSpec", slow)
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
-    killer = threading.Thread(target=kill_engines, args=[tmp_path, signal.SIGKILL, signal.SIGTERM])
+    killer = threading.Thread(target=kill_engines, args=[tmp_path, *signals])
     killer.start()
     done = run(source, "--writing.rows_per_file", 8)
     killer.join()
     assert_whole(done, lm, PROMPTS)
-    assert len(list(tmp_path.glob("*.pid"))) == 3
-    entered = (tmp_path / "entered").read_text().split()
-    assert len(entered) - len(set(entered)) <= 2 * 8
+    assert len(list(tmp_path.glob("*.pid"))) == 1 + len(signals)
+    assert len(entered(tmp_path)) - len(PROMPTS) <= len(signals) * 8  # so many rows fit into an engine
 
 
 def kill_engines(notes: Path, *signals: int) -> None:
     """End one engine's process after the other when rows have finished in it."""
+
+    def has_started(turn: int) -> bool:
+        return len(list(notes.glob("*.pid"))) >= turn
+
+    def has_entered(rows: int) -> bool:
+        return len(entered(notes)) >= rows
+
     for turn, number in enumerate(signals, start=1):
-        before = len(entered(notes))
-        while len(list(notes.glob("*.pid"))) < turn or len(entered(notes)) < before + 10:
-            time.sleep(0.02)
+        enough = len(entered(notes)) + 10
+        wait_until(partial(has_started, turn), f"engine {turn}")
+        wait_until(partial(has_entered, enough), f"rows in engine {turn}")
         newest = max(notes.glob("*.pid"), key=lambda path: path.stat().st_mtime_ns)
         os.kill(int(newest.stem), number)
 
@@ -108,13 +122,14 @@ def entered(notes: Path) -> list[str]:
     return file.read_text().split() if file.exists() else []
 
 
+@pytest.mark.slow
 def test_writers_killed_at_every_step_of_a_commit(
     run: Run, lm: SpeculativeLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     points = ("while writing", "before data", "after data")
     (tmp_path / "points").mkdir()
     files = fs.PyFileSystem(DeadlyFiles(str(tmp_path / "points"), points, kill_me))
-    monkeypatch.setattr("pipeline.output.run_manifest.locate", lambda uri: replace(locate(uri), filesystem=files))
+    monkeypatch.setattr("pipeline.generate.generate_job.locate", lambda uri: replace(locate(uri), filesystem=files))
     prompts = [prompt if n % 5 else "" for n, prompt in enumerate(PROMPTS[:20])]
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts])
     done = run(source, "--writing.rows_per_file", 10)
@@ -122,10 +137,12 @@ def test_writers_killed_at_every_step_of_a_commit(
     assert {path.name.replace("-", " ") for path in (tmp_path / "points").iterdir()} == set(points)
 
 
+@pytest.mark.slow
 def test_drivers_killed_and_stopped(run: Run, lm: SpeculativeLM, model: Path, tmp_path: Path) -> None:
     prompts = PROMPTS * 10
     source, out = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts]), tmp_path / "out"
-    settings = ["--writing.rows_per_file", "25", "--sampling.max_new_tokens", "12", "--engine.slots", "4"]
+    # Few slots, so that there is much left to do when the driver is ended.
+    settings = ["--writing.rows_per_file", "25", "--sampling.max_new_tokens", "12", "--engine.slots", "2"]
 
     def stop(number: int) -> tuple[int, str, int]:
         """Submit the job, and end its driver after two more files are committed."""
@@ -134,10 +151,9 @@ def test_drivers_killed_and_stopped(run: Run, lm: SpeculativeLM, model: Path, tm
         command += ["--drafter", "ngram", "--resources.cpus_per_actor", "1", *settings]
         job = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True)
         try:
-            while job.poll() is None and committed(out) < before + 2:
-                time.sleep(0.02)
+            wait_until(lambda: job.poll() is not None or committed(out) >= before + 2, "two more files")
             job.send_signal(number)
-            printed = job.communicate(timeout=120)[1]
+            printed = job.communicate(timeout=PATIENCE)[1]
         finally:
             job.kill()
         return job.returncode, printed, committed(out)
@@ -162,12 +178,13 @@ def committed(out: Path) -> int:
     return len(list((out / "data").glob("*.parquet")))
 
 
+@pytest.mark.slow
 def test_lost_nodes(lm: SpeculativeLM, model: Path, tmp_path: Path) -> None:
     """One of three nodes is lost, then all of them; then there is a new one."""
     prompts = PROMPTS * 10
     source, out = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts]), tmp_path / "out"
     losses = tmp_path / "losses"
     command = [sys.executable, "-m", "tests.support.node_loss", source, out, model, losses]
-    job = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=280)
+    job = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=PATIENCE)
     assert losses.read_text().splitlines() == ["1 lost, True", "2 lost, True"]  # while it ran
     assert_whole(Outcome(job.returncode, job.stdout, job.stderr, out), lm, prompts)

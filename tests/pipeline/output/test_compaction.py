@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,11 @@ from pyarrow import fs
 from pipeline.io.files import Location, locate
 from pipeline.output.compaction import compact, merges
 from pipeline.output.output_folder import OutputFolder
-from tests.pipeline.conftest import Run, read_rows, untimed, write_jsonl
+from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run, read_rows, untimed
 
 PARTS = [f"00000-{number:06d}" for number in range(5)]
+WHOLE = f"{PARTS[0]}-to-{PARTS[-1]}.parquet"
+"""File that all of these parts are merged into."""
 
 
 def write_parts(folder: Path) -> OutputFolder:
@@ -60,11 +61,11 @@ def test_a_folder_of_parts(tmp_path: Path) -> None:
     output = write_parts(tmp_path)
     before = rows(tmp_path / "data")
     compact(output, 1 << 20)
-    assert names(tmp_path / "data") == [f"{PARTS[0]}-to-{PARTS[-1]}.parquet"]
+    assert names(tmp_path / "data") == [WHOLE]
     assert names(tmp_path / "errors") == [f"{PARTS[1]}-to-{PARTS[2]}.parquet"]
     assert rows(tmp_path / "data") == before
     assert output.committed() == set(PARTS)
-    merged = pyarrow.parquet.ParquetFile(tmp_path / "data" / f"{PARTS[0]}-to-{PARTS[-1]}.parquet")
+    merged = pyarrow.parquet.ParquetFile(tmp_path / "data" / WHOLE)
     assert merged.num_row_groups == 1
 
 
@@ -145,25 +146,33 @@ def test_a_death_at_any_moment_loses_and_doubles_nothing(tmp_path: Path, monkeyp
     assert moments > 20
 
 
-def test_a_job_that_compacts(run: Run, tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "in.jsonl", [*({"prompt": f"how many {n}"} for n in range(7)), {"prompt": ""}])
-    settings = ("--writing.rows_per_file", 2, "--engine.nodes", 3, "--writing.compact_mb", 1)
-    done = run(source, *settings)
+def test_a_job_that_compacts(run: Run, finished: FinishedJob) -> None:
+    """All rows are there, so the job has only this left to do, and no engine is started for it."""
+    rows_before = finished.outcome.rows
+    finished.reopen()
+    settings = (*JOB_SETTINGS, "--writing.compact_mb", 1)
+    done = run(finished.source, *settings)
     assert done.code == 0, done.stderr
-    assert names(done.folder / "data") == ["00000-000000-to-00000-000003.parquet"]
-    assert [row["request_id"] for row in done.rows] == [f"in.jsonl:{n}" for n in range(1, 8)]
-    assert [row["request_id"] for row in done.errors] == ["in.jsonl:8"]
-    assert "7 finished, 1 errors" in done.stdout
+    assert names(done.folder / "data") == [WHOLE]
+    assert done.rows == rows_before
+    assert [row["request_id"].rpartition(":")[2] for row in done.errors] == ["8", "9"]
+    assert "7 finished, 2 errors" in done.stdout
 
-    # A finished job writes nothing, and a lost file is made again.
-    before = (done.folder / "data" / names(done.folder / "data")[0]).stat().st_mtime_ns
-    assert run(source, *settings).code == 0
-    assert (done.folder / "data" / names(done.folder / "data")[0]).stat().st_mtime_ns == before
-    rows_before = done.rows
-    (done.folder / "data" / names(done.folder / "data")[0]).unlink()
-    state = json.loads((done.folder / "run.json").read_text())
-    (done.folder / "run.json").write_text(json.dumps({**state, "state": "running"}))
-    again = run(source, *settings)
+    # Finished, it writes nothing.
+    before = (done.folder / "data" / WHOLE).stat().st_mtime_ns
+    assert run(finished.source, *settings).code == 0
+    assert (done.folder / "data" / WHOLE).stat().st_mtime_ns == before
+
+
+@pytest.mark.slow
+def test_a_large_file_that_is_lost_is_made_again(run: Run, finished: FinishedJob) -> None:
+    settings = (*JOB_SETTINGS, "--writing.compact_mb", 1)
+    rows_before = finished.outcome.rows
+    finished.reopen()
+    assert run(finished.source, *settings).code == 0
+    (finished.outcome.folder / "data" / WHOLE).unlink()
+    finished.reopen()
+    again = run(finished.source, *settings)
     assert again.code == 0, again.stderr
     assert [untimed(row) for row in again.rows] == [untimed(row) for row in rows_before]
-    assert names(done.folder / "data") == ["00000-000000-to-00000-000003.parquet"]
+    assert names(again.folder / "data") == [WHOLE]

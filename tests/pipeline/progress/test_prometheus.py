@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,13 +15,20 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 
 from drafter.engine.engine_config import EngineConfig
-from pipeline.engines.engine_actor import EngineActor, EngineSpec
+from drafter.requests import SamplingParams
+from pipeline.engines.engine_actor import EngineActor
+from pipeline.engines.engine_spec import EngineSpec
 from pipeline.engines.ledger import Ledger
-from pipeline.generate.generate_config import LimitsConfig
-from pipeline.progress.board import Progress, ProgressBoard
+from pipeline.engines.limits_config import LimitsConfig
+from pipeline.output.output_columns import RunTraits
+from pipeline.output.writing_config import WritingConfig
+from pipeline.progress.board import ProgressBoard
+from pipeline.progress.job_progress import Progress
 from pipeline.progress.prometheus import JobMetrics
-from tests.pipeline.generate.test_generate_job import staged_table
+from pipeline.staging.part_rows import unpack
+from tests.support.parts import request_part
 from tests.support.paths import ROOT
+from tests.support.waiting import PATIENCE, wait_until
 
 DASHBOARD = json.loads((ROOT / "deploy" / "dashboards" / "drafter.json").read_text())
 RUN = '/data/out "quoted"'
@@ -60,7 +66,7 @@ def scrape() -> list[Sample]:
     """What the metrics endpoint of the session's Ray says."""
     node = ray.nodes()[0]
     address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-    with urllib.request.urlopen(address, timeout=10) as answer:
+    with urllib.request.urlopen(address, timeout=PATIENCE) as answer:
         text = answer.read().decode()
     families = text_string_to_metric_families(text)
     return [Sample(one.name, one.labels, one.value) for family in families for one in family.samples]
@@ -70,21 +76,22 @@ def scrape() -> list[Sample]:
 def exported(local_ray: None) -> Iterator[Exported]:
     """An engine of a real actor has generated ten rows and refused two."""
     spec = EngineSpec(None, "ctc", {}, EngineConfig(slots=4, nodes=8), threads=1)
+    traits = RunTraits(SamplingParams(), WritingConfig(), rows_have_settings=False)
     board, ledger = ray.remote(num_cpus=0)(ProgressBoard).remote(), ray.remote(num_cpus=0)(Ledger).remote(4)
-    actor = ray.remote(num_cpus=1)(EngineActor).remote(spec, LimitsConfig(), ledger, board, RUN)
+    actor = ray.remote(num_cpus=1)(EngineActor).remote(spec, LimitsConfig(), traits, ledger, board, RUN)
     prompts: list[list[int] | None] = [list(range(20, 24 + n)) for n in range(10)]
-    table = ray.get(actor.__call__.remote(staged_table([*prompts, [], []], tokens=40)))
+    ((_, table),) = unpack(ray.get(actor.__call__.remote(request_part([*prompts, [], []], tokens=40))))
     job = JobMetrics(RUN)
-    seen: list[Sample] = []
-    for _ in range(120):  # workers report to the node's agent every few seconds
+    rows = table["generated"].to_pylist()[:10]
+
+    def all_reported() -> Exported | None:
+        """Processes report to the node's agent every few seconds: the actor's own, and this one."""
         job.show(Progress("generating", total=40, before=8, rows=12, errors=2, row_rate=2.0, engines=1))
-        seen = scrape()
-        so_far = Exported(seen, [])
-        # The actor's process reports apart from this one.
-        if so_far.total("ray_drafter_tokens_total") == 400 and so_far.total("ray_drafter_job_rows_done"):
-            break
-        time.sleep(0.5)
-    yield Exported(seen, table["generated"].to_pylist()[:10])
+        found = Exported(scrape(), rows)
+        whole = found.total("ray_drafter_tokens_total") == 400 and found.total("ray_drafter_job_rows_done")
+        return found if whole else None
+
+    yield wait_until(all_reported, "metrics of both processes", pause=0.5)
     ray.kill(actor)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,13 +18,12 @@ from transformers import AutoTokenizer
 
 from pipeline.generate.generate_job import main as generate
 from pipeline.report.report_job import main
-from pipeline.report.row_steps import text_pieces
-from tests.pipeline.conftest import write_jsonl
+from pipeline.report.row_steps import steps_of, text_pieces
+from tests.pipeline.conftest import HOSTILE, JOB_SETTINGS, FinishedJob, job_arguments
 from tests.pipeline.report.outputs import write_output
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
-EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & 'quoted' \"doubly\" {{ 7 * 7 }} \u202e"
 
 
 class Page(HTMLParser):
@@ -66,20 +66,12 @@ def job(*arguments: Any) -> int:
 
 
 @pytest.fixture(scope="module")
-def outputs(local_ray: None, model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def outputs(finished_job: FinishedJob, model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A drafted and a plain output of the same rows, some of them hostile, some of them errors."""
     folder = tmp_path_factory.mktemp("outputs")
-    rows = [
-        *({"prompt": f"how many apples {n}", "category": "<b>fruit</b>" if n % 2 else None} for n in range(6)),
-        {"prompt": EVIL, "category": EVIL},
-        {"prompt": "", "category": "x"},
-        EVIL,
-    ]
-    source = write_jsonl(folder / "in<i>.jsonl", rows)
-    settings = f"--model {model} --sampling.max_new_tokens 12 --resources.cpus_per_actor 1 --engine.slots 4"
-    for name, drafter in (("drafted", "ngram --engine.nodes 3"), ("plain", "none")):
-        job = f"--input {source} --output {folder / name} --drafter {drafter} {settings}"
-        assert generate(job.split()) == 0
+    shutil.copytree(finished_job.outcome.folder, folder / "drafted")
+    arguments = job_arguments(finished_job.source, folder / "plain", model, *JOB_SETTINGS, drafter="none")
+    assert generate(arguments) == 0
     return folder / "drafted", folder / "plain"
 
 
@@ -98,7 +90,7 @@ def test_the_page_of_a_real_job(outputs: tuple[Path, Path], model: Path, capsys:
     links = {value for name, value in page.attributes if name in ("src", "href")}
     assert all(link == "data:," or str(link).startswith("#") for link in links)
     assert "default-src 'none'" in text
-    for foreign in (EVIL, "<b>fruit</b>"):
+    for foreign in (HOSTILE, "<b>fruit</b>"):
         assert " ".join(foreign.split()) in page.text
     assert "49" not in [one.strip() for one in page.texts]  # `{{ 7 * 7 }}` is not a template
 
@@ -122,11 +114,17 @@ def test_the_page_of_a_real_job(outputs: tuple[Path, Path], model: Path, capsys:
 
     # Each example is its row's tokens, step by step; the ends of lines are marked.
     tokenizer = AutoTokenizer.from_pretrained(model)
-    texts = ["".join(text_pieces(tokenizer, row["token_ids"])).replace("\n", "") for row in rows]
-    assert sorted(answer.replace("↵", "").replace("\n", "") for answer in page.answers) == sorted(texts)
+    steps_shown = [steps_of(text_pieces(tokenizer, row["token_ids"]), row["per_step_accepted"]) for row in rows]
+    texts = ["".join(step.drafted + step.own for step in steps) for steps in steps_shown]
+    assert sorted(map(one_line, page.answers)) == sorted(map(one_line, texts))
     assert page.tags.count("article") == 7
-    runs = sum(accepted > 0 for row in rows for accepted in row["per_step_accepted"])
+    runs = sum(step.drafted != "" for steps in steps_shown for step in steps)  # some tokens are parts of a character
     assert text.count('<span class="run ') == page.tags.count("sup") == runs > 0
+
+
+def one_line(text: str) -> str:
+    """A text without the ends of its lines, and without the page's marks for them."""
+    return re.sub("[↵\\n\\r]", "", text)
 
 
 def test_what_is_not_known_is_said(outputs: tuple[Path, Path], tmp_path: Path) -> None:

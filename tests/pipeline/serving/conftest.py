@@ -8,8 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +22,12 @@ from pipeline.serving.replica.answers import Answers
 from tests.pipeline.conftest import model as model  # the jobs' tests have one with a chat template
 from tests.support.local_endpoint import served
 from tests.support.paths import ROOT
+from tests.support.waiting import PATIENCE, wait_until
 
 NAME = "tiny"
 KEY = "sk-secret-of-the-tests"
+SLOTS = 4
+"""Of each of the endpoint's two replicas."""
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +42,7 @@ def local(model: Path) -> Iterator[str]:
     """Address of a server in this process, with a drafter."""
     with (
         SpeculativeLM.from_pretrained(model, "ngram", config=EngineConfig(slots=4, nodes=8)) as lm,
-        served({NAME: Answers(lm, "replica", seconds=240)}) as address,
+        served({NAME: Answers(lm, "replica", seconds=PATIENCE)}) as address,
     ):
         yield address
 
@@ -63,19 +66,32 @@ class Endpoint:
     def figures(self) -> dict[str, float]:
         """Sums of its metrics over replicas."""
         headers = {"Authorization": f"Bearer {KEY}"}
-        page = httpx2.get(f"{self.address}/metrics", headers=headers, timeout=30).raise_for_status().text
+        page = httpx2.get(f"{self.address}/metrics", headers=headers, timeout=PATIENCE).raise_for_status().text
         found: dict[str, float] = {}
         for name, value in re.findall(r"^(\w+)(?:\{.*\})? (\S+)$", page, re.MULTILINE):
             found[name] = found.get(name, 0.0) + float(value)
         return found
 
-    def wait_until_idle(self, seconds: float = 30.0) -> dict[str, float]:
-        """Wait until no slot is taken and nothing waits; return the figures then."""
-        deadline = time.monotonic() + seconds
-        while (now := self.figures())["drafter_slots_active"] or now["drafter_requests_waiting"]:
-            assert time.monotonic() < deadline, f"slots are still taken: {now}"
-            time.sleep(0.1)
-        return now
+    def wait_until_idle(self) -> dict[str, float]:
+        """Wait until both replicas answer, no slot is taken and nothing waits; return the figures then."""
+
+        def idle_figures() -> dict[str, float] | None:
+            now = self.figures()  # on a busy machine a replica may be too late for a page
+            taken = now.get("drafter_slots_active", 0) + now.get("drafter_requests_waiting", 0)
+            return now if now.get("drafter_slots") == 2 * SLOTS and not taken else None
+
+        return wait_until(idle_figures, "both replicas are idle")
+
+    def wait_until_well(self) -> None:
+        """Wait until both replicas answer."""
+        well = {"status": "ok", "replicas": {NAME: 2}}
+
+        def is_well() -> bool:
+            with suppress(httpx2.TransportError):
+                return bool(httpx2.get(f"{self.address}/health", timeout=PATIENCE).json() == well)
+            return False
+
+        wait_until(is_well, "both replicas answer", pause=0.2)
 
 
 @pytest.fixture(scope="session")
@@ -91,7 +107,7 @@ def endpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         "drafter": "ngram",
         "port": port,
         "keys_file": keys,
-        "engine.slots": 4,
+        "engine.slots": SLOTS,
         "engine.nodes": 8,
         "limits.queue": 16,
         "replicas.min": 2,
@@ -103,15 +119,17 @@ def endpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     environment = {**os.environ, "RAY_ADDRESS": "local", "RAY_TMPDIR": str(ray_folder), "RAY_worker_niceness": "0"}
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+    def serving() -> bool:
+        printed = log.read_text(encoding="utf-8")
+        assert process.poll() is None, printed
+        return "\nserving " in f"\n{printed}"
+
     try:
-        deadline = time.monotonic() + 400
-        while "\nserving " not in f"\n{log.read_text(encoding='utf-8')}":
-            assert process.poll() is None, log.read_text(encoding="utf-8")
-            assert time.monotonic() < deadline, log.read_text(encoding="utf-8")
-            time.sleep(0.2)
+        wait_until(serving, "the endpoint")
         yield Endpoint(process, f"http://127.0.0.1:{port}", log, ray_folder)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-        process.wait(120)
+        process.wait(PATIENCE)
         shutil.rmtree(ray_folder, ignore_errors=True)

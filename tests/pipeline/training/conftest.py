@@ -12,18 +12,18 @@ import pytest
 
 from pipeline.generate.distill_job import main as distill
 from pipeline.training.train_job import main
-from tests.pipeline.conftest import JobRun, write_jsonl
+from tests.pipeline.conftest import JobRun, job_arguments, write_jsonl
 
 SETTINGS = {
     "texts.held_out_texts": 6,
-    "training.steps": 60,
+    "training.steps": 24,
     "training.texts_per_step": 4,
     "training.anchors_per_text": 6,
     "training.warmup_steps": 2,
-    "training.evaluate_every": 30,
+    "training.evaluate_every": 12,
     "head": json.dumps({"num_frames": 5, "depth": 3, "num_heads": 2, "intermediate_size": 48}),
     "log_every": 1,
-    "checkpoint_every": 10,
+    "checkpoint_every": 4,
 }
 
 
@@ -57,15 +57,14 @@ class Training(JobRun):
 Train = Callable[..., Training]
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def distilled(local_ray: None, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Output of a distillation with the tiny model."""
     folder = tmp_path_factory.mktemp("distilled")
     prompts = [{"prompt": f"how many {'pens apples she does have'[n % 20 :]} {n}"} for n in range(40)]
     source = write_jsonl(folder / "prompts.jsonl", [*prompts, {"prompt": ""}])
-    arguments = ["--input", source, "--output", folder / "out", "--model", model, "--drafter", "none"]
-    arguments += ["--sampling.max_new_tokens", 14, "--writing.rows_per_file", 16, "--resources.cpus_per_actor", 1]
-    assert distill([str(argument) for argument in arguments]) == 0
+    settings = ("--sampling.max_new_tokens", 14, "--writing.rows_per_file", 16)
+    assert distill(job_arguments(source, folder / "out", model, *settings, drafter="none")) == 0
     return folder / "out"
 
 

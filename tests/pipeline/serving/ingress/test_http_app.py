@@ -17,7 +17,9 @@ from pipeline.serving.replica.answers import Answers
 from pipeline.serving.serve_config import LimitsConfig
 from tests.pipeline.serving.conftest import NAME
 from tests.support.local_endpoint import served
+from tests.support.waiting import PATIENCE
 
+HTTP = httpx2.Client(timeout=PATIENCE, limits=httpx2.Limits(max_keepalive_connections=0))
 CHAT = "/v1/chat/completions"
 GOOD: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "how many"}], "max_tokens": 3}
 
@@ -41,7 +43,7 @@ def error_of(response: httpx2.Response) -> dict[str, Any]:
     ],
 )
 def test_wrong_addresses_and_methods(local: str, method: str, path: str, status: int) -> None:
-    response = httpx2.request(method, local + path)
+    response = HTTP.request(method, local + path)
     assert response.status_code == status
     error_of(response)
     assert (status == 405) == ("allow" in response.headers)
@@ -67,14 +69,14 @@ def test_wrong_addresses_and_methods(local: str, method: str, path: str, status:
     ids=lambda value: str(value)[:40],
 )
 def test_wrong_bodies(local: str, body: bytes, kind: str, status: int) -> None:
-    response = httpx2.post(local + CHAT, content=body, headers={"Content-Type": kind}, timeout=30)
+    response = HTTP.post(local + CHAT, content=body, headers={"Content-Type": kind})
     assert response.status_code == status
     error_of(response)
 
 
 def test_a_body_without_an_end_is_cut_off(local: str) -> None:
     host, port = local.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked"
         connection.sendall(f"{head}\r\n\r\n".encode())
         piece = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
@@ -83,13 +85,13 @@ def test_a_body_without_an_end_is_cut_off(local: str) -> None:
 
 
 def test_the_server_is_well_afterwards(local: str) -> None:
-    assert httpx2.post(local + CHAT, json=GOOD, timeout=30).status_code == 200
-    assert httpx2.get(f"{local}/health").json() == {"status": "ok", "replicas": {NAME: 1}}
+    assert HTTP.post(local + CHAT, json=GOOD).status_code == 200
+    assert HTTP.get(f"{local}/health").json() == {"status": "ok", "replicas": {NAME: 1}}
 
 
 def test_metrics(local: str) -> None:
-    assert httpx2.post(local + CHAT, json=GOOD, timeout=30).status_code == 200
-    page = httpx2.get(f"{local}/metrics").text
+    assert HTTP.post(local + CHAT, json=GOOD).status_code == 200
+    page = HTTP.get(f"{local}/metrics").text
     label = f'{{model="{NAME}",replica="replica"}}'
     assert f"drafter_slots{label} 4.0\n" in page
     assert f"drafter_requests_waiting{label} 0.0\n" in page
@@ -106,31 +108,32 @@ def test_metrics(local: str) -> None:
 
 def test_keys(plain: SpeculativeLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENVIRONMENT, "right")
-    with served({NAME: Answers(plain, "replica", seconds=240)}, read_keys(None, "required")) as address:
+    with served({NAME: Answers(plain, "replica", seconds=PATIENCE)}, read_keys(None, "required")) as address:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic right"}):
             for path in (CHAT, "/v1/completions"):
-                response = httpx2.post(address + path, json=GOOD, headers=headers)
+                response = HTTP.post(address + path, json=GOOD, headers=headers)
                 assert response.status_code == 401
                 assert error_of(response)["code"] == "invalid_api_key"
                 assert response.headers["www-authenticate"] == "Bearer"
             for path in ("/v1/models", f"/v1/models/{NAME}", "/metrics"):
-                assert httpx2.get(address + path, headers=headers).status_code == 401
+                assert HTTP.get(address + path, headers=headers).status_code == 401
         right = {"Authorization": "Bearer right"}
-        assert httpx2.post(address + CHAT, json=GOOD, headers=right, timeout=30).status_code == 200
+        assert HTTP.post(address + CHAT, json=GOOD, headers=right).status_code == 200
         for path in ("/health", "/", "/page.js", "/openapi.json"):
-            assert httpx2.get(address + path).status_code == 200
+            assert HTTP.get(address + path).status_code == 200
 
 
+@pytest.mark.slow
 def test_the_document_is_true(plain: SpeculativeLM, tmp_path: Path) -> None:
     """Schemathesis makes requests from the OpenAPI document, right and wrong ones, and holds the answers against it."""
     config = EngineConfig(slots=4, max_length=64)
     with (
         SpeculativeLM(plain.base, plain.engine.drafter, plain.tokenizer, config) as lm,
-        served({NAME: Answers(lm, "replica", seconds=240)}, limits=LimitsConfig(choices=2)) as address,
+        served({NAME: Answers(lm, "replica", seconds=PATIENCE)}, limits=LimitsConfig(choices=2)) as address,
     ):
         command = [str(Path(sys.executable).parent / "schemathesis"), "run", f"{address}/openapi.json"]
-        settings = ["--max-examples", "30", "--seed", "1", "--request-timeout", "30", "--no-color"]
+        settings = ["--max-examples", "30", "--seed", "1", "--request-timeout", str(PATIENCE), "--no-color"]
         # What fits neither the model's context nor its vocabulary is not in the document.
         settings += ["--exclude-checks", "positive_data_acceptance"]
-        found = subprocess.run([*command, *settings], cwd=tmp_path, capture_output=True, text=True, timeout=250)
+        found = subprocess.run([*command, *settings], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert found.returncode == 0, found.stdout

@@ -14,6 +14,7 @@ from pipeline.serving.ingress.keys import ENVIRONMENT, read_keys
 from pipeline.serving.replica.answers import Answers
 from tests.pipeline.serving.conftest import NAME
 from tests.support.local_endpoint import served
+from tests.support.waiting import PATIENCE
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -42,7 +43,7 @@ def drafted(plain: SpeculativeLM) -> Iterator[SpeculativeLM]:
 def address(plain: SpeculativeLM, drafted: SpeculativeLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A server with a model, the same without a drafter, and keys."""
     monkeypatch.setenv(ENVIRONMENT, "right")
-    answers = {NAME: Answers(drafted, "a", seconds=240), f"{NAME}-plain": Answers(plain, "b", seconds=60)}
+    answers = {NAME: Answers(drafted, "a", seconds=PATIENCE), f"{NAME}-plain": Answers(plain, "b", seconds=PATIENCE)}
     with served(answers, read_keys(None, "required")) as address:
         yield address
 
@@ -53,15 +54,15 @@ def test_an_answer_comes_in_runs(browser: Any, address: str, plain: SpeculativeL
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.goto(address)
     expect = playwright.expect
-    expect(page.locator("#status")).to_contain_text("no such API key", timeout=20_000)
+    expect(page.locator("#status")).to_contain_text("no such API key", timeout=1000 * PATIENCE)
     page.fill("#key", "right")
     page.press("#key", "Tab")
-    expect(page.locator("#model option")).to_have_count(2, timeout=20_000)
+    expect(page.locator("#model option")).to_have_count(2, timeout=1000 * PATIENCE)
     page.fill("#prompt", HARMFUL)
     page.fill("#tokens", "60")
     page.check("#compare")
     page.click("#run")
-    expect(page.locator("#status.good")).to_contain_text("the same text", timeout=60_000)
+    expect(page.locator("#status.good")).to_contain_text("the same text", timeout=1000 * PATIENCE)
 
     wanted = plain.generate([{"role": "user", "content": HARMFUL}], max_new_tokens=60)[0]
     drafted, undrafted = page.locator(".text").all()
@@ -88,17 +89,17 @@ def test_stopping_and_errors_are_told(
     page.goto(address)
     page.fill("#key", "right")
     page.press("#key", "Tab")
-    expect(page.locator("#model option")).to_have_count(2, timeout=20_000)
+    expect(page.locator("#model option")).to_have_count(2, timeout=1000 * PATIENCE)
     page.fill("#prompt", "a" * 2000)
     page.click("#run")
-    expect(page.locator("#status.error")).to_contain_text("prompt and answer together", timeout=20_000)
+    expect(page.locator("#status.error")).to_contain_text("prompt and answer together", timeout=1000 * PATIENCE)
     page.fill("#prompt", "how many")
     page.fill("#tokens", "250")
     with monkeypatch.context() as patch:
         patch.setattr(drafted.engine, "step", slow_step)
         page.click("#run")
         page.click("#stop")
-        expect(page.locator("#status")).to_have_text("Stopped.", timeout=20_000)
+        expect(page.locator("#status")).to_have_text("Stopped.", timeout=1000 * PATIENCE)
         expect(page.locator("#run")).to_be_enabled()
 
 

@@ -18,18 +18,19 @@ from torch import Tensor
 from drafter import EngineConfig, Generation, SamplingParams, SpeculativeLM
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
 from drafter.tree.token_tree import TokenTree, root_only
-from pipeline.generate.samples import sample_seed
 from pipeline.serving.replica.answers import Answers
 from pipeline.serving.serve_config import LimitsConfig
+from pipeline.staging.samples import sample_seed
 from tests.pipeline.serving.conftest import NAME
 from tests.support.local_endpoint import served
+from tests.support.waiting import PATIENCE, wait_until
 
 QUESTIONS = [f"how many {thing} does she have" for thing in ("apples", "pens", "apples and pens", "hows", "a a a")]
 
 
 @pytest.fixture
 def client(local: str) -> OpenAI:
-    return OpenAI(base_url=f"{local}/v1", api_key="none", max_retries=0, timeout=240)
+    return OpenAI(base_url=f"{local}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
 
 def chat(question: str) -> list[Any]:
@@ -109,7 +110,7 @@ def test_a_mixed_load_changes_no_answer(local: str, plain: SpeculativeLM) -> Non
         return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
 
     async def ask_all() -> list[str]:
-        async with AsyncOpenAI(base_url=f"{local}/v1", api_key="none", max_retries=0, timeout=240) as client:
+        async with AsyncOpenAI(base_url=f"{local}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
             return await asyncio.gather(*(ask(client, case) for case in cases))
 
     assert asyncio.run(ask_all()) == wanted
@@ -199,7 +200,7 @@ def changed(lm: SpeculativeLM, change: Callable[[Tensor], None]) -> Iterator[str
 
     handle = lm.base.model.register_forward_hook(hook)
     try:
-        with served({NAME: Answers(lm, "replica", seconds=240)}) as address:
+        with served({NAME: Answers(lm, "replica", seconds=PATIENCE)}) as address:
             yield address
     finally:
         handle.remove()
@@ -220,7 +221,7 @@ BODIES: dict[str, dict[str, Any]] = {
 def test_a_token_without_a_chance_is_told_in_json(plain: SpeculativeLM, path: str, stream: bool) -> None:
     body = {"model": NAME, "temperature": 0, "max_tokens": 3, "stream": stream, **BODIES[path]}
     with changed(plain, without_a_chance) as address:
-        response = httpx2.post(address + path, json=body, timeout=60)
+        response = httpx2.post(address + path, json=body, timeout=PATIENCE)
     assert response.status_code == 200
     assert "-9999.0" in response.text
     documents = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
@@ -234,7 +235,7 @@ def test_a_token_without_a_chance_is_told_in_json(plain: SpeculativeLM, path: st
 def test_what_is_no_number_is_an_error(plain: SpeculativeLM, path: str, stream: bool, tokens: int) -> None:
     body = {"model": NAME, "temperature": 0, "max_tokens": tokens, "stream": stream, **BODIES[path]}
     with changed(plain, without_numbers) as address:
-        response = httpx2.post(address + path, json=body, timeout=60)
+        response = httpx2.post(address + path, json=body, timeout=PATIENCE)
     assert response.status_code == 500, response.text
     assert response.headers["x-should-retry"] == "false"
     assert json.loads(response.text, parse_constant=no_constant)["error"]["code"] == "not_finite"
@@ -304,8 +305,8 @@ class FailingDrafter(Drafter):
 
 def test_an_engine_that_fails_ends_each_stream_with_an_error(plain: SpeculativeLM) -> None:
     lm = SpeculativeLM(plain.base, FailingDrafter(), plain.tokenizer, EngineConfig(slots=2, nodes=1))
-    with lm, served({NAME: Answers(lm, "replica", seconds=240)}) as address:
-        client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+    with lm, served({NAME: Answers(lm, "replica", seconds=PATIENCE)}) as address:
+        client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
         chunks = client.chat.completions.create(model=NAME, messages=chat("how many"), stream=True)
         # The role, the first token with the prompt, and the steps that were good.
         assert len([next(chunks) for _ in range(1 + 1 + 4)]) == 6
@@ -322,16 +323,18 @@ def test_too_much_at_once_and_for_too_long(plain: SpeculativeLM) -> None:
     config = EngineConfig(slots=1, max_queue=1)
     question: dict[str, Any] = {"model": NAME, "messages": chat("how many"), "max_tokens": 200}
     with SpeculativeLM(plain.base, plain.engine.drafter, plain.tokenizer, config) as lm:
-        with served({NAME: Answers(lm, "replica", seconds=240)}, limits=LimitsConfig(choices=8)) as address:
-            client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        with served({NAME: Answers(lm, "replica", seconds=PATIENCE)}, limits=LimitsConfig(choices=8)) as address:
+            client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
             with pytest.raises(APIStatusError) as refusal:
                 client.chat.completions.create(**question, n=8)
             assert (refusal.value.status_code, refusal.value.code) == (429, "rate_limit_exceeded")
             assert refusal.value.response.headers["retry-after"] == "1"
-            # What was refused is taken out of the queue in a moment: who comes again as told is answered.
-            assert client.with_options(max_retries=5).chat.completions.create(**question).choices
+            # The choices that had found room are cancelled; the engine notices at its next step.
+            wait_until(lambda: lm.engine.idle, "the refused request's choices are gone")
+            assert client.chat.completions.create(**question).choices
+            wait_until(lambda: lm.engine.idle, "the answer is complete")
         with served({NAME: Answers(lm, "replica", seconds=0.01)}) as address:
-            client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+            client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
             with pytest.raises(APIStatusError) as refusal:
                 client.chat.completions.create(**question)
             assert (refusal.value.status_code, refusal.value.code) == (408, "timeout")
