@@ -1,1 +1,1 @@
-"""What a drafter gains, measured in the real engine beside plain decoding and `transformers.generate`. No Ray."""
+"""Measures what a drafter gains: this project's engine beside plain decoding and `transformers.generate`. No Ray."""

@@ -19,12 +19,12 @@ from drafter.statistics import DecodeCounts
 
 @dataclass(frozen=True)
 class Run:
-    """What a decoder made of some requests.
+    """Result of decoding some requests.
 
     Args:
-        seconds: From the first submission to the last token, prefills included.
+        seconds: Time from the first submission to the last token, prefills included.
         outputs: New tokens of each request.
-        counts: Of each request; empty for a decoder that keeps none.
+        counts: Speculation counts of each request; empty for a decoder that keeps none.
     """
 
     seconds: float
@@ -33,16 +33,16 @@ class Run:
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of all requests."""
+        """Number of new tokens of all requests."""
         return sum(map(len, self.outputs))
 
 
 Decoder = Callable[[Sequence[Request]], Run]
-"""Decodes some requests to their ends."""
+"""Decodes requests to their ends."""
 
 
 def decode_all(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[Generation]]:
-    """Decode the requests; return the seconds from the first submission to the last token, and the results."""
+    """Decode requests. Return the seconds from the first submission to the last token, and the results."""
     synchronise(engine.base.device)
     start = time.perf_counter()
     handles = [engine.submit(request) for request in requests]
@@ -53,7 +53,7 @@ def decode_all(engine: Engine, requests: Sequence[Request]) -> tuple[float, list
 
 
 def engine_decoder(engine: Engine) -> Decoder:
-    """This project's engine."""
+    """Return a decoder that uses this project's engine."""
 
     def decode(requests: Sequence[Request]) -> Run:
         seconds, generations = decode_all(engine, requests)
@@ -63,14 +63,21 @@ def engine_decoder(engine: Engine) -> Decoder:
 
 
 def padding(tokenizer: Any) -> int:
-    """The token that shorter prompts of a batch are filled up with; any will do, as it is masked."""
+    """Return a token to pad shorter prompts of a batch with. Any token will do, because padding is masked."""
     return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
 
 
 def transformers_decoder(base: BaseModel, batch: int, pad: int, **settings: Any) -> Decoder:
-    """`generate` in batches padded on the left with `pad`, as its users call it; `settings` are further ones of it.
+    """Return a decoder that calls `generate` as its users do, in batches padded on the left.
 
-    The requests share their sampling settings but for the seed. Above temperature 0 its draws are its own.
+    The requests must share their sampling settings except the seed. Above temperature 0 `generate` draws with its own
+    random generator.
+
+    Args:
+        base: The base model.
+        batch: Requests of one call.
+        pad: Token to pad with.
+        settings: Further arguments of `generate`.
     """
 
     def generate(requests: Sequence[Request]) -> list[list[int]]:
@@ -102,5 +109,5 @@ def transformers_decoder(base: BaseModel, batch: int, pad: int, **settings: Any)
 
 
 def _until_end(tokens: list[int], ends: frozenset[int]) -> list[int]:
-    """`tokens` up to and with the first that ends the text; padding follows it."""
+    """Return `tokens` up to the first that ends the text, inclusive. Padding follows it."""
     return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in ends), tokens)

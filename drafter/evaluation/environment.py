@@ -1,4 +1,4 @@
-"""Where something was measured: hardware, versions, commit, command line."""
+"""Record of a measurement's environment: hardware, versions, commit, command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment(base: BaseModel, command: str) -> dict[str, Any]:
-    """The record that goes beside every figure. `command` is the command line to repeat it."""
+    """Return the record that is stored with every measurement. `command` is the command line to repeat it."""
     gpu = device_name(base.device) if base.device.type == "cuda" else None
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -44,12 +44,12 @@ def environment(base: BaseModel, command: str) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """A GPU's name, or the processor's."""
+    """Return the name of a GPU, or of the processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
 
 
 def machine(record: dict[str, Any]) -> str:
-    """What an environment's hardware is called, in a few words."""
+    """Return a short description of an environment's hardware."""
     hardware = record["hardware"]
     return str(hardware["gpu"] or f"{hardware['processor']}, {hardware['cores']} cores")
 
@@ -58,7 +58,7 @@ def _git(*arguments: str) -> str | None:
     try:
         return subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return None  # not a checkout
+        return None  # This is not a checkout.
 
 
 def _processor() -> str:

@@ -1,4 +1,4 @@
-"""What follows from an evaluation's raw counts and seconds: β, γ and acceptance by depth."""
+"""Figures derived from an evaluation's raw counts and seconds: β, γ and acceptance by depth."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class Figures:
 
 
 def figures(cells: Sequence[Cell]) -> list[Figures]:
-    """The figures of all cells; plain decoding and `transformers.generate` are among them at every place."""
+    """Return the figures of all cells. Every setting must have cells of plain decoding and `transformers.generate`."""
     rates = {
-        (cell.place, cell.arm): [mean_rate(*one) for one in zip(cell.tokens, cell.seconds, strict=True)]
+        (cell.setting, cell.arm): [mean_rate(*one) for one in zip(cell.tokens, cell.seconds, strict=True)]
         for cell in cells
     }
     found = []
     for cell in cells:
-        ours, counts = rates[cell.place, cell.arm], total(cell.counts.values())
+        ours, counts = rates[cell.setting, cell.arm], total(cell.counts.values())
         found.append(
             Figures(
                 cell,
                 rate=median(ours),
-                gamma=speedup(ours, rates[cell.place, PLAIN]),
-                relative_to_transformers=speedup(ours, rates[cell.place, TRANSFORMERS]),
+                gamma=speedup(ours, rates[cell.setting, PLAIN]),
+                relative_to_transformers=speedup(ours, rates[cell.setting, TRANSFORMERS]),
                 beta=mean_acceptance_length(counts) if cell.counts else None,
                 by_depth=acceptance_by_depth(counts),
             )

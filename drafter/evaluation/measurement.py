@@ -1,8 +1,7 @@
-"""The measurement itself: all arms side by side in one process, taking turns.
+"""The measurement: all arms side by side in one process, taking turns.
 
-Every round runs every arm, in an order that rotates, so that a disturbance of the machine falls on all of them. At
-batch 1 the arms take turns prompt by prompt. Stage times come from a pass of their own, because taking them costs
-time.
+Every round runs every arm, in an order that rotates, so that a disturbance of the machine affects all arms. At batch 1
+the arms take turns prompt by prompt. Stage times come from a separate pass over a few prompts.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from drafter.evaluation.environment import environment
 from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Arm, Plan
 from drafter.evaluation.prepared_prompts import Prompt, prompts_of
 from drafter.evaluation.questions import Question, QuestionError
-from drafter.evaluation.results import Cell, Place, Results, Skipped, StageSums
+from drafter.evaluation.results import Cell, Results, Setting, Skipped, StageSums
 from drafter.evaluation.stages import stage_seconds
 from drafter.heads.checkpoint import load_head
 from drafter.heads.contract import DraftHead
@@ -36,14 +35,14 @@ from drafter.statistics import DecodeCounts, total
 
 _WARM_UP_PROMPTS = 2
 _STAGE_PROMPTS = 2
-"""Prompts of the pass that takes stage times; more where a batch needs more to be full."""
+"""Least number of prompts of the pass that takes stage times. A larger batch takes as many as fill it."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the measurement of a place is: `done` of `total` turns of all arms."""
+    """Progress of the measurement at one setting: `done` of `total` turns of all arms."""
 
-    place: Place
+    setting: Setting
     done: int
     total: int
 
@@ -53,13 +52,13 @@ class Evaluation:
 
     Args:
         base: The base model.
-        tokenizer: Of the base.
-        questions: Sets by name.
+        tokenizer: The base's tokeniser.
+        questions: Sets of questions by name.
         plan: What to measure.
 
     Raises:
-        LoadError: A drafter cannot be loaded, or none has a tree that is asked for.
-        QuestionError: A set has fewer prompts than a batch has rows.
+        LoadError: A drafter cannot be loaded, or no drafter has one of the plan's trees.
+        QuestionError: A set has fewer prompts than the largest batch has rows.
     """
 
     def __init__(
@@ -90,10 +89,10 @@ class Evaluation:
             raise LoadError(f"there is nothing to measure: {self._skipped[0].reason} (trees: {', '.join(plan.trees)})")
 
     def describe(self, command: str, files: Mapping[str, str]) -> Results:
-        """The results before there are any.
+        """Return results without cells.
 
         Args:
-            command: The command line to repeat this.
+            command: The command line to repeat the evaluation.
             files: File of each set of questions.
         """
         questions = {
@@ -117,11 +116,11 @@ class Evaluation:
         }
         return Results(environment(self._base, command), asdict(self._plan), questions, heads, list(self._skipped))
 
-    def run(self, done: Collection[Place] = ()) -> Iterator[list[Cell] | Progress]:
-        """Measure; the cells of all arms come together when a set, batch size and temperature is done.
+    def run(self, done: Collection[Setting] = ()) -> Iterator[list[Cell] | Progress]:
+        """Measure. Yields the cells of all arms together when a setting is done, and progress in between.
 
         Args:
-            done: Places that need not be measured.
+            done: Settings that are not measured again.
 
         Raises:
             QuestionError: A question does not fit the base.
@@ -145,12 +144,12 @@ class Evaluation:
             )
             for temperature, name in dict.fromkeys((temperature, name) for temperature, _, name in left)
         }
-        for batch, places in groupby(left, key=lambda place: place[1]):
-            yield from self._at_batch(batch, {(t, b, name): prompts[t, name] for t, b, name in places})
+        for batch, settings in groupby(left, key=lambda setting: setting[1]):
+            yield from self._at_batch(batch, {(t, b, name): prompts[t, name] for t, b, name in settings})
 
-    def _at_batch(self, batch: int, prompts: Mapping[Place, Sequence[Prompt]]) -> Iterator[list[Cell] | Progress]:
-        """All places of one batch size; the engines and their caches go when it is done."""
-        requests = {place: [prompt.request for prompt in some] for place, some in prompts.items()}
+    def _at_batch(self, batch: int, prompts: Mapping[Setting, Sequence[Prompt]]) -> Iterator[list[Cell] | Progress]:
+        """Measure all settings of one batch size. The engines and their caches are freed afterwards."""
+        requests = {setting: [prompt.request for prompt in some] for setting, some in prompts.items()}
         longest = max(len(one.prompt_ids) for some in requests.values() for one in some) + self._plan.max_new_tokens
         queue = max(map(len, requests.values()))
         engines = {arm: self._engine(arm, batch, longest, queue) for arm in (PLAIN, *self._arms)}
@@ -158,17 +157,17 @@ class Evaluation:
         decoders = {TRANSFORMERS: theirs} | {arm: engine_decoder(engine) for arm, engine in engines.items()}
         for decode in decoders.values():
             decode(next(iter(requests.values()))[: max(_WARM_UP_PROMPTS, batch)])
-        for place, some in prompts.items():
-            rounds = yield from self._rounds(decoders, place, requests[place])
-            part = requests[place][: max(_STAGE_PROMPTS, batch)]
+        for setting, some in prompts.items():
+            rounds = yield from self._rounds(decoders, setting, requests[setting])
+            part = requests[setting][: max(_STAGE_PROMPTS, batch)]
             stages = {arm: StageSums(*stage_seconds(engine, part)) for arm, engine in engines.items()}
-            yield [cell_of(place, arm, rounds[arm], some, stages.get(arm)) for arm in decoders]
+            yield [cell_of(setting, arm, rounds[arm], some, stages.get(arm)) for arm in decoders]
 
     def _rounds(
-        self, decoders: Mapping[Arm, Decoder], place: Place, requests: Sequence[Request]
+        self, decoders: Mapping[Arm, Decoder], setting: Setting, requests: Sequence[Request]
     ) -> Generator[Progress, None, dict[Arm, list[list[Run]]]]:
-        """The runs of every arm, round by round."""
-        _, batch, _ = place
+        """Return the runs of every arm, round by round."""
+        _, batch, _ = setting
         portions = [[request] for request in requests] if batch == 1 else [requests]
         arms, turns = list(decoders), self._plan.rounds * len(portions)
         runs: dict[Arm, list[list[Run]]] = {arm: [] for arm in arms}
@@ -178,7 +177,7 @@ class Evaluation:
                 if portion == 0:
                     runs[arm].append([])
                 runs[arm][-1].append(decoders[arm](portions[portion]))
-            yield Progress(place, turn + 1, turns)
+            yield Progress(setting, turn + 1, turns)
         return runs
 
     def _engine(self, arm: Arm, batch: int, max_length: int, max_queue: int) -> Engine:
@@ -187,10 +186,10 @@ class Evaluation:
         return Engine(self._base, self._drafter(arm), self._tokenizer, config)
 
     def _drafter(self, arm: Arm) -> Drafter:
-        """A new drafter for an arm.
+        """Return a new drafter for an arm.
 
         Raises:
-            ValueError: It has no such tree.
+            ValueError: The drafter has no such tree.
         """
         if arm.nodes is None:
             return load_drafter(arm.drafter, self._base, 0)
@@ -203,14 +202,14 @@ class Evaluation:
 
 
 def cell_of(
-    place: Place,
+    setting: Setting,
     arm: Arm,
     rounds: Sequence[Sequence[Run]],
     prompts: Sequence[Prompt],
     stages: StageSums | None,
 ) -> Cell:
-    """An arm's runs as raw counts."""
-    temperature, batch, questions = place
+    """Return an arm's runs at one setting as raw counts."""
+    temperature, batch, questions = setting
     counts: dict[str, list[DecodeCounts]] = {}
     differing = 0
     for runs in rounds:
@@ -234,12 +233,12 @@ def cell_of(
 
 
 def differing_tokens(output: Sequence[int], expected: Sequence[int]) -> int:
-    """Tokens of an output that are not the expected ones at their places; a missing token differs."""
+    """Return how many tokens of an output differ from those expected at the same positions; missing tokens differ."""
     return max(len(output), len(expected)) - sum(a == b for a, b in zip(output, expected, strict=False))
 
 
 def _load_head(name: str, base: BaseModel) -> DraftHead | None:
-    """The head of that name; None for a drafter that is not a single head."""
+    """Return the head of that name; None for a drafter that is not a single head."""
     if name in HEADS:
         return load_head(EMBEDDED_HEADS / name, base, HEADS)
     if name == "auto" or name in TRAINING_FREE or ("+" in name and not Path(name).exists()):

@@ -1,4 +1,4 @@
-"""What is measured: arms, and the settings that they are measured under."""
+"""What an evaluation measures: the arms that are compared, and the settings."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Arm:
     """One way to decode.
 
     Args:
-        drafter: As `load_drafter` takes it; `none` is plain decoding.
-        tree: Shape of its trees; None where nothing is drafted.
-        nodes: Draft nodes a step; `auto` adapts to the machine, None where nothing is drafted.
+        drafter: Name of a drafter as `load_drafter` takes it; `none` is plain decoding.
+        tree: Shape of its trees; None if nothing is drafted.
+        nodes: Draft nodes of a step. `auto` adapts to the machine; None if nothing is drafted.
     """
 
     drafter: str
@@ -28,7 +28,7 @@ class Arm:
 
     @property
     def method(self) -> str:
-        """The drafter, as a person reads it: a folder by its last name."""
+        """Name of the drafter for tables and plots; for a folder, its last part."""
         if self.tree is None:
             return "plain decoding" if self.drafter == "none" else self.drafter
         return Path(self.drafter).name
@@ -43,12 +43,12 @@ class Plan:
     """Every drafter with every tree and number of nodes, at every batch size and temperature.
 
     Args:
-        drafters: As `load_drafter` takes them.
-        trees: Shapes of trees; a drafter that does not have one is left out there, with the reason.
-        nodes: Draft nodes a step.
-        batches: Requests decoded together.
-        temperatures: Of the base's choices.
-        rounds: How often all is timed.
+        drafters: Names as `load_drafter` takes them.
+        trees: Shapes of trees. A drafter that has no such tree is left out there, with the reason.
+        nodes: Numbers of draft nodes of a step.
+        batches: Numbers of requests decoded together.
+        temperatures: Sampling temperatures.
+        rounds: How often everything is timed.
         max_new_tokens: Longest answer, the same for every arm.
         compile: Whether this project's engines compile the base's forward.
 

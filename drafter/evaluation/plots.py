@@ -12,14 +12,14 @@ from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Arm
 from drafter.evaluation.results import Results
 from drafter.evaluation.stages import STAGES
 
-# Okabe and Ito's colours, which colour-blind eyes tell apart.
+# The colours of Okabe and Ito, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")
 _MARKERS = "osD^vPX*"
 _LINES = {"exact": "-", "static": "--"}
 
 
 def plots(results: Results) -> dict[str, Figure]:
-    """The plots that the results allow, by name; all at the lowest temperature."""
+    """Return the plots that the results allow, by name. All are at the lowest temperature."""
     found = figures(results.cells)
     coldest = min(one.cell.temperature for one in found)
     found = [one for one in found if one.cell.temperature == coldest]
@@ -34,7 +34,7 @@ def plots(results: Results) -> dict[str, Figure]:
 
 
 def acceptance_by_depth(found: Sequence[Figures]) -> Figure:
-    """How far down its tree a step gets, at the largest number of nodes."""
+    """Plot the share of steps that accept at least 1, 2, … draft tokens, at the largest number of nodes."""
     nodes = max(map(_nodes, found))
     found = [one for one in found if one.cell.arm.nodes == nodes]
     figure, panels = _panels(found, f"Acceptance by depth, {nodes} draft nodes")
@@ -48,19 +48,19 @@ def acceptance_by_depth(found: Sequence[Figures]) -> Figure:
 
 
 def beta_by_nodes(found: Sequence[Figures]) -> Figure:
-    """β over fixed numbers of draft nodes."""
+    """Plot β over fixed numbers of draft nodes."""
     figure, panels = _panels(found, "β by budget")
     for name, panel in panels.items():
         for arm, line in _lines(found, name).items():
             points = sorted((_nodes(one), one.beta or 0.0) for one in line)
             panel.plot(*zip(*points, strict=True), **_style(arm, found))
         _ticks(panel, map(_nodes, found))
-        panel.set(xlabel="draft nodes a step", ylabel="β (tokens a base forward)")
+        panel.set(xlabel="draft nodes per step", ylabel="β (tokens per base forward)")
     return _finished(figure, panels.values())
 
 
 def gamma_by_batch(found: Sequence[Figures]) -> Figure:
-    """γ over batch sizes, at the adaptive number of nodes where it was measured, otherwise at the smallest."""
+    """Plot γ over batch sizes, with the adaptive number of nodes if it was measured, otherwise with the smallest."""
     drafted = [one for one in found if one.cell.arm.nodes is not None]
     adaptive = any(one.cell.arm.nodes == "auto" for one in drafted)
     nodes = "auto" if adaptive else min(map(_nodes, drafted))
@@ -80,7 +80,7 @@ def gamma_by_batch(found: Sequence[Figures]) -> Figure:
 
 
 def stage_times(found: Sequence[Figures]) -> Figure:
-    """Milliseconds a token by stage, for the first set of questions."""
+    """Plot milliseconds per token by stage, for the first set of questions."""
     cells = [one.cell for one in found if one.cell.questions == found[0].cell.questions]
     times = {(cell.batch, cell.arm): cell.stages for cell in cells if cell.stages is not None}
     batches, arms = sorted({batch for batch, _ in times}), list(dict.fromkeys(arm for _, arm in times))
@@ -93,20 +93,20 @@ def stage_times(found: Sequence[Figures]) -> Figure:
             widths = [1e3 * times[batch, arm].seconds[stage] / times[batch, arm].tokens for arm in arms]
             panel.barh(range(len(arms)), widths, left=left, color=colour, label=stage)
             left = [a + b for a, b in zip(left, widths, strict=True)]
-        panel.set(xlabel="ms a token", title=f"batch {batch}")
+        panel.set(xlabel="ms per token", title=f"batch {batch}")
         panel.set_yticks(range(len(arms)), [_label(arm, arm.nodes) for arm in arms])
     panels[0].invert_yaxis()
     return _finished(figure, panels)
 
 
 def _nodes(one: Figures) -> int:
-    """Draft nodes of an arm whose number is fixed."""
+    """Return the number of draft nodes of an arm that has a fixed number."""
     assert isinstance(one.cell.arm.nodes, int)
     return one.cell.arm.nodes
 
 
 def _lines(found: Iterable[Figures], questions: str) -> dict[Arm, list[Figures]]:
-    """The figures of a set by drafter and tree, under the first arm of each."""
+    """Return the figures of a set of questions by drafter and tree, keyed by the first arm of each."""
     lines: dict[tuple[str, str | None], list[Figures]] = {}
     for one in found:
         if one.cell.questions == questions:
@@ -115,7 +115,7 @@ def _lines(found: Iterable[Figures], questions: str) -> dict[Arm, list[Figures]]
 
 
 def _panels(found: Iterable[Figures], title: str) -> tuple[Figure, dict[str, Any]]:
-    """A figure with a panel for each set of questions."""
+    """Return a figure and its panels, one for each set of questions."""
     names = list(dict.fromkeys(one.cell.questions for one in found))
     figure = Figure(figsize=(4.5 * len(names) + 2, 4), layout="constrained")
     figure.suptitle(title)
@@ -127,7 +127,7 @@ def _panels(found: Iterable[Figures], title: str) -> tuple[Figure, dict[str, Any
 
 
 def _ticks(panel: Any, values: Iterable[int]) -> None:
-    """A doubling x axis with a tick at each value."""
+    """Make the x axis logarithmic, with a tick at each value."""
     places = sorted(set(values))
     panel.set_xscale("log", base=2)
     panel.set_xticks(places, list(map(str, places)))
@@ -135,7 +135,7 @@ def _ticks(panel: Any, values: Iterable[int]) -> None:
 
 
 def _style(arm: Arm, found: Iterable[Figures]) -> dict[str, Any]:
-    """A drafter's colour and marker, and its tree's kind of line."""
+    """Return a drafter's colour and marker, and its tree's line style."""
     place = list(dict.fromkeys(one.cell.arm.drafter for one in found)).index(arm.drafter)
     return {
         "color": _COLOURS[place % len(_COLOURS)],
@@ -150,7 +150,7 @@ def _label(arm: Arm, *more: object) -> str:
 
 
 def _finished(figure: Figure, panels: Iterable[Any]) -> Figure:
-    """With one legend for all panels, beside them, and labels where they are needed."""
+    """Add one legend for all panels, and keep only the outer axis labels."""
     handles: dict[str, Any] = {}
     for panel in panels:
         panel.label_outer()

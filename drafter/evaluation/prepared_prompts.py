@@ -1,7 +1,7 @@
-"""Conversations become prompts, once, so that every decoder is measured on the same ones.
+"""Prompts of conversations, made once so that every decoder is measured on the same prompts.
 
-A later turn's prompt holds the answers before it. They are plain decoding's: a lossless decoder would have given the
-same, and one whose rounding differs is still asked the same question.
+The prompt of a later turn holds the answers before it. These are plain decoding's answers. A lossless decoder would
+give the same answers, and a decoder that rounds differently still gets the same question.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Prompt:
     """One turn of a conversation.
 
     Args:
-        request: Its token ids and sampling, with a seed of its own.
-        category: Of its question.
-        answer: Plain decoding's tokens.
+        request: Token ids and sampling settings, with a seed of its own.
+        category: Category of its question.
+        answer: Tokens of plain decoding's answer.
     """
 
     request: Request
@@ -45,18 +45,18 @@ def prompts_of(
     max_new_tokens: int,
     slots: int,
 ) -> list[Prompt]:
-    """Every turn of every question with its answer, all first turns first.
+    """Return every turn of every question with its answer, all first turns first.
 
     Args:
         base: The base model.
-        tokenizer: Of the base.
-        questions: What to ask.
-        temperature: Of all answers.
+        tokenizer: The base's tokeniser.
+        questions: The conversations.
+        temperature: Sampling temperature of the answers.
         max_new_tokens: Longest answer.
         slots: Conversations decoded together.
 
     Raises:
-        QuestionError: A prompt and its answer do not fit the base's positions, or the chat template refuses it.
+        QuestionError: A prompt and its answer are longer than the base's positions, or the chat template refuses it.
     """
     histories: list[list[dict[str, str]]] = [[] for _ in questions]
     prompts: list[Prompt] = []
@@ -88,9 +88,9 @@ def prompts_of(
 
 
 def encode(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation so far, up to where the assistant speaks.
+    """Return the token ids of a conversation up to the assistant's next answer.
 
-    Without a chat template it is the messages' texts, with an empty line between.
+    Without a chat template the conversation is the messages' texts, separated by empty lines.
     """
     if tokenizer.chat_template is None:
         return list(tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"])

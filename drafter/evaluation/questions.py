@@ -1,7 +1,7 @@
-"""Questions to evaluate on: conversations in MT-bench's format, or one question a line as in GSM8K.
+"""Questions to evaluate on: conversations in MT-bench's format, or one question per line as in GSM8K.
 
-A line is a JSON object with `turns`, a list of what the user says turn by turn, or with `question`. `question_id` and
-`category` may stand beside them; whatever else there is does not count.
+A line is a JSON object with `turns`, the list of the user's messages, or with `question`. It may have `question_id` and
+`category`. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 
 
 class QuestionError(ValueError):
-    """A question file, or a question in it, that cannot be used. The message says which, what is wrong, what to do."""
+    """A question file or a question cannot be used. The message says which one, what is wrong and what to do."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """One conversation; the base's answers come between the turns.
+    """One conversation.
 
     Args:
         name: Its `question_id`, or its line.
-        category: Its category; empty where it has none.
-        turns: What the user says, at least one turn.
+        category: Its category; empty if it has none.
+        turns: The user's messages, at least one. The base answers after each.
     """
 
     name: str
@@ -36,10 +36,11 @@ def read_questions(file: str | Path, limit: int | None = None) -> list[Question]
 
     Args:
         file: JSON lines.
-        limit: Take at most so many, spread evenly over the file, so that every category keeps its share.
+        limit: Largest number of questions. They are spread evenly over the file, so that every category keeps its
+            share.
 
     Raises:
-        QuestionError: No such file, a line that is not a question, or no question at all.
+        QuestionError: There is no such file, a line is not a question, or there is no question at all.
     """
     try:
         lines = Path(file).expanduser().read_text(encoding="utf-8").split("\n")
@@ -49,7 +50,7 @@ def read_questions(file: str | Path, limit: int | None = None) -> list[Question]
         raise QuestionError(f"question file {file} is not UTF-8 text: give JSON lines") from error
     questions = [_question(file, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not questions:
-        raise QuestionError(f"question file {file} is empty: give a JSON object a line, with turns or question")
+        raise QuestionError(f"question file {file} is empty: give one JSON object per line, with turns or question")
     if limit is None or limit >= len(questions):
         return questions
     return [questions[index * len(questions) // limit] for index in range(limit)]

@@ -1,4 +1,4 @@
-"""An evaluation for people: its results as tables and plots."""
+"""An evaluation's report: its results as tables and plots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TABLE_FILE = "table.md"
 
 
 def write_report(results: Results, folder: Path) -> list[Path]:
-    """Write `table.md` and the plots into `folder`; return their paths."""
+    """Write `table.md` and the plots to `folder`. Return their paths."""
     files = [folder / TABLE_FILE]
     files[0].write_text(page(results), encoding="utf-8")
     for name, figure in plots(results).items():

@@ -1,4 +1,4 @@
-"""What an evaluation found: raw counts and seconds, and the JSON they are kept in. Tables and plots follow from it."""
+"""Results of an evaluation: raw counts and seconds, stored as JSON. Tables and plots are derived from them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from drafter.statistics import DecodeCounts
 
 RESULTS_FILE = "results.json"
 
-Place = tuple[float, int, str]
-"""Temperature, batch size and set of questions: what is measured side by side."""
+Setting = tuple[float, int, str]
+"""Temperature, batch size and set of questions. All arms are compared at each setting."""
 
 
 @dataclass(frozen=True)
 class StageSums:
-    """Where the time of a decoder's steps went, in a pass of its own.
+    """Time of a decoder's steps by stage, from a separate pass.
 
     Args:
-        seconds: By stage, over all steps.
-        tokens: New tokens of these steps.
+        seconds: Seconds by stage, over all steps.
+        tokens: Number of new tokens of these steps.
     """
 
     seconds: dict[str, float]
@@ -36,14 +36,15 @@ class Cell:
 
     Args:
         questions: Name of the set.
-        batch: Requests decoded together.
-        temperature: Of the base's choices.
+        batch: Number of requests decoded together.
+        temperature: Sampling temperature.
         arm: The way to decode.
-        tokens: New tokens of each run, round by round; a run is one prompt at batch 1, otherwise all prompts.
-        seconds: Of the same runs.
-        differing_tokens: Tokens over all rounds that are not plain decoding's; None where the draws are not the same.
-        counts: Raw speculation counts over all rounds, by category; empty where there are none.
-        stages: Where the time went; None where it cannot be told.
+        tokens: Number of new tokens of each run, round by round. A run is one prompt at batch 1, otherwise all prompts.
+        seconds: Seconds of the same runs.
+        differing_tokens: Number of tokens over all rounds that differ from plain decoding's; None if the arm does not
+            draw the same random numbers.
+        counts: Raw speculation counts over all rounds, by category; empty if the decoder keeps none.
+        stages: Time by stage; None if the decoder does not tell.
     """
 
     questions: str
@@ -57,14 +58,14 @@ class Cell:
     stages: StageSums | None = None
 
     @property
-    def place(self) -> Place:
-        """What it shares with the cells that it is compared with."""
+    def setting(self) -> Setting:
+        """The setting, which it shares with the cells that it is compared with."""
         return self.temperature, self.batch, self.questions
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """An arm that there is not: `drafter` has no such `tree`, for a `reason`."""
+    """A combination that cannot be measured: `drafter` has no such `tree`, for a `reason`."""
 
     drafter: str
     tree: str
@@ -76,12 +77,12 @@ class Results:
     """An evaluation.
 
     Args:
-        environment: Where and how it was measured.
-        plan: The settings.
-        questions: By set: file, number of questions and of prompts, fingerprint, categories.
-        heads: Algorithm, configuration, parameters and provenance of each draft head.
-        skipped: What could not be measured.
-        cells: What was.
+        environment: Hardware, versions and command line.
+        plan: The plan's values.
+        questions: For each set: file, number of questions and of prompts, fingerprint, categories.
+        heads: For each draft head: algorithm, configuration, number of parameters, provenance.
+        skipped: Combinations that cannot be measured.
+        cells: The measurements.
     """
 
     environment: dict[str, Any]
@@ -92,15 +93,15 @@ class Results:
     cells: list[Cell] = field(default_factory=list)
 
     def same_measurement(self, other: Results) -> bool:
-        """Whether cells of the other belong beside these: same plan, questions, models, machine and code."""
-        return _setting(self) == _setting(other)
+        """Return whether cells of both can stand side by side: same plan, questions, models, machine and code."""
+        return _identity(self) == _identity(other)
 
     def save(self, folder: Path) -> None:
-        """Write `results.json` into `folder`, as a whole or not at all."""
+        """Write `results.json` to `folder`, completely or not at all."""
         values = asdict(self)
         for cell in values["cells"]:
             for counts in cell["counts"].values():
-                del counts["per_step_accepted"]  # empty in sums
+                del counts["per_step_accepted"]  # It is empty in sums.
         write_json(folder / RESULTS_FILE, values)
 
     @classmethod
@@ -121,15 +122,16 @@ class Results:
         return cls(**values | {"skipped": [Skipped(**one) for one in values["skipped"]], "cells": cells})
 
 
-def _setting(results: Results) -> str:
+def _identity(results: Results) -> str:
+    """Return the values that must agree for results to be comparable, as text."""
     names = ("hardware", "threads", "dtype", "base", "versions", "commit")
     where = {name: results.environment[name] for name in names}
-    # As JSON, which knows no tuples.
+    # Compared as JSON, because loaded results have lists instead of tuples.
     return json.dumps([results.plan, results.questions, results.heads, where], sort_keys=True)
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Write JSON, lists of numbers on one line each, as a whole or not at all."""
+    """Write JSON, completely or not at all. Each list of numbers is on one line."""
     text = json.dumps(values, indent=1, ensure_ascii=False)
     text = re.sub(r'\[\n[^\[\]{}"]*\]', lambda found: " ".join(found[0].split()), text)
     partial = path.with_name(path.name + ".partial")

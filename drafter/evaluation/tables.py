@@ -13,13 +13,13 @@ from drafter.statistics import mean_acceptance_length
 
 
 def markdown_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """The rows as a Markdown table, headed by the first row's keys."""
+    """Return rows as a Markdown table. The first row's keys are its header."""
     lines: list[list[object]] = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
 
 
 def speed_table(found: Sequence[Figures]) -> str:
-    """β, γ and the ratio to transformers for each arm and set of questions; all at one batch size and temperature."""
+    """Return β, γ and the ratio to transformers of each arm on each set of questions, at one batch and temperature."""
     rows = []
     for arm in dict.fromkeys(one.cell.arm for one in found):
         row, made, differing = _named(arm), 0, 0
@@ -39,7 +39,7 @@ def speed_table(found: Sequence[Figures]) -> str:
 
 
 def category_table(cells: Sequence[Cell]) -> str:
-    """β of each arm by category; all cells of one set, batch size and temperature."""
+    """Return β of each arm by category, of the cells of one setting."""
     return markdown_table(
         [
             _named(cell.arm)
@@ -51,7 +51,7 @@ def category_table(cells: Sequence[Cell]) -> str:
 
 
 def stage_table(cells: Sequence[Cell]) -> str:
-    """Milliseconds a token that each stage takes; all cells of one set, batch size and temperature."""
+    """Return milliseconds per token by stage, of the cells of one setting."""
     rows = []
     for cell in cells:
         if cell.stages is not None:
@@ -68,34 +68,34 @@ def _named(arm: Arm) -> dict[str, object]:
 
 
 def speed_tables(results: Results) -> str:
-    """A headed table for each temperature and batch size."""
+    """Return a table with a heading for each temperature and batch size."""
     found = figures(results.cells)
     parts = []
-    for temperature, batch in sorted({one.cell.place[:2] for one in found}):
+    for temperature, batch in sorted({one.cell.setting[:2] for one in found}):
         parts.append(f"## Temperature {temperature:g}, batch {batch}")
-        parts.append(speed_table([one for one in found if one.cell.place[:2] == (temperature, batch)]))
+        parts.append(speed_table([one for one in found if one.cell.setting[:2] == (temperature, batch)]))
     return "\n\n".join(parts)
 
 
 def page(results: Results) -> str:
-    """All tables, as a Markdown page."""
-    parts = ["# Evaluation", _setting(results), speed_tables(results)]
-    places: dict[tuple[float, int, str], list[Cell]] = {}
+    """Return all tables as a Markdown page."""
+    parts = ["# Evaluation", _heading(results), speed_tables(results)]
+    settings: dict[tuple[float, int, str], list[Cell]] = {}
     for cell in results.cells:
-        places.setdefault(cell.place, []).append(cell)
-    temperature, smallest, first = min(places, key=lambda place: place[:2])
+        settings.setdefault(cell.setting, []).append(cell)
+    temperature, smallest, first = min(settings, key=lambda setting: setting[:2])
     for name, questions in results.questions.items():
         if questions["categories"]:
             parts += [
                 f"## β by category: {name}",
                 f"Temperature {temperature:g}, batch {smallest}.",
-                category_table(places[temperature, smallest, name]),
+                category_table(settings[temperature, smallest, name]),
             ]
-    for batch in sorted({place[1] for place in places}):
+    for batch in sorted({setting[1] for setting in settings}):
         parts += [
             f"## Where the time goes: {first}, batch {batch}",
-            f"Milliseconds a token at temperature {temperature:g}, prefills left out, from a pass of its own.",
-            stage_table(places[temperature, batch, first]),
+            f"Milliseconds per token at temperature {temperature:g}, without prefills, from a separate pass.",
+            stage_table(settings[temperature, batch, first]),
         ]
     if results.skipped:
         left_out = [f"- {one.drafter}, {one.tree} tree: {one.reason}" for one in results.skipped]
@@ -103,7 +103,8 @@ def page(results: Results) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _setting(results: Results) -> str:
+def _heading(results: Results) -> str:
+    """Return where and how the results were measured, and what the figures mean."""
     where, plan = results.environment, results.plan
     asked = ", ".join(f"{one['prompts']} prompts of {one['file']} ({name})" for name, one in results.questions.items())
     return (
@@ -111,7 +112,7 @@ def _setting(results: Results) -> str:
         f"parameters; {asked}; at most {plan['max_new_tokens']} new tokens; medians of {plan['rounds']} rounds.\n\n"
         f"`{where['command']}`, commit {where['commit']}{' with changes' if where['uncommitted_changes'] else ''}, "
         f"{where['date']}.\n\n"
-        "β: new tokens a forward of the base. γ: speed relative to plain decoding in the same engine and run. "
-        "× generate: speed relative to `transformers.generate`. Differing tokens: places where the text is not plain "
-        "decoding's."
+        "β: new tokens per base forward. γ: speed relative to plain decoding in the same engine and run. "
+        "× generate: speed relative to `transformers.generate`. Differing tokens: tokens that are not plain decoding's "
+        "at the same positions."
     )

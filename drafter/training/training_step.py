@@ -42,5 +42,5 @@ class TrainingStep(nn.Module):
 
 @torch.no_grad()
 def base_hidden_states(base: BaseModel, tokens: Tensor) -> Tensor:
-    """Return the LM head's input `[B, L, d]`, the last hidden states, of `tokens` `[B, L]` padded on the right."""
+    """Return the base's last hidden states `[B, L, d]`, the LM head's input, of right-padded tokens `[B, L]`."""
     return base.decoder(input_ids=tokens, use_cache=False).last_hidden_state  # type: ignore[no-any-return]

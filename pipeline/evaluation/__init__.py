@@ -1,1 +1,1 @@
-"""The evaluation job: what a drafter gains on this machine."""
+"""The evaluation job, which measures what a drafter gains on this machine."""

@@ -1,4 +1,4 @@
-"""The configuration of an evaluation job: typed, from YAML and the command line, checked before anything starts."""
+"""The configuration of an evaluation job."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """An evaluation. Where it says "one or a list", every value is measured with every other.
+    """An evaluation. Settings that take "one or a list" are measured in all combinations.
 
     Args:
-        output: Folder for the results; new, empty, or of an earlier submission of the same job.
-        model: Base model: hub id or folder; by default the embedded demonstration model.
+        output: Folder for the results. It is new, empty, or the output of an earlier submission of the same job.
+        model: Base model, as a hub id or folder; by default the embedded demonstration model.
         drafters: One or a list, as `jobs.generate` takes them: draft heads' folders, `ctc`, `ngram`, `ctc+ngram`. By
             default the embedded heads for the embedded model, and `ngram` for any other.
-        trees: One or a list: `exact` is the best trie in the drafter's belief, `static` the published fixed tree, left
-            out for drafters that have none.
-        nodes: One or a list: draft tokens verified a step; `auto` adapts to what pays on the machine.
-        batches: One or a list: requests decoded together.
-        temperatures: One or a list.
-        questions: Question files by name, JSON lines with `turns` (MT-bench's format) or `question` (GSM8K's).
-        questions_per_file: Take so many, spread evenly over each file; null takes all.
+        trees: One or a list. `exact` is the best trie under the drafter's distributions, `static` the published fixed
+            tree; drafters that have no static tree are left out there.
+        nodes: One or a list: number of draft tokens verified in a step. `auto` adapts to what pays on the machine.
+        batches: One or a list: number of requests decoded together.
+        temperatures: One or a list: sampling temperatures.
+        questions: Question files by name: JSON lines with `turns` (MT-bench's format) or `question` (GSM8K's).
+        questions_per_file: Number of questions to take, spread evenly over each file; null takes all.
         rounds: How often everything is timed.
         max_new_tokens: Longest answer.
         compile: Compile the base's forward, as `engine.compile` of `jobs.generate` does.
         loading: How the models are loaded.
-        gpus: GPUs to take; by default 1 where there are any.
+        gpus: Number of GPUs to use; by default 1 where there are any.
     """
 
     output: str
@@ -69,7 +69,7 @@ class EvaluateConfig:
             raise InputError(str(error)) from error
 
     def plan(self) -> Plan:
-        """What is measured.
+        """Return what is measured.
 
         Raises:
             ValueError: A value is out of range.
@@ -88,7 +88,7 @@ class EvaluateConfig:
 
 
 def embedded_heads() -> tuple[str, ...]:
-    """Names of the embedded base's draft heads."""
+    """Return the names of the embedded base's draft heads."""
     return tuple(sorted(folder.name for folder in EMBEDDED_HEADS.iterdir() if (folder / "config.json").is_file()))
 
 
@@ -97,11 +97,11 @@ def _each(value: list[T] | T) -> tuple[T, ...]:
 
 
 _DESCRIPTION = """\
-Measure what drafters gain: β, γ, acceptance by depth and where the time goes, side by side with plain
-decoding and transformers.generate in one run.
+Measure what drafters gain: β, γ, acceptance by depth and time by stage, side by side with plain decoding and
+transformers.generate in one run.
 
-Into --output go results.json (raw counts and seconds), table.md and plots. Submitting the same command
-again goes on where the job stopped.
+The job writes to --output: results.json (raw counts and seconds), table.md and plots. Submit the same command
+again to resume the job where it stopped.
 
   python -m jobs.evaluate --output build/evaluation
   python -m jobs.evaluate --drafters build/heads/ctc --output build/evaluation
@@ -110,10 +110,5 @@ again goes on where the job stopped.
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> EvaluateConfig:
-    """The configuration that a command line asks for (`sys.argv` by default).
-
-    Raises:
-        InputError: An unknown setting, a value of the wrong type or out of range, or a file that cannot be read.
-        SystemExit: `--help` or `--print_config` was asked for, and is done.
-    """
+    """Return the evaluation that a command line asks for; see `command_line.parse`."""
     return parse(EvaluateConfig, make_parser(EvaluateConfig, "jobs.evaluate", "--output DIR", _DESCRIPTION), arguments)

@@ -1,6 +1,6 @@
-"""The evaluation job's entry.
+"""Entry of the evaluation job.
 
-One Ray task measures everything side by side; it takes a GPU where there is one. Results are written as they come.
+One Ray task measures everything side by side, on a GPU if there is one. Results are written as they arrive.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from drafter.evaluation.measurement import Evaluation, Progress
 from drafter.evaluation.plan import Plan
 from drafter.evaluation.questions import Question, QuestionError, read_questions
 from drafter.evaluation.report_files import write_report
-from drafter.evaluation.results import RESULTS_FILE, Cell, Place, Results
+from drafter.evaluation.results import RESULTS_FILE, Cell, Results, Setting
 from drafter.evaluation.tables import speed_tables
 from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.resources_config import ResourcesConfig
@@ -33,7 +33,7 @@ from pipeline.evaluation.evaluate_config import EvaluateConfig, parse_config
 from pipeline.generate.generate_config import LoadingConfig
 
 Item = Results | list[Cell] | Progress
-"""What the task sends: first the results without a cell, then the cells of a place together, and progress."""
+"""What the task yields: first results without cells, then the cells of each setting together, and progress."""
 
 _LINE_SECONDS = 5.0
 
@@ -64,7 +64,7 @@ def evaluate(config: EvaluateConfig, command: str) -> None:
     earlier = open_output(folder)
     wanted = ResourcesConfig(gpus_per_actor=config.gpus)
     resources = share_out(wanted, connect(), what="evaluation", settings="{}")
-    done = frozenset(cell.place for cell in earlier.cells) if earlier is not None else frozenset()
+    done = frozenset(cell.setting for cell in earlier.cells) if earlier is not None else frozenset()
     results = collect(measure_on(resources, config, questions, command, done), folder, earlier)
     files = write_report(results, folder)
     print(f"{speed_tables(results)}\n")
@@ -74,10 +74,10 @@ def evaluate(config: EvaluateConfig, command: str) -> None:
 
 
 def open_output(folder: Path) -> Results | None:
-    """Make the output's folder; return what an earlier submission has measured.
+    """Create the output folder. Return what an earlier submission has measured; None if there is nothing.
 
     Raises:
-        InputError: It cannot be made, or what is there cannot be read.
+        InputError: The folder cannot be created, or the earlier results cannot be read.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -93,9 +93,9 @@ def measure_on(
     config: EvaluateConfig,
     questions: Mapping[str, Sequence[Question]],
     command: str,
-    done: frozenset[Place],
+    done: frozenset[Setting],
 ) -> Iterator[Item]:
-    """What `measure` gives, from a task on the cluster.
+    """Yield what `measure` yields, run as a task on the cluster.
 
     Raises:
         InputError: The models or the questions cannot be used.
@@ -129,19 +129,19 @@ def measure(
     questions: Mapping[str, Sequence[Question]],
     files: Mapping[str, str],
     command: str,
-    done: frozenset[Place],
+    done: frozenset[Setting],
     threads: int,
 ) -> Iterator[Item]:
     """Load the models and measure. Runs on a worker.
 
     Args:
         model: Hub id or folder of the base.
-        loading: How it is loaded.
+        loading: How the base is loaded.
         plan: What to measure.
-        questions: Sets by name.
-        files: Their files, for the record.
+        questions: Sets of questions by name.
+        files: File of each set, for the record.
         command: The command line, for the record.
-        done: Places that need not be measured.
+        done: Settings that are not measured again.
         threads: CPU threads.
 
     Raises:
@@ -157,10 +157,10 @@ def measure(
 
 
 def collect(stream: Iterator[Item], folder: Path, earlier: Results | None) -> Results:
-    """Put what comes together and on disk, and say how far it is.
+    """Collect and save the results as they arrive, and print progress.
 
     Raises:
-        InputError: `earlier` is of another measurement.
+        InputError: `earlier` holds another measurement.
     """
     results = next(stream)
     assert isinstance(results, Results)
@@ -178,7 +178,7 @@ def collect(stream: Iterator[Item], folder: Path, earlier: Results | None) -> Re
             results.save(folder)
         elif isinstance(item, Progress) and (item.done == item.total or time.monotonic() - last_line > _LINE_SECONDS):
             last_line = time.monotonic()
-            temperature, batch, questions = item.place
+            temperature, batch, questions = item.setting
             where = f"temperature {temperature:g}, batch {batch}, {questions}"
             print(f"{where}: {item.done} of {item.total} turns of all arms", file=sys.stderr, flush=True)
     return results

@@ -1,12 +1,12 @@
-"""Linear layers on a CPU whose weights are laid out once, for the kernels that are fastest there.
+"""Linear layers on a CPU whose weights are laid out once for the fastest kernel.
 
-A product of a few rows, which is what decoding and verification are made of, takes as long as its weights take to be
-read. Which kernel comes closest to that depends on the processor and on the size of the matrix: MKL, which PyTorch
-asks, may lay the weights out anew in every call, and other libraries take longer to be called than a small product
-takes. So the ways to compute one are timed on the weights that are there, once for each shape in a process.
+Decoding and verification multiply a few rows by a matrix, and such a product takes as long as reading the weights.
+Which kernel comes closest to that depends on the processor and on the shape of the matrix: MKL, which PyTorch calls,
+may reorder the weights in every call, and other libraries may take longer to call than a small product takes. So the
+ways to compute a product are timed on the actual weights, once for each shape in a process.
 
-Weights of fp32 that came from a checkpoint of half the precision, as most do, may be read as fp16 where that loses
-nothing: times a power of two, which is taken out of the product again. Sums and activations are fp32.
+Most fp32 weights come from a checkpoint of half precision. Such weights may be read as fp16 if that loses nothing: they
+are multiplied by a power of two, and the product is divided by it. Sums and activations are fp32.
 """
 
 from __future__ import annotations
@@ -24,31 +24,32 @@ from torch.nn import functional as F
 
 from drafter.devices import free_bytes
 
-_SHARE = 0.5
-"""Of the memory that is left, what further copies of the weights may take."""
+_MEMORY_SHARE = 0.5
+"""Largest share of the free memory that copies of the weights may take."""
 _FEW = 32
-"""Rows up to which a product takes as long as its weights take to be read, more or less."""
+"""Largest number of rows for which a product takes about as long as reading its weights."""
 _TIMED_FEW, _TIMED_MANY = (1, 5, 17), (96,)
-"""Rows whose products are timed, of few and of many."""
+"""Numbers of rows whose products are timed: for few rows, and for many."""
 _TIMED_WEIGHTS = 1 << 22
-"""Numbers in the layers that take turns while their shape is timed: those of a model do not stay in a core's cache."""
+"""Number of weights that are timed in turn, so that they do not stay in a core's cache; a model's weights do not."""
 _REPEATS, _ENOUGH = 5, 0.05
-"""Of each timing, unless it has taken so many seconds; the fastest counts, as nothing else has disturbed it."""
+"""A product is timed this often, or until it has taken this many seconds. The least time counts, because other work on
+the machine can only add to it."""
 _SMALL = 1 << 14
-"""Numbers in a matrix below which it stays as it is: there is nothing to gain."""
+"""A matrix of fewer weights is left as it is, because there is nothing to gain."""
 _WORTH = 1.05
-"""How much faster than as they are weights must be to be laid out again."""
+"""Weights are laid out again only if that is faster by this factor."""
 _HALF_EXPONENT = 15
-"""Of the largest weight in fp16, so that the smallest ones, too, are numbers that it has."""
+"""Exponent of the largest weight in fp16. It is high, so that small weights are exact, too."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """Rows times the weights of a layer, in one of the ways to compute that.
+    """One way to multiply rows by the weights of a layer.
 
     Args:
         of: From rows `[..., in_features]` to `[..., out_features]`.
-        own: The weights, `[out_features, in_features]`, if PyTorch's own operator is asked.
+        own: The weights `[out_features, in_features]` if PyTorch's own operator multiplies.
         halved: Whether the weights are read as fp16.
     """
 
@@ -58,21 +59,21 @@ class Product:
 
 
 Way = Callable[[Tensor, Tensor | None], Product]
-"""From weights and bias to the product by them."""
+"""Makes the product of weights and bias."""
 
 
 class PrepackedLinear(nn.Linear):
-    """A linear layer that `prepack` has made ready. With gradients or autocast it computes as PyTorch does."""
+    """A linear layer that `prepack` has laid out. With gradients or autocast it computes as PyTorch does."""
 
     few: Product
     many: Product
     version: int
-    """Of the weights that the products have; when they have changed since they are not used."""
+    """Version of the weights that the products were made of. Products of changed weights are not used."""
     number: int
-    """Of the layer, in compiled code."""
+    """Key of this layer in the table that compiled code uses."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """`[..., out_features]` of `[..., in_features]`."""
+        """Return `[..., out_features]` for `[..., in_features]`."""
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or input.dim() < 2 or not input.numel():
             return super().forward(input)
         if torch.compiler.is_compiling():
@@ -84,25 +85,25 @@ class PrepackedLinear(nn.Linear):
         return self.product(input)
 
     def product(self, rows: Tensor) -> Tensor:
-        """The product of rows, few or many."""
+        """Multiply rows `[..., in_features]`, without checks."""
         return (self.few if rows.numel() <= _FEW * self.in_features else self.many).of(rows)
 
 
 def product_of(layer: nn.Module) -> Callable[[Tensor], Tensor]:
-    """What a layer computes without gradients, of weights that change no more: nothing of that is asked anew."""
+    """Return what `layer` computes, without the checks for gradients, autocast and changed weights."""
     return layer.product if isinstance(layer, PrepackedLinear) else layer
 
 
 @torch.no_grad()
 def prepack(module: nn.Module) -> None:
-    """Lay out the weights of all linear layers in `module` for a CPU, if they are on one, in float32.
+    """Lay out the weights of all linear layers in `module` that are on a CPU and in float32.
 
-    It takes up to twice the memory that they do; where there is not plenty of it left, they stay as they are.
+    This takes up to twice the memory of the weights. If too little memory is free, the layers stay as they are.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear) and _is_to_do(layer)]
     free = free_bytes(torch.device("cpu"))
     size = 2 * sum(layer.weight.nbytes for layer in layers)
-    if not torch.backends.mkldnn.is_available() or (free is not None and size > _SHARE * free):
+    if not torch.backends.mkldnn.is_available() or (free is not None and size > _MEMORY_SHARE * free):
         return
     alike: dict[_Kind, list[nn.Linear]] = {}
     for layer in layers:
@@ -116,7 +117,7 @@ def prepack(module: nn.Module) -> None:
 
 @contextmanager
 def as_loaded(module: nn.Module) -> Iterator[None]:
-    """For a `with` block, the linear layers in `module` compute as if they had not been prepacked."""
+    """Within a `with` block, let the linear layers in `module` compute as if they had not been prepacked."""
     layers = [layer for layer in module.modules() if type(layer) is PrepackedLinear]
     for layer in layers:
         layer.__class__ = nn.Linear  # type: ignore[assignment]
@@ -128,20 +129,20 @@ def as_loaded(module: nn.Module) -> Iterator[None]:
 
 
 def halved_weights(module: nn.Module) -> int:
-    """Weights in `module` that a step reads as fp16 instead of fp32."""
+    """Return the number of weights in `module` that a step reads as fp16 instead of fp32."""
     return sum(
         layer.weight.numel() for layer in module.modules() if isinstance(layer, PrepackedLinear) and layer.few.halved
     )
 
 
 def _is_to_do(layer: nn.Linear) -> bool:
-    """Whether it is as PyTorch has it, or has changed since it was prepacked; quantised ones are of other kinds."""
+    """Return whether a layer is PyTorch's own, not quantised, or has changed since it was prepacked."""
     if isinstance(layer, PrepackedLinear):
         return layer.weight._version != layer.version
     if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter:
         return False
     if layer.out_features == 1:
-        return False  # nothing to lay out
+        return False  # One row of weights has only one layout.
     return layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32
 
 
@@ -161,7 +162,7 @@ def _as_it_is(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def _by_columns(weight: Tensor, bias: Tensor | None) -> Product:
-    """Weights column by column: what MKL may have to bring about in every call otherwise."""
+    """Store the weights by columns, as MKL may otherwise reorder them in every call."""
     return _as_it_is(weight.T.contiguous().T, bias)
 
 
@@ -171,7 +172,7 @@ def _by_onednn(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def _by_half(weight: Tensor, bias: Tensor | None) -> Product:
-    """By FBGEMM with weights of fp16, which must be exactly the weights."""
+    """Multiply with FBGEMM by weights in fp16. The weights must fit; see `_fits_half`."""
     scale = _half_scale(weight)
     packed = torch.ops.quantized.linear_prepack_fp16(weight * scale, None if bias is None else bias * scale)
     return Product(
@@ -180,12 +181,12 @@ def _by_half(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def _half_scale(weight: Tensor) -> float:
-    """The power of two that makes the largest weight a large number of fp16."""
+    """Return the power of two that gives the largest weight the exponent `_HALF_EXPONENT`."""
     return 2.0 ** (_HALF_EXPONENT - int(torch.frexp(weight.abs().amax()).exponent))
 
 
 def _fits_half(weight: Tensor) -> bool:
-    """Whether nothing is lost when the weights, times a power of two, become fp16."""
+    """Return whether the weights, times a power of two, are exact in fp16."""
     if torch.backends.quantized.engine not in ("x86", "fbgemm"):
         return False
     scaled = weight * _half_scale(weight)
@@ -197,7 +198,7 @@ def _fits_half(weight: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Layers for which the same ways are the fastest."""
+    """Layers that share the fastest ways to multiply."""
 
     inputs: int
     outputs: int
@@ -212,7 +213,7 @@ def _kind(layer: nn.Linear) -> _Kind:
 
 
 def _fastest_ways(kind: _Kind, layers: Sequence[nn.Linear]) -> tuple[Way, Way]:
-    """For few rows and for many: what takes the least, relative to the best, over the counts that are timed."""
+    """Return the fastest ways for few rows and for many: those with the least sum of times relative to the best."""
     if kind.inputs * kind.outputs < _SMALL:
         return _as_it_is, _as_it_is
     layers = layers[: max(1, _TIMED_WEIGHTS // layers[0].weight.numel())]
@@ -230,7 +231,7 @@ def _fastest_ways(kind: _Kind, layers: Sequence[nn.Linear]) -> tuple[Way, Way]:
 
 
 def _seconds(products: Sequence[Product], rows: Tensor) -> float:
-    """Of all of them, one after the other."""
+    """Return the least time of all products, one after another."""
     times: list[float] = []
     while len(times) < _REPEATS and sum(times) < _ENOUGH:
         start = time.perf_counter()
@@ -240,10 +241,10 @@ def _seconds(products: Sequence[Product], rows: Tensor) -> float:
     return min(times)
 
 
-# What has been found, so that a process computes alike whatever it loads, and whenever.
+# Ways that were found are kept, so that all models in a process are computed alike.
 _fastest: dict[_Kind, tuple[Way, Way]] = {}
 
-# A compiler can neither see nor call such a product: it calls an operator that finds it by the layer's number.
+# Compiled code cannot call a Python function such as a product. It calls an operator that finds the layer by number.
 _numbers = count()
 _layers: WeakValueDictionary[int, PrepackedLinear] = WeakValueDictionary()
 _library = torch.library.Library("drafter", "DEF")

@@ -10,7 +10,7 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from pipeline.openai.chunks import error_event
+from pipeline.openai.stream_events import error_event
 from pipeline.serving.messages import Call, Reply, Snapshot, interrupted, overloaded, unavailable
 
 Method = Literal["chat", "completions"]

@@ -21,10 +21,10 @@ from drafter.errors import EngineError, NotFiniteError, QueueFullError, RequestE
 from drafter.llm import SpeculativeLM
 from drafter.requests import Generation, Request, SamplingParams, TokenDelta
 from pipeline.openai.api_error import OpenAIError, not_finite
-from pipeline.openai.chunks import ChatChunks, Chunks, CompletionChunks, error_event
 from pipeline.openai.parsed_request import ParsedRequest
 from pipeline.openai.response_body import chat_response, completion_response, token_text
 from pipeline.openai.speculation import FIELD, generation_statistics
+from pipeline.openai.stream_events import ChatChunks, Chunks, CompletionChunks, error_event
 from pipeline.openai.strict_json import to_json
 from pipeline.serving.messages import Call, Failure, Reply, Snapshot, interrupted, overloaded
 from pipeline.serving.replica.replica_metrics import ReplicaMetrics

@@ -79,7 +79,7 @@ def test_every_arm_says_what_plain_decoding_says(tiny_base: BaseModel, tmp_path:
         if cell.arm.nodes != "auto":
             assert (cell.stages.seconds["tree"] > 0) == (cell.arm != PLAIN)
     last = [one for one in progress if one.done == one.total]
-    assert [one.place for one in last] == list(dict.fromkeys(cell.place for cell in results.cells))
+    assert [one.setting for one in last] == list(dict.fromkeys(cell.setting for cell in results.cells))
 
 
 def test_places_that_are_done_are_not_measured_again(tiny_base: BaseModel) -> None:
@@ -87,7 +87,7 @@ def test_places_that_are_done_are_not_measured_again(tiny_base: BaseModel) -> No
     done = {(0.0, 1, "chat"), (0.0, 2, "chat"), (0.0, 2, "sums")}
     left = Evaluation(tiny_base, LetterTokenizer(), QUESTIONS, plan).run(done)
     cells = [cell for item in left if isinstance(item, list) for cell in item]
-    assert {cell.place for cell in cells} == {(0.0, 1, "sums")}
+    assert {cell.setting for cell in cells} == {(0.0, 1, "sums")}
 
 
 def test_a_missing_token_differs() -> None:

@@ -60,7 +60,7 @@ def test_rates_and_speedups() -> None:
     assert speedup([30.0, 80.0, 10.0], [15.0, 20.0, 10.0]) == 2.0
 
 
-def test_figures_compare_rounds_of_the_same_place() -> None:
+def test_figures_compare_rounds_of_the_same_setting() -> None:
     theirs, plain, head = figures(cells())
     assert (plain.rate, plain.gamma, plain.beta) == (22.5, 1.0, 1.0)
     assert (theirs.gamma, theirs.beta, theirs.by_depth) == (0.5, None, [])

@@ -15,7 +15,6 @@ from drafter.embedded import EMBEDDED_BASE
 from drafter.requests import Generation, TokenLogprob
 from drafter.statistics import DecodeCounts
 from pipeline.openai.api_error import OpenAIError
-from pipeline.openai.chunks import event
 from pipeline.openai.parsed_request import ParsedRequest
 from pipeline.openai.response_body import (
     chat_logprobs,
@@ -24,6 +23,7 @@ from pipeline.openai.response_body import (
     completion_response,
     token_text,
 )
+from pipeline.openai.stream_events import event
 from pipeline.openai.strict_json import to_json
 
 
