@@ -7,8 +7,8 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# The threads of an operation wait for each other without spinning. Where they share cores with other processes, spinning
-# would take most of these, and make the small operations of small models up to forty times slower.
+# The threads of an operation wait for each other without spinning. Where they share cores with other processes,
+# spinning would take most of these, and make the small operations of small models up to forty times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
