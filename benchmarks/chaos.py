@@ -1,9 +1,9 @@
-"""A generation job whose processes are killed, again and again, against the same job undisturbed.
+"""A generation job whose processes are killed again and again, compared with the same job undisturbed.
 
     python -m benchmarks.chaos --output benchmarks/results/chaos.json
 
-Nothing of the job is changed for it: its processes are found by their names and end by SIGKILL, and the results are
-read from the files. Losses of machines are in `tests/pipeline/generate/test_chaos.py`.
+The job runs unchanged: its processes are found by their names and killed by SIGKILL, and the results are read from the
+files. Losses of machines are in `tests/pipeline/generate/test_chaos.py`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from drafter.evaluation.results import write_json
 
 _QUESTIONS = Path(__file__).resolve().parents[1] / "data" / "gsm8k" / "train.jsonl"
 _ENGINE = "EngineActor"
-"""In the title of an engine's process."""
+"""Part of the title of an engine's process."""
 _KEPT = {"data", "errors", "run.json", "status.json", "_staged", "_temporary"}
-"""What may be in the output of a finished job."""
+"""All that may be in the output of a finished job."""
 _LOOK_SECONDS = 0.2
 
 
 def submit(source: Path, output: Path, rows: int, rows_per_file: int, log: Path) -> Any:
-    """Start the job in a process of its own."""
+    """Start the job in its own process."""
     arguments = ["--input", source, "--output", output, "--reading.limit", rows, "--reading.prompt_column", "question"]
     arguments += ["--sampling.max_new_tokens", 64, "--writing.rows_per_file", rows_per_file]
     with log.open("a", encoding="utf-8") as file:
@@ -52,12 +52,12 @@ def submit(source: Path, output: Path, rows: int, rows_per_file: int, log: Path)
 
 
 def committed(output: Path) -> int:
-    """Files in `data/`."""
+    """Count the files in `data/`."""
     return len(list((output / "data").glob("*.parquet")))
 
 
 def read(output: Path) -> dict[str, list[list[int]]]:
-    """The tokens of each row, for each time that it is there."""
+    """Read the tokens of each row, once for each time that the row is there."""
     found: dict[str, list[list[int]]] = {}
     for path in sorted((output / "data").iterdir()):
         table = pyarrow.parquet.read_table(path, columns=["request_id", "token_ids"])
@@ -67,7 +67,7 @@ def read(output: Path) -> dict[str, list[list[int]]]:
 
 
 def kill_engines(job: Any, output: Path, step: int, times: int) -> int:
-    """Kill the engine's process, so many times, each time after `step` more files; return how often."""
+    """Kill the engine's process `times` times, each time after `step` more files; return how often it was killed."""
     killed, mark = 0, committed(output) + step
     while killed < times and job.poll() is None:
         time.sleep(_LOOK_SECONDS)
@@ -82,7 +82,7 @@ def kill_engines(job: Any, output: Path, step: int, times: int) -> int:
 
 
 def kill_all(job: Any, output: Path, step: int) -> bool:
-    """Kill the driver and all of Ray after `step` more files; return whether there was still something to kill."""
+    """Kill the driver and all of Ray after `step` more files; return False if the job had ended before."""
     mark = committed(output) + step
     while committed(output) < mark:
         if job.poll() is not None:
@@ -102,7 +102,7 @@ def _is_engine(process: Any) -> bool:
 
 
 def judge(output: Path, undisturbed: dict[str, list[list[int]]], log: str) -> dict[str, Any]:
-    """What came of a disturbed run."""
+    """Compare the output of a disturbed run with that of the undisturbed one."""
     found = read(output)
     counts = Counter({name: len(times) for name, times in found.items()})
     staged = {path.name for path in (output / "_staged").iterdir()} - {"parts.json"}
@@ -120,10 +120,10 @@ def judge(output: Path, undisturbed: dict[str, list[list[int]]], log: str) -> di
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the programme, and write the record."""
+    """Run the job undisturbed and disturbed, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="JSON file for the record")
-    parser.add_argument("--rows", type=int, default=2000, help="of the input (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=2000, help="rows of the input (default: %(default)s)")
     parser.add_argument("--engine-kills", type=int, default=10)
     parser.add_argument("--driver-kills", type=int, default=3)
     args = parser.parse_args(arguments)

@@ -25,8 +25,9 @@ from drafter.evaluation.prepared_prompts import prompts_of
 from drafter.evaluation.questions import QuestionError, read_questions
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
-from drafter.heads.checkpoint import CONFIG_FILE, load_head
+from drafter.heads.checkpoint import load_head
 from drafter.heads.contract import DraftHead
+from drafter.heads.head_files import CONFIG_FILE
 from drafter.heads.registry import HEADS
 from drafter.training.simulated_walk import simulated_beta
 from drafter.training.targets import RegeneratedText

@@ -1,10 +1,10 @@
-"""What Ray costs: the same prompts through `jobs.generate` and through the bare engine, taking turns in one process.
+"""What Ray costs: the same prompts go through `jobs.generate` and through the bare engine, in turns and in one process.
 
     python -m benchmarks.overhead --output benchmarks/results/overhead.json
 
-Both engines are looked at while they run. The steady state is the time with all slots taken and rows waiting; both
-give the same tokens, so tokens a second compare as rows a second do. The number of draft nodes is fixed, because
-measuring what pays would be a difference of its own.
+Both engines' states are recorded while they run. The steady state is the time with all slots taken and rows waiting.
+Both engines generate the same tokens, so tokens a second compare as rows a second do. The number of draft nodes is
+fixed, because an adaptive number would differ between the two.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from drafter.evaluation.questions import read_questions
 from drafter.evaluation.results import write_json
 from drafter.llm import SpeculativeLM
 from drafter.requests import SamplingParams
-from pipeline.engines.engine_actor import EngineSpec
+from pipeline.engines.engine_spec import EngineSpec
 from pipeline.generate.generate_job import main as generate
 
 _QUESTIONS = Path(__file__).resolve().parents[1] / "data" / "gsm8k" / "train.jsonl"
@@ -46,10 +46,10 @@ _LOOK_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class WatchedEngine(EngineSpec):
-    """An engine whose state is written down every tenth of a second.
+    """An engine whose state is recorded every tenth of a second.
 
     Args:
-        looks: A file for a JSON line a look.
+        looks: File that gets one JSON line for each look.
     """
 
     looks: Path = Path()
@@ -62,7 +62,7 @@ class WatchedEngine(EngineSpec):
 
 
 def look(engine: Engine, looks: Path) -> None:
-    """Write down an engine's state for as long as its process lives."""
+    """Record an engine's state for as long as its process lives."""
     with looks.open("w", encoding="utf-8") as file:
         while True:
             state = engine.state()
@@ -76,11 +76,11 @@ class Steady:
     """The steady state of one run.
 
     Args:
-        seconds: How long it was.
-        tokens: Generated in it.
-        steps: Of the engine.
-        row_steps: Steps of single rows: at most `steps × slots`.
-        slots: Of the engine.
+        seconds: How long it lasted.
+        tokens: Tokens generated in it.
+        steps: Steps of the engine.
+        row_steps: Steps counted once for each row that takes part: at most `steps × slots`.
+        slots: Slots of the engine.
     """
 
     seconds: float
@@ -101,7 +101,7 @@ class Steady:
 
 
 def steady(looks: Path) -> Steady:
-    """From the first look with all slots taken to the last one with rows waiting."""
+    """Read the steady state: from the first look with all slots taken to the last one with rows waiting."""
     seen = [json.loads(line) for line in looks.read_text(encoding="utf-8").splitlines()]
     first = next(index for index, one in enumerate(seen) if one["active"] == one["slots"])
     last = max(index for index, one in enumerate(seen) if one["waiting"])
@@ -113,20 +113,20 @@ def steady(looks: Path) -> Steady:
 
 
 def run_bare(spec: WatchedEngine, questions: list[Any], sampling: SamplingParams, folder: Path) -> list[list[int]]:
-    """All questions through an engine of this process; `folder` is not needed."""
+    """Generate for all questions with an engine in this process; `folder` is not needed."""
     with spec.load() as lm:
         return [one.token_ids for one in lm.generate(questions, sampling)]
 
 
 def run_job(spec: WatchedEngine, questions: list[Any], sampling: SamplingParams, folder: Path) -> list[list[int]]:
-    """The same through the job."""
+    """Generate for all questions with the job."""
     source = folder / "in.jsonl"
     source.write_text("".join(json.dumps({"messages": one}) + "\n" for one in questions), encoding="utf-8")
 
     arguments = ["--input", source, "--output", folder / "out", "--drafter", spec.drafter]
     arguments += ["--sampling.max_new_tokens", sampling.max_new_tokens, "--engine.slots", spec.config.slots]
     arguments += ["--engine.nodes", spec.config.nodes, "--resources.cpus_per_actor", spec.threads]
-    with patch("pipeline.generate.cluster_run.EngineSpec", partial(WatchedEngine, looks=spec.looks)):
+    with patch("pipeline.generate.streaming.EngineSpec", partial(WatchedEngine, looks=spec.looks)):
         code = generate([str(one) for one in arguments])
     ray.shutdown()
     if code:

@@ -1,8 +1,8 @@
-"""How long a job of very many rows takes to go on, and how much memory: nearly all is done when it is submitted.
+"""How much time and memory a job of very many rows takes to go on when nearly all of them are done.
 
     python -m benchmarks.resume --output benchmarks/results/resume.json
 
-The input is staged by the job itself. The finished rows are made up, but written and committed as the job does it.
+The job itself stages the input. The finished rows are made up, but written and committed as the job does it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from drafter.evaluation.environment import environment
 from drafter.evaluation.results import write_json
 from drafter.requests import Generation, Request
 from drafter.statistics import DecodeCounts
-from pipeline.engines.engine_actor import OUTPUT_TYPE, output_columns
-from pipeline.generate.staged_input import Part, StagedInput
 from pipeline.io.files import locate
+from pipeline.output.output_columns import column_values, columns_type
 from pipeline.output.output_folder import OutputFolder
 from pipeline.output.part_files import commit_part
+from pipeline.staging.staged_input import Part, StagedInput
 
 _LOOK_SECONDS = 0.1
 
@@ -54,7 +54,7 @@ class Job:
         self.driver_bytes = self.all_bytes = 0
 
     def wait_for(self, files: list[Path]) -> float:
-        """Seconds from the start until one of `files` is there.
+        """Return the seconds from the start until one of `files` is there.
 
         Raises:
             SystemExit: The job ended without it.
@@ -65,19 +65,19 @@ class Job:
         return time.monotonic() - self.begun
 
     def wait(self) -> int:
-        """Its exit code."""
+        """Wait for its end, and return its exit code."""
         while self._look():
             pass
         return int(self._process.wait())
 
     def stop(self) -> None:
-        """End it as a lost machine would."""
+        """End it as the loss of its machine would."""
         for process in [*self._process.children(recursive=True), self._process]:
             process.kill()
         self._process.wait()
 
     def _look(self) -> bool:
-        """Note the memory in use, and whether the job is still there."""
+        """Note the memory in use, and return whether the job is still there."""
         time.sleep(_LOOK_SECONDS)
         try:
             driver = self._process.memory_info().rss
@@ -91,13 +91,13 @@ class Job:
 
 def commit_made_up(output: OutputFolder, part: Part, staged: StagedInput) -> None:
     """Commit a part as if its rows had been generated."""
-    table = pa.parquet.read_table((staged.folder / f"{part.name}.parquet").path)
-    columns = output_columns(Generation("", [5] * 8, "made up", "length", 10, DecodeCounts()), Request([1] * 10))
-    commit_part(output, part.name, table.append_column("generated", pa.array([columns] * part.rows, OUTPUT_TYPE)))
+    rows = pa.parquet.read_table(staged.file(part).path)
+    values = column_values(Generation("", [5] * 8, "made up", "length", 10, DecodeCounts()), Request([1] * 10))
+    commit_part(output, part.name, rows.append_column("generated", pa.array([values] * part.rows, columns_type())))
 
 
 def measure(rows: int, done: float, folder: Path) -> dict[str, Any]:
-    """Stage, finish a share of the parts, and submit the job again."""
+    """Stage an input, finish a share of its parts, and submit the job again."""
     source, out = folder / "in.jsonl", folder / "out"
     with source.open("w", encoding="utf-8") as file:
         file.writelines(
@@ -109,12 +109,11 @@ def measure(rows: int, done: float, folder: Path) -> dict[str, Any]:
     output = OutputFolder(locate(str(out)))
     staged = StagedInput.load(output.staged)
     assert staged is not None
-    there = output.committed()
-    finished = [part for part in staged.parts if part.name not in there][: round(done * len(staged.parts))]
+    finished = staged.without(output.committed())[: round(done * len(staged.parts))]
     for part in finished:
         commit_made_up(output, part, staged)
     before = output.committed()
-    missing = [part for part in staged.parts if part.name not in before]
+    missing = staged.without(before)
     second = Job(source, out)
     seconds = second.wait_for([out / "data" / f"{part.name}.parquet" for part in missing])
     code = second.wait()

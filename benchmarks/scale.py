@@ -1,9 +1,9 @@
-"""What a generation job costs beside its engines: seconds and bytes a part, as the number of parts grows.
+"""What a generation job costs beside its engines: seconds and bytes for each part, as the number of parts grows.
 
     python -m benchmarks.scale --output benchmarks/results/scale
 
-Everything is measured with the job's own code on local disk and in one driver; a second table multiplies it up to a
-job of many rows on many GPUs, so that what would break first can be seen on paper.
+Everything is measured with the job's own code, on local disk and in one driver. A second table multiplies it up to a
+job of many rows on many GPUs, to show on paper what would break first.
 """
 
 from __future__ import annotations
@@ -32,15 +32,20 @@ from drafter.evaluation.tables import markdown_table
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
 from pipeline.cluster.ray_cluster import connect
-from pipeline.engines.engine_actor import OUTPUT_TYPE, output_columns
-from pipeline.generate.cluster_run import missing_parts
-from pipeline.generate.generate_config import ReadingConfig, WritingConfig
+from pipeline.cluster.shares import HELPER_CPUS
 from pipeline.generate.generate_job import main as generate
-from pipeline.generate.staged_input import PROBLEM_TYPE, Part, StagedInput, StagedParts, stage_files
 from pipeline.io.files import locate
-from pipeline.io.reading import find_prompts, list_input
+from pipeline.io.listing import list_input
+from pipeline.io.prompt_source import find_prompts
+from pipeline.io.reading_config import ReadingConfig
+from pipeline.output.output_columns import column_values, columns_type
 from pipeline.output.output_folder import OutputFolder
 from pipeline.output.part_files import commit_part
+from pipeline.output.writing_config import WritingConfig
+from pipeline.staging.part_rows import StagedParts
+from pipeline.staging.row_problems import PROBLEM_TYPE
+from pipeline.staging.stage_files import StagingPlan, stage_files
+from pipeline.staging.staged_input import Part, StagedInput
 
 SCALE_FILE = "scale.json"
 TABLE_FILE = "scale.md"
@@ -53,22 +58,22 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Costs:
-    """What was measured. Seconds are a processor's: what disks and networks add is their own.
+    """Measured costs of one part. Seconds are processor seconds; waiting for disks and networks comes on top.
 
     Args:
-        stage_seconds: To stage a part.
-        staged_bytes: Of a staged part on disk.
-        list_bytes: Of a part in the list of all, on disk.
-        list_memory_bytes: Of a part in the list, in memory.
-        list_seconds: To read a part's entry of the list.
-        look_seconds: To find out whether a part is committed, on local disk.
-        task_bytes: Of a part's read task.
-        begin_seconds: Of the driver for a part, before the first of all is read.
-        requests_bytes: Of a part's requests in the object store.
-        results_bytes: Of a part's results in the object store.
-        commit_seconds: To write and commit a part.
-        committed_bytes: Of a committed part on disk.
-        driver_seconds: Of the driver for a part on its way through the job.
+        stage_seconds: To stage it.
+        staged_bytes: Its size on disk when staged.
+        list_bytes: Size of its entry in the list of parts, on disk.
+        list_memory_bytes: Size of its entry in the list of parts, in memory.
+        list_seconds: To read its entry.
+        look_seconds: To find out whether it is committed, on local disk.
+        task_bytes: Size of its read task.
+        begin_seconds: Of the driver, before the first part is read.
+        requests_bytes: Size of its requests in the object store.
+        results_bytes: Size of its results in the object store.
+        commit_seconds: To write and commit it.
+        committed_bytes: Its size on disk when committed.
+        driver_seconds: Of the driver, while the part goes through the job.
     """
 
     stage_seconds: float
@@ -87,7 +92,7 @@ class Costs:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, write the record and its tables."""
+    """Measure, and write the record and its tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder for scale.json and scale.md")
     parser.add_argument("--staged-parts", type=int, default=1_000, help="parts to stage (default: %(default)s)")
@@ -119,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(folder: Path, args: argparse.Namespace) -> Costs:
-    """All measurements, in `folder`."""
+    """Measure everything, in `folder`."""
     measured = staging_costs(folder, args.staged_parts)
     measured |= listing_costs(folder, args.listed_parts)
     measured |= writing_costs(folder, args.staged_parts // 4)
@@ -130,14 +135,15 @@ def measure(folder: Path, args: argparse.Namespace) -> Costs:
 
 
 def staging_costs(folder: Path, parts: int) -> dict[str, float]:
-    """Stage so many parts in one task."""
+    """Measure the staging of this many parts in one task."""
     source = folder / "input.jsonl"
     with source.open("w") as file:
         file.writelines(json.dumps({"prompt": f"{_PROMPT} {n}"}) + "\n" for n in range(parts * ROWS_PER_PART))
-    listing, reading = list_input(str(source), "auto"), ReadingConfig()
+    listing, reading = list_input(str(source)), ReadingConfig()
     staged = locate(str(folder / "staged"))
     staged.filesystem.create_dir(staged.path)
-    seconds = timed(lambda: stage_files(listing, "0", staged, reading, find_prompts(listing, reading), ROWS_PER_PART))
+    plan = StagingPlan(staged, reading, find_prompts(listing, reading), ROWS_PER_PART)
+    seconds = timed(lambda: stage_files(listing, "0", plan))
     return {
         "stage_seconds": seconds / parts,
         "staged_bytes": sum(file.stat().st_size for file in Path(staged.path).iterdir()) / parts,
@@ -145,7 +151,7 @@ def staging_costs(folder: Path, parts: int) -> dict[str, float]:
 
 
 def listing_costs(folder: Path, parts: int) -> dict[str, float]:
-    """The list of the parts, and looking which of them are committed."""
+    """Measure the list of the parts, and finding out which of them are committed."""
     staged = folder / "listed"
     staged.mkdir()
     prompts_type = pa.struct([("prompt", pa.string())])
@@ -165,12 +171,12 @@ def listing_costs(folder: Path, parts: int) -> dict[str, float]:
         "list_bytes": (staged / "parts.json").stat().st_size / parts,
         "list_memory_bytes": memory / parts,
         "list_seconds": seconds / parts,
-        "look_seconds": timed(lambda: missing_parts(listed, output)) / parts,
+        "look_seconds": timed(lambda: listed.without(output.committed())) / parts,
     }
 
 
 def writing_costs(folder: Path, parts: int) -> dict[str, float]:
-    """Commit so many parts of typical results; also the size of a part in the object store."""
+    """Measure the commit of this many parts of typical results, and their size in the object store."""
     output = OutputFolder(locate(str(folder / "written")))
     output.create()
     requests, results = typical_part()
@@ -189,7 +195,7 @@ def writing_costs(folder: Path, parts: int) -> dict[str, float]:
 
 
 def driver_costs(folder: Path, parts: int) -> dict[str, float]:
-    """The driver's own processor time in a job whose engine has next to nothing to do."""
+    """Measure the driver's processor time in a job whose engine has next to nothing to do."""
     source = folder / "short.jsonl"
     with source.open("w") as file:
         file.writelines(json.dumps({"prompt": f"{n}"}) + "\n" for n in range((parts + 1) * _JOB_ROWS_PER_PART))
@@ -210,7 +216,7 @@ def driver_costs(folder: Path, parts: int) -> dict[str, float]:
 
 
 def dataset_costs(folder: Path, parts: int) -> dict[str, float]:
-    """What Ray Data does with all parts before the first of them is read."""
+    """Measure what Ray Data does with all parts before it reads the first."""
     staged = folder / "dataset"
     staged.mkdir()
     first = pyarrow.parquet.read_table(next(iter(sorted((folder / "staged").iterdir()))))
@@ -220,19 +226,19 @@ def dataset_costs(folder: Path, parts: int) -> dict[str, float]:
     size = len(ray.cloudpickle.dumps(source.get_read_tasks(1)[0]))
 
     def begin() -> None:
-        dataset = ray.data.read_datasource(source, override_num_blocks=parts, num_cpus=0.25)
+        dataset = ray.data.read_datasource(source, override_num_blocks=parts, num_cpus=HELPER_CPUS)
         next(iter(dataset.iter_internal_ref_bundles()))
 
     return {"task_bytes": size, "begin_seconds": timed(begin) / parts}
 
 
 def on_paper(costs: Costs, rows: int, gpus: int, rate: float) -> dict[str, Any]:
-    """What a large job comes to. Settings are the defaults.
+    """Multiply the costs up to a large job with default settings.
 
     Args:
-        costs: Measured.
-        rows: Of the job.
-        gpus: Each with one engine.
+        costs: Costs of one part.
+        rows: Rows of the job.
+        gpus: GPUs, each with one engine.
         rate: Rows a second of an engine.
     """
     parts = -(-rows // ROWS_PER_PART)
@@ -267,7 +273,7 @@ def write_table(folder: Path) -> None:
 
 
 def tables(record: dict[str, Any]) -> str:
-    """The record for people."""
+    """Return the record as tables."""
     measured = [{"for each part": _words(name), "measured": f"{value:.3g}"} for name, value in record["costs"].items()]
     paper = [{"the whole job": _words(name), "on paper": f"{value:,.5g}"} for name, value in record["on_paper"].items()]
     return f"{markdown_table(measured)}\n\n{markdown_table(paper)}\n"
@@ -278,21 +284,16 @@ def _words(name: str) -> str:
 
 
 def typical_part() -> tuple[pa.Table, pa.Table]:
-    """A part as the engines get it and as they leave it."""
-    rows = [{"prompt": f"{_PROMPT} {n}"} for n in range(ROWS_PER_PART)]
+    """Rows of a part as the engines take them and as they leave them."""
     shared = {
         "request_id": [f"questions-0000.jsonl:{n}" for n in range(ROWS_PER_PART)],
-        "row": rows,
+        "row": [{"prompt": f"{_PROMPT} {n}"} for n in range(ROWS_PER_PART)],
         "problem": pa.nulls(ROWS_PER_PART, PROBLEM_TYPE),
-        "place": [f"questions-0000.jsonl:{n}" for n in range(ROWS_PER_PART)],
-        "part": ["00000-000000"] * ROWS_PER_PART,
-        "part_rows": [ROWS_PER_PART] * ROWS_PER_PART,
     }
     prompt, output = list(range(_PROMPT_TOKENS)), list(range(1000, 1000 + _OUTPUT_TOKENS))
     request = Request(prompt, SamplingParams(max_new_tokens=_OUTPUT_TOKENS, seed=1))
-    steps = DecodeCounts()
-    generation = Generation("", output, "word " * _OUTPUT_TOKENS, "length", len(prompt), steps)
-    generated = pa.array([output_columns(generation, request)] * ROWS_PER_PART, OUTPUT_TYPE)
+    generation = Generation("", output, "word " * _OUTPUT_TOKENS, "length", len(prompt), DecodeCounts())
+    generated = pa.array([column_values(generation, request)] * ROWS_PER_PART, columns_type())
     sampling = [json.dumps(asdict(request.sampling))] * ROWS_PER_PART
     prompt_ids = pa.array([prompt] * ROWS_PER_PART, pa.list_(pa.int32()))
     requests = pa.table({**shared, "prompt_ids": prompt_ids, "sampling": sampling})
@@ -300,19 +301,19 @@ def typical_part() -> tuple[pa.Table, pa.Table]:
 
 
 def some_parts(count: int) -> tuple[Part, ...]:
-    """Parts as staging names them."""
+    """Return parts as staging names them."""
     return tuple(Part(f"00000-{n:06d}", ROWS_PER_PART) for n in range(count))
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Processor seconds that it took in this process: what other processes do at the time does not count."""
+    """Return the processor seconds that `work` takes in this process; other processes do not count."""
     begun = processor_seconds()
     work()
     return processor_seconds() - begun
 
 
 def processor_seconds() -> float:
-    """Of this process until now."""
+    """Return the processor seconds of this process until now."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 

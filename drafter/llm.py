@@ -17,8 +17,8 @@ from drafter.drafters.contract import Drafter
 from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.engine_config import EngineConfig
-from drafter.engine.handle import Handle
 from drafter.engine.loop import Engine
+from drafter.engine.sequences.handle import Handle
 from drafter.errors import RequestError
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.text.chat import render_chat

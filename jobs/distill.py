@@ -1,4 +1,4 @@
-"""`python -m jobs.distill`: let the base answer prompts, for its draft head to learn from."""
+"""`python -m jobs.distill`: let the base answer prompts, as text that its draft head learns from."""
 
 import sys
 

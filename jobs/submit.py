@@ -2,7 +2,7 @@
 
 import sys
 
-from pipeline.cluster.submission import main
+from pipeline.cluster.submit_job import main
 
 if __name__ == "__main__":
     sys.exit(main())

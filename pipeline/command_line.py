@@ -1,4 +1,4 @@
-"""Typed configurations from YAML and the command line, checked before anything starts."""
+"""What the jobs' command lines share: typed settings from YAML and the command line, and one line for each error."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _SETTINGS = "Settings come from --config (YAML), then from the command line, whi
 
 
 def run_job(job: Callable[[Sequence[str] | None], None], arguments: Sequence[str] | None) -> int:
-    """Run a job and say in one line what stopped it.
+    """Run a job, and print one line that says what stopped it.
 
     Returns:
-        0 when it is done, 2 for a mistake in the configuration or the input, 1 for a job that failed, 143 and 130 for
-        one that was stopped by SIGTERM and SIGINT.
+        0 if it is done, 2 for a mistake in the configuration or the input, 1 if it failed, 143 or 130 if it was stopped
+        by SIGTERM or SIGINT.
     """
     try:
         job(arguments)
@@ -45,12 +45,12 @@ def run_job(job: Callable[[Sequence[str] | None], None], arguments: Sequence[str
 
 
 def make_parser(config_class: type, job: str, required: str, description: str) -> ArgumentParser:
-    """The command line of a job.
+    """Make the command line of a job.
 
     Args:
         config_class: A dataclass; its fields are the settings.
         job: The module to run.
-        required: Settings without a default, as they are to be given.
+        required: Settings without a default, as the usage shows them.
         description: What the job does, with examples.
     """
     parser = ArgumentParser(
@@ -66,22 +66,22 @@ def make_parser(config_class: type, job: str, required: str, description: str) -
 
 
 def parse(config_class: type[Config], parser: ArgumentParser, arguments: Sequence[str] | None = None) -> Config:
-    """The configuration that a command line asks for (`sys.argv` by default).
+    """Read a configuration from a command line (`sys.argv` by default).
 
     Raises:
-        InputError: An unknown setting, a value of the wrong type or out of range, or a file that cannot be read.
-        SystemExit: `--help` or `--print_config` was asked for, and is done.
+        InputError: A setting is unknown, a value is of the wrong type or out of range, or a file cannot be read.
+        SystemExit: `--help` or `--print_config` was asked for, and has been printed.
     """
     return _checked(config_class, parser, lambda: parser.parse_args(arguments))
 
 
 def parse_object(config_class: type[Config], parser: ArgumentParser, settings: Mapping[str, Any]) -> Config:
-    """The configuration that settings from elsewhere ask for, groups as mappings in the mapping.
+    """Read a configuration from a mapping, in which groups of settings are mappings too.
 
     Raises:
-        InputError: An unknown setting, or a value of the wrong type or out of range.
+        InputError: A setting is unknown, or a value is of the wrong type or out of range.
     """
-    if "config" in settings:  # which only a command line has
+    if "config" in settings:  # only a command line has it
         raise InputError("Option 'config' is not accepted")
     return _checked(config_class, parser, lambda: parser.parse_object(dict(settings)))
 
@@ -90,13 +90,13 @@ def _checked(config_class: type[Config], parser: ArgumentParser, read: Callable[
     try:
         values = _values(config_class, read())
         for name, kind in get_type_hints(config_class).items():
-            if dataclasses.is_dataclass(kind):
+            if isinstance(kind, type) and dataclasses.is_dataclass(kind):
                 values[name] = _group(name, kind, values[name])
         return config_class(**values)
     except InputError:
         raise
     except (ArgumentError, TypeError, ValueError, OSError) as error:
-        raise InputError(readable(str(error))) from error
+        raise InputError(_readable(str(error))) from error
 
 
 def _values(kind: type, settings: Namespace) -> dict[str, Any]:
@@ -119,8 +119,8 @@ def _group(name: str, kind: type, settings: Any) -> Any:
         raise InputError(f"{name}.{error}") from error
 
 
-def readable(message: str) -> str:
-    """jsonargparse's messages on one line, without Python's words for types."""
+def _readable(message: str) -> str:
+    """Return a message of jsonargparse on one line, without Python's words for types."""
     message = one_line(message)
     key = re.search(r'Parser key "([^"]+)":', message)
     given = re.search(r"(?:Given value|Got value): (.*)$", message)
@@ -140,10 +140,19 @@ def readable(message: str) -> str:
 
 
 def at_least(name: str, value: float | None, low: float, *, above: bool = False) -> None:
-    """Refuse a setting that is too small or not finite; None is not set.
+    """Refuse a setting that is too small or not finite; None means that it is not set.
+
+    jsonargparse's own restricted types would not check configurations that are made in Python, and their messages do
+    not say what is allowed.
+
+    Args:
+        name: The setting's name, for the message.
+        value: Its value.
+        low: The least value that is allowed.
+        above: Whether only values above `low` are allowed.
 
     Raises:
-        InputError: It is.
+        InputError: The value is refused.
     """
     if value is not None and (not math.isfinite(value) or value < low or (above and value == low)):
         raise InputError(f"{name} must be {'more than' if above else 'at least'} {low:g}, not {value:g}")

@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+ProblemType = Literal["BadRow", "BadRequest", "BadPrompt", "BadSampling", "Refused", "TimedOut", "EngineDied"]
+"""Why a row cannot be generated.
+
+`BadRow`: it is not a record. `BadRequest`: it is a line of an OpenAI batch that cannot be answered. `BadPrompt`: its
+prompt cannot be used. `BadSampling`: its own settings cannot be used. `Refused`: the engine does not take it.
+`TimedOut`: it took too long. `EngineDied`: engines died with it too often.
+"""
 
 
 class InputError(ValueError):
@@ -13,7 +22,7 @@ class JobError(RuntimeError):
     """The job failed on the way: exit code 1. What it has committed stays."""
 
 
-class JobStopped(RuntimeError):  # noqa: N818 - it is no error
+class JobStopped(RuntimeError):  # noqa: N818 - stopping a job is no error
     """The job was told to stop: exit code 143, as of any process that SIGTERM ends. What it has committed stays."""
 
 
@@ -21,19 +30,18 @@ class RowError(ValueError):
     """One row cannot be generated; the others are unharmed.
 
     Args:
-        kind: `BadRow` (not a record), `BadPrompt`, `BadSampling` (its own settings), `Refused` (by the engine),
-            `TimedOut`, or `EngineDied` (with it, too often).
-        message: What is wrong with it.
+        kind: See `ProblemType`.
+        message: What is wrong with the row.
         attempts: How often an engine had it.
     """
 
-    def __init__(self, kind: str, message: str, attempts: int = 0) -> None:
+    def __init__(self, kind: ProblemType, message: str, attempts: int = 0) -> None:
         super().__init__(message)
         self.kind, self.attempts = kind, attempts
 
     @property
     def problem(self) -> RowProblem:
-        """What goes with the row."""
+        """What is kept with the row."""
         return RowProblem(self.kind, str(self), attempts=self.attempts)
 
 
@@ -42,13 +50,13 @@ class RowProblem:
     """Why a row goes to `errors/`.
 
     Args:
-        type: See `RowError`.
-        message: What is wrong with it.
-        input: The row as it stood in the file, where that is not a record; otherwise its columns tell.
+        type: See `ProblemType`.
+        message: What is wrong with the row.
+        input: The row as it stands in the file, where it is no record and has no columns to keep it.
         attempts: How often an engine had it.
     """
 
-    type: str
+    type: ProblemType
     message: str
     input: str | None = None
     attempts: int = 0

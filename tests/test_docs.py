@@ -64,12 +64,14 @@ def test_the_page_on_adding_a_drafter(
     assert steps < 0.7 * sum(one.counts.num_decode_steps for one in plain)
 
 
-def test_every_module_of_the_method_has_its_line() -> None:
+@pytest.mark.parametrize("package", ["drafter", "pipeline"])
+def test_every_room_has_its_line(package: str) -> None:
+    """And every line its room: folders with code, and those with models."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    table = text.split("### `drafter/`")[1].split("###")[0]
-    named = set(re.findall(r"`([\w/]+\.py)`", table))
-    files = {str(file.relative_to(ROOT / "drafter")) for file in (ROOT / "drafter").rglob("*.py")}
-    assert named == {file for file in files if not file.endswith("__init__.py")}
+    table = text.split(f"## Rooms of `{package}/`")[1].split("\n## ")[0]
+    named = set(re.findall(r"^\| `([\w/]+)/` \|", table, re.MULTILINE))
+    rooms = {str(file.parent.relative_to(ROOT / package)) for file in (ROOT / package).rglob("__init__.py")}
+    assert named == rooms - {"."}
 
 
 @pytest.mark.parametrize(

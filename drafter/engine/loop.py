@@ -19,20 +19,21 @@ from drafter.budget.adaptive import AdaptiveBudget
 from drafter.budget.contract import Budget, StepObservation
 from drafter.budget.fixed import FixedBudget
 from drafter.drafters.contract import Committed, Drafter
-from drafter.engine.admission import Admission
 from drafter.engine.batch_state import BatchState
-from drafter.engine.cuda_graphs import step_graphs
-from drafter.engine.device_step import DeviceStep
-from drafter.engine.eager_step import EagerStep, StepRun
 from drafter.engine.engine_config import EngineConfig
-from drafter.engine.flights import Flight, Flights
-from drafter.engine.graph_step import GraphStep
-from drafter.engine.handle import Handle
-from drafter.engine.outcome import RowOutcomes, StepOutcome
-from drafter.engine.scheduler import Scheduler
-from drafter.engine.sequence import Sequence
+from drafter.engine.sequences.admission import Admission
+from drafter.engine.sequences.handle import Handle
+from drafter.engine.sequences.intake import new_sequence, refuse_unusable
+from drafter.engine.sequences.scheduler import Scheduler
+from drafter.engine.sequences.sequence import Sequence
+from drafter.engine.steps.cuda_graphs import step_graphs
+from drafter.engine.steps.device_step import DeviceStep
+from drafter.engine.steps.eager_step import EagerStep, StepRun
+from drafter.engine.steps.flights import Flight, Flights
+from drafter.engine.steps.graph_step import GraphStep
+from drafter.engine.steps.outcome import RowOutcomes, StepOutcome
 from drafter.engine.warm_up import compile_base, measure_steps
-from drafter.errors import EngineError, LoadError, RequestError
+from drafter.errors import EngineError, LoadError
 from drafter.requests import Request
 from drafter.stage_times import StageTimes
 from drafter.statistics import EngineState
@@ -113,11 +114,12 @@ class Engine:
             QueueFullError: `max_queue` requests are waiting.
             EngineError: The engine has failed before.
         """
-        self._refuse_unusable(request)
+        refuse_unusable(request, self.base, self.max_length)
         handle = Handle(request, stream=stream, on_cancel=self.scheduler.waiting.look_again)
         if self.idle:
             self.last_step = time.monotonic()
-        self.scheduler.waiting.put(self._new_sequence(handle))
+        lossless = self.verifier.lossless
+        self.scheduler.waiting.put(new_sequence(handle, self.base, self.tokenizer, self.max_length, lossless=lossless))
         return handle
 
     def state(self) -> EngineState:
@@ -206,7 +208,18 @@ class Engine:
         outcome, landed = self.flights.send(run.outcome, len(sequences))
         depth = min(run.verified, self.drafter.spec.max_depth)
         self.flights.add(
-            Flight(sequences, run.asked, depth, outcome, wanted, run.promised, run.seconds, planned, landed)
+            Flight(
+                sequences,
+                [one.stay for one in sequences],
+                run.asked,
+                depth,
+                outcome,
+                wanted,
+                run.promised,
+                run.seconds,
+                planned,
+                landed,
+            )
         )
 
     def _deliver(self, keep: int) -> None:
@@ -214,8 +227,7 @@ class Engine:
         for flight in self.flights.land(keep):
             self._times.mark("wait")
             outcome = flight.outcome.unpack()
-            # A sequence may have ended since, and its row have gone on for a step.
-            alive = [row for row, sequence in enumerate(flight.sequences) if not sequence.ended]
+            alive = flight.alive
             self._teach_budget(flight, outcome, alive)
             logprobs = flight.outcome.read_logprobs(flight.wanted, outcome.tokens)
             self._steps += 1
@@ -245,6 +257,8 @@ class Engine:
             sequence.handle.future.set_result(generation)
         elif not sound and drafted:
             sequence.plain = True
+        elif not sound and sequence.borrowed:
+            self.scheduler.read_again(sequence)
         elif not sound:
             self.scheduler.retire(sequence, poisoned=True)
             sequence.fail_not_finite()
@@ -307,33 +321,6 @@ class Engine:
         if self._graphs is not None:
             return AdaptiveBudget(table, "never")
         return AdaptiveBudget(table, "each" if self._packs else "alike")
-
-    def _new_sequence(self, handle: Handle) -> Sequence:
-        prompt, sampling = len(handle.request.prompt_ids), handle.request.sampling
-        return Sequence(
-            handle,
-            limit=min(sampling.max_new_tokens, self.max_length - prompt),
-            length=prompt - 1,
-            eos=frozenset() if sampling.ignore_eos else self.base.eos_token_ids,
-            tokenizer=self.tokenizer,
-            lossless=self.verifier.lossless,
-        )
-
-    def _refuse_unusable(self, request: Request) -> None:
-        ids = request.prompt_ids
-        if len(ids) == 0:
-            raise RequestError("the prompt is empty: give at least one token")
-        if len(ids) >= self.max_length:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, but prompt and output together may have {self.max_length}: "
-                "shorten the prompt or raise max_length"
-            )
-        if not all(isinstance(one, int) for one in ids):
-            raise RequestError("the prompt must be token ids: integers")
-        if min(ids) < 0 or max(ids) >= self.base.vocab_size:
-            raise RequestError(f"the prompt has token ids outside the vocabulary of {self.base.vocab_size}")
-        if (beyond := max(dict(request.sampling.logit_bias), default=0)) >= self.base.vocab_size:
-            raise RequestError(f"logit_bias has token {beyond}, outside the vocabulary of {self.base.vocab_size}")
 
 
 def _refuse_mismatch(drafter: Drafter, verifier: Verifier) -> None:

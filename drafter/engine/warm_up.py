@@ -14,10 +14,10 @@ from drafter.budget.latency_table import NODE_COUNTS, LatencyTable, batch_sizes,
 from drafter.devices import synchronise
 from drafter.drafters.contract import Ask
 from drafter.engine.batch_state import BatchState
-from drafter.engine.cuda_graphs import StepGraphs
-from drafter.engine.device_step import DeviceStep
-from drafter.engine.graph_step import step_shape, whole_step
-from drafter.engine.prefill import read_prompts
+from drafter.engine.sequences.prefill import read_prompts
+from drafter.engine.steps.cuda_graphs import StepGraphs
+from drafter.engine.steps.device_step import DeviceStep
+from drafter.engine.steps.graph_step import step_shape, whole_step
 from drafter.errors import LoadError
 from drafter.tree.token_tree import TokenTree, root_only
 

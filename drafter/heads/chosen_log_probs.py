@@ -1,8 +1,8 @@
-"""Log-probabilities of a few tokens under an LM head, without ever holding the logits of all.
+"""Log-probabilities of a few tokens under an LM head, without holding the logits of the whole vocabulary at once.
 
-A training step asks for a handful of tokens at thousands of places; the logits there would be gigabytes at a real
-vocabulary, and moving them takes longer than computing them. So places are taken in portions that stay in cache, and
-the backward pass computes each portion's logits again.
+A training step needs a handful of tokens at thousands of places. All logits there would be gigabytes with a large
+vocabulary, and moving them takes longer than computing them. So the places are processed in portions that stay in
+cache, and the backward pass computes the logits of each portion again.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 from drafter.base.causal_lm import BaseModel
 
 _PORTION = {"cpu": 1 << 19}
-"""Logits held at once, by device type: what a core's cache holds."""
+"""Logits held at once, by type of device. On a CPU it is what fits into a core's cache."""
 _LARGE_PORTION = 1 << 26
 
 
 def chosen_log_probs(base: BaseModel, states: Tensor, tokens: Tensor) -> Tensor:
-    """`[..., K]` float32 log-probabilities of `tokens` `[..., K]` under the base's LM head.
+    """Return float32 log-probabilities `[..., K]` of tokens under the base's LM head.
 
     Args:
         base: Lends its frozen LM head.
-        states: `[..., d]` what the LM head reads; the gradient goes there.
+        states: `[..., d]` input of the LM head; it receives the gradient.
         tokens: `[..., K]` int64.
     """
     rows = max(1, _PORTION.get(base.device.type, _LARGE_PORTION) // base.vocab_size)

@@ -1,4 +1,4 @@
-"""The contract of draft heads: a head trains, drafts, and shows the trees it would draft at places of known text."""
+"""The contract of draft heads: a head trains, drafts, and shows the trees that it would draft in known text."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Provenance:
     """Where a head comes from.
 
     Args:
-        base_name: Hub id or path of the base it was trained for.
+        base_name: Hub id or path of the base that it was trained for.
         base_fingerprint: `BaseModel.fingerprint` of that base.
-        training: Anything JSON can hold: recipe, data, steps, seed, results, versions.
+        training: Recipe, data, steps, seed, results, versions: anything that JSON can hold.
     """
 
     base_name: str
@@ -34,14 +34,14 @@ class Provenance:
 
 
 def check_sizes(config: Any, *names: str) -> None:
-    """Raise `ValueError` for the first of these fields that is below 1."""
+    """Raise `ValueError` for the first of the fields `names` that is below 1."""
     for name in names:
         if getattr(config, name) < 1:
             raise ValueError(f"{name} must be at least 1, not {getattr(config, name)}")
 
 
 class DraftHead(nn.Module, ABC):
-    """A trained drafter's weights. A subclass is one algorithm; its configuration is a dataclass.
+    """A trainable drafter. Each subclass is one algorithm; its configuration is a dataclass.
 
     Args:
         config: An instance of `config_class`.
@@ -51,34 +51,34 @@ class DraftHead(nn.Module, ABC):
     config_class: ClassVar[type]
     config: Any
     provenance: Provenance | None = None
-    """Set by training and by loading; saving needs it."""
+    """Set by training and by loading. A head without it cannot be saved."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
 
     def start_from(self, base: BaseModel) -> None:
-        """Before training: take from the base what the head starts with."""
+        """Copy from the base what the head starts with. Called once, before training."""
 
     @abstractmethod
     def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
-        """The training loss of one batch.
+        """Return the training loss of one batch.
 
         Args:
-            base: The head's base, which said the targets.
-            batch: `B` texts with `A` anchors each. Anchors without a target do not count.
+            base: The head's base, which generated the targets.
+            batch: B texts with A anchors each. Anchors without a target do not count.
             hidden: `[B, L, d]` the base's last hidden states of the texts.
-            labels: `[B, A, U, K]` what the head should say at each place.
+            labels: `[B, A, U, K]` what the head should predict for each target.
         """
 
     @abstractmethod
     def drafter(self, base: BaseModel, nodes: int, tree: Tree = "exact") -> Drafter:
-        """What the engine drafts with: the head as it is now, on the base's device and in its dtype.
+        """Return a drafter that uses the head's present weights, on the base's device and in its dtype.
 
         Args:
             base: The head's base.
             nodes: Draft nodes of the largest tree.
-            tree: `exact` is the best trie in the head's belief, `static` the published fixed tree.
+            tree: `exact` is the best trie under the head's distributions, `static` the published fixed tree.
 
         Raises:
             ValueError: The head has no such tree; the message says why.
@@ -88,7 +88,7 @@ class DraftHead(nn.Module, ABC):
     def trees_at(
         self, base: BaseModel, tokens: Tensor, hidden: Tensor, anchors: Tensor, size: int, tree: Tree = "exact"
     ) -> TokenTree:
-        """The trees that decoding would propose at many positions of known text.
+        """Return the trees that decoding would propose at many positions of known text, `[B * A, size]`.
 
         Args:
             base: The head's base.
@@ -97,9 +97,6 @@ class DraftHead(nn.Module, ABC):
             anchors: `[B, A]` positions of the pending tokens.
             size: Nodes of a tree, root included.
             tree: As in `drafter`.
-
-        Returns:
-            Trees `[B * A, size]`.
 
         Raises:
             ValueError: As in `drafter`.

@@ -1,4 +1,4 @@
-"""What a draft head trains on in one step."""
+"""A batch of anchors and targets, on which a draft head trains."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """What a head trains on in one step.
+    """Texts, the positions in them where the head drafts, and the tokens that follow there.
 
     Args:
-        tokens: `[B, L]` int64, padded on the right.
-        anchors: `[B, A]` positions of pending tokens.
-        targets: `[B, A, U]` the tokens after each anchor; 0 past the text's end.
-        lengths: `[B, A]` valid targets; 0 for an anchor that only fills the row.
-        hidden: `[B, L, d]` the base's last hidden states, where they are known; otherwise the training step asks the
-            base for them.
+        tokens: `[B, L]` int64 texts, padded on the right.
+        anchors: `[B, A]` positions of the pending tokens.
+        targets: `[B, A, U]` the tokens after each anchor; 0 past the end of the text.
+        lengths: `[B, A]` number of valid targets; 0 for an anchor that is padding.
+        hidden: `[B, L, d]` the base's last hidden states if they were stored; None lets the training step compute them.
     """
 
     tokens: Tensor
@@ -28,6 +27,6 @@ class DraftBatch:
     hidden: Tensor | None = None
 
     def to(self, device: torch.device) -> DraftBatch:
-        """The same on `device`."""
+        """Return the batch on `device`."""
         tensors = (self.tokens, self.anchors, self.targets, self.lengths, self.hidden)
         return DraftBatch(*(tensor if tensor is None else tensor.to(device) for tensor in tensors))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What heads that draft from frames share: a module makes frame states, a search makes trees of them."""
+"""Heads that draft from frames: a draft module computes frame states, and a search makes trees of them."""
 
 from __future__ import annotations
 
@@ -26,38 +26,39 @@ class FrameHead(DraftHead):
 
     module: DraftModule
     recent_tokens: int = 1
-    """How many of the text's last tokens the search looks at, the pending one included."""
+    """Number of the text's last tokens that the search reads, the pending token included."""
 
     @abstractmethod
     def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
-        """Trees of `size` nodes, root included.
+        """Return trees `[B, size]`.
 
         Args:
-            states: `[B, F, d]` frame states, as many as `frames_for` says.
-            recent: `[B, recent_tokens]` last tokens, the pending one last.
+            states: `[B, F, d]` the frame states that `frames_for` asks for.
+            recent: `[B, recent_tokens]` last tokens, the pending token last.
             base: Lends its embedding and LM head.
-            size: Nodes of a tree.
+            size: Nodes of a tree, root included.
             tree: As in `DraftHead.drafter`.
         """
 
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
-        """`search` of weights that change no more: what follows from them alone may be computed here, once.
+        """Return `search` for weights that no longer change.
 
-        It may make use of `Ask.least_probability`, too.
+        A head may compute here, once, whatever follows from the weights alone. The search that it returns may use
+        `Ask.least_probability` to leave out improbable prefixes.
         """
         return lambda states, recent, size, least: self.search(states, recent, base, size, tree)
 
     def frames_for(self, size: int, tree: Tree) -> int | None:
-        """How many frames, the first ones, trees of `size` nodes can be made of; None for all of them."""
+        """Return how many frames a tree of `size` nodes can use, counted from the first; None for all."""
         return None
 
     def refuse_tree(self, tree: Tree) -> None:
-        """Raise `ValueError` for a kind of tree that the head does not have."""
+        """Raise `ValueError` if the head has no such tree."""
 
     def trees_at(
         self, base: BaseModel, tokens: Tensor, hidden: Tensor, anchors: Tensor, size: int, tree: Tree = "exact"
     ) -> TokenTree:
-        """Trees `[B * A, size]` at `anchors` `[B, A]`; see `DraftHead.trees_at`."""
+        """Return trees `[B * A, size]` at `anchors` `[B, A]`; see `DraftHead.trees_at`."""
         self.refuse_tree(tree)
         count = self.frames_for(size, tree)
         states = self.module(base.embed(tokens), hidden, anchors, count).flatten(0, 1)
@@ -71,7 +72,7 @@ class FrameHead(DraftHead):
 
 
 class FrameDrafter(Drafter):
-    """Drafts with a `FrameHead`, which makes it."""
+    """Drafts with a `FrameHead`; see `DraftHead.drafter`."""
 
     def __init__(self, head: FrameHead, base: BaseModel, nodes: int, tree: Tree) -> None:
         self.spec = DraftSpec(nodes, head.config.depth, hidden_layers=(LM_HEAD_INPUT,))
@@ -81,7 +82,7 @@ class FrameDrafter(Drafter):
         self._frames_for = partial(head.frames_for, tree=tree)
 
     def open(self, loan: Loan) -> None:
-        """Make room for what the module remembers."""
+        """Make room for the module's memory."""
         self._times = loan.times
         self._reader.open(loan.slots, loan.length)
 
@@ -94,7 +95,7 @@ class FrameDrafter(Drafter):
         self._reader.copy(source, target, length)
 
     def move(self, source: int, target: int) -> None:
-        """Move what was read of the sequence with it."""
+        """Move what was read of the sequence."""
         self._reader.move(source, target)
 
     def clear(self, slot: int) -> None:
@@ -102,11 +103,11 @@ class FrameDrafter(Drafter):
         self._reader.clear(slot)
 
     def prepare(self, context: DraftContext) -> None:
-        """Read what is more than an ordinary step brings."""
+        """Read rows that have more new tokens than an ordinary step brings."""
         self._reader.prepare(context)
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Trees `[B, 1 + ask.nodes]`: read what is new, compute the frames, search."""
+        """Read the new tokens, compute the frames and return the best trees `[B, 1 + ask.nodes]`."""
         size = ask.nodes + 1
         states = self._reader.read(context, self._frames_for(size))
         self._times.mark("draft")
@@ -115,7 +116,13 @@ class FrameDrafter(Drafter):
 
 
 def last_tokens(tokens: Tensor, anchors: Tensor, count: int) -> Tensor:
-    """`[B, A, count]` the last tokens of `tokens` `[B, L]` up to each of `anchors` `[B, A]`, the anchor's own last."""
+    """Return the last `count` tokens up to each anchor, the anchor's own token last, `[B, A, count]`.
+
+    Args:
+        tokens: `[B, L]`.
+        anchors: `[B, A]` positions.
+        count: Number of tokens. Before the beginning of the text they are its first token.
+    """
     back = torch.arange(1 - count, 1, device=tokens.device)
     index = (anchors[:, :, None] + back).clamp_min(0)
     return tokens.gather(1, index.flatten(1)).view(index.shape)

@@ -1,8 +1,8 @@
 """`hydra`: sequentially dependent heads (Ankner et al. 2024, arXiv 2402.05109).
 
-Head `u` sees the base's last hidden state and the embeddings of the pending token and of the `u - 1` drafted after it
-on its path. With `prefix_attention` (Hydra++) the hidden state first attends to the whole text, through a layer of its
-own, and the heads are deeper.
+Head `u` sees the base's last hidden state and the embeddings of the pending token and of the `u - 1` tokens drafted
+after it on the path. With `prefix_attention` (Hydra++) the hidden state first attends to the whole text, through a
+transformer layer of its own. Hydra++ also has deeper heads.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class HydraHeadConfig:
     """Shape of Hydra heads.
 
     Args:
-        hidden_size: d, of the base.
-        vocab_size: V, of the base.
-        depth: U, heads.
+        hidden_size: d, width of the base's hidden states.
+        vocab_size: V, size of the base's vocabulary.
+        depth: U, number of heads and of levels of a tree.
         num_layers: Layers of each head's MLP: 1 for Hydra, 4 for Hydra++.
-        prefix_attention: Hydra++: a transformer layer over the text, before the heads.
-        num_heads: Attention heads of the prefix attention; even width each.
-        intermediate_size: Width of its gated MLP.
-        rope_theta: Base of its rotary positions.
-        depth_decay: Weight of a head's loss, relative to the one before.
+        prefix_attention: Whether a transformer layer over the text comes before the heads, as in Hydra++.
+        num_heads: Attention heads of that layer; each has an even width.
+        intermediate_size: Inner width of that layer's gated MLP.
+        rope_theta: Base of that layer's rotary positions.
+        depth_decay: Weight of a head's loss relative to the head before it.
 
     Raises:
-        ValueError: Sizes that do not fit together.
+        ValueError: The sizes do not fit together.
     """
 
     hidden_size: int
@@ -63,7 +63,7 @@ class HydraHeadConfig:
 
 
 class _Mlp(nn.Module):
-    """One head: from the state and the path's embeddings to a state; residual beyond the first layer."""
+    """One head: from the state and the path's embeddings to a state. Its layers are residual."""
 
     def __init__(self, width: int, inputs: int, num_layers: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _Mlp(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers - 1))
 
     def forward(self, state: Tensor, path: Tensor) -> Tensor:
-        """State `[..., d]` and path `[..., u · d]` → `[..., d]`."""
+        """Return `[..., d]` for a state `[..., d]` and a path `[..., u · d]`."""
         mixed = state + F.silu(self.first(torch.cat([state, path], -1)))
         for layer in self.layers:
             mixed = mixed + F.silu(layer(mixed))
@@ -79,7 +79,7 @@ class _Mlp(nn.Module):
 
 
 class HydraHead(FrameHead):
-    """Heads in a row, each told the path so far."""
+    """Heads that each see the path so far."""
 
     algorithm = "hydra"
     config_class = HydraHeadConfig
@@ -96,7 +96,7 @@ class HydraHead(FrameHead):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
-        """Depth-weighted cross-entropy of the heads along the text; see `DraftHead.forward`."""
+        """Return the depth-weighted cross-entropy of the heads along the text; see `DraftHead.forward`."""
         real = batch.lengths > 0
         state = self.module(base.embed(batch.tokens), hidden, batch.anchors)[real][:, 0]
         text = torch.cat([last_tokens(batch.tokens, batch.anchors, 1)[real], batch.targets[real]], 1)
@@ -108,7 +108,7 @@ class HydraHead(FrameHead):
         return cross_entropy(log_probs, labels, batch.lengths[real], self.config.depth_decay)
 
     def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
-        """The best trie of the heads' conditionals, within a beam; see `FrameHead.search`."""
+        """Return the best trie of the heads' conditionals, within a beam; see `FrameHead.search`."""
         return self._search(states, recent, size, 0.0, base)
 
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
@@ -128,7 +128,7 @@ class HydraHead(FrameHead):
 
 
 class _Paths:
-    """`LabelModel` of the heads: a path's state is the tokens on it, the root's first."""
+    """`LabelModel` of the heads. The state of a path is its tokens, the root's first."""
 
     def __init__(self, head: HydraHead, base: BaseModel, states: Tensor, recent: Tensor) -> None:
         self._head, self._base, self._states, self._root = head, base, states, recent[:, -1:]

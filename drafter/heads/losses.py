@@ -1,4 +1,4 @@
-"""What every head's loss is made of: labels with weights, sums with weights, depth-weighted cross-entropy."""
+"""Parts of every head's loss: weighted labels, weighted sums, and depth-weighted cross-entropy."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossSum:
-    """A sum of weighted terms; data-parallel workers divide by the weight of all.
+    """A sum of weighted terms. Data-parallel workers divide it by the weight of all workers.
 
     Args:
-        total: Scalar, in nats, differentiable.
-        weight: Scalar, the sum of the weights of the terms that counted.
+        total: Scalar in nats, differentiable.
+        weight: Scalar, the sum of the terms' weights.
     """
 
     total: Tensor
     weight: Tensor
 
     def mean(self) -> Tensor:
-        """Weighted mean in nats; 0 where nothing counted."""
+        """Return the weighted mean in nats; 0 if there are no terms."""
         return self.total / self.weight.clamp_min(1e-9)
 
 
 @dataclass(frozen=True)
 class Labels:
-    """What a head should say at each place: one token for sure, or several as probable as the base finds them.
+    """What a head should predict at each place: one token, or several tokens with the base's probabilities.
 
     Args:
         tokens: `[..., K]` int64.
-        probs: `[..., K]` float32, of sum 1.
+        probs: `[..., K]` float32, which sum to 1 over K.
     """
 
     tokens: Tensor
@@ -42,19 +42,19 @@ class Labels:
 
 
 def hard_labels(targets: Tensor) -> Labels:
-    """`targets` `[...]` for sure: K = 1."""
+    """Return labels with K = 1 that are certain of `targets` `[...]`."""
     tokens = targets[..., None]
     return Labels(tokens, torch.ones_like(tokens, dtype=torch.float32))
 
 
 def cross_entropy(log_probs: Tensor, labels: Labels, lengths: Tensor, decay: float) -> LossSum:
-    """`−Σ_u decay^u Σ_k q_uk log p_u(v_uk)`, for heads whose `u`-th distribution is of the `u`-th token.
+    """Return `−Σ_u decay^u Σ_k q_uk log p_u(v_uk)`, for heads whose `u`-th distribution predicts the `u`-th token.
 
     Args:
-        log_probs: `[N, U, K]` of the labels.
+        log_probs: `[N, U, K]` log-probabilities of the labels.
         labels: `[N, U, K]`.
-        lengths: `[N]` valid places.
-        decay: Weight of a place, relative to the one before.
+        lengths: `[N]` number of valid places.
+        decay: Weight of a place relative to the place before it.
     """
     place = torch.arange(log_probs.shape[1], device=lengths.device)
     weights = (place < lengths[:, None]) * decay ** place.to(log_probs.dtype)

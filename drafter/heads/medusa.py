@@ -1,7 +1,8 @@
-"""`medusa`: residual blocks on the last hidden state, an output layer each (Cai et al. 2024, arXiv 2401.10774).
+"""`medusa`: residual blocks on the last hidden state, each with an output layer (Cai et al. 2024, arXiv 2401.10774).
 
-Head `u` guesses the `u`-th token after the pending one, alone. Its output layer starts as the base's LM head, as
-published. The published fixed tree is there as `static`; the exact one is the best trie of the product of the heads.
+Head `u` predicts the `u`-th token after the pending token, independently of the other heads. Its output layer starts as
+the base's LM head, as published. The `static` tree is the published one; the `exact` tree is the best trie of the
+product of the heads' distributions.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ class MedusaHeadConfig:
     """Shape of Medusa heads.
 
     Args:
-        hidden_size: d, of the base.
-        vocab_size: V, of the base.
-        depth: U, heads: tokens guessed ahead.
-        depth_decay: Weight of a head's loss, relative to the one before; 0.8 as published.
+        hidden_size: d, width of the base's hidden states.
+        vocab_size: V, size of the base's vocabulary.
+        depth: U, number of heads and of levels of a tree.
+        depth_decay: Weight of a head's loss relative to the head before it; 0.8 as published.
 
     Raises:
-        ValueError: A size below 1.
+        ValueError: A size is below 1.
     """
 
     hidden_size: int
@@ -46,7 +47,7 @@ class MedusaHeadConfig:
 
 
 class MedusaHead(FrameHead):
-    """Independent heads."""
+    """Heads that do not see each other's tokens."""
 
     algorithm = "medusa"
     config_class = MedusaHeadConfig
@@ -64,7 +65,7 @@ class MedusaHead(FrameHead):
             self.outputs.copy_(base.lm_head_weight.expand_as(self.outputs))
 
     def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
-        """Depth-weighted cross-entropy; see `DraftHead.forward`."""
+        """Return the depth-weighted cross-entropy; see `DraftHead.forward`."""
         real = batch.lengths > 0
         states = self.module(base.embed(batch.tokens), hidden, batch.anchors)[real]
         labels = labels[real]
@@ -72,17 +73,17 @@ class MedusaHead(FrameHead):
         return cross_entropy(log_probs, labels, batch.lengths[real], self.config.depth_decay)
 
     def log_probs(self, states: Tensor) -> Tensor:
-        """`[N, F, V]` float32 log-probabilities of the first frame states `[N, F, d]`."""
+        """Return float32 log-probabilities `[N, F, V]` of the first F frame states `[N, F, d]`."""
         outputs = self.outputs[: states.shape[1]].to(states.dtype)
         logits = torch.bmm(states.transpose(0, 1), outputs.transpose(1, 2))
         return logits.transpose(0, 1).float().log_softmax(-1)
 
     def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
-        """The best trie of the heads' product, or the published tree; see `FrameHead.search`."""
+        """Return the best trie of the heads' product, or the published tree; see `FrameHead.search`."""
         if tree == "static":
             return static_tree(self.log_probs(states), recent[:, -1], self.config.depth, size, blank=False)
         return best_product_trie(self.log_probs(states), recent[:, -1], size)
 
     def frames_for(self, size: int, tree: Tree) -> int | None:
-        """One for each level; see `FrameHead.frames_for`."""
+        """Return one frame for each level; see `FrameHead.frames_for`."""
         return min(self.config.depth, size - 1) if tree == "exact" else None

@@ -1,4 +1,4 @@
-"""What a lattice search asks of a head: frames that know the path so far."""
+"""The contract between the lattice search and a head: frames that know the path so far."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from torch import Tensor
 
 
 class LabelModel(Protocol):
-    """Frames that know the path so far. Paths of all rows come in one list; a path's state is a row of `[M, ...]`."""
+    """Distributions of frames after paths. The paths of all rows come in one list; a path's state is a row of it."""
 
     def start(self) -> Tensor:
-        """State `[B, ...]` of the roots."""
+        """Return the state `[B, ...]` of the empty path of each row."""
 
     def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """What frames `first..stop-1` (from 0) say after each path.
+        """Return the distributions of frames `first..stop-1` (from 0) after M paths.
 
         Args:
+            first: The first frame.
+            stop: The frame after the last.
             rows: `[M]` row of the batch that each path belongs to.
-            state: `[M, ...]`.
+            state: `[M, ...]` state of each path.
 
         Returns:
-            Logits of the tokens, `[M, stop - first, V]`, and the blank's probability `[M, stop - first]`: the tokens
-            share the rest.
+            Logits of the tokens `[M, stop - first, V]` and the blank's probability `[M, stop - first]`. The tokens
+            share the probability that is left.
         """
 
     def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
-        """State `[M, ...]` of paths one of `tokens` `[M]` longer."""
+        """Return the state `[M, ...]` of paths that are each one of `tokens` `[M]` longer."""

@@ -1,7 +1,8 @@
-"""The exact best trie of independent distributions, one a depth: heads that do not know each other's tokens.
+"""The exact best trie under independent distributions, one for each depth.
 
-A prefix is as probable as the product of its tokens. In a best trie of `N` nodes no token comes in at a depth before
-the `N - 2` that are likelier there, so a level-synchronous beam over the likeliest tokens is exact.
+The probability of a prefix is the product of its tokens' probabilities. Where a token is in the best trie, all likelier
+tokens of its depth are its siblings there. So the best trie of `N` nodes holds only the `N - 1` likeliest tokens of a
+depth, and a level-synchronous beam over them is exact.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from drafter.tree.trie import from_nodes
 
 
 def best_product_trie(log_probs: Tensor, pending: Tensor, size: int) -> TokenTree:
-    """The `size`-node trie of the most probable prefixes.
+    """Find the `size`-node trie of the most probable prefixes.
 
     Args:
-        log_probs: `[B, U, V]` normalised, of the token at each depth.
+        log_probs: `[B, U, V]` normalised log-probabilities of the token at each depth.
         pending: `[B]` tokens of the roots.
         size: Nodes of each tree, root included.
     """
@@ -27,17 +28,17 @@ def best_product_trie(log_probs: Tensor, pending: Tensor, size: int) -> TokenTre
     batch, depth, vocabulary = log_probs.shape
     best, names = log_probs.float().topk(min(beam, vocabulary), dim=2)
     width = best.shape[2]
-    price = best.new_zeros(batch, 1)
-    tokens, parents, prices, depths, before = [], [], [], [], -1
+    parent_probs = best.new_zeros(batch, 1)
+    tokens, parents, depths, levels, before = [], [], [], [], -1
     for level in range(min(depth, beam)):
-        scores = (price[:, :, None] + best[:, level, None]).flatten(1)
+        scores = (parent_probs[:, :, None] + best[:, level, None]).flatten(1)
         kept, index = scores.topk(min(beam - level, scores.shape[1]))
         tokens.append(names[:, level].gather(1, index % width))
         parents.append(index // width + before)
-        prices.append(kept)
         depths.append(torch.full_like(index, level + 1))
-        before = 0 if level == 0 else before + price.shape[1]
-        price = kept
+        levels.append(kept)
+        before = 0 if level == 0 else before + parent_probs.shape[1]
+        parent_probs = kept
     return from_nodes(
-        pending, torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(depths, 1), torch.cat(prices, 1), size
+        pending, torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(depths, 1), torch.cat(levels, 1), size
     )

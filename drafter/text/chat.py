@@ -1,4 +1,4 @@
-"""Chat messages → the text that the base continues."""
+"""Chat messages as the text that the base continues."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from drafter.errors import RequestError
 
 
 def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str:
-    """Messages put through the chat template, up to where the assistant begins.
+    """Apply the tokeniser's chat template to messages, up to the beginning of the assistant's answer.
 
-    The template writes the special tokens itself: tokenise the result without adding any.
+    The template writes the special tokens itself, so the result is to be tokenised without adding any.
 
     Raises:
-        RequestError: The template does not take the messages.
+        RequestError: The template refuses the messages.
     """
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # templates raise errors of many kinds, and are not ours
+    except Exception as error:  # A template comes with the model and may raise anything.
         raise RequestError(f"the chat template does not take these messages: {' '.join(str(error).split())}") from error

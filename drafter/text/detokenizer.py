@@ -1,4 +1,4 @@
-"""Text from tokens as they come, and where a stop string first completes."""
+"""Text from tokens as they arrive, and stop strings in it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _INCOMPLETE = "\ufffd"
 
 
 class Detokenizer:
-    """Decodes one request's tokens incrementally, without ever giving out half a character.
+    """Decodes one sequence's tokens incrementally. It never returns half a character.
 
     Args:
         tokenizer: A transformers tokeniser.
@@ -17,14 +17,15 @@ class Detokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._start = 0  # tokens before it are decoded and no longer needed as context
-        self._read = 0  # tokens before it are in `text`
+        self._start = 0  # Tokens before it are in `text` and not needed as context either.
+        self._read = 0  # Tokens before it are in `text`.
         self.text = ""
 
     def push(self, token: int) -> str:
-        """Add a token; return `text`, whatever is complete by now."""
+        """Add a token and return `text`: all complete characters so far."""
         self._ids.append(token)
-        # Decoding from a few tokens back keeps spaces right where a tokeniser joins words.
+        # Some tokenisers put a space between words only when they decode them together, so decoding begins a few tokens
+        # back.
         before = self._decode(self._ids[self._start : self._read])
         after = self._decode(self._ids[self._start :])
         if len(after) > len(before) and not after.endswith(_INCOMPLETE):
@@ -37,13 +38,13 @@ class Detokenizer:
 
 
 def cut_at_stop(text: str, stop: tuple[str, ...]) -> str | None:
-    """`text` before the first stop string in it, or None where there is none."""
+    """Return the part of `text` before the first stop string in it; None if there is none."""
     found = [at for at in (text.find(one) for one in stop) if at >= 0]
     return text[: min(found)] if found else None
 
 
 def safe_length(text: str, stop: tuple[str, ...]) -> int:
-    """How much of `text` can be shown: not an end that may turn out to begin a stop string."""
+    """Return how many characters of `text` can be shown: all but an end that may be the beginning of a stop string."""
     longest = max(map(len, stop), default=0)
     for start in range(max(0, len(text) - longest + 1), len(text)):
         if any(one.startswith(text[start:]) for one in stop):

@@ -1,1 +1,1 @@
-"""What training a draft head needs: targets, labels, the loop, and β by simulated walks. No Ray, no files."""
+"""Training a draft head: targets, labels, the loop, and β by simulated walks. No Ray and no files."""

@@ -1,4 +1,4 @@
-"""One optimiser step: forward, backward, clipping and AdamW, on one device. Whoever shards models brings another."""
+"""One optimiser step on one device: forward, backward, clipping and AdamW."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from drafter.training.training_step import TrainingStep
 
 @dataclass(frozen=True)
 class Update:
-    """What an optimiser step did.
+    """Result of an optimiser step.
 
     Args:
-        loss: Weighted mean over all workers, mean over micro-batches, in nats.
-        gradient_norm: Before clipping.
-        learning_rate: Of this step.
+        loss: Weighted mean over all workers and mean over micro-batches, in nats.
+        gradient_norm: Norm of the gradient before clipping.
+        learning_rate: Learning rate of the step.
     """
 
     loss: float
@@ -32,28 +32,28 @@ class Update:
 
 
 class Optimiser(Protocol):
-    """What takes a step."""
+    """Applies optimiser steps to the head's parameters. Models that are sharded need an implementation of their own."""
 
     def update(self, parts: Sequence[DraftBatch]) -> Update:
-        """Forward, backward, clip and step.
+        """Apply one step: forward, backward, clip, update.
 
         Args:
-            parts: This worker's share of each micro-batch of the step; one without gradient accumulation.
+            parts: This worker's share of each micro-batch of the step.
 
         Raises:
-            TrainingError: The loss or its gradient is not finite. Nothing has changed.
+            TrainingError: The loss or its gradient is not finite. The parameters have not changed.
         """
 
 
 def adamw(head: DraftHead, settings: TrainingSettings) -> torch.optim.AdamW:
-    """AdamW over the head's parameters; its learning rate is set before each step."""
+    """Return AdamW over the head's parameters. Its learning rate is set before each step."""
     return torch.optim.AdamW(
         head.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay
     )
 
 
 def check_finite(step: int, loss: float, gradient_norm: float) -> None:
-    """Raise `TrainingError` if a number of step `step` (from 1) is not finite."""
+    """Raise `TrainingError` if the loss or the gradient norm of step `step` (from 1) is not finite."""
     if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
         raise TrainingError(
             f"step {step}: the loss is {loss:g} and its gradient's norm {gradient_norm:g}; "
@@ -62,11 +62,11 @@ def check_finite(step: int, loss: float, gradient_norm: float) -> None:
 
 
 class TorchOptimiser:
-    """AdamW in this process.
+    """`Optimiser` in this process.
 
     Args:
         step_of: Base and head, on one device.
-        settings: Rates and limits.
+        settings: Learning rate and limits.
     """
 
     def __init__(self, step_of: TrainingStep, settings: TrainingSettings) -> None:
@@ -75,7 +75,7 @@ class TorchOptimiser:
         self.steps = 0
 
     def update(self, parts: Sequence[DraftBatch]) -> Update:
-        """Take a step; see `Optimiser.update`."""
+        """Apply one step; see `Optimiser.update`."""
         rate = self._settings.learning_rate_at(self.steps)
         loss = 0.0
         for part in parts:
@@ -95,10 +95,10 @@ class TorchOptimiser:
         return Update(loss, norm, rate)
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` goes on from."""
+        """Return the state that `load_state_dict` takes."""
         return {"adamw": self._adamw.state_dict(), "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the steps of `state`."""
+        """Set the state, so that training goes on after its steps."""
         self._adamw.load_state_dict(state["adamw"])
         self.steps = state["steps"]

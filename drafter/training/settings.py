@@ -1,4 +1,4 @@
-"""How a head is trained: what every trainer needs to know."""
+"""Settings of a training run."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ class TrainingSettings:
     """Settings of a training run.
 
     Args:
-        steps: Optimiser steps.
-        texts_per_step: Texts of a step, over all workers.
-        anchors_per_text: Places of a text where the head is asked to draft.
-        learning_rate: At its highest.
+        steps: Number of optimiser steps.
+        texts_per_step: Number of texts of a step, over all workers.
+        anchors_per_text: Number of positions of a text where the head drafts.
+        learning_rate: Highest learning rate.
         warmup_steps: Steps of linear warm-up; a cosine follows.
-        final_learning_rate: At the end, relative to the highest.
-        weight_decay: AdamW's.
+        final_learning_rate: Last learning rate, relative to the highest.
+        weight_decay: AdamW's weight decay.
         clip: Largest norm of the gradient.
-        teacher: Labels a place, taken from the base's own distribution; 0 takes the text itself.
-        teacher_temperature: Of that distribution.
-        precision: `bf16` multiplies wide matrices in bf16, parameters and optimiser stay fp32 all the same.
-        evaluate_every: Steps between evaluations.
-        chosen_by: Draft nodes of the held-out β that chooses the checkpoint.
-        seed: Of initial weights, order and anchors.
+        teacher: Number of labels at each place, the base's likeliest tokens there; with 0 the label is the text itself.
+        teacher_temperature: Temperature of the labels' weights.
+        precision: With `bf16`, matrix products are in bf16; parameters and optimiser are in fp32 all the same.
+        evaluate_every: Steps between two evaluations.
+        chosen_by: Number of draft nodes of the held-out β that chooses the checkpoint.
+        seed: Seed of initial weights, order and anchors.
 
     Raises:
-        ValueError: A value that cannot be.
+        ValueError: A value is not allowed.
     """
 
     steps: int = 1_200
@@ -65,7 +65,7 @@ class TrainingSettings:
                 raise ValueError(f"{name} must be more than 0, not {value}")
 
     def learning_rate_at(self, step: int) -> float:
-        """Learning rate of step `step`, from 0: linear warm-up, then a cosine down to the final one."""
+        """Return the learning rate of step `step` (from 0): linear warm-up, then a cosine down to the last one."""
         rise = min((step + 1) / max(self.warmup_steps, 1), 1.0)
         fall = 0.5 * (1 + math.cos(math.pi * min(step / self.steps, 1.0)))
         return self.learning_rate * rise * (self.final_learning_rate + (1 - self.final_learning_rate) * fall)

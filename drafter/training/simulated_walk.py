@@ -1,8 +1,8 @@
-"""β without decoding: walk the head's trees against text that the base is known to say.
+"""β without decoding: walk the head's trees along text that the base is known to generate.
 
-At temperature 0 the base's choices are the text itself, so the walk that decoding would take is known in advance, and
-trees for all positions of many texts come from a few large forwards. This is what checkpoints are chosen by: the loss
-is not what counts.
+At temperature 0 the base generates the text itself. So the walk that decoding would take is known in advance, and a few
+large forwards make the trees for all positions of many texts. Checkpoints are chosen by this β instead of the loss,
+because β decides how fast decoding is.
 """
 
 from __future__ import annotations
@@ -30,17 +30,15 @@ def simulated_beta(
     tree: Tree = "exact",
     texts_at_once: int = 4,
 ) -> dict[int, float]:
-    """β at each number of draft nodes: new tokens per base forward over greedy walks through `texts`.
-
-    Smaller trees are slices of the largest.
+    """Return β by number of draft nodes: new tokens per base forward over greedy walks through `texts`.
 
     Args:
-        head: On the base's device.
-        base: The base that said the texts, greedily.
-        texts: Held out of training.
-        node_counts: Draft nodes a step.
+        head: The head, on the base's device.
+        base: The base that generated the texts greedily.
+        texts: Texts that were held out of training.
+        node_counts: Numbers of draft nodes of a step. Smaller trees are leading slices of the largest.
         tree: As in `DraftHead.drafter`.
-        texts_at_once: Texts a forward.
+        texts_at_once: Texts of one forward.
     """
     training = head.training
     head.eval()
@@ -63,16 +61,13 @@ def simulated_beta(
 
 
 def accepted_depths(tree: TokenTree, targets: Tensor, lengths: Tensor, node_counts: Sequence[int]) -> Tensor:
-    """How deep a walk gets in each leading slice of each tree.
+    """Return the number of accepted draft tokens in each leading slice of each tree, `[len(node_counts), N]`.
 
     Args:
         tree: `[N, S]`.
-        targets: `[N, U]` what the base says after the root.
-        lengths: `[N]` valid targets.
-        node_counts: Draft nodes of the slices.
-
-    Returns:
-        `[len(node_counts), N]` accepted draft tokens.
+        targets: `[N, U]` the tokens that the base generates after the root.
+        lengths: `[N]` number of valid targets.
+        node_counts: Number of draft nodes of each slice.
     """
     slot = (tree.depths - 1).clamp_min(0)
     right = (tree.tokens == targets.gather(1, slot)) & (tree.depths <= lengths[:, None])

@@ -1,7 +1,7 @@
-"""Anchors and targets: where a head is asked to draft, and what the base went on to say.
+"""Anchors and targets: where a head drafts in a text, and how the base continued there.
 
 An anchor is the position of a pending token, in decoding as in training: the base has run every token before it. The
-first one is the last prompt token. All targets are the base's own continuation.
+first anchor of a text is the last prompt token. All targets are the base's own continuation.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class RegeneratedText:
 
     Args:
         tokens: Prompt and continuation.
-        prompt_length: Tokens of the prompt, at least 1.
-        hidden: `[len(tokens), d]` the base's last hidden states, where they were stored.
+        prompt_length: Number of tokens of the prompt, at least 1.
+        hidden: `[len(tokens), d]` the base's last hidden states if they were stored.
     """
 
     tokens: Sequence[int]
@@ -38,20 +38,26 @@ class RegeneratedText:
 
 
 def anchor_draws(seed: int, step: int, places: Iterable[int]) -> list[random.Random]:
-    """What draws the anchors of a step's texts, by their `places` in the whole step: the same on any worker."""
+    """Return the random generators that draw the anchors of texts. They are the same on any worker.
+
+    Args:
+        seed: Seed of the run.
+        step: Number of the step.
+        places: Place of each text in the whole step.
+    """
     return [random.Random(f"{seed}/{step}/{place}") for place in places]
 
 
 def draft_batch(
     texts: Sequence[RegeneratedText], depth: int, most_anchors: int, draws: Sequence[random.Random] | None = None
 ) -> DraftBatch:
-    """Put texts together; anchors are drawn where a text has more than `most_anchors`.
+    """Return texts as a batch.
 
     Args:
-        texts: At least one, each with at least one anchor.
-        depth: U, targets an anchor.
-        most_anchors: Anchors used of a text.
-        draws: Draws the anchors of each text; None takes the first ones.
+        texts: At least one text, each with at least one anchor.
+        depth: U, number of targets of an anchor.
+        most_anchors: Number of anchors of a text. If it has more, some are drawn.
+        draws: Draws the anchors of each text; None takes the first anchors.
     """
     chosen = []
     for row, text in enumerate(texts):
@@ -78,6 +84,6 @@ def draft_batch(
 
 
 def _after(tokens: Tensor, anchors: Tensor, depth: int) -> Tensor:
-    """`[B, A, depth]` the tokens that follow each anchor."""
+    """Return the tokens that follow each anchor, `[B, A, depth]`."""
     index = anchors[:, :, None] + torch.arange(1, depth + 1)
     return tokens[:, None].expand(-1, anchors.shape[1], -1).gather(2, index)

@@ -1,7 +1,7 @@
-"""Soft labels: what the base itself finds likely at each place of a text.
+"""Soft labels: the base's likeliest tokens at each place of a text.
 
-The text shows one continuation; the base's distribution says more at every place, and where the text was sampled, the
-likeliest token is what greedy decoding would say there.
+A text shows only one continuation of each prefix, and the base's distribution shows them all. In a sampled text the
+likeliest token is the one that greedy decoding would choose there.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from drafter.heads.draft_batch import DraftBatch
 from drafter.heads.losses import Labels
 
 _CHUNK = 512
-"""Positions whose logits are in memory at once."""
+"""Number of positions whose logits are in memory at once."""
 
 
 @torch.no_grad()
 def teacher_labels(base: BaseModel, batch: DraftBatch, hidden: Tensor, count: int, temperature: float) -> Labels:
-    """The base's `count` likeliest tokens at each target, `[B, A, U, count]`, their weights of sum 1.
+    """Return the base's K likeliest tokens at each target as labels `[B, A, U, K]`.
 
-    What some families do to logits behind the LM head (scaling, soft-capping) is left out, in the labels as in the
-    heads that borrow the LM head: the order of tokens is right, the weights are sharper or flatter.
+    Some model families scale or soft-cap logits behind the LM head. The labels leave this out, as the heads that borrow
+    the LM head do: the order of the tokens is right, but the weights are sharper or flatter.
 
     Args:
         base: The base.
         batch: The texts and anchors.
         hidden: `[B, L, d]` the base's last hidden states of the texts.
-        count: K. With 1 the label is what greedy decoding says there.
-        temperature: Of the softmax that gives the weights.
+        count: K. With 1 the label is the token that greedy decoding chooses.
+        temperature: Temperature of the softmax over the K logits, which gives the weights.
     """
     best = [base.lm_head(chunk).float().div(temperature).topk(count, dim=2) for chunk in hidden.split(_CHUNK, 1)]
     tokens = torch.cat([part.indices for part in best], 1)

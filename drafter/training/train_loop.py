@@ -1,4 +1,4 @@
-"""The training loop: step after step, with β on held-out text every so often."""
+"""The training loop: optimiser steps, and β on held-out texts every so many steps."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class StepDone:
 
     Args:
         step: Its number, from 1.
-        update: What the optimiser did.
-        beta: Held-out β by draft nodes, where the step ended with an evaluation.
+        update: Result of the optimiser.
+        beta: Held-out β by number of draft nodes if an evaluation followed the step.
     """
 
     step: int
@@ -32,17 +32,17 @@ def train(
     evaluate: Callable[[], dict[int, float]],
     done: int = 0,
 ) -> Iterator[StepDone]:
-    """Train from step `done + 1` to the last; the caller logs, saves and checkpoints between steps.
+    """Train from step `done + 1` to the last step. The caller logs and saves between the steps.
 
     Args:
-        optimiser: Has taken `done` steps.
+        optimiser: An optimiser that has taken `done` steps.
         steps: This worker's micro-batches of each step, from step `done + 1` on.
-        settings: Says how many steps, and how often β is measured.
-        evaluate: Measures held-out β by draft nodes.
-        done: Steps taken before.
+        settings: Give the number of steps and the steps between evaluations.
+        evaluate: Measures held-out β by number of draft nodes.
+        done: Steps that were taken before.
 
     Raises:
-        TrainingError: The loss is not finite any more.
+        TrainingError: The loss is not finite.
     """
     for step, parts in zip(range(done + 1, settings.steps + 1), steps, strict=False):
         update = optimiser.update(parts)

@@ -1,4 +1,4 @@
-"""One training step's forward: base and head as one module, so that whatever shards modules can shard both."""
+"""The forward of a training step: base and head as one module, so that both can be sharded together."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from drafter.training.teacher import teacher_labels
 
 
 class TrainingStep(nn.Module):
-    """The loss of a head on a batch; hidden states that the batch does not bring are computed by the frozen base.
+    """Computes the loss of a head on a batch. The frozen base computes hidden states that the batch lacks.
 
     Args:
         base: The frozen base.
-        head: The head, on the base's device; its parameters are all that trains.
-        settings: Says which labels and which precision.
+        head: The head, on the base's device. Only its parameters are trained.
+        settings: Give the labels and the precision.
     """
 
     def __init__(self, base: BaseModel, head: DraftHead, settings: TrainingSettings) -> None:
@@ -29,7 +29,7 @@ class TrainingStep(nn.Module):
         self._base, self._settings = base, settings
 
     def forward(self, batch: DraftBatch) -> tuple[Tensor, Tensor]:
-        """The loss's total and weight, scalars; see `LossSum`. `batch` is on the base's device."""
+        """Return the loss's total and weight, scalars (see `LossSum`), of a batch on the base's device."""
         settings, base = self._settings, self._base
         with torch.autocast(base.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
             hidden = base_hidden_states(base, batch.tokens) if batch.hidden is None else batch.hidden.to(base.dtype)
@@ -42,5 +42,5 @@ class TrainingStep(nn.Module):
 
 @torch.no_grad()
 def base_hidden_states(base: BaseModel, tokens: Tensor) -> Tensor:
-    """The base's last hidden states `[B, L, d]` of `tokens` `[B, L]`, padded on the right: the LM head's input."""
+    """Return the LM head's input `[B, L, d]`, the last hidden states, of `tokens` `[B, L]` padded on the right."""
     return base.decoder(input_ids=tokens, use_cache=False).last_hidden_state  # type: ignore[no-any-return]

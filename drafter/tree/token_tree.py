@@ -1,11 +1,11 @@
-"""The draft tree: what every drafter proposes and the base verifies.
+"""The draft tree that a drafter proposes and the base verifies.
 
-The contract every drafter keeps:
+Every drafter keeps this contract:
 
     A `TokenTree` lists its nodes by falling prefix probability, parents before children;
     any leading slice of it is a valid tree.
 
-So the budget can cut each row's tree anywhere without asking the drafter.
+So the budget can cut each row's tree to any size without asking the drafter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 PAD_TOKEN = -1
-"""Token of a padding node. No base ever chooses it, so padding is never accepted."""
+"""Token of a padding node. No base generates it, so padding is never accepted."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class TokenTree:
 
     Args:
         tokens: `[B, N]` int64; `PAD_TOKEN` in padding nodes, which come last.
-        parents: `[B, N]` int64 node index of the parent; the root and padding nodes name node 0.
+        parents: `[B, N]` int64 index of the parent node; 0 for the root and for padding.
         depths: `[B, N]` int64 distance from the root.
-        log_probs: `[B, N]` float32 log prefix probability in the drafter's belief, falling; -inf in padding.
+        log_probs: `[B, N]` float32 log prefix probability as the drafter estimates it, falling; -inf in padding.
     """
 
     tokens: Tensor
@@ -37,17 +37,17 @@ class TokenTree:
 
     @property
     def size(self) -> int:
-        """Number of nodes of each row, root and padding included."""
+        """N, number of nodes of each row, root and padding included."""
         return self.tokens.shape[1]
 
     def leading(self, nodes: int) -> TokenTree:
-        """The tree of the first `nodes` nodes: the best tree of that size."""
+        """Return the trees of the first `nodes` nodes, root included: the best trees of that size."""
         return TokenTree(
             self.tokens[:, :nodes], self.parents[:, :nodes], self.depths[:, :nodes], self.log_probs[:, :nodes]
         )
 
     def trimmed(self, sizes: Tensor) -> TokenTree:
-        """The trees of each row's first `sizes` `[B]` nodes, the root among them, as wide as the largest."""
+        """Return the trees of each row's first `sizes` `[B]` nodes, root included, padded to the largest."""
         tree = self.leading(int(sizes.max()))
         kept = torch.arange(tree.size, device=sizes.device) < sizes[:, None]
         return TokenTree(
@@ -58,10 +58,10 @@ class TokenTree:
         )
 
     def ancestors(self, depth: int | None = None) -> Tensor:
-        """`[B, N, N]` bool: entry `[b, i, j]` says that node `j` is node `i` or one of its ancestors.
+        """Return whether node `j` is node `i` or one of its ancestors, in entry `[b, i, j]` of `[B, N, N]` bool.
 
         Args:
-            depth: No node lies deeper; fewer steps suffice where it is known.
+            depth: Depth of the deepest node, if it is known. Then fewer steps suffice.
 
         For the tree 0 → 1 → 3, 0 → 2 (parents `[0, 0, 0, 1]`)::
 
@@ -70,7 +70,7 @@ class TokenTree:
             1 . 1 .
             1 1 . 1
 
-        Ancestor sets double in reach at each step, so a tree of depth D takes log2(D + 1) steps.
+        Each step doubles how far back ancestors are known, so a tree of depth D takes log2(D + 1) steps.
         """
         batch, nodes = self.parents.shape
         identity = torch.eye(nodes, dtype=torch.bool, device=self.parents.device)
@@ -82,26 +82,26 @@ class TokenTree:
         return reach
 
     def paths(self, depth: int) -> Tensor:
-        """`[B, N, depth]` tokens from below the root to each node; `PAD_TOKEN` after a path's end."""
+        """Return the tokens from below the root to each node, `[B, N, depth]`; `PAD_TOKEN` past a path's end."""
         return self._along_paths(self.tokens, PAD_TOKEN, depth)
 
     def path_log_probs(self, depth: int) -> Tensor:
-        """`[B, N, depth]` log-probabilities from below the root to each node; -inf after a path's end."""
+        """Return the log-probabilities from below the root to each node, `[B, N, depth]`; -inf past a path's end."""
         return self._along_paths(self.log_probs, -torch.inf, depth)
 
     def _along_paths(self, values: Tensor, fill: float, depth: int) -> Tensor:
-        """`values` `[B, N]` of the nodes on the way to each node, as `[B, N, depth]`."""
+        """Return `values` `[B, N]` of the nodes on the path to each node, `[B, N, depth]`."""
         ancestors = self.ancestors()
         place = (self.depths - 1)[:, None, :].expand_as(ancestors)
         wanted = ancestors & (place >= 0) & (place < depth)
         source = torch.where(wanted, values[:, None, :], fill)
-        # Everything unwanted is written to a column that is then cut off.
+        # All other entries are written to a last column that is cut off.
         filled = values.new_full((*values.shape, depth + 1), fill)
         return filled.scatter(2, torch.where(wanted, place, depth), source)[..., :depth]
 
 
 def root_only(pending: Tensor) -> TokenTree:
-    """Trees that draft nothing: verifying them is plain decoding. `pending` is `[B]`."""
+    """Return trees without draft nodes, of pending tokens `[B]`. Verifying them is plain decoding."""
     tokens = pending[:, None]
     zeros = torch.zeros_like(tokens)
     return TokenTree(tokens, zeros, zeros, torch.zeros_like(tokens, dtype=torch.float32))

@@ -12,31 +12,32 @@ from drafter.tree.token_tree import PAD_TOKEN, TokenTree, root_only
 def from_nodes(
     pending: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, log_probs: Tensor, size: int
 ) -> TokenTree:
-    """Make a tree of the `size` best of many candidate nodes.
+    """Return the tree of the most probable of many candidate nodes.
 
     Args:
-        pending: `[B]` token of the root.
+        pending: `[B]` tokens of the roots.
         tokens: `[B, M]` candidate tokens, **in an order that puts parents before children**.
         parents: `[B, M]` index of each candidate's parent among the candidates, -1 for the root.
         depths: `[B, M]` or `[M]`, 1 below the root.
-        log_probs: `[B, M]`, no child above its parent; -inf for a candidate that does not exist.
-        size: Nodes of the result, root included; padded where there are fewer candidates.
+        log_probs: `[B, M]` log prefix probabilities, no child above its parent; -inf for a candidate that does not
+            exist.
+        size: Nodes of each tree, root included. A row with fewer candidates is padded.
     """
     batch, candidates = tokens.shape
-    # A stable sort keeps parents before children of equal price.
-    prices, order = torch.sort(log_probs, dim=1, descending=True, stable=True)
+    # A stable sort keeps parents before children of equal probability.
+    falling, order = torch.sort(log_probs, dim=1, descending=True, stable=True)
     keep = min(size - 1, candidates)
-    prices, chosen = prices[:, :keep], order[:, :keep]
+    falling, chosen = falling[:, :keep], order[:, :keep]
     rank = torch.empty_like(order).scatter_(1, order, torch.arange(candidates, device=order.device).expand(batch, -1))
-    exists = prices > -torch.inf
+    exists = falling > -torch.inf
     parent = parents.gather(1, chosen)
-    # +1: node 0 is the root.
+    # Node 0 is the root, so a candidate of rank r becomes node r + 1.
     parent = torch.where(exists & (parent >= 0), rank.gather(1, parent.clamp_min(0)) + 1, 0)
     body = TokenTree(
         torch.where(exists, tokens.gather(1, chosen), PAD_TOKEN),
         parent,
         torch.where(exists, depths.expand(batch, -1).gather(1, chosen), 1),
-        prices.float(),
+        falling.float(),
     )
     root = root_only(pending)
     tree = TokenTree(*(torch.cat(parts, 1) for parts in zip(vars(root).values(), vars(body).values(), strict=True)))
@@ -52,42 +53,44 @@ def from_nodes(
 
 
 def from_paths(pending: Tensor, paths: Tensor, log_probs: Tensor, size: int) -> TokenTree:
-    """Merge paths into a trie: equal prefixes become one node, at the largest of their prices.
+    """Merge paths into tries. Equal prefixes become one node, with the largest of their probabilities.
 
     Args:
-        pending: `[B]` token of the root.
-        paths: `[B, P, U]` continuations, `PAD_TOKEN` after a path's end.
-        log_probs: `[B, P, U]` log price of each prefix, falling along a path.
-        size: Nodes of the result, root included.
+        pending: `[B]` tokens of the roots.
+        paths: `[B, P, U]` continuations, `PAD_TOKEN` past a path's end.
+        log_probs: `[B, P, U]` log probability of each prefix, falling along a path.
+        size: Nodes of each tree, root included.
     """
     batch, count, depth = paths.shape
     same = torch.ones(batch, count, count, dtype=torch.bool, device=paths.device)
     index = torch.arange(count, device=paths.device)
-    tokens, parents, prices = [], [], []
+    tokens, parents, probs = [], [], []
     before = torch.full((batch, count), -1, dtype=torch.long, device=paths.device)
     for level in range(depth):
-        token, price = paths[:, :, level], log_probs[:, :, level].float()
+        token, prob = paths[:, :, level], log_probs[:, :, level].float()
         exists = token >= 0
         same = same & (token[:, :, None] == token[:, None, :]) & exists[:, :, None]
-        # The first path with this prefix stands for all; `argmax` finds the first true.
+        # Of several paths with the same prefix only the first makes a node. `argmax` finds the first true.
         first = same.int().argmax(dim=2)
-        best = price[:, None, :].masked_fill(~same, -torch.inf).amax(dim=2)
+        best = prob[:, None, :].masked_fill(~same, -torch.inf).amax(dim=2)
         tokens.append(token)
         parents.append(before)
-        prices.append(best.masked_fill(~exists | (first != index), -torch.inf))
+        probs.append(best.masked_fill(~exists | (first != index), -torch.inf))
         before = torch.where(exists, first + level * count, -1)
     depths = torch.arange(1, depth + 1, device=paths.device).repeat_interleave(count)
     return from_nodes(
-        pending, torch.cat(tokens, 1), torch.cat(parents, 1), depths.expand(batch, -1), torch.cat(prices, 1), size
+        pending, torch.cat(tokens, 1), torch.cat(parents, 1), depths.expand(batch, -1), torch.cat(probs, 1), size
     )
 
 
 def merge(first: TokenTree, second: TokenTree, depth: int, size: int) -> TokenTree:
-    """Merge two trees of the same rows as tries, each node at the larger of its prices.
+    """Merge two trees of the same rows as tries. A node of both gets the larger of its probabilities.
 
     Args:
-        depth: No node of either tree may be deeper.
-        size: Nodes of the result, root included.
+        first: `[B, N]`.
+        second: `[B, N']`.
+        depth: Depth of the deepest node of either tree.
+        size: Nodes of each resulting tree, root included.
     """
     paths = torch.cat([first.paths(depth), second.paths(depth)], 1)
     log_probs = torch.cat([first.path_log_probs(depth), second.path_log_probs(depth)], 1)

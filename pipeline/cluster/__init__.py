@@ -1,1 +1,1 @@
-"""Ray clusters: the one a job joins, local ones for tests, and jobs submitted elsewhere."""
+"""Ray clusters: the one that a job joins and shares out, local ones for tests, and jobs submitted to others."""

@@ -1,8 +1,9 @@
 """A Ray cluster of several nodes on this machine, apart from every other Ray there.
 
-GPUs are logical here: Ray counts what it is told, so that placement and growth are the same as on real nodes. The
-cluster has a folder, free ports and a token of its own. All its processes carry the folder's name in their
-environment, by which they, and no others, are ended.
+GPUs are logical here: Ray counts what it is told, so placement and growth are the same as on real nodes. The cluster
+has a folder, free ports and a token of its own. All its processes carry the folder's name in their environment; at the
+end those processes, and no others, are killed: `ray.cluster_utils.AutoscalingCluster` ends by `ray stop`, which kills
+every Ray on the machine.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ _UNUSED_LISTS = (
     "head_start_ray_commands",
     "worker_start_ray_commands",
 )
-"""What the autoscaler looks up for nodes that have to be set up."""
+"""Keys that the autoscaler expects in its configuration, for nodes that have to be set up."""
 
 
 @dataclass(frozen=True)
 class NodeType:
-    """What equal nodes have.
+    """A kind of nodes.
 
     Args:
-        cpus: Logical cores.
-        gpus: Logical GPUs.
-        most: How many of them an autoscaler may start.
-        environment: Environment variables that the node's processes have besides the cluster's; not for nodes that an
+        cpus: Logical cores of each.
+        gpus: Logical GPUs of each.
+        most: How many such nodes an autoscaler may start.
+        environment: Environment variables of the node's processes, besides the cluster's; not for nodes that an
             autoscaler starts.
     """
 
@@ -64,13 +65,13 @@ class NodeType:
 class LocalCluster:
     """A head that runs no work, and nodes that do: started at once, or by an autoscaler when there is work.
 
-    To be used in a `with` statement; at its end all processes of the cluster are killed.
+    Use it in a `with` statement; at its end all processes of the cluster are killed.
 
     Args:
         nodes: Nodes from the beginning.
         growing: Kinds of nodes, by name, that an autoscaler starts and ends.
-        idle_seconds: After which the autoscaler ends a node without work.
-        head_environment: Environment variables that the head's processes have besides the cluster's.
+        idle_seconds: The autoscaler ends a node that has had no work for this long.
+        head_environment: Environment variables of the head's processes, besides the cluster's.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class LocalCluster:
         self._head: list[int] = []
         self.environment: dict[str, str] = {
             **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
-            # In a job's command, `python` is this one.
+            # In a job's command, `python` is the interpreter that runs this.
             "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
             "RAY_ADDRESS": f"{LOOPBACK}:{self._gcs}",
             "RAY_API_SERVER_ADDRESS": self.jobs_address,
@@ -108,7 +109,8 @@ class LocalCluster:
             self._start_head()
             self._head = self._raylets()
             for node in self._nodes:
-                self._start("--address", f"{LOOPBACK}:{self._gcs}", *_has(node), environment=node.environment)
+                options = ("--address", f"{LOOPBACK}:{self._gcs}", *_resource_options(node))
+                self._start(*options, environment=node.environment)
         except BaseException:
             self._end()
             raise
@@ -120,7 +122,7 @@ class LocalCluster:
         self._end()
 
     def nodes(self) -> list[int]:
-        """Process ids of the nodes' raylets, without the head's: a node ends with its raylet."""
+        """Return the process ids of the nodes' raylets, without the head's: a node ends with its raylet."""
         return [pid for pid in self._raylets() if pid not in self._head]
 
     def _raylets(self) -> list[int]:
@@ -142,7 +144,7 @@ class LocalCluster:
                 "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
                 "AUTOSCALER_UPDATE_INTERVAL_S": "1",
             }
-        self._start(*options, *_has(head), environment={**self._head_environment, **extra})
+        self._start(*options, *_resource_options(head), environment={**self._head_environment, **extra})
 
     def _autoscaler_config(self) -> dict[str, Any]:
         types = {
@@ -176,7 +178,7 @@ class LocalCluster:
         }
 
     def _start(self, *options: Any, environment: Mapping[str, str] | None = None) -> None:
-        """Start a node, and wait until it stands."""
+        """Start a node and wait until it is up."""
         command: list[Any] = [sys.executable, "-m", "ray.scripts.scripts", "start", "--node-ip-address", LOOPBACK]
         command += ["--object-store-memory", _OBJECT_STORE_BYTES, "--min-worker-port", 0, "--max-worker-port", 0]
         command += ["--dashboard-agent-listen-port", 0, *options]
@@ -194,10 +196,10 @@ class LocalCluster:
             raise JobError(f"a node of the local cluster did not start: {log.read_text()[-2_000:]}")
 
     def _processes(self) -> Iterator[int]:
-        """All processes of the cluster, whoever their parents are by now."""
+        """Find all processes of the cluster, whatever their parents are by now."""
         mark = f"{_MARK}={self._folder.name}".encode()
         for entry in Path("/proc").iterdir():
-            with suppress(OSError):  # it has just ended, or is somebody else's
+            with suppress(OSError):  # it has just ended, or belongs to another user
                 if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
                     yield int(entry.name)
 
@@ -210,7 +212,7 @@ class LocalCluster:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _has(node: NodeType) -> list[Any]:
+def _resource_options(node: NodeType) -> list[Any]:
     return ["--num-cpus", node.cpus, "--num-gpus", node.gpus]
 
 

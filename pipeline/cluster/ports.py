@@ -8,7 +8,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports that nobody listens on now."""
+    """Find different ports that no process listens on now."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for one in sockets:

@@ -1,1 +1,1 @@
-"""Engines as Ray actors: rows in, generations out, and what survives when an actor dies."""
+"""Engines as Ray actors: parts in, generated rows out, and what survives when an engine's process dies."""

@@ -1,7 +1,8 @@
-"""Rows into an engine: a few more than it has slots, long ones first, and those that may end its process alone.
+"""The feeder passes the rows of several parts into one engine.
 
-The calls of an actor run at once, and their rows share the engine; one thread passes them in, after the ledger knows
-of them. So the rows that the ledger holds for an engine are those that it is working on, or about to.
+It keeps a few more rows in the engine than there are slots, takes long rows first, and lets rows that may have killed
+an engine in alone. One thread passes rows in, after the ledger has noted them. So the rows that the ledger has inside
+an engine are those that it is working on, or about to.
 """
 
 from __future__ import annotations
@@ -13,38 +14,38 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from drafter.engine.handle import Handle
+from drafter.engine.sequences.handle import Handle
 from drafter.errors import RequestError, RequestTimeoutError
 from drafter.requests import Generation, Request
-from pipeline.engines.ledger import Outcome, RowKey
+from pipeline.engines.ledger import RowKey, RowOutcome
 from pipeline.errors import RowError
 
 _PULSE_SECONDS = 0.01
-"""While the engine is full, the ledger hears of several rows at once."""
+"""While the engine is full, the feeder waits this long, to tell the ledger of several rows at once."""
 _REPORT_SECONDS = 0.25
 
 
-def places(slots: int) -> int:
-    """Rows to keep in an engine: those that it decodes, and enough waiting that a slot is never empty for a pulse."""
+def capacity(slots: int) -> int:
+    """Return how many rows to keep in an engine: enough wait for a slot that none is empty between two pulses."""
     return slots + max(4, slots // 2)
 
 
 def alone_from(row_attempts: int) -> int:
-    """A row with so many deaths has the engine to itself.
+    """Return at how many deaths a row gets the engine to itself.
 
-    Most deaths are the machine's, so a first retry is in company. A row is set aside after its last two attempts
-    alone: one death that has nothing to do with the row, in the moment that it is alone, does not condemn it.
+    Most deaths are the machine's fault, so a row is first tried again in company. It is set aside after its last two
+    attempts, which are alone: one death from outside, at a moment when the row is alone, does not condemn it.
     """
     return max(1, row_attempts - 2)
 
 
 class RowLedger(Protocol):
-    """What a feeder wants of the `Ledger`."""
+    """What a feeder needs of the `Ledger`."""
 
-    def open_part(self, part: str, wanted: int) -> tuple[dict[str, Outcome], dict[str, int]]:
+    def open_part(self, part: str, wanted: int) -> tuple[dict[str, RowOutcome], dict[str, int]]:
         """See `Ledger.open_part`."""
 
-    def exchange(self, left: Mapping[RowKey, Outcome], entering: list[RowKey]) -> bool:
+    def exchange(self, left: Mapping[RowKey, RowOutcome], entering: list[RowKey]) -> bool:
         """See `Ledger.exchange`."""
 
 
@@ -56,9 +57,9 @@ class _Row:
 
 
 @dataclass
-class _Call:
+class _OpenPart:
     wanted: int
-    outcomes: dict[str, Outcome]
+    outcomes: dict[str, RowOutcome]
 
     @property
     def done(self) -> bool:
@@ -69,26 +70,26 @@ class Feeder:
     """Passes rows into one engine.
 
     Args:
-        submit: Into the engine.
-        columns: What a finished request adds to its row.
-        ledger: Is told of every row before the engine.
-        slots: Of the engine.
-        row_attempts: Deaths after which a row is set aside.
+        submit: Submits a request to the engine.
+        finish: Returns the values of the output columns for a request that has finished.
+        ledger: Is told of every row before the engine is.
+        slots: The engine's slots.
+        row_attempts: A row is set aside at this many deaths.
     """
 
     def __init__(
         self,
         submit: Callable[[Request], Handle],
-        columns: Callable[[Generation, Request], dict[str, Any]],
+        finish: Callable[[Generation, Request], dict[str, Any]],
         ledger: RowLedger,
         slots: int,
         row_attempts: int,
     ) -> None:
-        self._submit, self._columns, self._ledger = submit, columns, ledger
-        self._slots, self._places, self._alone_from = slots, places(slots), alone_from(row_attempts)
-        self._company: deque[_Row] = deque()
+        self._submit, self._finish, self._ledger = submit, finish, ledger
+        self._slots, self._capacity, self._alone_from = slots, capacity(slots), alone_from(row_attempts)
+        self._waiting: deque[_Row] = deque()
         self._suspects: deque[_Row] = deque()
-        self._calls: dict[str, _Call] = {}
+        self._open: dict[str, _OpenPart] = {}
         self._left: list[tuple[_Row, Handle | RowError]] = []
         self._inside = 0
         self._suspect_inside = self._closed = False
@@ -97,54 +98,54 @@ class Feeder:
         threading.Thread(target=self._run, name="feeder", daemon=True).start()
 
     def generate(
-        self, part: str, requests: Mapping[str, Request], report: Callable[[Mapping[str, Outcome]], None]
-    ) -> dict[str, Outcome]:
-        """What came of a part's requests, by their names; safe from any thread.
+        self, part: str, requests: Mapping[str, Request], report: Callable[[Mapping[str, RowOutcome]], None]
+    ) -> dict[str, RowOutcome]:
+        """Generate a part, and return the outcomes of its requests by their names; safe from any thread.
 
         Args:
-            part: Its name.
-            requests: By `request_id`.
-            report: Called now and then with what there is by then, and once with everything.
+            part: The part's name.
+            requests: Its requests by `request_id`.
+            report: Called now and then with the outcomes that are there by then, and once with all.
 
         Raises:
             Exception: The engine failed, or the ledger cannot be reached.
         """
         known, deaths = self._ledger.open_part(part, len(requests))
-        call = _Call(len(requests), {name: known[name] for name in requests if name in known})
+        opened = _OpenPart(len(requests), {name: known[name] for name in requests if name in known})
         rows = [
             _Row(RowKey(part, name), request, deaths.get(name, 0))
             for name, request in requests.items()
             if name not in known
         ]
-        # What is long begins early and ends with the others; rows of a length also read about as much of the cache.
-        rows.sort(key=lambda row: -_expected_length(row.request))
+        # Long rows that begin early end with the others; rows of one length also read about as much of the KV cache.
+        rows.sort(key=lambda row: -_longest(row.request))
         with self._changed:
-            self._calls[part] = call
+            self._open[part] = opened
             for row in rows:
-                (self._suspects if row.deaths >= self._alone_from else self._company).append(row)
+                (self._suspects if row.deaths >= self._alone_from else self._waiting).append(row)
             self._changed.notify_all()
         done = False
         while not done:
             with self._changed:
-                self._changed.wait_for(lambda: call.done or self._failure is not None, _REPORT_SECONDS)
+                self._changed.wait_for(lambda: opened.done or self._failure is not None, _REPORT_SECONDS)
                 if self._failure is not None:
                     raise self._failure
-                outcomes, done = dict(call.outcomes), call.done
+                outcomes, done = dict(opened.outcomes), opened.done
             report(outcomes)
-        del self._calls[part]
+        del self._open[part]
         return outcomes
 
     def _run(self) -> None:
         try:
             while True:
-                self._pass_on()
-        except Exception as error:  # whatever it is, the calls must hear of it
+                self._exchange()
+        except Exception as error:  # whatever it is, `generate` raises it
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _pass_on(self) -> None:
-        """Tell the ledger who leaves and who enters, then let them."""
+    def _exchange(self) -> None:
+        """Tell the ledger which rows left the engine and which are to enter it, then let them enter."""
         with self._changed:
             self._changed.wait_for(lambda: self._left or self._may_enter())
             full = self._inside >= self._slots
@@ -153,32 +154,32 @@ class Feeder:
         with self._changed:
             left, self._left = self._left, []
             entering = self._take()
-        outcomes = {row.key: self._outcome(row, came) for row, came in left}
-        welcome = self._ledger.exchange(outcomes, [row.key for row in entering])
+        outcomes = {row.key: self._outcome(row, result) for row, result in left}
+        may_enter = self._ledger.exchange(outcomes, [row.key for row in entering])
         with self._changed:
             for key, outcome in outcomes.items():
-                self._calls[key.part].outcomes[key.request_id] = outcome
-            self._closed = not welcome
+                self._open[key.part].outcomes[key.request_id] = outcome
+            self._closed = not may_enter
             self._changed.notify_all()
-        if welcome:
+        if may_enter:
             for row in entering:
                 self._enter(row)
 
     def _may_enter(self) -> int:
-        """How many rows may enter now."""
+        """Return how many rows may enter now."""
         if self._closed or (self._suspect_inside and self._inside):
             return 0
         if self._suspects:
             return 1 if not self._inside else 0
-        return min(self._places - self._inside, len(self._company))
+        return min(self._capacity - self._inside, len(self._waiting))
 
     def _take(self) -> list[_Row]:
-        """The rows that enter now, taken from where they wait."""
-        count, waiting = self._may_enter(), self._suspects or self._company
+        """Take the rows that enter now from those that wait."""
+        count, queue = self._may_enter(), self._suspects or self._waiting
         if count:
-            self._suspect_inside = waiting is self._suspects
+            self._suspect_inside = queue is self._suspects
         self._inside += count
-        return [waiting.popleft() for _ in range(count)]
+        return [queue.popleft() for _ in range(count)]
 
     def _enter(self, row: _Row) -> None:
         try:
@@ -188,20 +189,21 @@ class Feeder:
         else:
             handle.future.add_done_callback(lambda _: self._leave(row, handle))
 
-    def _leave(self, row: _Row, came: Handle | RowError) -> None:
+    def _leave(self, row: _Row, result: Handle | RowError) -> None:
         with self._changed:
-            self._left.append((row, came))
+            self._left.append((row, result))
             self._inside -= 1
             self._changed.notify_all()
 
-    def _outcome(self, row: _Row, came: Handle | RowError) -> Outcome:
-        if isinstance(came, RowError):
-            return Outcome(problem=vars(came.problem))
+    def _outcome(self, row: _Row, result: Handle | RowError) -> RowOutcome:
+        if isinstance(result, RowError):
+            return RowOutcome(problem=vars(result.problem))
         try:
-            return Outcome(generated=self._columns(came.result(), row.request))
+            return RowOutcome(generated=self._finish(result.result(), row.request))
         except RequestTimeoutError as error:
-            return Outcome(problem=vars(RowError("TimedOut", str(error), row.deaths + 1).problem))
+            return RowOutcome(problem=vars(RowError("TimedOut", str(error), row.deaths + 1).problem))
 
 
-def _expected_length(request: Request) -> int:
+def _longest(request: Request) -> int:
+    """Tokens that a request may come to."""
     return len(request.prompt_ids) + request.sampling.max_new_tokens

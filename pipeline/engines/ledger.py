@@ -1,8 +1,8 @@
-"""What is in flight: rows in engines, finished rows of parts that are not committed, and the deaths under each row.
+"""The ledger: which rows are in engines, what came of finished rows, and how often an engine died with a row inside.
 
-One small actor beside the driver keeps it, outside of every engine's process. A row is entered before an engine sees
-it and leaves with its result, so whatever ends an engine's process, it is known which rows were in it, and those that
-had finished are not generated again.
+One small actor on the driver's node keeps it, outside of every engine's process. It notes a row before an engine sees
+the row, and the row's outcome when it leaves. So whatever ends an engine's process, it is known which rows were inside,
+and rows that had finished are not generated again. Entries of a part are dropped when the part is committed.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 from pipeline.errors import RowError
 
 _HOPELESS = 20
-"""An engine whose process ends so often without finishing one row is not the rows' fault: the machine's, or ours."""
+"""If an engine's process ends this often without finishing one row, the machine or this program is at fault, no row."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RowOutcome:
     """What came of a row: one of the two.
 
     Args:
-        generated: The columns that a finished row gets.
-        problem: A `RowProblem`'s fields.
+        generated: Values of the output columns.
+        problem: Fields of a `RowProblem`.
     """
 
     generated: dict[str, Any] | None = None
@@ -33,10 +33,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RowKey:
-    """A row's place.
+    """A row's key in the ledger.
 
     Args:
-        part: The part it belongs to.
+        part: The part that it belongs to.
         request_id: Its name.
     """
 
@@ -49,32 +49,32 @@ class PartRecord:
     """A part that is not committed.
 
     Args:
-        wanted: Rows that an engine has to see; None before an engine has begun with the part.
-        inside: Those that are in an engine now.
-        outcomes: Those that have left it.
-        deaths: How often a row's engine died with the row inside.
+        wanted: Number of rows that an engine has to see; None before an engine has begun with the part.
+        inside: Rows that are in an engine now.
+        outcomes: Outcomes of the rows that have left it.
+        deaths: How often an engine died with a row inside.
     """
 
     wanted: int | None = None
     inside: set[str] = field(default_factory=set)
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    outcomes: dict[str, RowOutcome] = field(default_factory=dict)
     deaths: Counter[str] = field(default_factory=Counter)
 
     @property
     def complete(self) -> bool:
-        """Whether all rows have left the engine; only the commit is missing."""
+        """Whether all rows have an outcome, so that only the commit is missing."""
         return len(self.outcomes) == self.wanted
 
 
 @dataclass(frozen=True)
 class SavedRow:
-    """What one submission tells the next of a row whose part is not committed.
+    """What one submission tells the next about a row whose part is not committed.
 
     Args:
         part: See `RowKey`.
         request_id: See `RowKey`.
-        generated: See `Outcome`.
-        problem: See `Outcome`.
+        generated: See `RowOutcome`.
+        problem: See `RowOutcome`.
         deaths: See `PartRecord`.
     """
 
@@ -87,13 +87,13 @@ class SavedRow:
 
 @dataclass(frozen=True)
 class LedgerCounts:
-    """What happened in this submission.
+    """How things stand in this submission.
 
     Args:
         inside: Rows that are in engines now.
-        uncommitted: Parts whose rows have all finished and that are not committed.
+        uncommitted: Parts that are not committed although all of their rows have an outcome.
         engine_deaths: Processes of engines that ended and were replaced.
-        rows_again: Rows that entered an engine once more because it died.
+        rows_again: Rows that were inside an engine when it died, and have to be generated again.
     """
 
     inside: int
@@ -106,8 +106,8 @@ class Ledger:
     """Keeps the record; a Ray actor, but nothing in it needs Ray.
 
     Args:
-        row_attempts: A row that was in an engine at so many deaths is set aside: it gets an error for its outcome.
-        saved: What an earlier submission left (`save`).
+        row_attempts: A row that was in an engine at this many deaths is set aside: its outcome is an error.
+        saved: What an earlier submission left, by `save`.
         base: Fingerprint of the base that an earlier submission generated with.
     """
 
@@ -123,35 +123,36 @@ class Ledger:
             if row.deaths:
                 record.deaths[row.request_id] = row.deaths
             if row.generated is not None or row.problem is not None:
-                record.outcomes[row.request_id] = Outcome(row.generated, row.problem)
+                record.outcomes[row.request_id] = RowOutcome(row.generated, row.problem)
 
     def arrive(self, engine: str) -> bool:
-        """An engine's process begins.
+        """Note that an engine's process begins.
 
         Args:
-            engine: The same name for every process that replaces a dead one.
+            engine: Its name; a process that replaces a dead one has the same.
 
         Returns:
-            Whether to go on: not after `_HOPELESS` processes without one finished row.
+            Whether the process shall go on: not after `_HOPELESS` processes without one finished row.
         """
         self._engine_deaths += engine in self._starts
         self._starts[engine] += 1
         return self._starts[engine] <= _HOPELESS
 
     def loaded(self, base: str) -> str:
-        """An engine has loaded a base with this fingerprint; returns that of the first one, which all must have."""
+        """Note the fingerprint of the base that an engine has loaded, and return the first one, which all must have."""
         self._base = self._base or base
         return self._base
 
     def has_loaded(self) -> bool:
-        """Whether any engine has loaded its models, so that they can be."""
+        """Return whether any engine has loaded its models, which proves that they can be loaded."""
         return self._base is not None
 
-    def open_part(self, part: str, wanted: int) -> tuple[dict[str, Outcome], dict[str, int]]:
-        """An engine begins with a part, or begins again: then the process that had it before has died.
+    def open_part(self, part: str, wanted: int) -> tuple[dict[str, RowOutcome], dict[str, int]]:
+        """Note that an engine begins with a part; if another had begun with it, that one's process has died.
 
         Returns:
-            The outcomes that are there already, set-aside rows' included, and the deaths under each row that had any.
+            The outcomes that are there already, those of rows set aside included, and how often an engine died with
+            each row, where it did.
         """
         record = self._parts.setdefault(part, PartRecord())
         record.wanted = wanted
@@ -160,14 +161,14 @@ class Ledger:
         record.inside.clear()
         for request_id, deaths in record.deaths.items():
             if deaths >= self._row_attempts:
-                record.outcomes.setdefault(request_id, Outcome(problem=vars(_set_aside(deaths).problem)))
+                record.outcomes.setdefault(request_id, RowOutcome(problem=vars(_too_many_deaths(deaths).problem)))
         return record.outcomes, dict(record.deaths)
 
-    def exchange(self, engine: str, left: Mapping[RowKey, Outcome], entering: Iterable[RowKey]) -> bool:
-        """Rows leave an engine, and others are about to enter it.
+    def exchange(self, engine: str, left: Mapping[RowKey, RowOutcome], entering: Iterable[RowKey]) -> bool:
+        """Note that rows leave an engine and that others are about to enter it.
 
         Returns:
-            Whether they may: not any more when the job is being stopped.
+            Whether they may enter: not when the job is being stopped.
         """
         for key, outcome in left.items():
             record = self._parts.setdefault(key.part, PartRecord())
@@ -180,7 +181,7 @@ class Ledger:
         return self._open
 
     def commit(self, part: str) -> None:
-        """A part is in the output: nothing need be known of it any more."""
+        """Forget a part, because it is in the output."""
         self._parts.pop(part, None)
 
     def drain(self) -> None:
@@ -188,7 +189,7 @@ class Ledger:
         self._open = False
 
     def counts(self) -> LedgerCounts:
-        """How things stand."""
+        """Return how things stand."""
         records = self._parts.values()
         return LedgerCounts(
             inside=sum(len(record.inside) for record in records),
@@ -198,14 +199,14 @@ class Ledger:
         )
 
     def save(self) -> list[SavedRow]:
-        """All that the next submission can use; that rows are inside an engine now is no death."""
+        """Return all that the next submission can use. Rows that are inside an engine now count no death."""
         return [
             SavedRow(part, name, outcome.generated, outcome.problem, record.deaths[name])
             for part, record in self._parts.items()
             for name in record.outcomes.keys() | record.deaths.keys()
-            for outcome in [record.outcomes.get(name, Outcome())]
+            for outcome in [record.outcomes.get(name, RowOutcome())]
         ]
 
 
-def _set_aside(deaths: int) -> RowError:
+def _too_many_deaths(deaths: int) -> RowError:
     return RowError("EngineDied", f"its engine's process ended {deaths} times with it, at last with it alone", deaths)

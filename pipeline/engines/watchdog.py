@@ -1,4 +1,4 @@
-"""A step of an engine that never ends is ended with its process."""
+"""A watchdog for steps of an engine that never end."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 _LOOKS = 10
-"""How often the limit is looked at while it runs."""
+"""How often the watchdog looks within the time that a step may take."""
 
 
 class Stepping(Protocol):
-    """What a watchdog sees of an engine."""
+    """What a watchdog sees of an engine; `last_step` is when it last ended a step, by `time.monotonic`."""
 
     last_step: float
 
@@ -22,7 +22,7 @@ class Stepping(Protocol):
 
 
 def watch(engine: Stepping, seconds: float, stuck: Callable[[], None]) -> threading.Thread:
-    """Call `stuck`, once, when a step takes longer than `seconds`; from a thread that begins with this call."""
+    """Start a thread that calls `stuck`, once, when a step takes longer than `seconds`."""
 
     def look() -> None:
         while engine.idle or time.monotonic() - engine.last_step <= seconds:

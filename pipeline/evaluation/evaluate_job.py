@@ -23,12 +23,14 @@ from drafter.evaluation.questions import Question, QuestionError, read_questions
 from drafter.evaluation.report_files import write_report
 from drafter.evaluation.results import RESULTS_FILE, Cell, Place, Results
 from drafter.evaluation.tables import speed_tables
-from pipeline.cluster.ray_cluster import ActorResources, connect, share_out
+from pipeline.cluster.ray_cluster import connect
+from pipeline.cluster.resources_config import ResourcesConfig
+from pipeline.cluster.shares import ActorResources, share_out
 from pipeline.command_line import run_job
+from pipeline.engines.named_models import model_name
 from pipeline.errors import InputError, JobError
 from pipeline.evaluation.evaluate_config import EvaluateConfig, parse_config
-from pipeline.generate.generate_config import LoadingConfig, ResourcesConfig
-from pipeline.generate.row_requests import model_name
+from pipeline.generate.generate_config import LoadingConfig
 
 Item = Results | list[Cell] | Progress
 """What the task sends: first the results without a cell, then the cells of a place together, and progress."""

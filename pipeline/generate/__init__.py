@@ -1,1 +1,1 @@
-"""The generation job: from its configuration to the streaming execution on the cluster."""
+"""The generation job: its configuration, its checks, and the pipeline from staged parts to committed ones."""

@@ -1,4 +1,4 @@
-"""The distillation job: the generation job, with defaults for text that a draft head is to learn from."""
+"""The distillation job: the generation job, with defaults for text that a draft head learns from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipeline.generate.generate_config import GenerateConfig, generate_parser
 from pipeline.generate.generate_job import generate
 
 _DESCRIPTION = """\
-Let the base answer prompts itself: the text that its draft head is to learn from.
+Let the base answer prompts itself, to get the text that its draft head learns from.
 
 This is jobs.generate with longer answers by default: the same input, output and settings, and
 submitting the same command again goes on where the job stopped. jobs.train takes the output.
@@ -21,12 +21,12 @@ _DEFAULTS = {"sampling.max_new_tokens": 1024}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job that a command line asks for; see `run_job`."""
+    """Run the job that a command line asks for, and return its exit code; see `run_job`."""
     return run_job(lambda given: generate(parse_config(given)), arguments)
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> GenerateConfig:
-    """The distillation job that a command line asks for; see `command_line.parse`."""
+    """Read the configuration of the distillation job from a command line; see `command_line.parse`."""
     parser = generate_parser("jobs.distill", _DESCRIPTION)
     parser.set_defaults(_DEFAULTS)
     return parse(GenerateConfig, parser, arguments)

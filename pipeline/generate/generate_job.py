@@ -1,47 +1,56 @@
-"""The generation job's entry, and what is checked before a cluster or a model is touched."""
+"""The generation job's entry, and all checks that need neither a cluster nor a loaded model."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
+
+from pyarrow import fs
 
 from pipeline.command_line import run_job
+from pipeline.engines.named_models import head_fingerprints, model_fingerprint, model_name
 from pipeline.errors import InputError
 from pipeline.generate.generate_config import GenerateConfig, parse_config
-from pipeline.io.reading import PromptSource, find_prompts, list_input
-from pipeline.output.run_manifest import folder_fingerprint, meaning, model_fingerprint, open_output
+from pipeline.generate.job_context import JobContext, job_meaning
+from pipeline.io.files import locate
+from pipeline.io.listing import list_input
+from pipeline.io.prompt_source import PromptSource, find_prompts
+from pipeline.output.output_folder import OutputFolder
+from pipeline.output.run_file import save_run
+from pipeline.output.same_job import check_output
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job that a command line asks for; see `run_job`. All rows are in the output when it returns 0."""
+    """Run the job that a command line asks for, and return its exit code; see `run_job`."""
     return run_job(lambda given: generate(parse_config(given)), arguments)
 
 
 def generate(config: GenerateConfig) -> None:
-    """Run a job to its end.
+    """Run a job to its end; then all of its rows are in the output.
 
     Raises:
         InputError: The configuration or the input cannot be used.
         JobError: The job failed on the way.
+        JobStopped: The job was told to stop.
     """
-    # Everything that can be checked without a cluster or a model comes first.
     reading = config.reading
     listing = list_input(config.input, reading.format, reading.split, reading.subset)
-    source = find_prompts(listing, config.reading)
-    if source.kind == "openai":
-        check_batch(config)
-    model = check_model(config, source)
-    meant = meaning(config, listing, model, check_drafter(config.model, config.drafter))
-    output = open_output(config, meant)
+    prompts = find_prompts(listing, reading)
+    if prompts.kind == "openai":
+        refuse_settings_of_requests(config)
+    base = model_fingerprint(model_name(config.model))
+    check_tokenizer(config, prompts)
+    meaning = job_meaning(config, listing, base, head_fingerprints(config.model, config.drafter))
+    job = JobContext(config, listing, prompts, open_output(config, meaning), meaning)
     print(config.as_yaml(), end="", file=sys.stderr, flush=True)
-    from pipeline.generate.cluster_run import run  # Ray takes seconds to import, too
+    from pipeline.generate.submission import run  # Ray takes seconds to import: no check waits for it
 
-    run(config, listing, source, output, meant)
+    run(job)
 
 
-def check_batch(config: GenerateConfig) -> None:
-    """Refuse settings that the requests of an OpenAI batch have themselves.
+def refuse_settings_of_requests(config: GenerateConfig) -> None:
+    """Refuse settings that the requests of an OpenAI batch bring themselves.
 
     Raises:
         InputError: Such a setting.
@@ -62,45 +71,36 @@ def check_batch(config: GenerateConfig) -> None:
             )
 
 
-def check_model(config: GenerateConfig, source: PromptSource) -> str:
-    """Read the base's configuration and tokeniser, and return what tells it from others.
+def check_tokenizer(config: GenerateConfig, prompts: PromptSource) -> None:
+    """Load the base's tokeniser, to see that it can be loaded and has a chat template where one is needed.
 
     Raises:
-        InputError: There is no such model, or it has no chat template where one is needed.
+        InputError: It cannot, or has none.
     """
-    from drafter.base.loading import load_tokenizer  # torch takes seconds to import: the checks before it do not wait
+    from drafter.base.loading import load_tokenizer  # torch takes seconds to import: no check before waits for it
     from drafter.errors import LoadError
-    from pipeline.generate.row_requests import model_name
 
     name = model_name(config.model)
-    fingerprint = model_fingerprint(name)
     try:
         tokenizer = load_tokenizer(name, trust_remote_code=config.loading.trust_remote_code)
     except LoadError as error:
         raise InputError(str(error)) from error
-    if (source.kind == "messages" or config.reading.chat) and tokenizer.chat_template is None:
+    if (prompts.kind == "messages" or config.reading.chat) and tokenizer.chat_template is None:
         raise InputError(f"model {name} has no chat template: give text prompts, with reading.chat false")
-    return fingerprint
 
 
-def check_drafter(model: str | None, drafter: str) -> dict[str, str]:
-    """Fingerprints of the draft heads in folders, the embedded ones included, that `drafter` names for `model`.
+def open_output(config: GenerateConfig, meaning: dict[str, Any]) -> OutputFolder:
+    """Open the output's folder: make a new one, or go on with that of an earlier submission of the same job.
 
     Raises:
-        InputError: A path with no head.
+        InputError: It holds something else or another job's results, or cannot be written to.
     """
-    from drafter.embedded import EMBEDDED_HEADS
-
-    if drafter == "auto" and model is None:
-        drafter = "ctc"
-    found = {}
-    for name in [drafter] if Path(drafter).exists() else drafter.split("+"):
-        embedded = EMBEDDED_HEADS / name
-        folder = embedded if embedded.is_dir() else Path(name).expanduser()
-        if folder.is_dir():
-            if not (folder / "config.json").is_file():
-                raise InputError(f"drafter {name} is not a draft head's folder: it has no config.json")
-            found[name] = folder_fingerprint(folder)
-        elif folder.exists() or name.startswith(("/", "./", "../", "~")):
-            raise InputError(f"drafter {name} is not a folder with a draft head")
-    return found
+    output = OutputFolder(locate(config.output))
+    source = locate(config.input)
+    if f"{output.root.path}/".startswith(f"{source.path}/") and source.filesystem.equals(output.root.filesystem):
+        raise InputError(f"output {config.output} lies in the input: results would become input")
+    check_output(config.output, output.root, meaning)
+    output.create()
+    if output.run_file.type != fs.FileType.File:
+        save_run(output.run_file, config.as_dict(), meaning, state="running")
+    return output

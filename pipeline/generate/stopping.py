@@ -1,4 +1,4 @@
-"""A job that is told to stop: SIGTERM, as before a spot machine is taken away, lets rows finish first."""
+"""Stopping a job in good order: SIGTERM, as before a spot machine is taken away, lets rows finish first."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _BY_SIGNAL = "by SIGTERM"
 
 
 class StopRequestedError(BaseException):
-    """Raised in the main thread when it is time to end. Like KeyboardInterrupt, it is nobody's to handle on the way."""
+    """Raised in the main thread when it is time to end. As with KeyboardInterrupt, nothing on the way handles it."""
 
 
 class Stopping:
-    """For a `with` block in the main thread, ends the block with `StopRequestedError` on SIGTERM or `stop`."""
+    """Ends a `with` block in the main thread by `StopRequestedError`, on SIGTERM or `stop`."""
 
     def __init__(self) -> None:
         self._drain: Callable[[], None] | None = None
@@ -28,7 +28,7 @@ class Stopping:
         self._before: Any = None
 
     def stop(self, reason: str) -> None:
-        """End the block now, if it has not ended; safe from any thread."""
+        """End the block now, unless it has ended; safe from any thread."""
         self._reason = reason
         with self._lock:
             if self._active and self._main.ident is not None:
@@ -36,7 +36,7 @@ class Stopping:
 
     @contextmanager
     def draining(self, drain: Callable[[], None]) -> Iterator[None]:
-        """A part of the block that goes on, on SIGTERM, until `drain` returns, which is called in another thread."""
+        """Make SIGTERM call `drain` in another thread, and end the block only when that returns, in this part of it."""
         self._drain = drain
         try:
             yield
@@ -44,7 +44,7 @@ class Stopping:
             self._drain = None
 
     def __enter__(self) -> Stopping:
-        if threading.current_thread() is self._main:  # no other may handle signals
+        if threading.current_thread() is self._main:  # no other thread may handle signals
             self._before = signal.getsignal(signal.SIGTERM)
             self._active = True
             self.take_over()
@@ -59,7 +59,7 @@ class Stopping:
             signal.signal(signal.SIGTERM, self._before)
 
     def take_over(self) -> None:
-        """Handle SIGTERM again: Ray puts its own handler there when it starts."""
+        """Handle SIGTERM again: Ray installs its own handler when it starts."""
         if self._active:
             signal.signal(signal.SIGTERM, self._on_signal)
 

@@ -1,8 +1,7 @@
-"""Files wherever they are: local paths and URIs through `pyarrow.fs`."""
+"""Files on any file system: local paths and URIs through `pyarrow.fs`."""
 
 from __future__ import annotations
 
-import re
 import shutil
 import tempfile
 import uuid
@@ -17,8 +16,8 @@ from pyarrow import fs
 
 from drafter.errors import one_line
 from pipeline.errors import InputError
+from pipeline.io.path_patterns import split_query
 
-_GLOB = re.compile(r"[*?\[]")
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 _COPY_BYTES = 8 << 20
 
@@ -28,8 +27,8 @@ class Location:
     """A path on a file system.
 
     Args:
-        filesystem: Any of pyarrow's; may travel to workers.
-        path: Absolute, `/` between parts.
+        filesystem: Any of pyarrow's; it can be sent to workers.
+        path: Absolute, with `/` between parts.
     """
 
     filesystem: fs.FileSystem
@@ -45,26 +44,26 @@ class Location:
 
     @property
     def info(self) -> fs.FileInfo:
-        """What the file system knows of it."""
+        """What the file system knows about the path."""
         return self.filesystem.get_file_info(self.path)
 
     @property
     def type(self) -> fs.FileType:
-        """Whether there is a file, a folder, or nothing."""
+        """Whether a file, a folder or nothing is there."""
         return self.info.type
 
     def children(self) -> list[fs.FileInfo]:
-        """What a folder holds, by name; nothing where there is no folder."""
+        """Return what the folder holds, sorted by path; nothing where there is no folder."""
         found = self.filesystem.get_file_info(fs.FileSelector(self.path, allow_not_found=True))
         return sorted(found, key=lambda info: str(info.path))
 
     def read_text(self) -> str:
-        """Content of a small UTF-8 file."""
+        """Read a small UTF-8 file."""
         with self.filesystem.open_input_stream(self.path, compression=None) as stream:
             return bytes(stream.readall()).decode("utf-8")
 
     def write_text(self, text: str) -> None:
-        """Write a small UTF-8 file as a whole or not at all."""
+        """Write a small UTF-8 file, as a whole or not at all."""
         with self.open_whole() as stream:
             stream.write(text.encode("utf-8"))
 
@@ -75,13 +74,14 @@ class Location:
 
     @contextmanager
     def open_whole(self, aside: Location | None = None) -> Iterator[Any]:
-        """A stream of bytes to a file that appears as a whole when all is written, or not at all.
+        """Open a stream of bytes to a file that appears when all is written, as a whole, or not at all.
 
-        On a file system it is written aside and takes its place by one rename. Object stores have no rename, only
-        copies, but an object appears by itself when all of it has arrived: so it is collected first, and put at once.
+        A file system gets the bytes under another name, and one rename puts the file in its place. Object stores have
+        no rename, but an object appears only when all of it has arrived: its bytes are collected first and sent at
+        once.
 
         Args:
-            aside: Where to write it until then; by default beside it.
+            aside: Where a file system keeps the bytes until the rename; by default beside the file.
         """
         if self.filesystem.type_name in _OBJECT_STORES:
             with tempfile.TemporaryFile() as collected:
@@ -97,15 +97,15 @@ class Location:
 
 
 def make_folders(output: Location, folders: Sequence[Location], probe_in: Location) -> None:
-    """Make the folders of an output, and see that one can write there.
+    """Make the folders of an output and check that they can be written to.
 
     Args:
-        output: What was asked for.
-        folders: In it.
-        probe_in: Where to try.
+        output: The output that was asked for; errors name it.
+        folders: The folders to make.
+        probe_in: Folder in which a test file is written and deleted.
 
     Raises:
-        InputError: They cannot be made or written to.
+        InputError: The folders cannot be made or written to.
     """
     try:
         for folder in folders:
@@ -118,57 +118,17 @@ def make_folders(output: Location, folders: Sequence[Location], probe_in: Locati
 
 
 def locate(uri: str) -> Location:
-    """A local path, or a URI such as `s3://bucket/folder`.
+    """Find the file system and path of a local path or a URI such as `s3://bucket/folder`.
 
     Raises:
-        InputError: A URI that pyarrow cannot open.
+        InputError: pyarrow cannot open the URI.
     """
     if "://" not in uri:
         return Location(fs.LocalFileSystem(), str(Path(uri).expanduser().absolute()))
     try:
         path, query = split_query(uri)
-        plain = uri.startswith("hf://")  # the hub's paths are no parts of a URI
+        plain = uri.startswith("hf://")  # the hub's client takes paths as they are, without URI quoting
         filesystem, path = fs.FileSystem.from_uri(uri if plain else quote(path, safe="/:@%") + query)
     except (OSError, ValueError, NotImplementedError) as error:
         raise InputError(f"{uri} cannot be opened: {one_line(error)}") from error
     return Location(filesystem, path)
-
-
-def split_query(uri: str) -> tuple[str, str]:
-    """A path, or a URI in two: up to its first `?`, which is no wildcard there, and the rest."""
-    if "://" not in uri:
-        return uri, ""
-    path, mark, query = uri.partition("?")
-    return path, mark + query
-
-
-def has_glob(uri: str) -> bool:
-    """Whether a path has `*`, `?` or `[…]` in it."""
-    return _GLOB.search(split_query(uri)[0]) is not None
-
-
-def glob_base(pattern: str) -> str:
-    """The folder above a pattern's first wildcard."""
-    path, query = split_query(pattern)
-    first = _GLOB.search(path)
-    assert first is not None
-    return (path[: first.start()].rpartition("/")[0] or "/") + query
-
-
-def glob_regex(pattern: str) -> re.Pattern[str]:
-    """A path pattern as a regular expression: `**` spans folders, `*`, `?` and `[…]` stay within a name."""
-    translated = ""
-    for token in re.findall(r"\*\*/|\*\*|\*|\?|\[!?\]?[^\]]*\]|.", pattern, flags=re.DOTALL):
-        if token == "**/":
-            translated += "(?:.*/)?"
-        elif token == "**":
-            translated += ".*"
-        elif token == "*":
-            translated += "[^/]*"
-        elif token == "?":
-            translated += "[^/]"
-        elif len(token) > 1:
-            translated += "[" + token[1:-1].replace("\\", r"\\").replace("!", "^", token[1] == "!") + "]"
-        else:
-            translated += re.escape(token)
-    return re.compile(translated, flags=re.DOTALL)

@@ -1,7 +1,10 @@
 """Hugging Face datasets: which files of a folder or a repository belong to a split.
 
-Folders that `save_to_disk` wrote say it themselves. Repositories say it in their README's front matter, or by the
-names of their files: https://huggingface.co/docs/hub/datasets-file-names-and-splits
+A folder that `save_to_disk` wrote says it in its own JSON. A repository says it in its README's front matter, or by the
+names of its files: https://huggingface.co/docs/hub/datasets-file-names-and-splits
+
+The `datasets` package resolves splits by the same rules, but has no public function that only lists the files, takes
+seconds to import, and would add pandas, dill and multiprocess to what every worker installs.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from typing import Any
 import yaml
 
 from pipeline.errors import InputError
-from pipeline.io.files import Location, glob_regex
+from pipeline.io.files import Location
+from pipeline.io.path_patterns import pattern_regex
 
 HUB = "hf://"
 """How URIs of the hub begin: `hf://datasets/OWNER/NAME[@REVISION][/PATH]`."""
@@ -30,7 +34,7 @@ _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(?:\n|\Z)", re.DOTALL)
 def dataset_files(
     uri: str, root: Location, names: Sequence[str], split: str | None, subset: str | None
 ) -> list[str] | None:
-    """The files of a dataset's split, or None where nothing says that a folder is more than its files.
+    """List the files of a dataset's split.
 
     Args:
         uri: The folder as it was given, for messages.
@@ -39,38 +43,42 @@ def dataset_files(
         split: The split that was asked for.
         subset: The subset ("configuration") that was asked for.
 
+    Returns:
+        Names of the files; None where nothing says that the folder is more than its files.
+
     Raises:
-        InputError: There is no such split or subset, or it was not said which of several.
+        InputError: There is no such split or subset, or there are several and none was asked for.
     """
     if "dataset_dict.json" in names:
-        _no_subsets(uri, subset)
+        _refuse_subset(uri, subset)
         splits = {name: f"{name}/" for name in json.loads((root / "dataset_dict.json").read_text())["splits"]}
         folder = splits[_choose(uri, "split", splits, split)]
         return [f"{folder}{name}" for name in _saved_files(root / folder.rstrip("/"))]
     if "state.json" in names:
-        _no_subsets(uri, subset)
+        _refuse_subset(uri, subset)
         own = json.loads((root / "state.json").read_text()).get("_split")
         if split is not None and split != own:
             raise InputError(f"input {uri} is one split, {own or 'which has no name'}: leave out reading.split")
         return _saved_files(root)
-    subsets = _declared(root) if "README.md" in names else {}
+    subsets = _declared_subsets(root) if "README.md" in names else {}
     if subsets:
         chosen = subsets[_choose(uri, "subset", subsets, subset)]
         patterns = chosen[_choose(uri, "split", chosen, split)]
-        expressions = [glob_regex(pattern) for pattern in patterns]
+        expressions = [pattern_regex(pattern) for pattern in patterns]
         return [name for name in names if any(expression.fullmatch(name) for expression in expressions)]
-    _no_subsets(uri, subset)
+    _refuse_subset(uri, subset)
     found: dict[str, list[str]] = {}
     for name in names:
         if (its_split := split_of(name)) is not None:
             found.setdefault(its_split, []).append(name)
+    # A folder on disk may just hold files; on the hub, a repository with several splits is never meant as a whole.
     if split is None and not (uri.startswith(HUB) and len(found) > 1):
         return None
     return found[_choose(uri, "split", found, split)]
 
 
 def split_of(name: str) -> str | None:
-    """The split that a file belongs to by its path in a repository; None if that does not tell."""
+    """Return the split that a file belongs to by its path in a repository; None if the path does not tell."""
     if shard := _SHARD.fullmatch(name):
         return _split_in(shard[1]) or shard[1]
     folder, _, file = name.rpartition("/")
@@ -83,25 +91,26 @@ def _split_in(text: str) -> str | None:
 
 
 def _saved_files(folder: Location) -> list[str]:
+    """Files of a dataset that `save_to_disk` wrote."""
     return [one["filename"] for one in json.loads((folder / "state.json").read_text())["_data_files"]]
 
 
-def _declared(root: Location) -> dict[str, dict[str, list[str]]]:
-    """Patterns of files by subset and split, as the README's front matter has them."""
+def _declared_subsets(root: Location) -> dict[str, dict[str, list[str]]]:
+    """Patterns of files by subset and split, from the README's front matter."""
     try:
         matter = _FRONT_MATTER.match((root / "README.md").read_text())
         configs = yaml.safe_load(matter[1])["configs"] if matter else None
-    except (ValueError, LookupError, TypeError, yaml.YAMLError):  # a text of some other kind
+    except (ValueError, LookupError, TypeError, yaml.YAMLError):  # a README of something else
         configs = None
     subsets = {}
     for config in configs if isinstance(configs, list) else []:
-        if isinstance(config, dict) and (splits := _splits(config)):
+        if isinstance(config, dict) and (splits := _declared_splits(config)):
             subsets[str(config.get("config_name", "default"))] = splits
     return subsets
 
 
-def _splits(config: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Patterns by split of a configuration, whose `data_files` may be a pattern, patterns, or patterns with splits."""
+def _declared_splits(config: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Patterns of files by split; `data_files` may be one pattern, several, or several with their splits."""
     folder = str(config.get("data_dir", "")).strip("/")
     files = config.get("data_files", "**" if folder else None)
     entries = files if isinstance(files, list) else [files]
@@ -115,6 +124,7 @@ def _splits(config: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _choose(uri: str, what: str, choices: Mapping[str, Any], asked: str | None) -> str:
+    """Choose the split or subset that was asked for, or the only one, or the subset `default`."""
     if asked is None and len(choices) == 1:
         return next(iter(choices))
     if asked is None and what == "subset" and "default" in choices:
@@ -127,6 +137,6 @@ def _choose(uri: str, what: str, choices: Mapping[str, Any], asked: str | None) 
     return asked
 
 
-def _no_subsets(uri: str, subset: str | None) -> None:
+def _refuse_subset(uri: str, subset: str | None) -> None:
     if subset is not None:
         raise InputError(f"input {uri} does not declare subsets: leave out reading.subset, and give the files' folder")

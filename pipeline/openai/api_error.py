@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+NOT_FINITE = "not_finite"
+"""Code of the error for a model that overflows; asked again, it would overflow again."""
 _LONGEST_SHOWN = 80
 """Characters of a value that a message quotes."""
 
@@ -37,6 +39,12 @@ def bad_request(message: str, param: str | None, code: str) -> OpenAIError:
 def missing(param: str) -> OpenAIError:
     """Return the error for a parameter that must be there."""
     return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+
+
+def not_finite() -> OpenAIError:
+    """Return the error for a request that the model computes no finite numbers for."""
+    message = "The model's numbers are not finite for this request: its activations overflow."
+    return OpenAIError(500, message, code=NOT_FINITE)
 
 
 def shown(value: Any) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from drafter.requests import Generation, TokenLogprob
-from pipeline.openai.api_error import OpenAIError
+from pipeline.openai.api_error import not_finite
 from pipeline.openai.parsed_request import ParsedRequest
 
 TokenText = Callable[[int], str]
@@ -166,10 +166,10 @@ def _number(logprob: float) -> float:
     """Return a log-probability as JSON can have it.
 
     Raises:
-        OpenAIError: It is not a number: the base's forward has overflowed.
+        OpenAIError: It is not a number, because the base's forward has overflowed.
     """
     if logprob == -math.inf:
         return _IMPOSSIBLE
     if not math.isfinite(logprob):
-        raise OpenAIError(500, "The model's log-probabilities are not numbers.", code="invalid_logprobs")
+        raise not_finite()
     return logprob

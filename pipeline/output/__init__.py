@@ -1,1 +1,1 @@
-"""The folder of a job's results: committed parts, run.json, the lease, compaction."""
+"""The output of a job: what is in its folder, how it gets there, and what it says of itself."""

@@ -1,8 +1,8 @@
 """Many small files of results become few large ones, once all rows are committed.
 
-What is merged into what is planned and saved before anything is touched, and the plan stays: it tells which parts a
-merged file stands for. A merged file appears as a whole, and its parts' own files are deleted after that. So at any
-moment a part's rows are in its own file, in the merged one, or in both; going on with the plan deletes the former.
+A plan of what is merged into what is saved before any file is touched. It stays, because it tells which parts a merged
+file stands for. A merged file appears as a whole, and its parts' own files are deleted after that. So at any moment a
+part's rows are in its own file, in the merged one, or in both; whoever goes on with the plan deletes the part's own.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _THREADS = 4
 
 
 def compact(output: OutputFolder, target_bytes: int | None) -> None:
-    """Merge the files of a job whose rows are all committed, or go on with that.
+    """Merge the files of a job whose rows are all committed, or finish merging them.
 
     Args:
         output: The job's folder.
-        target_bytes: Files smaller than this are merged with their neighbours until they reach it; None merges
-            nothing, but finishes what was begun.
+        target_bytes: Files smaller than this are merged with their neighbours until they reach it. None merges nothing,
+            but finishes what an earlier submission began.
     """
     plan = output.compaction()
     if plan is None:
@@ -44,11 +44,14 @@ def compact(output: OutputFolder, target_bytes: int | None) -> None:
 
 
 def merges(sizes: Iterable[tuple[str, int]], target_bytes: int) -> dict[str, list[str]]:
-    """Which neighbours become one file, by its name.
+    """Plan which neighbours become one file.
 
     Args:
         sizes: Names and bytes of files, in order.
-        target_bytes: A merged file is complete when it has so many; the last one may have fewer.
+        target_bytes: A merged file is complete when it has this many; the last one may have fewer.
+
+    Returns:
+        Names of the files that are merged, by the name of what they become.
     """
     groups: list[list[str]] = []
     held = target_bytes
@@ -58,7 +61,7 @@ def merges(sizes: Iterable[tuple[str, int]], target_bytes: int) -> dict[str, lis
             held = 0
         groups[-1].append(name)
         held += size
-    # The name of the first part keeps the order of the rows in that of the files.
+    # A name that begins with its first part's keeps the files in the order of their rows.
     return {f"{group[0]}-to-{group[-1]}": group for group in groups if len(group) > 1}
 
 
@@ -81,7 +84,7 @@ def _merge(folder: Location, there: set[str], aside: Location, merged: str, part
 
 
 def _write(stream: pa.NativeFile, files: Iterable[Location]) -> None:
-    """The rows of all files, in row groups that are worth their reading."""
+    """Write the rows of all files, in row groups that are large enough to be read well."""
     tables = _gathered(files)
     first = next(tables)
     with pa.parquet.ParquetWriter(stream, first.schema, compression="zstd") as writer:

@@ -1,8 +1,8 @@
 """One submission works on an output at a time.
 
-Nothing that is committed depends on it: two submissions of one job write the same rows under the same names. It saves
-the work that a second one would do twice. Object stores have no locks, so it rests on a file that its holder changes
-every few seconds; whether the holder lives is seen by watching the file, never by comparing clocks.
+Results do not depend on it: two submissions of one job write the same rows under the same names. The lease saves the
+work that a second submission would do again. Object stores have no locks, so the lease is a file that its holder
+changes every few seconds. Whether the holder lives is seen by watching the file, never by comparing clocks.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from pipeline.errors import InputError
 from pipeline.io.files import Location
 
 BEAT_SECONDS = 5.0
-_PATIENCE = 3
-"""A file that stays as it is for so many beats has lost its holder."""
+"""The holder changes the file this often."""
+_PATIENCE_BEATS = 3
+"""A file that does not change for this many beats has lost its holder."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who works on an output.
+    """The submission that works on an output.
 
     Args:
-        name: Unique.
-        host: Of its driver.
-        pid: Of its driver.
-        beat: Changes as long as it lives.
+        name: Unique name of the submission.
+        host: Host of its driver.
+        pid: Process id of its driver.
+        beat: Rises as long as the submission lives.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Holder:
 
     @property
     def known_dead(self) -> bool:
-        """Whether it was on this host and is gone; the pid of another process tells nothing."""
+        """Whether it was on this host and has ended; a process with its id may be another one, and proves nothing."""
         if self.host != socket.gethostname():
             return False
         try:
@@ -61,12 +62,12 @@ class Holder:
 
 
 class Lease:
-    """Held for a `with` block.
+    """A lease on an output, held for a `with` block.
 
     Args:
-        file: Where it is kept.
-        lost: Called, from another thread, if another submission has taken it: this one was thought dead.
-        beat_seconds: Between its signs of life.
+        file: Where the lease is kept.
+        lost: Called from another thread if another submission has taken the lease, because this one seemed dead.
+        beat_seconds: Seconds between two signs of life.
     """
 
     def __init__(self, file: Location, lost: Callable[[Holder], None], beat_seconds: float = BEAT_SECONDS) -> None:
@@ -76,19 +77,20 @@ class Lease:
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
 
     def __enter__(self) -> Lease:
-        """Take it.
+        """Take the lease.
 
         Raises:
-            InputError: Another submission is at work.
+            InputError: Another submission works on the output.
         """
         held = self._read()
         if held is not None and not held.known_dead:
-            deadline = time.monotonic() + _PATIENCE * self._seconds
+            deadline = time.monotonic() + _PATIENCE_BEATS * self._seconds
             while time.monotonic() < deadline:
                 time.sleep(self._seconds / 5)
                 self._refuse_unless(self._read() in (held, None), held)
         self._write()
-        time.sleep(self._seconds / 25)  # who comes in the same moment sees that one of the two is last
+        # Of two that come in the same moment, both see who wrote last.
+        time.sleep(self._seconds / 25)
         now = self._read()
         self._refuse_unless(now is not None and now.name == self._me.name, now or self._me)
         self._thread.start()
@@ -103,8 +105,8 @@ class Lease:
         if held is not None and held.name == self._me.name:
             self._file.filesystem.delete_file(self._file.path)
 
-    def _refuse_unless(self, mine: bool, holder: Holder) -> None:
-        if not mine:
+    def _refuse_unless(self, free: bool, holder: Holder) -> None:
+        if not free:
             raise InputError(
                 f"another submission works on output {self._file.path.rpartition('/')[0]} ({holder}): "
                 "wait for its end, or stop it"
@@ -119,7 +121,7 @@ class Lease:
                     return
                 self._write()
             except OSError:
-                continue  # a sign of life that fails is made up for by the next
+                continue  # the next sign of life makes up for one that failed
 
     def _read(self) -> Holder | None:
         if self._file.type != fs.FileType.File:
@@ -127,7 +129,7 @@ class Lease:
         try:
             return Holder(**json.loads(self._file.read_text()))
         except (FileNotFoundError, ValueError, TypeError):
-            return None  # given up in this moment, or not a lease
+            return None  # it is being given up, or is no lease
 
     def _write(self) -> None:
         self._me = replace(self._me, beat=self._me.beat + 1)

@@ -1,4 +1,4 @@
-"""The results of an OpenAI batch, as OpenAI hands them out: made at the end, from what is committed."""
+"""The results of an OpenAI batch, in OpenAI's own format: written at the end, from the committed rows."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ import pyarrow.parquet
 
 from drafter.requests import Generation
 from drafter.statistics import DecodeCounts
-from pipeline.engines.logprobs_column import logprobs_of
-from pipeline.generate.staged_input import BAD_REQUEST, StagedInput
+from pipeline.errors import ProblemType
 from pipeline.io.files import Location
 from pipeline.openai.api_error import OpenAIError
 from pipeline.openai.batch import answer_line, failure_line, parse_line, refusal_line
 from pipeline.openai.response_body import token_text
 from pipeline.openai.strict_json import to_json
+from pipeline.output.logprobs_column import logprobs_of
 from pipeline.output.output_folder import OutputFolder
+from pipeline.staging.samples import row_name
+from pipeline.staging.staged_input import StagedInput
 
 _ROWS = 256
-_REFUSED = (BAD_REQUEST, "BadPrompt", "BadSampling", "Refused")
+_REFUSED: tuple[ProblemType, ...] = ("BadRequest", "BadPrompt", "BadSampling", "Refused")
 """Errors of the request itself, which OpenAI would have answered with status 400."""
 
 Row = dict[str, Any]
 
 
 def write_batch(output: OutputFolder, staged: StagedInput, tokenizer: Callable[[], Any]) -> None:
-    """Write `batch_output.jsonl`, and `batch_errors.jsonl` if there are any errors; each appears as a whole.
+    """Write `batch_output.jsonl`, and `batch_errors.jsonl` if there are errors; each appears as a whole.
 
-    The lines are in the order of the input, and the same whenever they are written.
+    The lines are in the order of the input. Writing them again gives the same lines.
 
     Args:
         output: A job's folder, all of whose rows are committed.
-        staged: Its input.
-        tokenizer: Loads the base's tokeniser; called where log-probabilities are to be told.
+        staged: The job's input.
+        tokenizer: Loads the base's tokeniser; called only where answers have log-probabilities.
     """
     created = staged.created
     load = cache(tokenizer)
@@ -56,7 +58,7 @@ def write_batch(output: OutputFolder, staged: StagedInput, tokenizer: Callable[[
 def _lines(
     output: OutputFolder, staged: StagedInput, created: int, text: Callable[[int], str]
 ) -> Iterator[dict[str, Any]]:
-    for _, rows in groupby(_committed(output, staged), key=lambda row: row["request_id"].rpartition("#")[0]):
+    for _, rows in groupby(_committed(output, staged), key=lambda row: row_name(row["request_id"])):
         choices = list(rows)
         failed = [row for row in choices if "error_type" in row]
         if failed:
@@ -66,10 +68,10 @@ def _lines(
 
 
 def _committed(output: OutputFolder, staged: StagedInput) -> Iterator[Row]:
-    """Finished rows and errors together, in the order of the input."""
+    """Read finished rows and errors together, in the order of the input."""
     finished, errors = _rows(output.data), _rows(output.errors)
     row, error = next(finished, None), next(errors, None)
-    for name in staged.names():
+    for name in staged.request_ids():
         if row is not None and row["request_id"] == name:
             yield row
             row = next(finished, None)
@@ -106,11 +108,11 @@ def _generation(row: Row) -> Generation:
 
 
 def _error_line(row: Row, created: int) -> dict[str, Any]:
-    place = row["request_id"].rpartition("#")[0]
+    place = row_name(row["request_id"])
     try:
         line = json.loads(row["input"])
         custom_id = line["custom_id"]
-    except (ValueError, TypeError, KeyError):  # the line is no record
+    except (ValueError, TypeError, KeyError):  # the line is not a record
         line, custom_id = {}, None
     if not isinstance(custom_id, str) or not custom_id:
         return failure_line(None, place, created, "invalid_line", f"{place}: {row['message']}")

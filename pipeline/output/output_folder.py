@@ -1,4 +1,4 @@
-"""The folder of a job's results."""
+"""The folder of a job's results: which file is where, and which parts it holds."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from pipeline.io.files import Location, make_folders
 
 RUN_FILE = "run.json"
-"""What was run, in every job's output."""
+"""Says what was run, in every job's output."""
 STATUS_FILE = "status.json"
-"""How far a generation job is, in its output."""
+"""Says how far a generation job is, in its output."""
 
 
 @dataclass(frozen=True)
 class CompactionPlan:
-    """Which files become one: parts by the name of the merged file, without suffixes.
+    """Which parts' files become one, by the name of the merged file; all names are without suffixes.
 
     Args:
-        data: In `data/`.
-        errors: In `errors/`.
+        data: Files in `data/`.
+        errors: Files in `errors/`.
     """
 
     data: dict[str, list[str]]
@@ -28,7 +28,7 @@ class CompactionPlan:
 
 @dataclass(frozen=True)
 class OutputFolder:
-    """Where everything of a job is.
+    """Where everything that belongs to a job is.
 
     Args:
         root: The output that was asked for.
@@ -58,37 +58,37 @@ class OutputFolder:
 
     @property
     def unfinished(self) -> Location:
-        """Finished rows of parts that are not committed, as a submission that was stopped left them."""
+        """Finished rows of parts that are not committed, left by a submission that was stopped."""
         return self.root / "_unfinished.parquet"
 
     @property
     def lease(self) -> Location:
-        """Says which submission is at work."""
+        """Says which submission works on the output."""
         return self.root / "_lease.json"
 
     @property
     def compaction_file(self) -> Location:
-        """Which parts' files become one."""
+        """Says which parts' files become one."""
         return self.root / "_compaction.json"
 
     @property
     def run_file(self) -> Location:
-        """What was run."""
+        """Says what was run."""
         return self.root / RUN_FILE
 
     @property
     def status_file(self) -> Location:
-        """How far the job is."""
+        """Says how far the job is."""
         return self.root / STATUS_FILE
 
     @property
     def batch_output(self) -> Location:
-        """Answers to the requests of an OpenAI batch, a line each."""
+        """Answers to the requests of an OpenAI batch, one a line."""
         return self.root / "batch_output.jsonl"
 
     @property
     def batch_errors(self) -> Location:
-        """Requests of an OpenAI batch that were not answered, and why, a line each."""
+        """Requests of an OpenAI batch that were not answered, and why, one a line."""
         return self.root / "batch_errors.jsonl"
 
     def create(self) -> None:
@@ -100,18 +100,18 @@ class OutputFolder:
         make_folders(self.root, [self.data, self.errors, self.temporary], self.temporary)
 
     def delete_temporary(self) -> None:
-        """Delete what others were writing when they ended; for the only submission at work."""
+        """Delete what earlier submissions were writing when they ended; only the holder of the lease may do so."""
         self.temporary.filesystem.delete_dir_contents(self.temporary.path, missing_dir_ok=True)
 
     def compaction(self) -> CompactionPlan | None:
-        """Which parts' files become one; None where none do."""
+        """Read which parts' files become one; None where none do."""
         try:
             return CompactionPlan(**json.loads(self.compaction_file.read_text()))
         except FileNotFoundError:
             return None
 
     def committed(self) -> set[str]:
-        """Names of the parts that are in the output."""
+        """Return the names of the parts that are in the output."""
         paths = (info.path.rpartition("/")[2] for info in self.data.children())
         names = {name.removesuffix(".parquet") for name in paths if name.endswith(".parquet")}
         plan = self.compaction()

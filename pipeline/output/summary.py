@@ -1,4 +1,4 @@
-"""The closing summary, computed from the written Parquet itself."""
+"""The closing summary of a job, computed from the Parquet files that it wrote."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OutputTotals:
     Args:
         rows: Finished rows.
         errors: Rows that could not be generated.
-        counts: Speculation counts of all finished rows.
+        counts: Counts of speculation, summed over all finished rows.
     """
 
     rows: int
@@ -40,7 +40,7 @@ class OutputTotals:
 
 
 def read_totals(output: OutputFolder) -> OutputTotals:
-    """Add up the written files."""
+    """Add up what the files hold."""
     rows = 0
 
     def counts() -> Iterator[DecodeCounts]:
@@ -54,7 +54,7 @@ def read_totals(output: OutputFolder) -> OutputTotals:
 
 
 def count_rows(output: OutputFolder) -> tuple[int, int]:
-    """Finished rows and errors, by the files' own account."""
+    """Return the numbers of finished rows and of errors, from the files' metadata."""
     return _dataset(output.data).count_rows(), _dataset(output.errors).count_rows()
 
 
@@ -63,14 +63,14 @@ def _dataset(folder: Location) -> pyarrow.dataset.Dataset:
 
 
 def summarise(output: OutputFolder, found: OutputTotals, new_tokens: int, new_rows: int, seconds: float) -> str:
-    """The summary for a person.
+    """Write the summary for a person.
 
     Args:
         output: Where everything is.
-        found: What is in it.
+        found: What the output holds.
         new_tokens: Tokens that this submission generated.
         new_rows: Rows that this submission finished, errors included.
-        seconds: How long it generated, without starting up.
+        seconds: How long it generated, without its start.
     """
     counts = found.counts
     lines = [
@@ -85,7 +85,7 @@ def summarise(output: OutputFolder, found: OutputTotals, new_tokens: int, new_ro
         f"{draft_acceptance_rate(counts):.0%} of {counts.num_draft_tokens:,} draft tokens accepted"
     )
     lines += histogram_lines(counts)
-    lines.append(f"results     {(output.data).path}")
+    lines.append(f"results     {output.data.path}")
     if found.errors:
         lines.append(f"errors      {output.errors.path}")
     for place in (output.batch_output, output.batch_errors):
@@ -96,7 +96,7 @@ def summarise(output: OutputFolder, found: OutputTotals, new_tokens: int, new_ro
 
 
 def histogram_lines(counts: DecodeCounts) -> list[str]:
-    """How many draft tokens a step accepted, as bars."""
+    """Draw as bars how many draft tokens the steps accepted."""
     steps = sum(counts.acceptance_histogram)
     if not steps:
         return []

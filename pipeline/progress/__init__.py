@@ -1,1 +1,1 @@
-"""How far a job is: for people, for programs and for Prometheus."""
+"""How far a job is: engines report, the driver adds up, and people, programs and Prometheus are shown."""

@@ -1,4 +1,4 @@
-"""Progress for a person: a bar on a terminal, now and then a line elsewhere."""
+"""Progress for a person: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from pipeline.progress.board import Progress, Viewer
+from pipeline.progress.job_progress import Progress
+from pipeline.progress.watch import Viewer
 
 _FIRST_LINES_SECONDS = 5.0
 _LINES_SHARE = 0.02
@@ -17,13 +18,13 @@ _LAST_LINES_SECONDS = 600.0
 
 
 def display(stream: TextIO | None = None) -> Viewer:
-    """What suits `stream` (stderr by default)."""
+    """Return a bar or lines, as suits `stream` (stderr by default)."""
     stream = stream or sys.stderr
     return Bar(stream) if _has_room(stream) else Lines(stream)
 
 
 class Bar:
-    """A bar on a terminal.
+    """Shows a bar on a terminal.
 
     Args:
         stream: The terminal.
@@ -35,7 +36,7 @@ class Bar:
         )
 
     def show(self, now: Progress) -> None:
-        """Draw it."""
+        """Draw the bar."""
         self._bar.total, self._bar.n = now.total, now.done
         self._bar.set_description_str(now.state, refresh=False)
         self._bar.set_postfix_str(", ".join(rates(now)))
@@ -44,10 +45,10 @@ class Bar:
 
 
 class Lines:
-    """A line when there is something new, at first every few seconds and in a long job every ten minutes.
+    """Prints a line when there is something new: at first every few seconds, in a long job every ten minutes.
 
     Args:
-        stream: Where to.
+        stream: Where the lines go.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -56,7 +57,7 @@ class Lines:
         self._last: tuple[str, int] | None = None
 
     def show(self, now: Progress) -> None:
-        """Print a line if it is time."""
+        """Print a line if it is time for one."""
         ended = now.state not in ("starting", "generating")
         clock = time.monotonic()
         pause = min(max(_FIRST_LINES_SECONDS, _LINES_SHARE * (clock - self._begun)), _LAST_LINES_SECONDS)
@@ -66,12 +67,12 @@ class Lines:
 
 
 def line(now: Progress) -> str:
-    """Progress on one line."""
+    """Return the progress as one line."""
     return ", ".join([f"{now.done}/{now.total} rows", *rates(now)])
 
 
 def rates(now: Progress) -> list[str]:
-    """How fast it goes, when it will be done, and what went wrong."""
+    """Return how fast the job goes, when it will be done, and how many rows went wrong."""
     said = [f"{now.row_rate:.1f} rows/s", f"{now.token_rate:,.0f} tokens/s"]
     if now.steps:
         said.append(f"β {now.beta:.2f}")
@@ -83,5 +84,5 @@ def rates(now: Progress) -> list[str]:
 
 
 def _has_room(stream: TextIO) -> bool:
-    """Whether a bar can be drawn: on a terminal, and not on one of no size, as in some containers."""
+    """Whether a bar can be drawn: not without a terminal, and not on one of size 0, as in some containers."""
     return stream.isatty() and min(os.get_terminal_size(stream.fileno())) > 0

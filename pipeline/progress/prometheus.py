@@ -1,36 +1,38 @@
-"""What Prometheus can see of engines and jobs: a bridge to `ray.util.metrics`, which exports it on every node.
+"""Metrics of engines, rows and jobs for Prometheus, through `ray.util.metrics`, which exports them on every node.
 
-Ray puts `ray_` before the names, `_total` after those of counters, and labels of its own beside ours (`WorkerId` tells
-engines apart). Acceptance and β are not exported: they are ratios of counters, and made in PromQL they are right for
-any time and any set of engines. `docs/metrics.md` lists all names.
+Ray puts `ray_` before the names and `_total` after those of counters, and adds labels of its own (`WorkerId` tells
+engines apart). Acceptance and β are not exported: they are ratios of counters, and computed in PromQL they are right
+for any time and any set of engines. `docs/metrics.md` lists all names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import get_args
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from drafter.engine.loop import Engine
-from pipeline.progress.board import Progress
+from drafter.requests import FinishReason
+from drafter.statistics import EngineState
+from pipeline.errors import ProblemType
+from pipeline.progress.job_progress import Progress
 
 TAGS = ("run", "model", "drafter")
-"""Labels of an engine's metrics: whose it is (a job's output, an endpoint's name), and what it runs."""
+"""Labels of an engine's metrics: a job's output or an endpoint's name, and what the engine runs."""
 _COUNTERS = {
-    "steps": "Decode steps of the engine: forwards of the base over all active requests.",
+    "steps": "Decode steps of the engine: forwards of the base over all active sequences.",
     "busy_seconds": "Seconds in which the engine had something to decode.",
     "tokens": "New tokens.",
-    "row_steps": "Decode steps of single requests: their parts in forwards of the base.",
+    "row_steps": "Decode steps, counted once for each sequence that takes part.",
     "draft_tokens": "Draft tokens verified.",
     "accepted_tokens": "Draft tokens that became output.",
 }
 _GAUGES = {
-    "slots": "Requests that can be decoded together.",
-    "slots_active": "Requests being decoded.",
+    "slots": "Sequences that can be decoded together.",
+    "slots_active": "Sequences being decoded.",
     "requests_waiting": "Requests that wait for a slot.",
 }
-_FINISH_REASONS = ("stop", "length")
-_ERROR_TYPES = ("BadRow", "BadPrompt", "BadSampling", "Refused")
+_FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 _ROW_SECONDS = [0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0]
 
 
@@ -38,12 +40,12 @@ class EngineMetrics:
     """Exports an engine's counters and state.
 
     Args:
-        engine: What to look at.
+        state: Returns the engine's state.
         tags: Values of `TAGS`.
     """
 
-    def __init__(self, engine: Engine, tags: Mapping[str, str]) -> None:
-        self._engine, self._tags = engine, dict(tags)
+    def __init__(self, state: Callable[[], EngineState], tags: Mapping[str, str]) -> None:
+        self._state, self._tags = state, dict(tags)
         self._counters = {name: Counter(f"drafter_{name}", what, TAGS) for name, what in _COUNTERS.items()}
         self._stages = Counter("drafter_stage_seconds", "Seconds of a step's stages.", (*TAGS, "stage"))
         self._gauges = {name: Gauge(f"drafter_{name}", what, TAGS) for name, what in _GAUGES.items()}
@@ -52,11 +54,11 @@ class EngineMetrics:
             begin(counter, self._tags)
 
     def publish(self) -> None:
-        """Export what has come since the last call, and the state as it is.
+        """Export what was counted since the last call, and the present state.
 
-        Call it every few seconds: gauges that are not set again disappear, as they should when an engine has ended.
+        Call it every few seconds: gauges that are not set again disappear, as they should once an engine has ended.
         """
-        state = self._engine.state()
+        state = self._state()
         sums = {
             "steps": state.steps,
             "busy_seconds": state.busy_seconds,
@@ -77,19 +79,22 @@ class EngineMetrics:
             self._gauges[name].set(value, self._tags)
 
     def _count(self, counter: Counter, name: str, value: float, tags: dict[str, str]) -> None:
-        """Bring a counter to `value`."""
+        """Raise a counter to `value`."""
         if (new := value - self._published.get(name, 0.0)) > 0:
             counter.inc(new, tags)
             self._published[name] = value
 
 
 def begin(counter: Counter, tags: Mapping[str, str]) -> None:
-    """Export a counter at 0: `rate` in PromQL does not see the step to a first value."""
-    counter._record(0.0, dict(tags))  # `inc` refuses 0
+    """Export a counter at 0: `rate` in PromQL does not see the step to a counter's first value.
+
+    It uses a private method of Ray's, because the public `inc` refuses 0.
+    """
+    counter._record(0.0, dict(tags))
 
 
 class RowMetrics:
-    """Counts a generation job's rows as an engine ends them.
+    """Counts the rows of a generation job as an engine finishes them.
 
     Args:
         tags: Values of `TAGS`.
@@ -102,21 +107,21 @@ class RowMetrics:
         self._seconds = Histogram("drafter_row_seconds", "Seconds of a row in its slot.", _ROW_SECONDS, TAGS)
         for reason in _FINISH_REASONS:
             begin(self._rows, {**self._tags, "finish_reason": reason})
-        for kind in _ERROR_TYPES:
+        for kind in get_args(ProblemType):
             begin(self._errors, {**self._tags, "type": kind})
 
     def generated(self, finish_reason: str, seconds: float) -> None:
-        """A row is done."""
+        """Count a finished row."""
         self._rows.inc(1, {**self._tags, "finish_reason": finish_reason})
         self._seconds.observe(seconds, self._tags)
 
-    def failed(self, kind: str) -> None:
-        """A row could not be generated; `kind` is a problem's type."""
+    def failed(self, kind: ProblemType) -> None:
+        """Count a row that could not be generated."""
         self._errors.inc(1, {**self._tags, "type": kind})
 
 
 class JobMetrics:
-    """Shows a job's progress, from its driver.
+    """Exports a job's progress, from its driver.
 
     Args:
         run: The job's output.

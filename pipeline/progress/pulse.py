@@ -1,4 +1,4 @@
-"""Something is done every so often, beside everything else."""
+"""A thread that does something every few seconds."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class Pulse:
     """Calls something every few seconds, in a thread that ends with the process.
 
     Args:
-        seconds: How often.
-        work: What to call. What it raises ends the pulse, and is shown by Python as any thread's end is.
+        seconds: Seconds between two calls.
+        work: What to call. An exception from it ends the thread, and Python prints it.
     """
 
     def __init__(self, seconds: float, work: Callable[[], None]) -> None:
@@ -20,11 +20,11 @@ class Pulse:
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
 
     def start(self) -> None:
-        """The first call comes when the first of the seconds have passed."""
+        """Start the thread; the first call comes after `seconds`."""
         self._thread.start()
 
     def end(self) -> None:
-        """Call it once more, and wait for the end of that."""
+        """Call once more, and wait until that call and the thread have ended."""
         self._stop.set()
         self._thread.join()
 

@@ -1,8 +1,8 @@
 """`status.json` in the output: how far the job is, for programs and for people without its terminal.
 
-It is replaced as a whole every few seconds, and once more when the job ends, however it ends. Only where the process
-was killed does it stay at `generating`, with a time of `updated_at` that has passed. It also keeps what each submission
-took, from which `jobs.report` knows what the output cost.
+The file is replaced as a whole every few seconds, and once more when the job ends, however it ends. Only if the process
+was killed does it stay at `generating`, with an old `updated_at`. It also keeps what each submission took, from which
+`jobs.report` computes what the output cost.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import Any
 from pyarrow import fs
 
 from drafter.errors import one_line
-from pipeline.cluster.ray_cluster import ActorResources
+from pipeline.cluster.shares import ActorResources
 from pipeline.io.files import Location
-from pipeline.progress.board import Progress, ending
+from pipeline.progress.job_progress import Progress, ending
 
 _WRITE_SECONDS = 5.0
 
 
 class StatusFile:
-    """Writes the file from the beginning of a `with` block, which is a submission, to its end.
+    """Writes the file from the beginning to the end of a `with` block, which is one submission.
 
     Args:
-        place: The file.
+        file: `status.json`.
     """
 
-    def __init__(self, place: Location) -> None:
-        self._place = place
+    def __init__(self, file: Location) -> None:
+        self._file = file
         self._begun = _now()
-        self._earlier = submissions(place)
+        self._earlier = submissions(file)
         self._resources: ActorResources | None = None
         self._now = Progress()
         self._written = 0.0
@@ -53,11 +53,11 @@ class StatusFile:
         self._write()
 
     def takes(self, resources: ActorResources) -> None:
-        """Remember what each engine of this submission has of the cluster."""
+        """Remember what each engine of this submission takes of the cluster."""
         self._resources = resources
 
     def show(self, now: Progress) -> None:
-        """Write how far the job is, if it is time or the first engine is ready."""
+        """Write how far the job is, if it is time for that or the state is new."""
         new = now.state != self._now.state
         self._now = now
         if new or time.monotonic() - self._written >= _WRITE_SECONDS:
@@ -66,10 +66,10 @@ class StatusFile:
     def _write(self) -> None:
         self._written = time.monotonic()
         try:
-            self._place.write_text(json.dumps(self._content(), indent=2, ensure_ascii=False) + "\n")
-        except OSError as error:  # the job is worth more than its status
+            self._file.write_text(json.dumps(self._content(), indent=2, ensure_ascii=False) + "\n")
+        except OSError as error:  # the job goes on without its status
             if not self._warned:
-                print(f"{self._place.path} cannot be written: {one_line(error)}", file=sys.stderr, flush=True)
+                print(f"{self._file.path} cannot be written: {one_line(error)}", file=sys.stderr, flush=True)
             self._warned = True
 
     def _content(self) -> dict[str, Any]:
@@ -109,12 +109,12 @@ class StatusFile:
         }
 
 
-def submissions(place: Location) -> list[dict[str, Any]]:
-    """What the submissions so far took, from a status file; nothing where there is none or it is damaged."""
-    if place.type != fs.FileType.File:
+def submissions(file: Location) -> list[dict[str, Any]]:
+    """Read what earlier submissions took; nothing where there is no status file or it is damaged."""
+    if file.type != fs.FileType.File:
         return []
     try:
-        found = json.loads(place.read_text())["submissions"]
+        found = json.loads(file.read_text())["submissions"]
     except (ValueError, KeyError, TypeError):
         return []
     return found if isinstance(found, list) else []

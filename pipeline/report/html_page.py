@@ -1,4 +1,4 @@
-"""What has been found, as one HTML page that needs nothing else: no script, no network, foreign text escaped."""
+"""The report as one HTML page: it runs no script, needs no network, and escapes every text from the rows."""
 
 from __future__ import annotations
 
@@ -15,56 +15,14 @@ from drafter.statistics import (
     draft_acceptance_rate,
     mean_acceptance_length,
 )
-from pipeline.report.axes import Chart, rates_over_time, shares
+from pipeline.report.charts import Chart, rates_over_time, shares
+from pipeline.report.comparison import Comparison
 from pipeline.report.cost import Cost
-from pipeline.report.row_scan import Errors, Group, Rows
-from pipeline.report.row_steps import Step
+from pipeline.report.examples import Example
+from pipeline.report.row_scan import Category, ErrorSummary, RowSummary
 
 _MOST_GROUPS = 24
 _LONGEST_TEXT = 2000
-
-
-@dataclass(frozen=True)
-class Example:
-    """A row with its steps.
-
-    Args:
-        row: All its columns.
-        prompt: What the model was given.
-        steps: How its text came about.
-    """
-
-    row: Mapping[str, Any]
-    prompt: str
-    steps: Sequence[Step]
-
-    @property
-    def beta(self) -> float:
-        """β of this row."""
-        return float(self.row["mean_acceptance_length"])
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Another output beside this one.
-
-    Args:
-        name: Where it is.
-        run: Its `run.json`.
-        rows: Its rows.
-        cost: What it cost, or why that is not known.
-        same_tokens: Rows with the same tokens in both, of those compared.
-        compared: Rows drawn from both and compared token by token.
-        differences: What else is not the same, so that the costs are not of drafting alone.
-    """
-
-    name: str
-    run: Mapping[str, Any]
-    rows: Rows
-    cost: Cost | str
-    same_tokens: int
-    compared: int
-    differences: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -72,14 +30,14 @@ class Report:
     """All that the page shows.
 
     Args:
-        name: The output.
+        name: Where the output is.
         run: Its `run.json`.
         status: Its `status.json`; empty if there is none.
-        rows: Its rows.
-        errors: Its errors.
+        rows: What its rows say.
+        errors: What its errors say.
         cost: What it cost, or why that is not known.
         against: Another output to compare with.
-        category: What the groups of `rows` are, for people.
+        category: What the rows are grouped by, in words.
         examples: Some rows with their steps.
         not_shown: What cannot be shown of the examples, and why.
     """
@@ -87,8 +45,8 @@ class Report:
     name: str
     run: Mapping[str, Any]
     status: Mapping[str, Any]
-    rows: Rows
-    errors: Errors
+    rows: RowSummary
+    errors: ErrorSummary
     cost: Cost | str
     against: Comparison | None
     category: str
@@ -96,20 +54,20 @@ class Report:
     not_shown: Sequence[str]
 
     @property
-    def groups(self) -> list[tuple[str, Group]]:
-        """The largest groups, and all others as one."""
+    def groups(self) -> list[tuple[str, Category]]:
+        """The largest categories by name, and all others together."""
         ordered = sorted(self.rows.groups.items(), key=lambda one: (-one[1].rows, one[0]))
         shown, rest = ordered[:_MOST_GROUPS], ordered[_MOST_GROUPS:]
         if rest:
             steps = sum(group.counts.num_decode_steps for _, group in rest)
             tokens = sum(group.counts.num_output_tokens for _, group in rest)
             counts = DecodeCounts(num_output_tokens=tokens, num_decode_steps=steps)
-            shown.append((f"{len(rest):,} others", Group(sum(group.rows for _, group in rest), counts)))
+            shown.append((f"{len(rest):,} others", Category(sum(group.rows for _, group in rest), counts)))
         return shown
 
     @property
     def acceptance(self) -> list[Chart]:
-        """Steps by how many draft tokens they accepted, and by how many at least."""
+        """Charts of the share of steps that accepted exactly, and at least, so many draft tokens."""
         histogram = self.rows.counts.acceptance_histogram
         steps = sum(histogram)
         if not steps:
@@ -123,12 +81,12 @@ class Report:
 
     @property
     def over_time(self) -> Chart | None:
-        """Tokens a second."""
+        """Chart of tokens a second."""
         return rates_over_time(self.rows.by_second)
 
 
 def render(report: Report) -> str:
-    """The page."""
+    """Return the page as HTML."""
     environment = Environment(
         loader=PackageLoader("pipeline.report", "."),
         autoescape=True,
@@ -143,16 +101,16 @@ def render(report: Report) -> str:
 
 
 def cut(text: str) -> str:
-    """The beginning of a long text."""
+    """Return a text; of a long one, the beginning."""
     left = len(text) - _LONGEST_TEXT
     return text if left <= 0 else f"{text[:_LONGEST_TEXT]}… ({left:,} more characters)"
 
 
 def lines_shown(text: str) -> str:
-    """A token's text where the ends of lines can be seen; the last one itself is left to what follows."""
+    """Return a token's text with a visible mark at each line end; the template breaks the line after the last one."""
     return text.replace("\n", "↵\n").removesuffix("\n")
 
 
 def decimals(value: float) -> str:
-    """Three digits that count."""
+    """Return a number with three significant digits; of a large one, all digits before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

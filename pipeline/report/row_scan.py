@@ -1,6 +1,7 @@
-"""One pass over an output's rows, in batches of a few light columns; what it keeps does not grow with the rows.
+"""One pass over an output's rows: sums, the slowest rows, and some drawn at random.
 
-Only the rows that the page shows in full, a handful, are read again with their tokens.
+Rows are read in batches of a few small columns, and what is kept does not grow with them. Only the few rows that the
+page shows in full are read again, with their tokens.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ _MOST_CATEGORIES = 10_000
 
 
 @dataclass
-class Group:
+class Category:
     """The rows of one category.
 
     Args:
-        rows: How many.
-        counts: Their speculation counts; without the histogram.
+        rows: How many there are.
+        counts: Sums of their speculation counts, without the histogram.
     """
 
     rows: int = 0
@@ -54,7 +55,7 @@ class RowTime:
     """How long one row took.
 
     Args:
-        seconds: In its slot.
+        seconds: How long it was in a slot.
         request_id: Its name.
         prompt_tokens: Tokens of its prompt.
         tokens: New tokens.
@@ -71,26 +72,27 @@ class RowTime:
 
 
 @dataclass
-class Rows:
-    """What a pass over the finished rows has found.
+class RowSummary:
+    """What the pass over the finished rows found.
 
     Args:
-        rows: How many.
+        rows: How many there are.
         prompt_tokens: Tokens of their prompts.
-        counts: Their speculation counts.
-        finish_reasons: How many ended how.
-        groups: By category; empty if the rows have none.
+        counts: Sums of their speculation counts.
+        finish_reasons: How many ended for each reason.
+        groups: The rows by category; empty where there are no categories.
         by_second: (rows, tokens) that were finished in each second of the Unix epoch.
-        slowest: Those that took longest, longest first.
-        drawn: Names of rows drawn at random: the same whenever an output has them.
-        files: Where the drawn rows are, by name.
+        slowest: The rows that took longest, longest first.
+        drawn: Names of rows drawn at random. The draw goes by the names alone, so that two outputs of the same rows
+            have the same ones drawn.
+        files: The file of each drawn row, by name.
     """
 
     rows: int = 0
     prompt_tokens: int = 0
     counts: DecodeCounts = field(default_factory=DecodeCounts)
     finish_reasons: Counter[str] = field(default_factory=Counter)
-    groups: dict[str, Group] = field(default_factory=lambda: defaultdict(Group))
+    groups: dict[str, Category] = field(default_factory=lambda: defaultdict(Category))
     by_second: dict[int, tuple[int, int]] = field(default_factory=dict)
     slowest: list[RowTime] = field(default_factory=list)
     drawn: list[str] = field(default_factory=list)
@@ -98,7 +100,7 @@ class Rows:
 
 
 def open_rows(output: OutputFolder) -> pyarrow.dataset.Dataset:
-    """The files of finished rows.
+    """Open the files of finished rows.
 
     Raises:
         InputError: There are none, or they lack columns.
@@ -111,23 +113,25 @@ def open_rows(output: OutputFolder) -> pyarrow.dataset.Dataset:
     return found
 
 
-def read_rows(dataset: pyarrow.dataset.Dataset, category: str | None, by_file: bool, slowest: int, drawn: int) -> Rows:
-    """Go through all finished rows.
+def read_rows(
+    dataset: pyarrow.dataset.Dataset, category: str | None, by_file: bool, slowest: int, drawn: int
+) -> RowSummary:
+    """Read all finished rows.
 
     Args:
         dataset: From `open_rows`.
         category: Column to group by.
-        by_file: Group by the file that a row's name begins with, where there is no `category`.
+        by_file: Without a `category`, whether to group by the input file that a row's name begins with.
         slowest: How many of the slowest rows to keep.
         drawn: How many rows to draw at random.
 
     Raises:
-        InputError: There is no such column.
+        InputError: There is no such column, or it has too many values.
     """
     if category is not None and category not in dataset.schema.names:
         names = ", ".join(dataset.schema.names)
         raise InputError(f"the output has no column {category!r} to group by (it has {names}): set --category")
-    result = Rows()
+    result = RowSummary()
     keys: list[tuple[int, str, str]] = []
     for table in _batches(dataset, list(dict.fromkeys([*_COLUMNS, *filter(None, [category])]))):
         ids = table["request_id"].to_pylist()
@@ -145,8 +149,8 @@ def read_rows(dataset: pyarrow.dataset.Dataset, category: str | None, by_file: b
     return result
 
 
-def read_full(output: OutputFolder, rows: Rows) -> list[dict[str, Any]]:
-    """The drawn rows with all their columns, in the order they were drawn."""
+def read_full(output: OutputFolder, rows: RowSummary) -> list[dict[str, Any]]:
+    """Return the drawn rows with all their columns, in the order in which they were drawn."""
     if not rows.drawn:
         return []
     files = list(dict.fromkeys(rows.files.values()))
@@ -157,12 +161,12 @@ def read_full(output: OutputFolder, rows: Rows) -> list[dict[str, Any]]:
 
 
 @dataclass
-class Errors:
+class ErrorSummary:
     """The rows that could not be generated.
 
     Args:
-        rows: How many.
-        kinds: By type.
+        rows: How many there are.
+        kinds: How many there are of each type of error.
         examples: Some rows of each type.
     """
 
@@ -171,9 +175,9 @@ class Errors:
     examples: list[dict[str, Any]] = field(default_factory=list)
 
 
-def read_errors(output: OutputFolder, each: int) -> Errors:
-    """Go through the errors, and keep `each` rows of each type."""
-    result = Errors()
+def read_errors(output: OutputFolder, each: int) -> ErrorSummary:
+    """Read all errors, and keep up to `each` rows of each type."""
+    result = ErrorSummary()
     if not any(info.path.endswith(".parquet") for info in output.errors.children()):
         return result
     columns = ["request_id", "error_type", "message", "input"]
@@ -194,7 +198,7 @@ def _dataset(folder: Location) -> pyarrow.dataset.Dataset:
 
 
 def _batches(dataset: pyarrow.dataset.Dataset, columns: list[str]) -> Iterator[pa.Table]:
-    """Tables of some tens of thousands of rows, with the file of each row as `_file`."""
+    """Yield tables of at least `_BATCH_ROWS` rows (the last may be smaller), with the file of each row as `_file`."""
     held: list[pa.RecordBatch] = []
     for tagged in dataset.scanner(columns=columns, batch_size=_BATCH_ROWS).scan_batches():
         batch = tagged.record_batch
@@ -207,7 +211,7 @@ def _batches(dataset: pyarrow.dataset.Dataset, columns: list[str]) -> Iterator[p
         yield pa.Table.from_batches(held)
 
 
-def _add_counts(result: Rows, table: pa.Table) -> None:
+def _add_counts(result: RowSummary, table: pa.Table) -> None:
     result.rows += table.num_rows
     result.prompt_tokens += pc.sum(table["num_prompt_tokens"]).as_py() or 0
     for name in _COUNTS:
@@ -228,7 +232,7 @@ def _pairs(counts: pa.StructArray) -> Iterable[tuple[str, int]]:
     return ((one["values"], one["counts"]) for one in counts.to_pylist())
 
 
-def _add_times(result: Rows, table: pa.Table) -> None:
+def _add_times(result: RowSummary, table: pa.Table) -> None:
     seconds = table["finished_at"].cast(pa.timestamp("s", "UTC"), safe=False).cast(pa.int64())
     sums = pa.table({"second": seconds, "tokens": table["num_output_tokens"]}).group_by("second")
     for one in sums.aggregate([("tokens", "sum"), ("tokens", "count")]).to_pylist():
@@ -236,7 +240,7 @@ def _add_times(result: Rows, table: pa.Table) -> None:
         result.by_second[one["second"]] = (rows + one["tokens_count"], tokens + one["tokens_sum"])
 
 
-def _add_groups(result: Rows, table: pa.Table, categories: pa.Array) -> None:
+def _add_groups(result: RowSummary, table: pa.Table, categories: pa.Array) -> None:
     names = pa.array([None if value is None else str(value) for value in categories.to_pylist()], pa.string())
     columns = {"category": names} | {name: table[name] for name in _COUNTS}
     sums = pa.table(columns).group_by("category").aggregate([*((name, "sum") for name in _COUNTS), ([], "count_all")])

@@ -1,4 +1,4 @@
-"""A row's tokens as the steps that made them: each a run of accepted draft tokens, then the base's own."""
+"""A row's text as its decode steps: each a run of accepted draft tokens, then the base's own token."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from drafter.text.detokenizer import Detokenizer
 
 @dataclass(frozen=True)
 class Step:
-    """What one decode step gave.
+    """What one decode step added to the text.
 
     Args:
-        number: From 1.
-        accepted: Number of draft tokens accepted.
+        number: The step's place, from 1.
+        accepted: How many draft tokens it accepted.
         drafted: Their text.
         own: Text of the base's own token after them; empty where the row ended before it.
     """
@@ -28,7 +28,12 @@ class Step:
 
 
 def steps_of(pieces: Sequence[str], per_step_accepted: Sequence[int]) -> list[Step]:
-    """Share out a row's pieces of text among its steps; a step gives one more token than it accepts."""
+    """Return a row's steps.
+
+    Args:
+        pieces: The text of each of its tokens.
+        per_step_accepted: How many draft tokens each step accepted; it added one token more.
+    """
     steps, start = [], 0
     for number, accepted in enumerate(per_step_accepted, start=1):
         end = start + accepted
@@ -38,9 +43,9 @@ def steps_of(pieces: Sequence[str], per_step_accepted: Sequence[int]) -> list[St
 
 
 def text_pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
-    """Each token's part of the text; the ids themselves without a `tokenizer`.
+    """Return each token's part of the text; the ids themselves where `tokenizer` is None.
 
-    A character of several tokens is with its last one, and special tokens have their names.
+    A character of several tokens belongs to the last of them. Special tokens have their names.
     """
     if tokenizer is None:
         return [f"{token} " for token in token_ids]

@@ -15,10 +15,11 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from drafter.engine.engine_config import EngineConfig
-from pipeline.cluster.ray_cluster import HELPER_CPUS, ActorResources, Cluster, connect, share_out
-from pipeline.engines.engine_actor import EngineSpec
+from pipeline.cluster.ray_cluster import connect
+from pipeline.cluster.resources_config import ResourcesConfig
+from pipeline.cluster.shares import HELPER_CPUS, ActorResources, Cluster, share_out
+from pipeline.engines.engine_spec import EngineSpec
 from pipeline.errors import InputError
-from pipeline.generate.generate_config import ResourcesConfig
 from pipeline.serving.ingress.direct_ingress import share_port
 from pipeline.serving.ingress.engine_handles import Engines
 from pipeline.serving.ingress.http_app import create_app

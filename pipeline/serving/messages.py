@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from pipeline.openai.api_error import OpenAIError
+from pipeline.openai.api_error import NOT_FINITE, OpenAIError
 from pipeline.openai.parsed_request import ParsedRequest
 
 _RETRY_SECONDS = 1
@@ -47,8 +47,8 @@ class Failure:
         headers = {}
         if error.status in (429, 503):
             headers["Retry-After"] = str(_RETRY_SECONDS)
-        if error.status == 408:
-            headers["x-should-retry"] = "false"  # OpenAI's clients would, and it would take as long again
+        if error.status == 408 or error.code == NOT_FINITE:
+            headers["x-should-retry"] = "false"  # OpenAI's clients would, and it would end the same
         if error.status == 413:
             headers["Connection"] = "close"  # or the rest of the body would have to be read
         if error.status == 401:

@@ -17,10 +17,8 @@ from drafter.errors import LoadError, one_line
 from pipeline.cluster.ports import free_ports
 from pipeline.cluster.ray_cluster import connect, will_start
 from pipeline.command_line import run_job
+from pipeline.engines.named_models import head_fingerprints, model_fingerprint, model_name
 from pipeline.errors import InputError, JobError
-from pipeline.generate.generate_job import check_drafter
-from pipeline.generate.row_requests import model_name
-from pipeline.output.run_manifest import model_fingerprint
 from pipeline.serving.ingress.direct_ingress import short_ways
 from pipeline.serving.ingress.keys import ENVIRONMENT, read_keys, settle
 from pipeline.serving.serve_config import ServeConfig, parse_config
@@ -133,7 +131,7 @@ def check_models(config: ServeConfig) -> None:
     """
     name = model_name(config.model)
     model_fingerprint(name)
-    check_drafter(config.model, config.drafter)
+    head_fingerprints(config.model, config.drafter)
     try:
         load_tokenizer(name, trust_remote_code=config.loading.trust_remote_code)
     except LoadError as error:

@@ -1,4 +1,4 @@
-"""The training job on the cluster, told in order: stage, train, draw, sum up."""
+"""The training job on the cluster: stage the texts, train, draw the metrics, print a summary."""
 
 from __future__ import annotations
 
@@ -15,32 +15,34 @@ from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig,
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from drafter.errors import one_line
-from pipeline.cluster.ray_cluster import ActorResources, Cluster, connect, quiet_ray_data, share_out
+from pipeline.cluster.ray_cluster import connect, quiet_ray_data
+from pipeline.cluster.resources_config import ResourcesConfig
+from pipeline.cluster.shares import ActorResources, Cluster, share_out
 from pipeline.errors import InputError, JobError
-from pipeline.generate.generate_config import ResourcesConfig
-from pipeline.output.run_manifest import read_run, save_run, versions
-from pipeline.training.checkpoints import forget_torn_list
+from pipeline.output.run_file import read_run, save_run, versions
 from pipeline.training.metrics_log import Record, read_metrics
 from pipeline.training.metrics_plot import plot_run
-from pipeline.training.run_folder import TrainingFolder
-from pipeline.training.staged_texts import StagedTexts, stage_texts
-from pipeline.training.texts import DistilledTexts
+from pipeline.training.texts.distilled_texts import DistilledTexts
+from pipeline.training.texts.staged_texts import StagedTexts, stage_texts
 from pipeline.training.train_config import TrainConfig, WorkersConfig
 from pipeline.training.training_board import TrainingBoard, TrainingDisplay
-from pipeline.training.worker_task import WorkerTask, train_worker
+from pipeline.training.training_folder import TrainingFolder
+from pipeline.training.workers.checkpoints import forget_torn_list
+from pipeline.training.workers.worker_entry import train_worker
+from pipeline.training.workers.worker_task import WorkerTask
 
 _CHECKPOINTS_KEPT = 2
 
 
 @dataclass(frozen=True)
 class Texts:
-    """What the head is to learn from.
+    """The distilled texts of a job.
 
     Args:
         data: Texts to learn from.
-        held_out: Texts that β is measured on, if they are others.
-        base_fingerprint: Of the base that said them.
-        vocab_size: Of the base that the head is for.
+        held_out: Texts that β is measured on; None if they are some of `data`.
+        base_fingerprint: Fingerprint of the base that generated the texts.
+        vocab_size: Size of the vocabulary of the head's base.
     """
 
     data: Sequence[DistilledTexts]
@@ -50,7 +52,14 @@ class Texts:
 
 
 def run(config: TrainConfig, model: str, texts: Texts, folder: TrainingFolder, meant: dict[str, Any]) -> None:
-    """Stage what is not staged, train from where it stopped, and say what came of it.
+    """Stage the texts unless an earlier submission did, train from the last checkpoint, and print a summary.
+
+    Args:
+        config: The job's configuration.
+        model: Hub id or folder of the base.
+        texts: The distilled texts.
+        folder: The job's output.
+        meant: What decides which head comes out; see `train_job.meaning`.
 
     Raises:
         InputError: The texts, the base, the head or the cluster cannot be used.
@@ -81,7 +90,7 @@ def run(config: TrainConfig, model: str, texts: Texts, folder: TrainingFolder, m
 
 
 def finished(folder: TrainingFolder) -> bool:
-    """Whether an earlier submission came to the end."""
+    """Return whether an earlier submission has finished the job."""
     return folder.run_file.type == fs.FileType.File and bool(read_run(folder.run_file)["state"] == "finished")
 
 
@@ -89,7 +98,7 @@ def share_workers(config: WorkersConfig, cluster: Cluster) -> ActorResources:
     """Divide the cluster among the workers.
 
     Raises:
-        InputError: There is not enough for the fewest, and there will not be more.
+        InputError: The cluster has too little for the fewest workers, and will not grow.
     """
     wanted = ResourcesConfig(config.fewest, config.most, config.gpus, config.cpus)
     return share_out(wanted, cluster, what="workers", settings="workers.{} or workers.number")
@@ -103,7 +112,7 @@ def execute(
     staged: StagedTexts,
     resources: ActorResources,
 ) -> None:
-    """Train, and show how far it is.
+    """Train, and show the progress.
 
     Raises:
         InputError: The base or the head cannot be used.
@@ -126,7 +135,25 @@ def execute(
         threads=resources.threads,
     )
     forget_torn_list(folder.checkpoints)
-    trainer = TorchTrainer(
+    failure: Exception | None = None
+    with TrainingDisplay(board):
+        try:
+            _trainer(task, resources).fit()
+        except TrainingFailedError as error:
+            failure = error
+        except SystemExit as error:  # Ray Train turns an interrupt into this.
+            raise KeyboardInterrupt from error
+    if refusal := ray.get(board.refusal.remote()):
+        of_input, message = refusal
+        raise (InputError if of_input else JobError)(message) from failure
+    if failure is not None:
+        raise JobError(_reason(failure)) from failure
+
+
+def _trainer(task: WorkerTask, resources: ActorResources) -> TorchTrainer:
+    """Return Ray Train's trainer of the job."""
+    config, folder = task.config, task.folder
+    return TorchTrainer(
         train_worker,
         train_loop_config={"task": task},
         torch_config=TorchConfig(backend="nccl" if have_cuda(resources) else "gloo"),
@@ -144,30 +171,17 @@ def execute(
             logging_config=LoggingConfig(log_level="ERROR"),
         ),
     )
-    failure: Exception | None = None
-    with TrainingDisplay(board):
-        try:
-            trainer.fit()
-        except TrainingFailedError as error:
-            failure = error
-        except SystemExit as error:  # what Ray Train makes of an interrupt
-            raise KeyboardInterrupt from error
-    if refusal := ray.get(board.refusal.remote()):
-        of_input, message = refusal
-        raise (InputError if of_input else JobError)(message) from failure
-    if failure is not None:
-        raise JobError(_reason(failure)) from failure
 
 
 def have_cuda(resources: ActorResources) -> bool:
-    """Whether the GPUs that workers get are there: on clusters for tests they are only counted."""
+    """Return whether the workers' GPUs exist. On clusters for tests they are only counted."""
     if not resources.gpus:
         return False
     return bool(ray.get(ray.remote(num_cpus=0, num_gpus=resources.gpus)(torch.cuda.is_available).remote()))
 
 
 def _reason(failure: Exception) -> str:
-    """What stopped the workers, on one line."""
+    """Say in one line what stopped the workers."""
     causes = getattr(failure, "worker_failures", None) or {0: getattr(failure, "controller_failure", failure)}
     rank, cause = next(iter(causes.items()))
     cause = getattr(cause, "_base_exc", cause)
@@ -175,7 +189,7 @@ def _reason(failure: Exception) -> str:
 
 
 def draw(folder: TrainingFolder) -> None:
-    """Draw the run's metrics."""
+    """Write the picture of the run's metrics."""
     with tempfile.TemporaryDirectory() as name:
         picture = Path(name) / "training.png"
         plot_run(read_metrics(folder.metrics), picture)
@@ -183,7 +197,7 @@ def draw(folder: TrainingFolder) -> None:
 
 
 def summarise(folder: TrainingFolder, config: TrainConfig) -> str:
-    """The summary for a person, from the written metrics."""
+    """Return the job's summary for the user, from the written metrics."""
     records = read_metrics(folder.metrics)
     chosen_by = str(config.training.chosen_by)
     evaluated = [record for record in records if "beta" in record]

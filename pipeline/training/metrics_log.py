@@ -1,4 +1,4 @@
-"""Metrics of a run: a line of JSON each, the same for TensorBoard, and a picture at the end."""
+"""Metrics of a run, as lines of JSON and for TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.summary import scalar
 
 from pipeline.io.files import Location
-from pipeline.training.run_folder import TrainingFolder
+from pipeline.training.training_folder import TrainingFolder
 
 _FLUSH_SECONDS = 5.0
 
 Record = dict[str, Any]
-"""`step` and numbers by name; β is a number for each count of draft nodes."""
+"""`step` and numbers by name. β is a dictionary: a number for each count of draft nodes."""
 
 
 class MetricsLog:
-    """The metrics of a run. Lines are written as a whole every few seconds, so that none is torn and no step is twice.
+    """Writes the metrics of a run. The whole file is written every few seconds, so no line is truncated or doubled.
 
     Args:
-        folder: Where they go.
-        done: Steps taken before; what was logged after them will come again, and is forgotten.
+        folder: Output of the job.
+        done: Steps taken before. Records of later steps are dropped, because these steps will be taken again.
 
     Raises:
-        OSError: The disk is full, say; so do all methods.
+        OSError: A file cannot be written, for instance because the disk is full. All methods raise it.
     """
 
     def __init__(self, folder: TrainingFolder, done: int) -> None:
@@ -39,17 +39,17 @@ class MetricsLog:
         self._lines: list[str] = []
         before = [record for record in read_metrics(folder.metrics) if record["step"] <= done]
         folder.events.filesystem.delete_dir_contents(folder.events.path, missing_dir_ok=True)
-        # TensorBoard follows a file that grows. Where files cannot grow, it grows here and is copied.
+        # TensorBoard follows a growing file. Where files cannot be appended to, a local file grows and is copied.
         self._grows = isinstance(folder.events.filesystem, fs.LocalFileSystem)
         self._scratch = Path(folder.events.path if self._grows else tempfile.mkdtemp())
-        # tensorboardX's SummaryWriter has a thread that a full disk ends without a word; this has none.
+        # A full disk silently ends the thread of tensorboardX's SummaryWriter. This writer has no thread.
         self._events = EventsWriter(str(self._scratch / "events"))
         for record in before:
             self._put(record)
         self.flush()
 
     def add(self, record: Record) -> None:
-        """Log something."""
+        """Log a record."""
         self._put(record)
         if time.monotonic() - self._written >= _FLUSH_SECONDS:
             self.flush()
@@ -60,7 +60,7 @@ class MetricsLog:
             self._events.write_event(Event(wall_time=record["time"], step=record["step"], summary=scalar(name, value)))
 
     def flush(self) -> None:
-        """Write what was logged."""
+        """Write all records."""
         self._folder.metrics.write_text("".join(self._lines))
         self._events.flush()
         if not self._grows:
@@ -70,7 +70,7 @@ class MetricsLog:
 
 
 def read_metrics(file: Location) -> list[Record]:
-    """What was logged; nothing if there is no file."""
+    """Return the records in a file; none if there is no file."""
     if file.type != fs.FileType.File:
         return []
     return [json.loads(line) for line in file.read_text().splitlines()]

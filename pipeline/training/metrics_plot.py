@@ -1,4 +1,4 @@
-"""A run as a picture: loss and β over the steps."""
+"""Picture of a run: loss and β over the steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SMOOTHING = 0.9
 
 
 def plot_run(records: Sequence[Record], file: Path) -> None:
-    """Draw the metrics of a run as a PNG."""
+    """Draw the metrics of a run to a PNG file."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     loss_axes, beta_axes = figure.subplots(1, 2)
     steps = [record["step"] for record in records if "loss" in record]
@@ -32,7 +32,7 @@ def plot_run(records: Sequence[Record], file: Path) -> None:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Running mean with exponential weights, unbiased at the start."""
+    """Return the running mean with exponential weights, without bias at the start."""
     result, total, weight = [], 0.0, 0.0
     for value in values:
         total = _SMOOTHING * total + (1 - _SMOOTHING) * value

@@ -16,14 +16,14 @@ from pipeline.errors import InputError
 
 @dataclass(frozen=True)
 class TextsConfig:
-    """Which texts the head sees.
+    """Which texts the head learns from.
 
     Args:
-        held_out: Output of another distillation to measure β on; by default some prompts of `data` are kept back.
-        held_out_texts: Texts that β is measured on.
-        max_length: Longer texts are cut to so many tokens.
-        store_hidden: Compute the base's hidden states once and keep them on disk, instead of anew in each step. Their
-            size is said before that begins.
+        held_out: Output of another distillation to measure β on; by default some prompts of `data` are held out.
+        held_out_texts: Number of texts that β is measured on.
+        max_length: Tokens of a text; longer texts are cut.
+        store_hidden: Compute the base's hidden states once and store them, instead of computing them in each step. The
+            job shows their size first.
     """
 
     held_out: str | None = None
@@ -41,9 +41,9 @@ class ShardingConfig:
     """How a step is divided.
 
     Args:
-        zero_stage: What the workers share out among them, as in DeepSpeed: 0 nothing, 1 the optimiser's state, 2 the
-            gradients too, 3 the weights too, the base's included.
-        micro_batches: Parts of a step whose gradients are added up one after the other, to need less memory.
+        zero_stage: What is partitioned among the workers, as in DeepSpeed: 0 nothing, 1 the optimiser's state, 2 also
+            the gradients, 3 also the weights, the base's included.
+        micro_batches: Number of parts of a step whose gradients are accumulated, which takes less memory.
     """
 
     zero_stage: Literal[0, 1, 2, 3] = 0
@@ -55,15 +55,16 @@ class ShardingConfig:
 
 @dataclass(frozen=True)
 class WorkersConfig:
-    """What of the cluster the job takes, and what happens when a part of it fails.
+    """How much of the cluster the job uses, and how many failures it survives.
 
     Args:
-        number: Workers, or the fewest and the most: as many as there is room for, more or fewer as nodes come and go.
+        number: Number of workers, or the fewest and the most. With a range there are as many as fit, and the number
+            changes as nodes come and go.
         gpus: GPUs of a worker; by default 1 where there are GPUs, otherwise 0.
         cpus: CPU cores of a worker, and so its threads; by default 1 beside a GPU, otherwise an even share of all but
             half a core.
-        max_failures: How often training is taken up again from the last checkpoint after workers died; nodes taken
-            away by their owner do not count.
+        max_failures: How often training resumes from the last checkpoint after workers died. Nodes that are preempted
+            do not count.
     """
 
     number: int | tuple[int, int] = 1
@@ -81,12 +82,12 @@ class WorkersConfig:
 
     @property
     def fewest(self) -> int:
-        """Workers that there must be."""
+        """Least number of workers."""
         return self.number if isinstance(self.number, int) else self.number[0]
 
     @property
     def most(self) -> int:
-        """Workers that there may be."""
+        """Largest number of workers."""
         return self.number if isinstance(self.number, int) else self.number[1]
 
 
@@ -96,17 +97,17 @@ class TrainConfig:
 
     Args:
         data: Output of `jobs.distill`, or a list of such outputs.
-        output: Folder or URI for the head; new, empty, or of an earlier submission of the same job.
-        model: The base that said the texts: hub id or folder; by default the embedded demonstration model.
+        output: Folder or URI for the head. It is new, empty, or the output of an earlier submission of the same job.
+        model: The base that generated the texts, as a hub id or folder; by default the embedded demonstration model.
         trust_remote_code: Run modeling code that comes with the base.
         algorithm: Kind of draft head: `ctc`, `medusa` or `hydra`.
-        head: Fields of the head's configuration to set, such as `{num_frames: 10, depth: 8}`.
-        texts: Which texts the head sees.
-        training: How it learns.
-        sharding: How a step is divided.
-        workers: What of the cluster the job takes.
-        log_every: Steps between lines of metrics.
-        checkpoint_every: Steps between checkpoints.
+        head: Fields of the head's configuration, such as `{num_frames: 10, depth: 8}`.
+        texts: Which texts the head learns from.
+        training: How the head is trained.
+        sharding: How a step is divided among workers.
+        workers: How much of the cluster the job uses.
+        log_every: Steps between two lines of metrics.
+        checkpoint_every: Steps between two checkpoints.
     """
 
     data: str | list[str]
@@ -138,27 +139,27 @@ class TrainConfig:
 
     @property
     def folders(self) -> list[str]:
-        """All of `data`."""
+        """`data` as a list."""
         return [self.data] if isinstance(self.data, str) else list(self.data)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for YAML and JSON."""
+        """Return plain values, for YAML and JSON."""
         values = dataclasses.asdict(self)
         if not isinstance(self.workers.number, int):
             values["workers"]["number"] = list(self.workers.number)
         return values
 
     def as_yaml(self) -> str:
-        """The configuration as a file that `--config` takes."""
+        """Return the configuration as YAML that `--config` takes."""
         return str(yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True))
 
 
 _DESCRIPTION = """\
-Train a draft head on what its base answered.
+Train a draft head on its base's own answers.
 
---data is the output of jobs.distill. Into --output go head/ (the head with the highest held-out β, for
+--data is the output of jobs.distill. The job writes to --output: head/ (the head with the highest held-out β, for
 --drafter of jobs.generate), metrics.jsonl, tensorboard/, training.png and run.json (what was run).
-Submitting the same command again goes on from the last checkpoint.
+Submit the same command again to resume from the last checkpoint.
 
   python -m jobs.train --data distilled --output trained
   python -m jobs.train --data '[distilled, distilled-sampled]' --output trained --head '{label_context: 1}'
@@ -168,7 +169,7 @@ Submitting the same command again goes on from the last checkpoint.
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> TrainConfig:
-    """The training job that a command line asks for; see `command_line.parse`."""
+    """Return the training job that a command line asks for; see `command_line.parse`."""
     return parse(
         TrainConfig, make_parser(TrainConfig, "jobs.train", "--data DIR --output DIR", _DESCRIPTION), arguments
     )

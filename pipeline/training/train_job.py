@@ -1,4 +1,4 @@
-"""The training job's entry, and all checks that need no cluster."""
+"""Entry of the training job, with all checks that need no cluster."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 from drafter.errors import one_line
 from pipeline.command_line import run_job
+from pipeline.engines.named_models import model_fingerprint, model_name
 from pipeline.errors import InputError, JobError
 from pipeline.io.files import locate
-from pipeline.output.run_manifest import check_output, model_fingerprint
-from pipeline.training.run_folder import TrainingFolder
-from pipeline.training.texts import DistilledTexts, open_texts, same_base
+from pipeline.output.same_job import check_output
+from pipeline.training.texts.distilled_texts import DistilledTexts, open_texts, same_base
 from pipeline.training.train_config import TrainConfig, parse_config
+from pipeline.training.training_folder import TrainingFolder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,10 +33,6 @@ def train(config: TrainConfig) -> None:
     data = [open_texts(uri) for uri in config.folders]
     held_out = open_texts(config.texts.held_out) if config.texts.held_out is not None else None
     base = same_base([*data, *([held_out] if held_out else [])])
-    from pipeline.generate.row_requests import (
-        model_name,  # torch takes seconds to import: the checks before it do not wait
-    )
-
     model = model_name(config.model)
     meant = meaning(config, data, held_out, model_fingerprint(model))
     vocab_size = check_head(config, model)
@@ -43,7 +40,7 @@ def train(config: TrainConfig) -> None:
     check_output(config.output, folder.root, meant)
     folder.create()
     print(config.as_yaml(), end="", file=sys.stderr, flush=True)
-    from pipeline.training.cluster_training import Texts, run  # Ray takes seconds to import, too
+    from pipeline.training.cluster_training import Texts, run  # Importing Ray takes seconds.
 
     try:
         run(config, model, Texts(data, held_out, base, vocab_size), folder, meant)
@@ -54,12 +51,12 @@ def train(config: TrainConfig) -> None:
 def meaning(
     config: TrainConfig, data: Sequence[DistilledTexts], held_out: DistilledTexts | None, model: str
 ) -> dict[str, Any]:
-    """All that decides which head comes out. Workers, ZeRO stages and checkpoints do not.
+    """Return everything that decides which head comes out, unlike workers, ZeRO stages and checkpoints.
 
     Args:
         config: The job's configuration.
         data: Texts to learn from.
-        held_out: Texts that β is measured on, if they are others.
+        held_out: Texts that β is measured on; None if they are some of `data`.
         model: Fingerprint of the base.
     """
     return {
@@ -75,15 +72,15 @@ def meaning(
 
 
 def check_head(config: TrainConfig, model: str) -> int:
-    """See whether there can be such a head for the base, by its configuration alone; return the vocabulary's size.
+    """Check the head's settings against the base's configuration, and return the size of the base's vocabulary.
 
     Raises:
-        InputError: No such base, algorithm or setting, or a value that does not do.
+        InputError: There is no such base, algorithm or setting, or a value is not allowed.
     """
     from transformers import AutoConfig
 
     from drafter.errors import LoadError
-    from drafter.heads.checkpoint import build_config
+    from drafter.heads.head_config import head_config
     from drafter.heads.registry import HEADS
 
     if config.algorithm not in HEADS:
@@ -95,7 +92,7 @@ def check_head(config: TrainConfig, model: str) -> int:
     text = base.get_text_config(decoder=True)
     sizes = {"hidden_size": text.hidden_size, "vocab_size": text.vocab_size}
     try:
-        build_config(config.algorithm, HEADS[config.algorithm].config_class, {**config.head, **sizes})
+        head_config(config.algorithm, HEADS[config.algorithm].config_class, {**config.head, **sizes})
     except LoadError as error:
         raise InputError(f"head: {error}") from error
     return int(text.vocab_size)

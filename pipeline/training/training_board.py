@@ -1,4 +1,4 @@
-"""How a run goes: the first worker reports to one small actor, the driver shows it."""
+"""Progress of a run: workers report to one small actor, and the driver shows what it holds."""
 
 from __future__ import annotations
 
@@ -16,40 +16,45 @@ from drafter.errors import LoadError, TrainingError, one_line
 from pipeline.errors import InputError
 from pipeline.progress.pulse import Pulse
 
-if TYPE_CHECKING:  # it imports torch, which the board's own process has no use for
+if TYPE_CHECKING:  # `metrics_log` imports torch, which the board's process does not need
     from pipeline.training.metrics_log import Record
 
 _POLL_SECONDS = 0.5
 
 
 class TrainingBoard:
-    """Collects what there is to show, and why a run cannot go on."""
+    """Collects lines to show and the reason why a run cannot go on."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
         self._refusal: tuple[bool, str] | None = None
 
     def show(self, line: str) -> None:
-        """Something for the person who waits."""
+        """Add a line to show."""
         self._lines.append(line)
 
     def take(self) -> list[str]:
-        """What was not shown yet."""
+        """Return the lines that were not taken yet."""
         lines, self._lines = self._lines, []
         return lines
 
     def refuse(self, of_input: bool, message: str) -> None:
-        """The run cannot go on, and trying again would not help: the configuration is at fault, or the disk."""
+        """Note that the run cannot go on and that a retry would not help.
+
+        Args:
+            of_input: Whether the configuration or the data is at fault.
+            message: What is wrong.
+        """
         self._refusal = self._refusal or (of_input, message)
 
     def refusal(self) -> tuple[bool, str] | None:
-        """Why the run cannot go on."""
+        """Return the first refusal, as `refuse` took it; None if there is none."""
         return self._refusal
 
 
 @contextmanager
 def refusals(board: Any) -> Iterator[None]:
-    """Tell a board of errors that would come again: Ray Train takes them for crashes, and begins anew."""
+    """Tell a board about errors that would come again. Ray Train takes them for crashes and restarts the worker."""
     try:
         yield
     except (InputError, LoadError, TrainingError) as error:
@@ -62,7 +67,7 @@ def refusals(board: Any) -> Iterator[None]:
 
 
 class TrainingDisplay:
-    """Shows a board on stderr until the end of a `with` block.
+    """Prints a board's lines to stderr until the end of a `with` block.
 
     Args:
         board: A `TrainingBoard` actor.
@@ -85,17 +90,17 @@ class TrainingDisplay:
         try:
             lines = ray.get(self._board.take.remote(), timeout=10)
         except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
-            return  # the board died with its node, or the cluster is busy: training goes on unseen
+            return  # The board died with its node, or the cluster is busy. Training goes on all the same.
         for line in lines:
             print(line, file=sys.stderr, flush=True)
 
 
 def progress_line(record: Record, steps: int) -> str:
-    """A record for the person who waits.
+    """Return a record as a line for the user.
 
     Args:
-        record: Of a logged step or of an evaluation.
-        steps: All of the run.
+        record: A logged step or an evaluation.
+        steps: Steps of the whole run.
     """
     place = f"step {record['step']:>{len(str(steps))}}/{steps}"
     if "beta" in record:

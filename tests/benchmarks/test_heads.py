@@ -54,5 +54,5 @@ def test_the_figures_are_the_engines(tiny_base: BaseModel, kind: str) -> None:
     for tree, generations in decoded.items():
         beta = mean_acceptance_length(total(generation.counts for generation in generations))
         assert beta > 1
-        # Rounding may swap nodes of nearly equal price.
+        # Rounding may swap nodes of nearly equal probability.
         assert measured[tree][str(NODES[0])] == pytest.approx(beta, rel=0.02)

@@ -104,6 +104,14 @@ def test_only_who_has_the_token_may_use_ray(path: Path) -> None:
         assert {"name": "RAY_AUTH_MODE", "value": "token"} in container["env"]
 
 
+def test_whoever_starts_ray_by_hand_is_told_of_the_token() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in (CLUSTER, *(ROOT / "docs").glob("*.md"))]
+    commands = [text[: found.end()].splitlines()[-2:] for text in texts for found in re.finditer("ray start --", text)]
+    assert len(commands) >= 4
+    for command in commands:
+        assert "RAY_AUTH_MODE=token" in "".join(command)
+
+
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_only_who_must_may_connect(path: Path) -> None:
     manifest, policy = load(path)

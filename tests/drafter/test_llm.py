@@ -12,7 +12,7 @@ import torch
 
 from drafter import EngineConfig, EngineError, LoadError, Request, RequestError, SamplingParams, SpeculativeLM
 from drafter.embedded import EMBEDDED_BASE
-from drafter.engine.handle import Handle
+from drafter.engine.sequences.handle import Handle
 from drafter.llm import Prompt
 from drafter.requests import TokenDelta
 from tests.support.models import random_model

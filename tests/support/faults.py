@@ -12,10 +12,10 @@ from typing import Any
 
 from pyarrow import fs
 
-from drafter.engine.handle import Handle
+from drafter.engine.sequences.handle import Handle
 from drafter.llm import SpeculativeLM
 from drafter.requests import Request
-from pipeline.engines.engine_actor import EngineSpec
+from pipeline.engines.engine_spec import EngineSpec
 
 
 @dataclass(frozen=True)

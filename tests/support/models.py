@@ -107,13 +107,13 @@ class AdversarialDrafter(Drafter):
         tokens = torch.randint(0, VOCABULARY, (batch, count), generator=self._rng)
         recent = context.tokens.gather(1, (context.lengths[:, None] - torch.arange(count) % 7).clamp_min(0))
         tokens = torch.where(kind == 0, recent, torch.where(kind == 1, EOS, torch.where(kind == 2, 0, tokens)))
-        prices = -depths.double()
+        probs = -depths.double()
         drop = (torch.rand(batch, count, generator=self._rng) < 0.1) | (depths > self.depth)
         # A node whose parent does not exist does not exist either.
         for i in range(count):
             parent = parents[:, i : i + 1]
             drop[:, i] |= (parent >= 0)[:, 0] & drop.gather(1, parent.clamp_min(0))[:, 0]
-        return from_nodes(context.pending, tokens, parents, depths, prices.masked_fill(drop, -torch.inf), size)
+        return from_nodes(context.pending, tokens, parents, depths, probs.masked_fill(drop, -torch.inf), size)
 
 
 class OracleDrafter(Drafter):

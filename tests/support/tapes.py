@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from drafter.engine.cuda_graphs import Record, Step
-from drafter.engine.outcome import StepOutcome
+from drafter.engine.steps.cuda_graphs import Record, Step
+from drafter.engine.steps.outcome import StepOutcome
 
 _WAITING = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique", "item", "equal", "lift_fresh"}
 """The last is what `torch.tensor` does: the host makes numbers, and waits until a device has taken them."""

@@ -1,7 +1,7 @@
 """The contract between draft modules and the heads that read their frames.
 
-A module turns the text so far into `T` frame states a pending token. It does so in two ways that must agree: for many
-anchors of a known text (training, simulated walks), and step by step for the engine's slots (decoding).
+A module computes `T` frame states for each pending token from the text so far. It does so in two ways that must agree:
+for many anchors of a known text (training, simulated walks), and step by step for the engine's slots (decoding).
 """
 
 from __future__ import annotations
@@ -23,31 +23,28 @@ class DraftModule(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor, count: int | None = None) -> Tensor:
-        """Frames for many anchors of known sequences, each as decoding would compute it there.
+        """Return frames for many anchors of known texts, each as decoding would compute it there, `[B, A, F, d]`.
 
         Args:
             embeddings: `[B, L, d]` frozen embeddings of the tokens.
             hidden: `[B, L, d]` the base's last hidden states, after its final norm.
-            anchors: `[B, A]` position of the pending token. Its own hidden state and all later ones are not looked at.
-            count: F, the first frames that are wanted; None for all T. Others are not computed: frames that attend to
-                one another do so among these.
-
-        Returns:
-            `[B, A, F, d]`.
+            anchors: `[B, A]` positions of the pending tokens. Hidden states from an anchor on are not read for it.
+            count: F, number of frames, counted from the first; None for all T. Frames that attend to one another
+                attend to these F only.
         """
 
     @abstractmethod
     def reader(self, base: BaseModel, fresh: int) -> FrameReader:
-        """What reads frames step by step, on the base's device and in its dtype.
+        """Return a reader that computes frames step by step, on the base's device and in its dtype.
 
         Args:
             base: Lends its embedding.
-            fresh: Tokens that an ordinary step adds to a row at most.
+            fresh: Tokens that an ordinary step adds to a sequence at most.
         """
 
 
 class FrameReader(ABC):
-    """Frames for the engine's slots, with what a module remembers of each. Without memory there is only `read`."""
+    """Computes frames for the engine's slots. The reader of a module without memory implements `read` alone."""
 
     def open(self, slots: int, length: int) -> None:  # noqa: B027 - nothing to remember
         """Make room for `slots` sequences of `length` tokens and the frames behind them. Called once."""
@@ -62,23 +59,28 @@ class FrameReader(ABC):
         """Let the sequence in slot `source` go on in slot `target`."""
 
     def clear(self, slot: int) -> None:  # noqa: B027
-        """Set what is remembered of `slot` to zero; see `Drafter.clear`."""
+        """Set all numbers kept for `slot` to zero; see `Drafter.clear`."""
 
     def prepare(self, context: DraftContext) -> None:  # noqa: B027
-        """Comes before each `read`, with the same rows; see `Drafter.prepare`."""
+        """Do what `read` must not do. Comes before each `read`, with the same rows; see `Drafter.prepare`."""
 
     @abstractmethod
     def read(self, context: DraftContext, count: int | None = None) -> Tensor:
-        """The first `count` frame states, or all, `[B, F, d]` of the context's rows; see `Drafter.propose`."""
+        """Return the first `count` frames, or all, `[B, F, d]` of the context's rows; see `Drafter.propose`."""
 
 
 def hidden_before(hidden: Tensor, anchors: Tensor) -> Tensor:
-    """`[B, A, d]`: of `hidden` `[B, L, d]`, the state before each of `anchors` `[B, A]`; zeros before the text."""
+    """Return the hidden state before each anchor, `[B, A, d]`; zeros before the beginning of the text.
+
+    Args:
+        hidden: `[B, L, d]`.
+        anchors: `[B, A]` positions.
+    """
     index = (anchors - 1).clamp_min(0)[:, :, None].expand(-1, -1, hidden.shape[-1])
     return torch.where((anchors > 0)[:, :, None], hidden.gather(1, index), 0.0)
 
 
 def newest_hidden(context: DraftContext) -> Tensor:
-    """`[B, d]` the hidden state before each row's pending token."""
+    """Return the hidden state before each row's pending token, `[B, d]`."""
     assert context.hidden is not None
     return hidden_before(context.hidden, context.lengths[:, None])[:, 0]

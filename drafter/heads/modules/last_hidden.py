@@ -1,4 +1,4 @@
-"""The base's last hidden state as the only frame: no module at all."""
+"""A draft module without parameters: the base's last hidden state is the only frame."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from drafter.heads.modules.contract import DraftModule, FrameReader, hidden_befo
 
 
 class LastHidden(DraftModule):
-    """One frame, `h_t` itself."""
+    """One frame: the hidden state before the pending token."""
 
     num_frames = 1
 
     def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor, count: int | None = None) -> Tensor:
-        """Frames `[B, A, 1, d]`; see `DraftModule.forward`."""
+        """Return frames `[B, A, 1, d]`; see `DraftModule.forward`."""
         return hidden_before(hidden, anchors)[:, :, None]
 
     def reader(self, base: BaseModel, fresh: int) -> FrameReader:
-        """A reader without memory."""
+        """Return a reader without memory."""
         return _LastHiddenReader(base.dtype)
 
 

@@ -1,7 +1,7 @@
-"""Residual blocks on the last hidden state, one a frame: Medusa's draft module (Cai et al. 2024, arXiv 2401.10774).
+"""One residual block per frame on the last hidden state: Medusa's draft module (Cai et al. 2024, arXiv 2401.10774).
 
-Nothing but `h_t` is looked at: not the pending token, not the text before. It is what CTC-drafter's ablation calls the
-linear head.
+The frames see neither the pending token nor the text before it. The ablation of Wen et al. (arXiv 2412.00061) calls
+this the linear head.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from drafter.heads.modules.contract import DraftModule, FrameReader, hidden_befo
 
 
 class ResidualBlocks(DraftModule):
-    """`frame_j = h + SiLU(W_j h)`; `W_j` starts at zero, so every frame starts as the base's own state.
+    """`frame_j = h + SiLU(W_j h)`. `W_j` starts at zero, so every frame starts as the base's own state.
 
     Args:
         width: d.
@@ -33,15 +33,15 @@ class ResidualBlocks(DraftModule):
             nn.init.zeros_(block.bias)
 
     def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor, count: int | None = None) -> Tensor:
-        """Frames `[B, A, F, d]`; see `DraftModule.forward`."""
+        """Return frames `[B, A, F, d]`; see `DraftModule.forward`."""
         return self.frames(hidden_before(hidden, anchors), count)
 
     def frames(self, hidden: Tensor, count: int | None = None) -> Tensor:
-        """The first `count` frames, or all, `[..., F, d]` of hidden states `[..., d]`."""
+        """Return the first `count` frames, or all, `[..., F, d]` of hidden states `[..., d]`."""
         return torch.stack([hidden + F.silu(block(hidden)) for block in self.blocks[:count]], -2)
 
     def reader(self, base: BaseModel, fresh: int) -> FrameReader:
-        """A reader without memory."""
+        """Return a reader without memory."""
         return _ResidualReader(self, base.dtype)
 
 

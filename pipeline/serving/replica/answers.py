@@ -16,12 +16,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
-from drafter.engine.handle import Handle
-from drafter.errors import EngineError, QueueFullError, RequestError, RequestTimeoutError
+from drafter.engine.sequences.handle import Handle
+from drafter.errors import EngineError, NotFiniteError, QueueFullError, RequestError, RequestTimeoutError
 from drafter.llm import SpeculativeLM
 from drafter.requests import Generation, Request, SamplingParams, TokenDelta
-from pipeline.generate.samples import sample_seed
-from pipeline.openai.api_error import OpenAIError
+from pipeline.openai.api_error import OpenAIError, not_finite
 from pipeline.openai.chunks import ChatChunks, Chunks, CompletionChunks, error_event
 from pipeline.openai.parsed_request import ParsedRequest
 from pipeline.openai.response_body import chat_response, completion_response, token_text
@@ -29,6 +28,7 @@ from pipeline.openai.speculation import FIELD, generation_statistics
 from pipeline.openai.strict_json import to_json
 from pipeline.serving.messages import Call, Failure, Reply, Snapshot, interrupted, overloaded
 from pipeline.serving.replica.replica_metrics import ReplicaMetrics
+from pipeline.staging.samples import sample_seed
 
 _STALLED_SECONDS = 300.0
 """A step that takes longer than this hangs."""
@@ -160,7 +160,8 @@ class Answers:
         try:
             async for deltas in handle.arrivals():
                 for delta in deltas:
-                    arrived.put_nowait((index, delta))
+                    if delta.token_ids:  # a step whose numbers are not finite adds none
+                        arrived.put_nowait((index, delta))
                 await asyncio.wait([outcome], timeout=self._lm.engine.state().active / _EVENTS_PER_SECOND)
             arrived.put_nowait((index, await outcome))
         except Exception as error:  # whoever reads the queue must hear of it, whatever it is
@@ -210,6 +211,9 @@ class Answers:
                 return error
             case RequestTimeoutError():
                 return OpenAIError(408, f"The request took longer than {self._seconds:g} seconds.", code="timeout")
+            case NotFiniteError():
+                logger.error("A request failed: %s", error)
+                return not_finite()
             case RequestError():
                 return OpenAIError(400, f"Invalid request: {error}.", code="invalid_value")
             case QueueFullError():

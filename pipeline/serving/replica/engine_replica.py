@@ -8,7 +8,7 @@ from dataclasses import replace
 import ray
 from ray import serve
 
-from pipeline.engines.engine_actor import EngineSpec
+from pipeline.engines.engine_spec import EngineSpec
 from pipeline.serving.replica.answers import Answers
 
 

@@ -40,7 +40,8 @@ class World:
 
     def chain(self, share: float, nodes: int) -> Floats:
         """Log prefix probabilities `[rows, nodes]`."""
-        return np.log(share) * np.tile(np.arange(1.0, nodes + 1), (self.rows, 1))
+        log_probs: Floats = np.log(share) * np.tile(np.arange(1.0, nodes + 1), (self.rows, 1))
+        return log_probs
 
     def step(self, budget: AdaptiveBudget, random: np.random.Generator) -> tuple[int, float, float]:
         """Decode a step: nodes drafted, tokens a row, seconds."""

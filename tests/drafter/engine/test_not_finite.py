@@ -17,8 +17,8 @@ from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
 from drafter.engine.engine_config import EngineConfig
-from drafter.engine.handle import Handle
 from drafter.engine.loop import Engine
+from drafter.engine.sequences.handle import Handle
 from drafter.errors import NotFiniteError
 from drafter.requests import Request, SamplingParams
 from drafter.tree.token_tree import TokenTree
@@ -74,7 +74,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Engines that look at each step's outcome at once, and engines that read it one step later, as on a GPU."""
     if request.param == "the host is behind":
         monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
-        monkeypatch.setattr("drafter.engine.cuda_graphs._recorder", TapeRecorder())
+        monkeypatch.setattr("drafter.engine.steps.cuda_graphs._recorder", TapeRecorder())
     return str(request.param)
 
 

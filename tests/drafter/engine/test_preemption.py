@@ -15,8 +15,8 @@ from drafter.drafters.contract import Ask, DraftContext, Drafter
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.none import PlainDecoding
 from drafter.engine.engine_config import EngineConfig
-from drafter.engine.handle import Handle
 from drafter.engine.loop import Engine
+from drafter.engine.sequences.handle import Handle
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.tree.token_tree import TokenTree
 from tests.support.heads import make_head
@@ -150,7 +150,7 @@ def test_memory_may_run_out_at_any_stage(
 
 
 def test_a_prompt_that_is_being_read_is_put_back_too(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drafter.engine.admission.CHUNK", 4)
+    monkeypatch.setattr("drafter.engine.sequences.admission.CHUNK", 4)
     requests = requests_of(6)
     requests[0] = replace(requests[0], prompt_ids=[5])
     requests[1] = replace(requests[1], prompt_ids=list(range(3, 33)))

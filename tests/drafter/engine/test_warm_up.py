@@ -7,7 +7,7 @@ from drafter.drafters.contract import Drafter
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
 from drafter.engine.batch_state import BatchState
-from drafter.engine.device_step import DeviceStep
+from drafter.engine.steps.device_step import DeviceStep
 from drafter.engine.warm_up import generate_texts, measure_steps
 from drafter.stage_times import StageTimes
 from drafter.verifiers.exact import ExactVerifier

@@ -128,7 +128,7 @@ def test_the_loss_of_a_place_never_sees_that_place_or_later(tiny_base: BaseModel
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "paper" not in kind])
-def test_a_nodes_price_is_what_the_loss_makes_of_its_path(tiny_base: BaseModel, kind: str) -> None:
+def test_a_nodes_probability_is_what_the_loss_makes_of_its_path(tiny_base: BaseModel, kind: str) -> None:
     """With all places of the same weight, the loss of a text is its negative log prefix probability."""
     head = make_head(tiny_base, kind, depth_decay=1.0)
     tokens, hidden = sequence(tiny_base, 1, 8)
@@ -205,7 +205,7 @@ def test_a_prepared_search_finds_what_the_head_says(
     expected = head.search(states, recent, tiny_base, 9, "exact")
     monkeypatch.setattr("drafter.base.executors.prepacked._SMALL", 0)
     prepack(head)
-    monkeypatch.setattr("drafter.heads.ctc.frame_lattice._TABLE_ENTRIES", entries)
+    monkeypatch.setattr("drafter.heads.ctc.prepared_lattice._TABLE_ENTRIES", entries)
     check_same_trees(head.prepared_search(tiny_base, "exact")(states, recent, 9, 0.0), expected, DEPTH)
 
 

@@ -13,7 +13,8 @@ from drafter.base.causal_lm import BaseModel
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import load_head, save_head
 from drafter.heads.contract import Provenance
-from drafter.heads.ctc.ctc_head import CTCHead, CTCHeadConfig
+from drafter.heads.ctc.ctc_config import CTCHeadConfig
+from drafter.heads.ctc.ctc_head import CTCHead
 from drafter.heads.registry import HEADS
 from tests.support.models import random_model
 
@@ -102,9 +103,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no fingerprint": (change("base_model.fingerprint", None), r"does not name its base"),
     "unknown key": (change("head.mood", "good"), r"unknown configuration key 'mood'"),
     "missing key": (change("head.vocab_size", None), r"key 'vocab_size' is missing"),
-    "wrong type": (change("head.num_frames", "eight"), r"'num_frames' cannot be 'eight'"),
-    "boolean size": (change("head.num_frames", True), r"'num_frames' cannot be True"),
-    "unknown loss": (change("head.loss", "hinge"), r"'loss' cannot be 'hinge'"),
+    "wrong type": (change("head.num_frames", "eight"), r"'num_frames' cannot be 'eight': it must be a valid integer"),
+    "boolean size": (change("head.num_frames", True), r"'num_frames' cannot be True: it must be a valid integer"),
+    "fractional size": (change("head.num_frames", 8.0), r"'num_frames' cannot be 8\.0: it must be a valid integer"),
+    "unknown loss": (change("head.loss", "hinge"), r"'loss' cannot be 'hinge': it must be 'prefix', 'ctc' or 'ce'"),
     "sizes that do not fit": (change("head.num_heads", 5), r"even width"),
     "truncated weights": (lambda f: (f / "model.safetensors").write_bytes(b"abc"), r"damaged weights"),
     "missing tensor": (change_tensors(lambda t: t.pop("module.slots")), r"'module.slots' is missing"),
@@ -167,6 +169,6 @@ def test_a_hub_id_is_loaded_through_the_hub_library(
         asked.append((name, file))
         return str(saved / file)
 
-    monkeypatch.setattr("drafter.heads.checkpoint.hf_hub_download", download)
+    monkeypatch.setattr("drafter.heads.head_files.hf_hub_download", download)
     assert isinstance(load_head("org/head", tiny_base, HEADS), CTCHead)
     assert asked == [("org/head", "config.json"), ("org/head", "model.safetensors")]

@@ -21,21 +21,21 @@ def test_medusa_starts_as_the_base(tiny_base: BaseModel) -> None:
         assert torch.allclose(head.log_probs(frames)[:, depth], expected, atol=1e-4)
 
 
-def test_hydras_prices_are_its_heads_along_the_path(tiny_base: BaseModel) -> None:
-    """Each node's price is the product of what the heads say, each told the tokens before."""
+def test_hydras_probabilities_are_its_heads_along_the_path(tiny_base: BaseModel) -> None:
+    """Each node's probability is the product of what the heads say, each told the tokens before."""
     head = make_head(tiny_base, "hydra")
     assert isinstance(head, HydraHead)
     tokens, hidden = sequence(tiny_base, 1, 8)
     tree = nodes(head.trees_at(tiny_base, tokens, hidden, torch.tensor([[5]]), 9), 0, DEPTH)
     assert len(tree) == 8
-    for path, price in tree.items():
+    for path, prob in tree.items():
         expected = 0.0
         for depth, token in enumerate(path):
             known = torch.tensor([int(tokens[0, 5]), *path[:depth]])
             told = head.embedding_norm(tiny_base.embed(known)).flatten()
             said = tiny_base.lm_head(head.norm(head.heads[depth](hidden[0, 4], told)))
             expected += float(said.log_softmax(-1)[token])
-        assert price == pytest.approx(float(torch.tensor(expected).exp()), rel=1e-3)
+        assert prob == pytest.approx(float(torch.tensor(expected).exp()), rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -15,17 +15,17 @@ from tests.support.trees import check_slice_contract, nodes
 def test_collapse_removes_repeats_then_blanks_and_closes_gaps() -> None:
     blank = 9
     alignments = torch.tensor([[9, 1, 1, 9, 1, 2], [9, 9, 9, 9, 9, 9], [3, 3, 4, 4, 3, 9]])
-    prices = torch.tensor([[-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]]).expand(3, -1)
-    paths, found = collapse(alignments, prices, blank, 3)
+    probs = torch.tensor([[-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]]).expand(3, -1)
+    paths, found = collapse(alignments, probs, blank, 3)
     assert paths.tolist() == [[1, 1, 2], [-1, -1, -1], [3, 4, 3]]
     assert found[0].tolist() == [-2.0, -5.0, -6.0]
     assert bool((found[1] == -torch.inf).all())
 
 
 def test_collapse_drops_what_is_too_deep() -> None:
-    paths, prices = collapse(torch.tensor([[0, 1, 2, 3]]), torch.tensor([[-1.0, -2.0, -3.0, -4.0]]), 9, 2)
+    paths, probs = collapse(torch.tensor([[0, 1, 2, 3]]), torch.tensor([[-1.0, -2.0, -3.0, -4.0]]), 9, 2)
     assert paths.tolist() == [[0, 1]]
-    assert prices.tolist() == [[-1.0, -2.0]]
+    assert probs.tolist() == [[-1.0, -2.0]]
 
 
 def test_rank_paths_are_distinct_and_start_with_the_best() -> None:
@@ -45,11 +45,11 @@ def test_static_tree_is_a_trie_worth_no_more_than_its_prefixes(seed: int, size: 
     paths = [tuple(path) for path in tree.paths(4)[0][tree.log_probs[0] > -torch.inf].tolist()]
     assert len(paths) == len(set(paths))
     exact = prefix_probabilities(text_probabilities(log_probs[0]), 4)
-    for prefix, price in nodes(tree, 0, 4).items():
-        assert price <= exact[prefix] * 1.0001
+    for prefix, prob in nodes(tree, 0, 4).items():
+        assert prob <= exact[prefix] * 1.0001
 
 
-def test_duplicates_take_the_largest_price() -> None:
+def test_duplicates_take_the_largest_probability() -> None:
     probs = torch.tensor([[[0.6, 0.4], [0.3, 0.7]]])
     tree = static_tree(probs.log(), torch.tensor([5]), 2, 4, top_k=2)
     # 0ε (.6) and 00 (.6) and ε0 (.4 · .3) all say 0.
@@ -69,14 +69,14 @@ def test_without_a_blank_a_frame_is_a_depth() -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 9999), size=st.integers(2, 30), frames=st.integers(1, 5))
-def test_without_a_blank_prices_are_products(seed: int, size: int, frames: int) -> None:
+def test_without_a_blank_probabilities_are_products(seed: int, size: int, frames: int) -> None:
     log_probs = torch.randn(2, frames, 6, generator=torch.Generator().manual_seed(seed)).log_softmax(-1)
     tree = static_tree(log_probs, torch.tensor([5, 6]), frames, size, blank=False)
     check_slice_contract(tree)
     for row in range(2):
-        for prefix, price in nodes(tree, row, frames).items():
+        for prefix, prob in nodes(tree, row, frames).items():
             product = sum(log_probs[row, depth, token].item() for depth, token in enumerate(prefix))
-            assert price == pytest.approx(math.exp(product), rel=1e-4)
+            assert prob == pytest.approx(math.exp(product), rel=1e-4)
 
 
 @pytest.mark.parametrize("blank", [True, False])

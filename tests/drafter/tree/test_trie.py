@@ -13,7 +13,7 @@ from tests.support.trees import FORK
 PENDING = torch.tensor([7])
 
 
-def test_from_nodes_sorts_by_price_and_renumbers_parents() -> None:
+def test_from_nodes_sorts_by_probability_and_renumbers_parents() -> None:
     tree = from_nodes(
         PENDING,
         tokens=torch.tensor([[5, 3, 4, 9]]),
@@ -40,17 +40,17 @@ def test_from_nodes_pads_what_is_missing() -> None:
     assert tree.parents.tolist() == [[0, 0, 0, 0, 0]]
 
 
-def test_from_paths_merges_equal_prefixes_at_the_larger_price() -> None:
+def test_from_paths_merges_equal_prefixes_at_the_larger_probability() -> None:
     paths = torch.tensor([[[5, 4, 1], [5, 4, 2], [3, PAD_TOKEN, PAD_TOKEN]]])
-    prices = torch.tensor([[[-1.0, -2.0, -4.0], [-0.8, -2.5, -3.0], [-0.9, -torch.inf, -torch.inf]]])
-    tree = from_paths(PENDING, paths, prices, 6)
+    probs = torch.tensor([[[-1.0, -2.0, -4.0], [-0.8, -2.5, -3.0], [-0.9, -torch.inf, -torch.inf]]])
+    tree = from_paths(PENDING, paths, probs, 6)
     assert tree.tokens.tolist() == [[7, 5, 3, 4, 2, 1]]
     assert tree.parents.tolist() == [[0, 0, 0, 1, 3, 3]]
     assert tree.depths.tolist() == [[0, 1, 1, 2, 3, 3]]
     assert torch.allclose(tree.log_probs, torch.tensor([[0.0, -0.8, -0.9, -2.0, -3.0, -4.0]]))
 
 
-def test_merge_keeps_every_path_at_the_larger_price() -> None:
+def test_merge_keeps_every_path_at_the_larger_probability() -> None:
     other = from_paths(PENDING, torch.tensor([[[5, 6]]]), torch.tensor([[[-0.1, -0.2]]]), 3)
     tree = merge(FORK, other, depth=2, size=6)
     assert tree.tokens.tolist() == [[7, 5, 6, 3, 4, PAD_TOKEN]]
@@ -58,13 +58,13 @@ def test_merge_keeps_every_path_at_the_larger_price() -> None:
 
 
 def assert_contract(tree: TokenTree) -> None:
-    """Falling prices, parents before children, siblings distinct, padding last."""
+    """Falling probabilities, parents before children, siblings distinct, padding last."""
     for row in range(tree.tokens.shape[0]):
         tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
-        prices, depths = tree.log_probs[row].tolist(), tree.depths[row].tolist()
+        probs, depths = tree.log_probs[row].tolist(), tree.depths[row].tolist()
         real = [i for i, token in enumerate(tokens) if token != PAD_TOKEN]
         assert real == list(range(len(real)))
-        assert all(a >= b for a, b in pairwise(prices))
+        assert all(a >= b for a, b in pairwise(probs))
         assert all(parents[i] < i and depths[i] == depths[parents[i]] + 1 for i in real[1:])
         assert len({(parents[i], tokens[i]) for i in real[1:]}) == len(real) - 1
 
@@ -78,19 +78,19 @@ def test_from_paths_makes_the_trie_of_a_dictionary(data: st.DataObject) -> None:
     )
     padded = torch.tensor([[p + [PAD_TOKEN] * (depth - len(p)) for p in paths]])
     steps = torch.tensor(data.draw(st.lists(st.floats(0.1, 2), min_size=len(paths), max_size=len(paths))))
-    prices = -(steps[None, :, None] * torch.arange(1, depth + 1))
-    prices = prices.masked_fill(padded == PAD_TOKEN, -torch.inf)
-    tree = from_paths(PENDING, padded, prices, size=1 + len(paths) * depth)
+    probs = -(steps[None, :, None] * torch.arange(1, depth + 1))
+    probs = probs.masked_fill(padded == PAD_TOKEN, -torch.inf)
+    tree = from_paths(PENDING, padded, probs, size=1 + len(paths) * depth)
     assert_contract(tree)
     expected: dict[tuple[int, ...], float] = {}
-    for path, price in zip(paths, prices[0].tolist(), strict=True):
+    for path, prob in zip(paths, probs[0].tolist(), strict=True):
         for end in range(1, len(path) + 1):
             prefix = tuple(path[:end])
-            expected[prefix] = max(expected.get(prefix, -float("inf")), price[end - 1])
+            expected[prefix] = max(expected.get(prefix, -float("inf")), prob[end - 1])
     found = {
-        tuple(t for t in path if t != PAD_TOKEN): price
-        for path, price in zip(tree.paths(depth)[0].tolist(), tree.log_probs[0].tolist(), strict=True)
-        if price > -float("inf")
+        tuple(t for t in path if t != PAD_TOKEN): prob
+        for path, prob in zip(tree.paths(depth)[0].tolist(), tree.log_probs[0].tolist(), strict=True)
+        if prob > -float("inf")
     }
     del found[()]
     assert found.keys() == expected.keys()

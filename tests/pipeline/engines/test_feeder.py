@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from drafter.engine.handle import Handle
+from drafter.engine.sequences.handle import Handle
 from drafter.errors import RequestError, RequestTimeoutError
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
-from pipeline.engines.feeder import Feeder, alone_from, places
-from pipeline.engines.ledger import Ledger, Outcome, RowKey
+from pipeline.engines.feeder import Feeder, alone_from, capacity
+from pipeline.engines.ledger import Ledger, RowKey, RowOutcome
 from tests.support.waiting import PATIENCE
 
 SLOTS = 2
@@ -57,7 +57,7 @@ class LocalLedger(Ledger):
     """A ledger without Ray, for one engine."""
 
     def exchange(  # type: ignore[override]
-        self, left: Mapping[RowKey, Outcome], entering: list[RowKey]
+        self, left: Mapping[RowKey, RowOutcome], entering: list[RowKey]
     ) -> bool:
         return super().exchange("engine", left, entering)
 
@@ -85,7 +85,7 @@ def test_long_rows_go_first_and_only_so_many_are_inside(pool: ThreadPoolExecutor
         engine.end(name)
     assert set(call.result(PATIENCE)) == set("123456789")
     assert engine.order == list("987654321")
-    assert max(map(len, engine.company.values())) <= 2 * places(SLOTS)
+    assert max(map(len, engine.company.values())) <= 2 * capacity(SLOTS)
     assert ledger.counts().inside == 0
 
 
@@ -106,7 +106,7 @@ def test_a_row_under_suspicion_has_the_engine_to_itself(pool: ThreadPoolExecutor
 
 def test_what_was_finished_does_not_enter_again_and_calls_run_side_by_side(pool: ThreadPoolExecutor) -> None:
     engine, ledger = SlowEngine(SLOTS), LocalLedger(4)
-    before = Outcome(generated={"token_ids": [7]})
+    before = RowOutcome(generated={"token_ids": [7]})
     ledger.exchange({RowKey("p", "a"): before}, [])
     feeder = Feeder(engine.submit, columns, ledger, SLOTS, 4)
     reported: list[int] = []

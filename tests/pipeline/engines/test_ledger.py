@@ -7,9 +7,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.engines.ledger import Ledger, Outcome, RowKey
+from pipeline.engines.ledger import Ledger, RowKey, RowOutcome
 
-DONE = Outcome(generated={"token_ids": [1]})
+DONE = RowOutcome(generated={"token_ids": [1]})
 
 
 def keys(*names: str) -> list[RowKey]:

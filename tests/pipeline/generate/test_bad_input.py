@@ -15,8 +15,9 @@ import pytest
 
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import Provenance
-from drafter.heads.ctc.ctc_head import CTCHead, CTCHeadConfig
-from pipeline.cluster.ray_cluster import Cluster, Node
+from drafter.heads.ctc.ctc_config import CTCHeadConfig
+from drafter.heads.ctc.ctc_head import CTCHead
+from pipeline.cluster.shares import Cluster, Node
 from pipeline.generate.generate_job import main
 from tests.pipeline.conftest import Run, write_jsonl
 
@@ -194,7 +195,7 @@ def test_a_chat_needs_a_template(run: Run, model: Path, tmp_path: Path) -> None:
 
 def test_more_than_the_machine_has(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "pipeline.generate.cluster_run.connect", lambda: Cluster((Node(cpus=2, gpus=0),), may_grow=False)
+        "pipeline.generate.submission.connect", lambda: Cluster((Node(cpus=2, gpus=0),), may_grow=False)
     )
     source = write_jsonl(tmp_path / "a.jsonl", GOOD)
     done = run(source, "--resources.cpus_per_actor", 3)

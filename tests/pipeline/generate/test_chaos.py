@@ -59,9 +59,7 @@ def test_a_row_that_kills_its_engine_is_set_aside_and_no_other(
 ) -> None:
     prompts = [*PROMPTS[:10], "zzz", *PROMPTS[10:20], ""]
     (deadly,) = set(lm.encode("z")) - set(lm.encode(" ".join(PROMPTS)))
-    monkeypatch.setattr(
-        "pipeline.generate.cluster_run.EngineSpec", partial(FragileEngine, notes=tmp_path, deadly=deadly)
-    )
+    monkeypatch.setattr("pipeline.generate.streaming.EngineSpec", partial(FragileEngine, notes=tmp_path, deadly=deadly))
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts])
     done = run(source, "--writing.rows_per_file", 8, "--limits.row_attempts", 3)
     assert_whole(done, lm, prompts, {"in.jsonl:11", "in.jsonl:22"})
@@ -90,7 +88,7 @@ def test_killed_engines_lose_nothing(
     signals: list[signal.Signals],
 ) -> None:
     slow = partial(FragileEngine, notes=tmp_path, step_seconds=0.05)
-    monkeypatch.setattr("pipeline.generate.cluster_run.EngineSpec", slow)
+    monkeypatch.setattr("pipeline.generate.streaming.EngineSpec", slow)
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
     killer = threading.Thread(target=kill_engines, args=[tmp_path, *signals])
     killer.start()
@@ -103,10 +101,17 @@ def test_killed_engines_lose_nothing(
 
 def kill_engines(notes: Path, *signals: int) -> None:
     """End one engine's process after the other when rows have finished in it."""
+
+    def has_started(turn: int) -> bool:
+        return len(list(notes.glob("*.pid"))) >= turn
+
+    def has_entered(rows: int) -> bool:
+        return len(entered(notes)) >= rows
+
     for turn, number in enumerate(signals, start=1):
         enough = len(entered(notes)) + 10
-        wait_until(lambda turn=turn: len(list(notes.glob("*.pid"))) >= turn, f"engine {turn}")
-        wait_until(lambda enough=enough: len(entered(notes)) >= enough, f"rows in engine {turn}")
+        wait_until(partial(has_started, turn), f"engine {turn}")
+        wait_until(partial(has_entered, enough), f"rows in engine {turn}")
         newest = max(notes.glob("*.pid"), key=lambda path: path.stat().st_mtime_ns)
         os.kill(int(newest.stem), number)
 
@@ -124,7 +129,7 @@ def test_writers_killed_at_every_step_of_a_commit(
     points = ("while writing", "before data", "after data")
     (tmp_path / "points").mkdir()
     files = fs.PyFileSystem(DeadlyFiles(str(tmp_path / "points"), points, kill_me))
-    monkeypatch.setattr("pipeline.output.run_manifest.locate", lambda uri: replace(locate(uri), filesystem=files))
+    monkeypatch.setattr("pipeline.generate.generate_job.locate", lambda uri: replace(locate(uri), filesystem=files))
     prompts = [prompt if n % 5 else "" for n, prompt in enumerate(PROMPTS[:20])]
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts])
     done = run(source, "--writing.rows_per_file", 10)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,17 +11,9 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet
 import pytest
-import ray
 
-from drafter import EngineConfig, SamplingParams, SpeculativeLM
-from drafter.errors import LoadError
-from drafter.statistics import DecodeCounts, statistics_columns
-from pipeline.engines.engine_actor import OUTPUT_TYPE, TIMING_COLUMNS, EngineActor, EngineSpec
-from pipeline.engines.ledger import Ledger
-from pipeline.generate.generate_config import LimitsConfig
-from pipeline.generate.row_requests import row_seed
-from pipeline.generate.staged_input import PROBLEM_TYPE
-from pipeline.progress.board import ProgressBoard
+from drafter import EngineConfig, SpeculativeLM
+from pipeline.generate.row_sampling import row_seed
 from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run, untimed, write_jsonl
 
 QUESTIONS = ["how many apples", "how many pens does she have", "she", "does she have apples and pens " * 3]
@@ -105,6 +94,7 @@ def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, t
     assert ran["rows"] == 18
     assert ran["config"]["sampling"]["seed"] == 9
     assert ran["base_fingerprint"] == lm.base.fingerprint
+    assert (ran["verifier"], ran["lossless"]) == ("exact", True)
     assert ran["versions"]["ray"]
     tokens = sum(row["num_output_tokens"] for row in done.rows)
     steps = sum(row["num_decode_steps"] for row in done.rows)
@@ -203,132 +193,3 @@ def test_parquet_messages_and_ids_of_their_own(run: Run, lm: SpeculativeLM, tmp_
     assert "β           1.00" in done.stdout
     # Columns that were not asked for are not there.
     assert not {"sample", "logprobs", "per_step_accepted"} & set(done.rows[0])
-
-
-def staged_table(prompts: list[list[int] | None], part: str = "p", tokens: int = 6) -> pa.Table:
-    count = len(prompts)
-    sampling = json.dumps({"max_new_tokens": tokens, "ignore_eos": True})
-    return pa.table(
-        {
-            "request_id": pa.array([str(index) for index in range(count)]),
-            "row": pa.array([{"prompt": "x"}] * count),
-            "problem": pa.nulls(count, PROBLEM_TYPE),
-            "part": pa.array([part] * count),
-            "part_rows": pa.array([count] * count),
-            "prompt_ids": pa.array(prompts, pa.list_(pa.int32())),
-            "sampling": pa.array([sampling] * count),
-        }
-    )
-
-
-def generated(table: pa.Table) -> list[dict[str, Any] | None]:
-    return [row and untimed(row) for row in table["generated"].to_pylist()]
-
-
-MakeActor = Callable[..., EngineActor]
-
-
-@pytest.fixture(scope="module")
-def make_actor(local_ray: None, model: Path) -> Iterator[MakeActor]:
-    """Make an actor's object, in this process: `make_actor("ngram", base="another")`."""
-    made = []
-
-    def make(drafter: str, base: str | None = None) -> EngineActor:
-        spec = EngineSpec(str(model), drafter, {}, EngineConfig(slots=2, nodes=3), threads=1)
-        board = ray.remote(num_cpus=0)(ProgressBoard).remote()
-        ledger = ray.remote(num_cpus=0)(Ledger).remote(4, (), base)
-        actor = EngineActor(spec, LimitsConfig(), ledger, board, "test")
-        made.append(actor)
-        return actor
-
-    yield make
-    # An actor's process ends with it; here its beat would go on, and have Ray start once more.
-    for actor in made:
-        if actor._failure is None:
-            actor._pulse.end()
-
-
-@pytest.fixture(scope="module")
-def actor(make_actor: MakeActor) -> EngineActor:
-    """An actor's object with a drafter."""
-    return make_actor("ngram")
-
-
-def test_a_call_returns_its_rows_in_their_order_and_the_same_again(actor: EngineActor) -> None:
-    prompts: list[list[int] | None] = [[7, 8, 9] * (1 + n % 3) for n in range(7)]
-    first, second = actor(staged_table(prompts)), actor(staged_table(prompts, "q"))
-    assert first.drop_columns(["part", "generated"]).equals(second.drop_columns(["part", "generated"]))
-    assert generated(first) == generated(second)
-    assert first["request_id"].to_pylist() == [str(n) for n in range(7)]
-    assert first.schema.field("generated").type == OUTPUT_TYPE
-    assert "prompt_ids" not in first.column_names
-
-
-def test_parts_share_the_engine_across_their_borders(actor: EngineActor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two calls of one row each decode together; one after the other, no two rows would ever be active."""
-    engine, active = actor._lm.engine, set()
-    step = engine.step
-
-    def watched() -> None:
-        step()
-        active.add(engine.active)
-
-    monkeypatch.setattr(engine, "step", watched)
-    with ThreadPoolExecutor(2) as pool:
-        calls = [pool.submit(actor, staged_table([[7, 8, 9]], f"border{n}", tokens=200)) for n in range(2)]
-        results = [call.result() for call in calls]
-    assert 2 in active
-    assert [result["part"].to_pylist() for result in results] == [["border0"], ["border1"]]
-    assert generated(results[0]) == generated(results[1])
-
-
-def test_rows_that_the_engine_refuses_do_not_harm_others(actor: EngineActor) -> None:
-    result = actor(staged_table([[7, 8], [], [10_000], [7] * 300, [7, 8]], "refused"))
-    kinds = [problem and problem["type"] for problem in result["problem"].to_pylist()]
-    assert kinds == [None, "Refused", "Refused", "Refused", None]
-    rows = generated(result)
-    assert [row is None for row in rows] == [False, True, True, True, False]
-    assert rows[0] == rows[4]
-
-
-def test_an_engine_that_fails_ends_its_process(make_actor: MakeActor, monkeypatch: pytest.MonkeyPatch) -> None:
-    actor = make_actor("none")
-
-    def died() -> None:
-        raise SystemExit("died")
-
-    def broken(*_: Any, **__: Any) -> None:
-        raise RuntimeError("device lost")
-
-    monkeypatch.setattr("pipeline.engines.engine_actor._die", died)
-    monkeypatch.setattr(actor._lm.base, "verify", broken)
-    with pytest.raises(SystemExit, match="died"):
-        actor(staged_table([[7, 8]]))
-
-
-def test_an_engine_with_other_weights_than_the_first_is_refused(make_actor: MakeActor) -> None:
-    actor = make_actor("none", base="another")
-    with pytest.raises(LoadError, match=r"weights \(.*\) are not those of the output's other rows \(another\)"):
-        actor(staged_table([[7, 8]]))
-
-
-def test_output_columns_have_the_types_of_their_values() -> None:
-    names = [field.name for field in OUTPUT_TYPE]
-    assert names[:7] == [
-        "text",
-        "prompt_token_ids",
-        "token_ids",
-        "finish_reason",
-        "num_prompt_tokens",
-        "num_output_tokens",
-        "seed",
-    ]
-    assert names[7:] == [*statistics_columns(DecodeCounts()), *TIMING_COLUMNS, "logprobs"]
-    assert OUTPUT_TYPE.field("finished_at").type == pa.timestamp("ms", "UTC")
-    assert OUTPUT_TYPE.field("acceptance_histogram").type == pa.list_(pa.int64())
-    assert OUTPUT_TYPE.field("draft_acceptance_rate").type == pa.float64()
-
-
-def test_sampling_survives_its_trip_as_json() -> None:
-    sampling = SamplingParams(temperature=0.3, top_k=4, stop=("a", "b"), seed=2**63 - 1, ignore_eos=True)
-    assert SamplingParams(**json.loads(json.dumps(dataclasses.asdict(sampling)))) == sampling

@@ -16,8 +16,8 @@ from fsspec.registry import _registry
 
 from pipeline.errors import InputError
 from pipeline.io.hf_datasets import split_of
-from pipeline.io.reading import list_input
-from tests.pipeline.io.test_reading import staged
+from pipeline.io.listing import list_input
+from tests.support.staging import staged
 
 datasets.disable_progress_bars()
 
@@ -185,21 +185,3 @@ def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.HfFileSystem, "info", refuse)
     with pytest.raises(InputError, match="hf://datasets/owner/name cannot be listed: no route to host"):
         list_input("hf://datasets/owner/name")
-
-
-@pytest.mark.parametrize("kind", ["file", "stream"])
-def test_arrow_files(tmp_path: Path, kind: str) -> None:
-    table = pa.table({"prompt": pa.array(["a", "b", "c"]).dictionary_encode()})
-    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink:
-        writer = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
-        with writer(sink, table.schema) as out:
-            out.write_table(table)
-    ids, read, _ = staged(tmp_path / "a.arrow", tmp_path / "staged", rows_per_part=2)
-    assert ids == [["a.arrow:1", "a.arrow:2"], ["a.arrow:3"]]
-    assert read == rows("a", "b", "c")
-
-
-def test_arrow_that_is_not(tmp_path: Path) -> None:
-    (tmp_path / "a.arrow").write_bytes(b"plain text")
-    with pytest.raises(InputError, match="cannot be read as arrow"):
-        staged(tmp_path / "a.arrow", tmp_path / "staged")

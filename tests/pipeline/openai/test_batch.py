@@ -15,14 +15,15 @@ from drafter import EngineConfig, Generation, SamplingParams, SpeculativeLM
 from drafter.requests import TokenLogprob
 from drafter.statistics import DecodeCounts
 from pipeline.errors import InputError
-from pipeline.generate.generate_config import ReadingConfig
-from pipeline.generate.row_requests import row_seed
-from pipeline.generate.samples import sample_seed
-from pipeline.io.reading import BATCH, PromptSource, find_prompts, list_input
+from pipeline.generate.row_sampling import row_seed
+from pipeline.io.listing import list_input
+from pipeline.io.prompt_source import BATCH, PromptSource, find_prompts
+from pipeline.io.reading_config import ReadingConfig
 from pipeline.openai.api_error import OpenAIError
 from pipeline.openai.batch import answer_line, parse_line
 from pipeline.openai.response_body import token_text
 from pipeline.openai.strict_json import to_json
+from pipeline.staging.samples import sample_seed
 from tests.pipeline.conftest import Run, write_jsonl
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -232,7 +233,7 @@ def test_an_answer_without_numbers_is_an_error(url: str) -> None:
         assert set(answer) == {"id", "custom_id", "response", "error"}
         to_json(answer)
         if status == 500:
-            assert answer["response"]["body"]["error"]["code"] == "invalid_logprobs"
+            assert answer["response"]["body"]["error"]["code"] == "not_finite"
 
 
 def test_the_example_is_a_batch() -> None:

@@ -84,7 +84,7 @@ def test_a_token_without_a_chance_has_openais_number_for_it(tell: Callable[..., 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 def test_what_is_no_number_is_no_answer(tell: Callable[..., dict[str, Any]], number: float) -> None:
     for wrong in (TokenLogprob(1, number, ()), TokenLogprob(1, -0.5, ((1, -0.5), (2, number)))):
-        with pytest.raises(OpenAIError, match="not numbers") as error:
+        with pytest.raises(OpenAIError, match="not finite") as error:
             tell([wrong], str)
         assert error.value.status == 500
 

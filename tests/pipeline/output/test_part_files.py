@@ -3,44 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 from pyarrow import fs
 
-from drafter.requests import Generation, Request, SamplingParams
-from drafter.statistics import DecodeCounts
-from pipeline.engines.engine_actor import OUTPUT_TYPE, output_columns
-from pipeline.generate.staged_input import PROBLEM_TYPE
 from pipeline.io.files import Location, locate
 from pipeline.output.output_folder import OutputFolder
-from pipeline.output.part_files import PartsDatasink, commit_part, free_name
-from pipeline.output.summary import histogram_lines, read_totals, summarise
+from pipeline.output.part_files import PartsDatasink, commit_part
+from pipeline.staging.part_rows import pack
 from tests.pipeline.conftest import read_rows
 from tests.support.faults import DeadlyFiles
-
-BAD = {"type": "BadPrompt", "message": "empty", "input": None, "attempts": 0}
-
-
-def block(part: str, rows: list[dict[str, Any]], problems: list[Any], part_rows: int | None = None) -> pa.Table:
-    counts = DecodeCounts()
-    for accepted in (0, 2, 2):
-        counts.record_step(emitted=accepted + 1, accepted=accepted, drafted=4)
-    generation = Generation("", [1] * 7, "text", "stop", 3, counts)
-    request = Request([1, 2, 3], SamplingParams(seed=5))
-    generated = [None if problem else output_columns(generation, request) for problem in problems]
-    return pa.table(
-        {
-            "request_id": pa.array([f"{part}:{index}" for index in range(len(rows))]),
-            "row": pa.array(rows),
-            "problem": pa.array(problems, PROBLEM_TYPE),
-            "part": pa.array([part] * len(rows)),
-            "part_rows": pa.array([part_rows or len(rows)] * len(rows)),
-            "generated": pa.array(generated, OUTPUT_TYPE),
-        }
-    )
+from tests.support.parts import BAD_PROMPT, generated_rows
 
 
 @pytest.fixture
@@ -55,16 +28,17 @@ def files(tmp_path: Path) -> list[str]:
 
 
 def test_a_part_becomes_one_file_of_rows_and_one_of_errors(output: OutputFolder, tmp_path: Path) -> None:
-    rows = [{"prompt": "a", "a.b": 1}, {"prompt": "", "a.b": 2}]
-    PartsDatasink(output).write([block("p1", rows, [None, BAD])], None)
+    rows = [{"prompt": "a", "a.b": 1, "text": "theirs"}, {"prompt": "", "a.b": 2, "text": "theirs"}]
+    commit_part(output, "p1", generated_rows("p1", rows, [None, BAD_PROMPT]))
     assert files(tmp_path) == ["data/p1.parquet", "errors/p1.parquet"]
     (finished,) = read_rows(tmp_path / "data" / "p1.parquet")
     assert (finished["request_id"], finished["prompt"], finished["a.b"]) == ("p1:0", "a", 1)
+    assert (finished["text"], finished["input_text"]) == ("text", "theirs")
     assert (finished["num_output_tokens"], finished["acceptance_histogram"]) == (7, [1, 0, 2])
     (error,) = read_rows(tmp_path / "errors" / "p1.parquet")
     assert error == {
         "request_id": "p1:1",
-        "input": '{"prompt": "", "a.b": 2}',
+        "input": '{"prompt": "", "a.b": 2, "text": "theirs"}',
         "error_type": "BadPrompt",
         "message": "empty",
         "attempts": 0,
@@ -74,8 +48,8 @@ def test_a_part_becomes_one_file_of_rows_and_one_of_errors(output: OutputFolder,
 
 def test_a_repeated_write_replaces_its_own_files(output: OutputFolder, tmp_path: Path) -> None:
     rows = [{"prompt": "a"}, {"prompt": "b"}]
-    commit_part(output, "p1", block("p1", rows, [None, BAD]))
-    commit_part(output, "p1", block("p1", rows, [None, None]))
+    commit_part(output, "p1", generated_rows("p1", rows, [None, BAD_PROMPT]))
+    commit_part(output, "p1", generated_rows("p1", rows, [None, None]))
     assert files(tmp_path) == ["data/p1.parquet"]
     assert len(read_rows(tmp_path / "data" / "p1.parquet")) == 2
 
@@ -102,7 +76,7 @@ def test_a_write_that_ends_anywhere_commits_all_or_nothing(tmp_path: Path, point
     root = Location(fs.PyFileSystem(DeadlyFiles(str(points), (point,), stop)), str(tmp_path / "out"))
     output = OutputFolder(root)
     output.create()
-    whole = block("p1", [{"prompt": "a"}, {"prompt": "b"}], [None, BAD])
+    whole = generated_rows("p1", [{"prompt": "a"}, {"prompt": "b"}], [None, BAD_PROMPT])
     with pytest.raises(OSError, match="stopped"):
         commit_part(output, "p1", whole)
     assert output.committed() == ({"p1"} if is_there else set())
@@ -114,41 +88,18 @@ def test_a_write_that_ends_anywhere_commits_all_or_nothing(tmp_path: Path, point
 
 
 def test_a_part_of_only_errors_is_committed_too(output: OutputFolder, tmp_path: Path) -> None:
-    commit_part(output, "p1", block("p1", [{"prompt": ""}], [BAD]))
+    commit_part(output, "p1", generated_rows("p1", [{"prompt": ""}], [BAD_PROMPT]))
     assert output.committed() == {"p1"}
     assert read_rows(tmp_path / "data" / "p1.parquet") == []
 
 
-def test_several_parts_in_one_block_and_a_part_in_pieces(output: OutputFolder) -> None:
+def test_the_writer_commits_every_part_and_says_so(output: OutputFolder) -> None:
     rows = [{"prompt": "a"}]
-    both = pa.concat_tables([block("p1", rows, [None]), block("p2", rows, [None])])
-    PartsDatasink(output).write([both], None)
-    assert output.committed() == {"p1", "p2"}
-    with pytest.raises(RuntimeError, match="part p3 came in pieces: 1 of 2 rows"):
-        PartsDatasink(output).write([block("p3", rows, [None], part_rows=2)], None)
-
-
-@pytest.mark.parametrize(
-    ("name", "theirs", "free"),
-    [("x", ["x"], "x"), ("text", ["text"], "input_text"), ("text", ["text", "input_text"], "input_input_text")],
-)
-def test_input_columns_give_way(name: str, theirs: list[str], free: str) -> None:
-    assert free_name(name, {"text", "seed"}, theirs) == free
-
-
-def test_the_summary_is_what_the_files_say(output: OutputFolder) -> None:
-    rows = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": ""}]
-    commit_part(output, "p1", block("p1", rows, [None, None, BAD]))
-    commit_part(output, "p2", block("p2", rows, [None, None, None]))
-    totals = read_totals(output)
-    assert (totals.rows, totals.errors) == (5, 1)
-    assert (totals.counts.num_output_tokens, totals.counts.num_decode_steps) == (35, 15)
-    text = summarise(output, totals, new_tokens=35, new_rows=6, seconds=10)
-    assert "5 finished, 1 errors" in text
-    assert "2.33 tokens a base forward" in text
-    assert "33% of 60 draft tokens accepted" in text
-    assert "4 tokens/s, 0.6 rows/s (6 rows in 00:10)" in text
-    bars = histogram_lines(totals.counts)[1:]
-    assert [line.split()[0] for line in bars] == ["0", "1", "2"]
-    assert [line.split()[-1] for line in bars] == ["33.3%", "0.0%", "66.7%"]
-    assert [line.count("█") for line in bars] == [20, 0, 40]
+    blocks = [
+        pack([("p1", generated_rows("p1", rows, [None])), ("p2", generated_rows("p2", rows, [None]))]),
+        pack([("p3", generated_rows("p3", rows, [None]))]),
+    ]
+    told: list[str] = []
+    PartsDatasink(output, told.append).write(blocks, None)
+    assert output.committed() == {"p1", "p2", "p3"}
+    assert told == ["p1", "p2", "p3"]

@@ -15,12 +15,18 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 
 from drafter.engine.engine_config import EngineConfig
-from pipeline.engines.engine_actor import EngineActor, EngineSpec
+from drafter.requests import SamplingParams
+from pipeline.engines.engine_actor import EngineActor
+from pipeline.engines.engine_spec import EngineSpec
 from pipeline.engines.ledger import Ledger
-from pipeline.generate.generate_config import LimitsConfig
-from pipeline.progress.board import Progress, ProgressBoard
+from pipeline.engines.limits_config import LimitsConfig
+from pipeline.output.output_columns import RunTraits
+from pipeline.output.writing_config import WritingConfig
+from pipeline.progress.board import ProgressBoard
+from pipeline.progress.job_progress import Progress
 from pipeline.progress.prometheus import JobMetrics
-from tests.pipeline.generate.test_generate_job import staged_table
+from pipeline.staging.part_rows import unpack
+from tests.support.parts import request_part
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -70,10 +76,11 @@ def scrape() -> list[Sample]:
 def exported(local_ray: None) -> Iterator[Exported]:
     """An engine of a real actor has generated ten rows and refused two."""
     spec = EngineSpec(None, "ctc", {}, EngineConfig(slots=4, nodes=8), threads=1)
+    traits = RunTraits(SamplingParams(), WritingConfig(), rows_have_settings=False)
     board, ledger = ray.remote(num_cpus=0)(ProgressBoard).remote(), ray.remote(num_cpus=0)(Ledger).remote(4)
-    actor = ray.remote(num_cpus=1)(EngineActor).remote(spec, LimitsConfig(), ledger, board, RUN)
+    actor = ray.remote(num_cpus=1)(EngineActor).remote(spec, LimitsConfig(), traits, ledger, board, RUN)
     prompts: list[list[int] | None] = [list(range(20, 24 + n)) for n in range(10)]
-    table = ray.get(actor.__call__.remote(staged_table([*prompts, [], []], tokens=40)))
+    ((_, table),) = unpack(ray.get(actor.__call__.remote(request_part([*prompts, [], []], tokens=40))))
     job = JobMetrics(RUN)
     rows = table["generated"].to_pylist()[:10]
 

@@ -7,7 +7,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from drafter.engine.engine_config import EngineSettings
-from pipeline.cluster.ray_cluster import Cluster, Node
+from pipeline.cluster.shares import Cluster, Node
 from pipeline.errors import InputError
 from pipeline.serving import application
 from pipeline.serving.ingress.keys import ENVIRONMENT

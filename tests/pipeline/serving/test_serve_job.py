@@ -127,7 +127,7 @@ def test_nobody_works_for_a_client_that_has_left(endpoint: Endpoint, stream: boo
         asyncio.run(leave_together())
         made = endpoint.wait_until_idle()["drafter_tokens_total"] - before["drafter_tokens_total"]
         patience *= 1.5 if made == 0 else 0.8
-        return 0 < made < 5 * 3 * LONG["max_tokens"] / 2
+        return bool(0 < made < 5 * 3 * LONG["max_tokens"] / 2)
 
     wait_until(work_is_left_undone, "answers that nobody reads are given up")
 
@@ -144,7 +144,7 @@ def test_too_many_at_once_are_told_to_come_again(endpoint: Endpoint) -> None:
 
     async def ask_until_refused() -> set[tuple[int, str | None, str | None]]:
         async with async_client(endpoint) as api:
-            asked = []
+            asked: list[asyncio.Task[tuple[int, str | None, str | None]]] = []
             while not any(one.done() and one.result()[0] != 200 for one in asked):
                 asked += [asyncio.create_task(ask(api)) for _ in range(40)]
                 await asyncio.wait(asked, timeout=1, return_when=asyncio.FIRST_COMPLETED)

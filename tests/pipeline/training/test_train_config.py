@@ -140,7 +140,7 @@ def test_texts_of_two_bases_cannot_go_together(train: Train, distilled: Path, tm
     rewrite_run(base_fingerprint="0123456789abcdef")(other)
     refused = train(json.dumps([str(distilled), str(other)]))
     assert refused.code == 2
-    assert "data of different bases cannot go together" in refused.error
+    assert "data of different bases cannot be used together" in refused.error
 
 
 def test_an_output_that_holds_something_else_is_refused(train: Train, tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from drafter.base.causal_lm import BaseModel
-from drafter.heads.ctc.ctc_head import CTCHead, CTCHeadConfig
+from drafter.heads.ctc.ctc_config import CTCHeadConfig
+from drafter.heads.ctc.ctc_head import CTCHead
 from drafter.heads.ctc.ctc_losses import prefix_loss
 from drafter.heads.losses import Labels
 from drafter.training.targets import draft_batch

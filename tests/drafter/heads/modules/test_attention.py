@@ -5,7 +5,8 @@ import torch
 
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import DraftContext
-from drafter.heads.modules.attention import AttentionModule, _AttentionReader
+from drafter.heads.modules.attention import AttentionModule
+from drafter.heads.modules.attention_reader import AttentionReader
 from tests.support.heads import sequence
 
 
@@ -64,7 +65,7 @@ def test_the_first_frames_alone(tiny_base: BaseModel, module: AttentionModule) -
 
 def test_the_cache_is_allocated_once(tiny_base: BaseModel, module: AttentionModule) -> None:
     reader = module.reader(tiny_base, 5)
-    assert isinstance(reader, _AttentionReader)
+    assert isinstance(reader, AttentionReader)
     reader.open(2, 40)
     place = reader._cache.data_ptr()
     tokens, hidden = sequence(tiny_base, 2, 40)

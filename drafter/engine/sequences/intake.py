@@ -1,0 +1,59 @@
+"""A request becomes a sequence, if the base can decode it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drafter.base.causal_lm import BaseModel
+from drafter.engine.sequences.handle import Handle
+from drafter.engine.sequences.sequence import Sequence
+from drafter.errors import RequestError
+from drafter.requests import Request
+
+
+def refuse_unusable(request: Request, base: BaseModel, max_length: int) -> None:
+    """Refuse a request that cannot be decoded.
+
+    Args:
+        request: What was submitted.
+        base: Says which tokens there are.
+        max_length: Tokens that prompt and output may have together.
+
+    Raises:
+        RequestError: The prompt is empty, too long, or not of token ids in the vocabulary; or a bias is not.
+    """
+    ids = request.prompt_ids
+    if len(ids) == 0:
+        raise RequestError("the prompt is empty: give at least one token")
+    if len(ids) >= max_length:
+        raise RequestError(
+            f"the prompt has {len(ids)} tokens, but prompt and output together may have {max_length}: "
+            "shorten the prompt or raise max_length"
+        )
+    if not all(isinstance(one, int) for one in ids):
+        raise RequestError("the prompt must be token ids: integers")
+    if min(ids) < 0 or max(ids) >= base.vocab_size:
+        raise RequestError(f"the prompt has token ids outside the vocabulary of {base.vocab_size}")
+    if (beyond := max(dict(request.sampling.logit_bias), default=0)) >= base.vocab_size:
+        raise RequestError(f"logit_bias has token {beyond}, outside the vocabulary of {base.vocab_size}")
+
+
+def new_sequence(handle: Handle, base: BaseModel, tokenizer: Any, max_length: int, *, lossless: bool) -> Sequence:
+    """The sequence of a request that `refuse_unusable` has let pass.
+
+    Args:
+        handle: The caller's end.
+        base: Says which tokens end a sequence.
+        tokenizer: Decodes its tokens.
+        max_length: Tokens that prompt and output may have together.
+        lossless: Whether the verifier is.
+    """
+    prompt, sampling = len(handle.request.prompt_ids), handle.request.sampling
+    return Sequence(
+        handle,
+        limit=min(sampling.max_new_tokens, max_length - prompt),
+        length=prompt - 1,
+        eos=frozenset() if sampling.ignore_eos else base.eos_token_ids,
+        tokenizer=tokenizer,
+        lossless=lossless,
+    )

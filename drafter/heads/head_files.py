@@ -1,0 +1,71 @@
+"""The two files of a draft head: in a folder, or on the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+
+from drafter.errors import LoadError, first_line
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+
+
+def find_files(name: str) -> tuple[Path, Path]:
+    """Return the configuration and the weights of a head.
+
+    Args:
+        name: A folder, or a hub id (`HF_HUB_OFFLINE` is respected).
+
+    Raises:
+        LoadError: There is no such head, or it lacks one of the files.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _in_folder(name, folder)
+    if folder.exists():
+        raise LoadError(f"draft head {name!r} is a file: give the folder that holds it")
+    hint = f"give a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, or a hub id"
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise LoadError(f"no draft head at {name!r}: there is no such folder; {hint}")
+    return _on_hub(name, hint)
+
+
+def _in_folder(name: str, folder: Path) -> tuple[Path, Path]:
+    if not (folder / CONFIG_FILE).is_file():
+        raise LoadError(f"draft head {name!r} has no {CONFIG_FILE}: give a folder that a draft head was saved in")
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise LoadError(f"draft head {name!r} has no {WEIGHTS_FILE}{_only_pickles(folder)}")
+    return folder / CONFIG_FILE, folder / WEIGHTS_FILE
+
+
+def _on_hub(name: str, hint: str) -> tuple[Path, Path]:
+    try:
+        config_file = hf_hub_download(name, CONFIG_FILE)
+    except (OSError, ValueError, RuntimeError, HFValidationError) as error:
+        reason = "not in the local cache, and the hub cannot be reached" if _is_offline(error) else first_line(error)
+        raise LoadError(f"no draft head at {name!r}: no such folder, and as a hub id: {reason}; {hint}") from error
+    try:
+        return Path(config_file), Path(hf_hub_download(name, WEIGHTS_FILE))
+    except EntryNotFoundError as error:
+        reason = "is not in the local cache, and the hub cannot be reached"
+        if not _is_offline(error):
+            reason = "is not there; pickled weights are never loaded"
+        raise LoadError(f"draft head {name!r}: {WEIGHTS_FILE} {reason}") from error
+    except (OSError, ValueError, RuntimeError) as error:
+        raise LoadError(f"draft head {name!r}: {WEIGHTS_FILE} cannot be downloaded: {first_line(error)}") from error
+
+
+def _is_offline(error: BaseException) -> bool:
+    return isinstance(error, LocalEntryNotFoundError)
+
+
+def _only_pickles(folder: Path) -> str:
+    """Say so if the folder has pickled weights instead."""
+    found = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+    if not found:
+        return ""
+    return f", only {found[0]}: pickles are never loaded, because loading one runs code; convert it to safetensors"

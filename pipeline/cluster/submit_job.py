@@ -1,0 +1,186 @@
+"""The job that submits a job to a cluster: with this folder, showing its log, and again until it is done."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentParser
+
+from drafter.errors import one_line
+from pipeline.command_line import at_least, make_parser, parse, run_job
+from pipeline.errors import InputError, JobError
+
+_MISTAKE = 2
+"""Exit code of a job whose configuration or input cannot be used: submitting it again would not help."""
+_EXCLUDED = (".git", ".venv", "build")
+_POLL_SECONDS = 2.0
+_PATIENCE = 30
+"""How many times in a row the cluster may fail to answer."""
+
+
+@dataclass(frozen=True)
+class SubmitConfig:
+    """How a job is submitted.
+
+    Args:
+        address: Address of the cluster's dashboard, such as http://localhost:8265; by default RAY_API_SERVER_ADDRESS.
+        working_dir: Folder that the job runs in; it is sent without .git, .venv, build and what .gitignore names.
+        runtime_env: YAML file with more of the job's runtime environment: env_vars, pip and the like.
+        submissions: How often the job is submitted at most.
+    """
+
+    address: str | None = None
+    working_dir: str = "."
+    runtime_env: str | None = None
+    submissions: int = 5
+
+    def __post_init__(self) -> None:
+        at_least("submissions", self.submissions, 1)
+
+    def environment(self) -> dict[str, Any]:
+        """Return the job's runtime environment.
+
+        Raises:
+            InputError: There is no such folder, or the file is no runtime environment.
+        """
+        if not Path(self.working_dir).is_dir():
+            raise InputError(f"working_dir {self.working_dir} is not a folder")
+        more: Any = {}
+        if self.runtime_env is not None:
+            try:
+                more = yaml.safe_load(Path(self.runtime_env).read_text(encoding="utf-8"))
+            except (OSError, ValueError, yaml.YAMLError) as error:
+                raise InputError(f"runtime_env {self.runtime_env} cannot be read: {one_line(error)}") from error
+            if not isinstance(more, dict):
+                raise InputError(f"runtime_env {self.runtime_env} is not a mapping such as `env_vars: {{NAME: value}}`")
+        return {"working_dir": self.working_dir, "excludes": list(_EXCLUDED), **more}
+
+
+_DESCRIPTION = """\
+Submit a job to a Ray cluster, show its log, and submit it again until it is done.
+
+The command after -- runs on the cluster's head, in a copy of this folder. A job that fails on the way
+is submitted again and goes on where it stopped; one with a mistake in its configuration is not.
+Exit codes: 0, the job is done; 2, there is a mistake; 1, the job failed too often or was stopped;
+130, you interrupted this command, and the job goes on.
+
+  python -m jobs.submit -- python -m jobs.generate --input s3://bucket/questions --output s3://bucket/out
+  python -m jobs.submit --address http://head:8265 --submissions 20 -- python -m jobs.train --config train.yaml"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Submit the job that a command line asks for; see `run_job`."""
+    return run_job(lambda given: submit(*parse_submission(given)), arguments)
+
+
+def parse_submission(arguments: Sequence[str] | None = None) -> tuple[SubmitConfig, str]:
+    """Read from a command line how to submit and which command to run.
+
+    Raises:
+        InputError: A setting cannot be used, or there is no command.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    split = given.index("--") if "--" in given else len(given)
+    config = parse(SubmitConfig, _parser(), given[:split])
+    if not (command := given[split + 1 :]):
+        raise InputError("no job: give its command after --, such as `-- python -m jobs.generate --input …`")
+    return config, shlex.join(command)
+
+
+def _parser() -> ArgumentParser:
+    parser = make_parser(SubmitConfig, "jobs.submit", "", _DESCRIPTION)
+    parser.usage = "python -m jobs.submit [--config FILE] [settings] -- python -m jobs.JOB …"
+    return parser
+
+
+def submit(config: SubmitConfig, command: str) -> None:
+    """Submit a command until it succeeds.
+
+    Raises:
+        InputError: The job cannot be sent, or its configuration or input cannot be used.
+        JobError: No cluster answers, the job was stopped, or it failed as often as it may.
+    """
+    environment = config.environment()
+    client = _connect(config.address)
+    from ray.job_submission import JobStatus
+
+    for number in range(1, config.submissions + 1):
+        name = _hand_over(client, command, environment)
+        _say(f"submitted as {name} ({number} of at most {config.submissions}): {command}")
+        try:
+            ended = asyncio.run(_follow(client, name))
+        except KeyboardInterrupt:
+            _say(f"the job goes on; `ray job logs --follow {name}` shows it, `ray job stop {name}` ends it")
+            raise SystemExit(130) from None
+        if ended.status == JobStatus.SUCCEEDED:
+            return
+        if ended.status == JobStatus.STOPPED:
+            raise JobError(f"{name} was stopped")
+        if ended.driver_exit_code == _MISTAKE:
+            raise InputError(f"{name} ended with a mistake in its configuration or input: see above")
+        _say(f"{name} failed: {one_line(ended.message or 'no reason is known')}")
+    raise JobError(f"{config.submissions} submissions did not finish it")
+
+
+def _connect(address: str | None) -> Any:
+    from ray.job_submission import JobSubmissionClient  # Ray takes seconds to import
+
+    for name in ("dashboard_sdk", "job.sdk"):
+        logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.ERROR)
+    if address is not None:
+        os.environ["RAY_API_SERVER_ADDRESS"] = address  # Ray would prefer what is there to what it is given
+    try:
+        return JobSubmissionClient(address)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise JobError(f"no cluster takes jobs at {address or 'the default address'}: {one_line(error)}") from error
+
+
+def _hand_over(client: Any, command: str, environment: dict[str, Any]) -> str:
+    """Submit once, with patience: a head that has just been started may not be ready yet."""
+    for failures in range(_PATIENCE):
+        try:
+            return str(client.submit_job(entrypoint=command, runtime_env=environment))
+        except ValueError as error:  # such as a folder that is too large
+            raise InputError(f"the job cannot be submitted: {one_line(error)}") from error
+        except (RuntimeError, OSError) as error:
+            if failures == _PATIENCE - 1:
+                raise JobError(f"the cluster did not take the job: {one_line(error)}") from error
+            time.sleep(_POLL_SECONDS)
+    raise AssertionError
+
+
+async def _follow(client: Any, name: str) -> Any:
+    """Show a job's log to its end, across broken connections; return the job's details."""
+    from aiohttp import ClientError
+
+    shown = failures = 0
+    while True:
+        passed = 0  # each connection sends the log from its beginning
+        try:
+            async for text in client.tail_job_logs(name):
+                print(text[max(shown - passed, 0) :], end="", flush=True)
+                passed += len(text)
+                shown = max(shown, passed)
+            details = client.get_job_info(name)
+            failures = 0
+            if details.status.is_terminal():
+                return details
+        except (RuntimeError, OSError, ClientError) as error:
+            failures += 1
+            if failures > _PATIENCE:
+                raise JobError(f"the cluster does not answer, and {name} may still run: {one_line(error)}") from error
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,39 @@
+"""What an engine's process loads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from drafter.engine.engine_config import EngineConfig
+from drafter.llm import SpeculativeLM
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an actor loads.
+
+    Args:
+        model: Hub id or folder; None is the embedded base.
+        drafter: As in `SpeculativeLM.from_pretrained`.
+        loading: Further arguments of `SpeculativeLM.from_pretrained`.
+        config: The engine's sizes.
+        threads: CPU threads: the actor's share of the machine.
+    """
+
+    model: str | None
+    drafter: str
+    loading: dict[str, Any]
+    config: EngineConfig
+    threads: int
+
+    def load(self) -> SpeculativeLM:
+        """Load the models and start the engine.
+
+        Raises:
+            LoadError: The models cannot be loaded.
+        """
+        torch.set_num_threads(self.threads)
+        return SpeculativeLM.from_pretrained(self.model, self.drafter, config=self.config, **self.loading)

@@ -1,0 +1,110 @@
+"""The streaming pipeline: staged parts are read, become requests, are generated and are committed, all at once.
+
+The way of one prompt from its file to Parquet, of which the first line is done before the pipeline starts:
+
+    staging/stage_files.py     a file's rows → named rows → a staged part
+    staging/part_rows.py       a staged part → a row of the dataset
+    generate/tokenising.py     rows → prompts through the chat template → token ids and sampling settings
+    engines/engine_actor.py    requests → the engine, by `engines/feeder.py` → the columns of `output/output_columns.py`
+    output/part_files.py       generated rows → a file in `errors/` and one in `data/`, which commits the part
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+import ray
+
+from drafter.engine.engine_config import EngineConfig
+from pipeline.cluster.shares import HELPER_CPUS
+from pipeline.engines.engine_actor import EngineActor
+from pipeline.engines.engine_spec import EngineSpec
+from pipeline.engines.feeder import capacity
+from pipeline.engines.named_models import model_name
+from pipeline.generate.job_context import JobContext, Work
+from pipeline.generate.row_requests import PromptSettings
+from pipeline.generate.tokenising import to_requests
+from pipeline.output.output_columns import RunTraits
+from pipeline.output.part_files import PartsDatasink
+from pipeline.staging.part_rows import StagedParts
+
+
+def stream(job: JobContext, work: Work, board: Any, ledger: Any) -> None:
+    """Generate and commit the missing parts. A row of the dataset is a part, from its reading to its commit.
+
+    Args:
+        job: The job.
+        work: What is to be generated.
+        board: A `ProgressBoard` actor.
+        ledger: A `Ledger` actor.
+    """
+    # Large parts first: what is left for the end, when engines run empty, is short.
+    parts = sorted(work.missing, key=lambda part: part.nbytes, reverse=True)
+    read = ray.data.read_datasource(
+        StagedParts(work.staged, parts), override_num_blocks=len(parts), num_cpus=HELPER_CPUS
+    )
+    requests = read.map_batches(
+        to_requests,
+        batch_format="pyarrow",
+        fn_kwargs={"settings": prompt_settings(job)},
+        num_cpus=HELPER_CPUS,
+    )
+    # Ray replaces an engine's process and gives it its parts again, without end: the ledger knows when to give up.
+    generated = requests.map_batches(
+        EngineActor,
+        batch_size=1,
+        batch_format="pyarrow",
+        compute=engine_pool(job, work),
+        num_cpus=work.resources.cpus,
+        num_gpus=work.resources.gpus,
+        fn_constructor_kwargs={
+            "spec": engine_spec(job, work),
+            "limits": job.config.limits,
+            "traits": run_traits(job, work),
+            "ledger": ledger,
+            "progress": board,
+            "run": job.config.output,
+        },
+    )
+    generated.write_datasink(PartsDatasink(job.output, ledger.commit.remote), ray_remote_args={"num_cpus": HELPER_CPUS})
+
+
+def prompt_settings(job: JobContext) -> PromptSettings:
+    """Return how rows of this job become requests."""
+    config = job.config
+    return PromptSettings(
+        model_name(config.model), config.loading.trust_remote_code, job.prompts, config.reading, config.sampling
+    )
+
+
+def engine_spec(job: JobContext, work: Work) -> EngineSpec:
+    """Return what each engine of this job loads."""
+    config = job.config
+    engine = EngineConfig(**asdict(config.engine), max_queue=capacity(config.engine.slots))
+    return EngineSpec(config.model, config.drafter, asdict(config.loading), engine, work.resources.threads)
+
+
+def run_traits(job: JobContext, work: Work) -> RunTraits:
+    """Return what decides which columns the output of this job has."""
+    has_column = work.staged.row_type.get_field_index(job.config.reading.sampling_column) >= 0
+    rows_have_settings = job.prompts.kind == "openai" or has_column
+    return RunTraits(job.config.sampling, job.config.writing, rows_have_settings)
+
+
+def engine_pool(job: JobContext, work: Work) -> ray.data.ActorPoolStrategy:
+    """Return how many engines there are, and how many parts each of them has at once."""
+    fewest = work.resources.min_actors
+    # An engine without a part would only hold its node.
+    most = max(min(work.resources.max_actors or len(work.missing), len(work.missing)), fewest)
+    # While one part's last rows are decoded, rows of the next ones must fill the other slots.
+    calls = 2 + math.ceil(job.config.engine.slots / max(part.rows for part in work.missing))
+    return ray.data.ActorPoolStrategy(
+        min_size=fewest,
+        max_size=most,
+        enable_true_multi_threading=True,
+        max_concurrent_calls_per_actor=calls,
+        # Ray adds actors when more than 1.75 calls wait for each that can run.
+        max_tasks_in_flight_per_actor=2 * calls if most > fewest else calls + 1,
+    )

@@ -1,0 +1,111 @@
+"""One submission of a generation job: it does what earlier ones have left, and completes the output."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from pyarrow import fs
+
+from drafter.base.loading import load_tokenizer
+from pipeline.cluster.ray_cluster import connect
+from pipeline.cluster.shares import share_out
+from pipeline.engines.named_models import model_name
+from pipeline.engines.unfinished_rows import delete_unfinished
+from pipeline.errors import InputError, JobError, JobStopped
+from pipeline.generate.job_context import JobContext, Work
+from pipeline.generate.stopping import Stopping, StopRequestedError
+from pipeline.generate.supervision import generate_missing
+from pipeline.output.compaction import compact
+from pipeline.output.lease import Lease
+from pipeline.output.openai_batch_results import write_batch
+from pipeline.output.output_folder import OutputFolder
+from pipeline.output.run_file import read_run
+from pipeline.output.summary import count_rows, read_totals, summarise
+from pipeline.progress.job_progress import Progress
+from pipeline.progress.status_file import StatusFile
+from pipeline.staging.stage_files import StagingPlan
+from pipeline.staging.stage_input import stage
+from pipeline.staging.staged_input import StagedInput
+
+
+def run(job: JobContext) -> None:
+    """Do what is still to be done, and print what the output holds.
+
+    Raises:
+        InputError: The input, the models or the output cannot be used.
+        JobError: The job failed on the way.
+        JobStopped: It was told to stop.
+    """
+    last = Progress()
+    stopping = Stopping()
+    try:
+        if not is_finished(job.output):
+            lease = Lease(job.output.lease, lost=lambda by: stopping.stop(f"{by} works on the output now"))
+            with stopping, lease, StatusFile(job.output.status_file) as status:
+                last = finish(job, stopping, status)
+    except StopRequestedError as stop:
+        raise JobStopped(str(stop)) from None
+    print(summarise(job.output, read_totals(job.output), last.tokens, last.rows, last.seconds), flush=True)
+
+
+def is_finished(output: OutputFolder) -> bool:
+    """Return whether an earlier submission completed the output, and nothing was taken away since."""
+    if output.run_file.type != fs.FileType.File or read_run(output.run_file)["state"] != "finished":
+        return False
+    staged = StagedInput.load(output.staged)
+    return staged is not None and not staged.without(output.committed())
+
+
+def finish(job: JobContext, stopping: Stopping, status: StatusFile) -> Progress:
+    """Stage and generate what is missing, and complete the output; for the submission that holds the lease.
+
+    Raises:
+        InputError: The input or the models cannot be used.
+        JobError: The job failed on the way.
+    """
+    output = job.output
+    output.delete_temporary()
+    staged = StagedInput.load(output.staged)
+    if staged is None and output.committed():
+        raise InputError(f"output {job.config.output} has results but no list of their rows (_staged): choose another")
+    last = Progress()
+    if staged is None or staged.without(output.committed()):
+        staged, last = stage_and_generate(job, staged, stopping, status)
+    compact_mb = job.config.writing.compact_mb
+    compact(output, None if compact_mb is None else int(compact_mb * 2**20))
+    rows, errors = count_rows(output)
+    if rows + errors != staged.rows:
+        found = f"{rows} rows and {errors} errors"
+        raise JobError(f"output {job.config.output} has {found} instead of {staged.rows} in all: choose another output")
+    # Some reports may have been lost, so the files tell how many rows there are.
+    before = staged.rows - last.rows
+    status.show(replace(last, total=staged.rows, before=before, errors=errors - last.errors_before))
+    if job.prompts.kind == "openai":
+        write_batch(output, staged, partial(load_tokenizer, model_name(job.config.model)))
+    output.delete_temporary()
+    delete_unfinished(output)
+    job.save_run("finished", rows=staged.rows, **job.engine_facts())
+    return last
+
+
+def stage_and_generate(
+    job: JobContext, staged: StagedInput | None, stopping: Stopping, status: StatusFile
+) -> tuple[StagedInput, Progress]:
+    """Join the cluster, stage the input if that is not done, and generate the parts that are missing.
+
+    Raises:
+        InputError: The input or the models cannot be used, or the cluster is too small.
+        JobError: The job failed on the way.
+    """
+    config = job.config
+    job.save_run("running", **job.engine_facts())
+    cluster = connect()
+    stopping.take_over()
+    resources = share_out(config.resources, cluster)
+    status.takes(resources)
+    if staged is None:
+        plan = StagingPlan(job.output.staged, config.reading, job.prompts, config.writing.rows_per_file)
+        staged = stage(job.listing, plan)
+    work = Work(staged, staged.without(job.output.committed()), resources)
+    return staged, generate_missing(job, work, stopping, status)

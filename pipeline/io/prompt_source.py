@@ -1,0 +1,103 @@
+"""Where the prompts of an input are: which column, and what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pyarrow as pa
+
+from pipeline.errors import InputError
+from pipeline.io.listing import InputFile, InputListing
+from pipeline.io.reading import read_file
+from pipeline.io.reading_config import ReadingConfig
+
+_LOOK_ROWS = 100
+"""Rows at the beginning of the input that decide where the prompts are."""
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """Where a row's prompt is.
+
+    Args:
+        column: Its column.
+        kind: What the column holds: text, chat messages, or the body of a request to OpenAI.
+        id_column: The column that names a row; None where the row's file and line do.
+    """
+
+    column: str
+    kind: Literal["text", "messages", "openai"] = "text"
+    id_column: str | None = None
+
+
+BATCH = PromptSource("body", "openai", "custom_id")
+"""Lines of an OpenAI batch."""
+
+
+def find_prompts(listing: InputListing, config: ReadingConfig) -> PromptSource:
+    """Look at the first rows to see where the prompts are.
+
+    Raises:
+        InputError: There are no rows, they lack a column that was asked for, or it holds neither text nor messages.
+    """
+    if config.format == "openai":
+        return BATCH
+    for file in listing.files:
+        for chunk in read_file(listing.filesystem, file, _LOOK_ROWS):
+            if _is_batch(file, chunk.columns.column_names, config):
+                return BATCH
+            if len(chunk.problems) == len(chunk.numbers):
+                problem = chunk.problems[0]
+                raise InputError(f"no row at the start of {file.path} can be read: {problem.message}")
+            return _choose_source(file, chunk.columns.schema, config)
+    raise InputError(f"input has no rows: {', '.join(file.path for file in listing.files[:3])}")
+
+
+def _is_batch(file: InputFile, columns: list[str], config: ReadingConfig) -> bool:
+    """Whether rows are requests to OpenAI, and no setting says that they are something else."""
+    unset = config.prompt_column is None and config.messages_column is None and config.id_column is None
+    return config.format == "auto" and file.format == "jsonl" and unset and {"custom_id", "url", "body"} <= {*columns}
+
+
+def _choose_source(file: InputFile, schema: pa.Schema, config: ReadingConfig) -> PromptSource:
+    if config.messages_column is not None:
+        source = PromptSource(config.messages_column, "messages", config.id_column)
+    elif config.prompt_column is None and "prompt" not in schema.names and "messages" in schema.names:
+        source = PromptSource("messages", "messages", config.id_column)
+    else:
+        source = PromptSource(config.prompt_column or "prompt", "text", config.id_column)
+    setting = "messages_column" if source.kind == "messages" else "prompt_column"
+    for column, name in ((source.column, setting), (source.id_column, "id_column")):
+        if column is not None and column not in schema.names:
+            raise InputError(
+                f"{file.path} has no column {column!r} (it has {', '.join(schema.names)}): set reading.{name}"
+            )
+    check_types(file, schema, source)
+    return source
+
+
+def check_types(file: InputFile, schema: pa.Schema, source: PromptSource) -> None:
+    """Refuse a table whose columns cannot hold prompts or ids; in files of lines, each row is judged alone.
+
+    Raises:
+        InputError: A column is missing or of the wrong type.
+    """
+    if file.format in ("jsonl", "text"):
+        return
+    for column in filter(None, (source.column, source.id_column)):
+        if column not in schema.names:
+            raise InputError(f"{file.path} has no column {column!r} (it has {', '.join(schema.names)})")
+    kind = schema.field(source.column).type
+    messages = source.kind == "messages" and (pa.types.is_list(kind) or pa.types.is_large_list(kind))
+    if not (_is_text(kind) or messages or pa.types.is_null(kind)):
+        wanted = "chat messages" if source.kind == "messages" else "text"
+        raise InputError(f"column {source.column!r} of {file.path} holds {kind}, not {wanted}")
+    if source.id_column is not None:
+        kind = schema.field(source.id_column).type
+        if not (_is_text(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind)):
+            raise InputError(f"column {source.id_column!r} of {file.path} holds {kind}: ids are text or integers")
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))

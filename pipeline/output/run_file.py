@@ -1,0 +1,62 @@
+"""`run.json`: what was run, with which versions, and whether it has finished."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pipeline.io.files import Location
+
+_PACKAGES = ("drafter", "torch", "transformers", "tokenizers", "ray", "pyarrow")
+
+
+def read_run(run_file: Location) -> dict[str, Any]:
+    """Read what `save_run` wrote; `state` is `running` or `finished`."""
+    run: dict[str, Any] = json.loads(run_file.read_text())
+    return run
+
+
+def save_run(run_file: Location, config: dict[str, Any], meant: dict[str, Any], **facts: Any) -> None:
+    """Write `run.json`.
+
+    Args:
+        run_file: Where it is.
+        config: The job's configuration.
+        meant: All that decides what comes out of the job; see `same_job`.
+        facts: What else is known by now.
+    """
+    run = {
+        "config": config,
+        "meaning": meant,
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        **facts,
+    }
+    run_file.write_text(json.dumps(run, indent=2, ensure_ascii=False) + "\n")
+
+
+def versions(*more: str) -> dict[str, str | None]:
+    """Return the versions of Python, of the packages that decide results, and of `more`; None for one not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in (*_PACKAGES, *more):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # such as `drafter`, run from a checkout
+            found[package] = None
+    return found
+
+
+def git_commit() -> str | None:
+    """Return the commit of this checkout; None where there is none."""
+    here = Path(__file__).parent
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None if found.returncode == 0 else None

@@ -1,0 +1,104 @@
+"""What engines report of themselves and of their parts.
+
+A report replaces the earlier one of the same part or engine, so that neither repeated work nor a repeated report is
+counted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+BEAT_SECONDS = 2.0
+"""Engines report their state this often."""
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """How much of a part is generated.
+
+    Args:
+        rows: Rows done, errors included.
+        errors: Rows that could not be generated.
+        tokens: New tokens of finished rows.
+        steps: Decode steps that finished rows took part in.
+    """
+
+    rows: int = 0
+    errors: int = 0
+    tokens: int = 0
+    steps: int = 0
+
+    def plus(self, other: PartReport) -> PartReport:
+        """Return the sum of both."""
+        return PartReport(
+            self.rows + other.rows,
+            self.errors + other.errors,
+            self.tokens + other.tokens,
+            self.steps + other.steps,
+        )
+
+    def minus(self, other: PartReport) -> PartReport:
+        """Return what is left without `other`."""
+        return self.plus(PartReport(-other.rows, -other.errors, -other.tokens, -other.steps))
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What an engine decodes with; kept in `run.json`, as all engines of a job have the same.
+
+    Args:
+        base_fingerprint: Fingerprint of the base model.
+        verifier: Name of the verifier, which decides which draft tokens are kept.
+        lossless: Whether the tokens are exactly those of plain decoding.
+    """
+
+    base_fingerprint: str
+    verifier: str
+    lossless: bool
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """The state of an engine.
+
+    Args:
+        seconds: Seconds since its process began to load the models.
+        device: The device that it runs on, by its maker's name.
+        facts: What it decodes with.
+        slots: Sequences that it decodes together at most.
+        active: Sequences that it decodes now.
+        waiting: Requests that wait for a slot.
+    """
+
+    seconds: float
+    device: str
+    facts: EngineFacts
+    slots: int
+    active: int
+    waiting: int
+
+
+@dataclass(frozen=True)
+class Mail:
+    """What the board was told since the driver last asked.
+
+    Args:
+        life: Name of the board's process; another one knows nothing of what this one was told.
+        number: Number of the last report in it.
+        parts: Reports by part.
+        engines: Reports by engine.
+        first: When the first engine reported, in seconds since 1970; None before.
+        last: When a part was last reported, in seconds since 1970.
+        failure: Why an engine could not load its models.
+        crash: Why an engine's process ended last.
+    """
+
+    life: str
+    number: int
+    parts: Mapping[str, PartReport]
+    engines: Mapping[str, EngineReport]
+    first: float | None = None
+    last: float | None = None
+    failure: str | None = None
+    crash: str | None = None

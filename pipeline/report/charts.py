@@ -1,0 +1,125 @@
+"""Bar charts as data: bars, and round numbers on the scale beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+_DAY = 86400
+_WIDTHS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, _DAY]
+"""Seconds that a bar may stand for."""
+_MOST_BARS = 90
+_TIME_MARKS = 6
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar.
+
+    Args:
+        label: What it stands for.
+        value: How high it is.
+        text: Its value as people read it.
+    """
+
+    label: str
+    value: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Bars side by side, over a scale from 0.
+
+    Args:
+        title: What is shown.
+        unit: Unit of the values.
+        along: What the bars stand for, from left to right.
+        bars: The bars.
+        top: Upper end of the scale.
+        ticks: (value, text) of the lines on the scale.
+        marks: (share of the width, text) below the bars; empty to label each bar.
+    """
+
+    title: str
+    unit: str
+    along: str
+    bars: tuple[Bar, ...]
+    top: float
+    ticks: tuple[tuple[float, str], ...]
+    marks: tuple[tuple[float, str], ...] = ()
+
+
+def scale(highest: float, steps: int = 4) -> list[float]:
+    """Return round numbers from 0 to at least `highest`, in about `steps` steps."""
+    if highest <= 0:
+        return [0.0, 1.0]
+    rough = highest / steps
+    power = 10.0 ** math.floor(math.log10(rough))
+    # Rounding errors must not add a step.
+    size = next(digit * power for digit in (1.0, 2.0, 2.5, 5.0, 10.0) if digit * power >= rough * (1 - 1e-9))
+    return [size * number for number in range(math.ceil(highest / size - 1e-9) + 1)]
+
+
+def shares(title: str, along: str, values: list[tuple[str, float]]) -> Chart:
+    """Return a chart of (label, share of the decode steps), each share from 0 to 1."""
+    ticks = scale(max((value for _, value in values), default=0.0))
+    bars = tuple(Bar(label, value, f"{value:.1%}") for label, value in values)
+    return Chart(title, "share of steps", along, bars, ticks[-1], tuple((tick, f"{tick:.0%}") for tick in ticks))
+
+
+def rates_over_time(by_second: Mapping[int, tuple[int, int]]) -> Chart | None:
+    """Return a chart of new tokens a second, of the rows finished in equal stretches of time; None without rows.
+
+    Args:
+        by_second: (rows, tokens) finished, by second of the Unix epoch.
+    """
+    if not by_second:
+        return None
+    first, last = min(by_second), max(by_second)
+    width = _bar_width(last - first + 1)
+    begin = first - first % width
+    number = (last - begin) // width + 1
+    rows, tokens = [0] * number, [0] * number
+    for second, (some_rows, some_tokens) in by_second.items():
+        rows[(second - begin) // width] += some_rows
+        tokens[(second - begin) // width] += some_tokens
+    with_days = last - first >= _DAY
+    bars = []
+    for index in range(number):
+        start, end = begin + index * width, begin + (index + 1) * width
+        seconds = min(end, last + 1) - max(start, first)  # the first and the last stretch may be shorter
+        rate = tokens[index] / seconds
+        bars.append(Bar(_moment(start, width, with_days), rate, f"{rate:,.0f} tokens/s, {rows[index]:,} rows"))
+    ticks = scale(max(bar.value for bar in bars))
+    marks = tuple((index / number, bars[index].label) for index in range(0, number, math.ceil(number / _TIME_MARKS)))
+    return Chart(
+        f"Tokens a second, of the rows finished in each {_span(width)}",
+        "tokens/s",
+        "time (UTC)",
+        tuple(bars),
+        ticks[-1],
+        tuple((tick, f"{tick:,.10g}") for tick in ticks),
+        marks,
+    )
+
+
+def _bar_width(span: int) -> int:
+    """Return the seconds of a bar, such that bars for `span` seconds are not too many."""
+    return next((width for width in _WIDTHS if span / width <= _MOST_BARS), _DAY * math.ceil(span / _DAY / _MOST_BARS))
+
+
+def _moment(second: int, width: int, with_day: bool) -> str:
+    """Return a second of the Unix epoch as a time of day, as exact as bars of `width` seconds need it."""
+    form = "%H:%M:%S" if width < 60 else "%H:%M"
+    return datetime.fromtimestamp(second, UTC).strftime(f"%d %b {form}" if with_day else form)
+
+
+def _span(seconds: int) -> str:
+    """Return a number of seconds in words, in the largest unit that it is a multiple of."""
+    for unit, name in ((_DAY, "day"), (3600, "hour"), (60, "minute")):
+        if seconds % unit == 0:
+            return name if seconds == unit else f"{seconds // unit} {name}s"
+    return "second" if seconds == 1 else f"{seconds} seconds"

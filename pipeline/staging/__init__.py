@@ -1,0 +1,1 @@
+"""Staging: any input becomes Parquet parts of named rows, the same parts every time."""

@@ -1,0 +1,54 @@
+"""Samples: a row becomes as many rows as texts are wanted of it, each with a name and a seed of its own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.io.column_types import free_name, replace_column
+
+SAMPLE_COLUMN = "sample"
+"""Which of its row's texts a row is, from 0."""
+SEEDS = 2**63
+"""Seeds are below this, so that they fit a column."""
+
+
+def hashed_seed(seed: int, name: str) -> int:
+    """Return a stable hash of a seed and a name, below `SEEDS`."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % SEEDS
+
+
+def sample_seed(seed: int, sample: int) -> int:
+    """Return the seed of a row's n-th text, where the row brings a seed: it is the first text's own."""
+    return hashed_seed(seed, f"#{sample}") if sample else seed
+
+
+def sample_name(name: str, sample: int) -> str:
+    """Return the name of a row's n-th text."""
+    return f"{name}#{sample}"
+
+
+def row_name(sample: str) -> str:
+    """Return the row's name that `sample_name` made a text's name of."""
+    return sample.rpartition("#")[0]
+
+
+def expand(table: pa.Table, counts: Sequence[int]) -> pa.Table:
+    """Repeat each staged row as often as `counts` says, as rows named `ID#0`, `ID#1`, ….
+
+    The number goes to the column `sample`; a column of that name in the input becomes `input_sample`.
+    """
+    samples = [sample for count in counts for sample in range(count)]
+    table = table.take(pa.array(np.repeat(np.arange(len(counts)), counts)))
+    names = [sample_name(*named) for named in zip(table["request_id"].to_pylist(), samples, strict=True)]
+    rows = table["row"].combine_chunks()
+    theirs = [field.name for field in rows.type]
+    fields = [field.with_name(free_name(field.name, {SAMPLE_COLUMN}, theirs)) for field in rows.type]
+    rows = pa.StructArray.from_arrays(
+        [*rows.flatten(), pa.array(samples, pa.int64())], fields=[*fields, pa.field(SAMPLE_COLUMN, pa.int64())]
+    )
+    return replace_column(replace_column(table, "row", rows), "request_id", pa.array(names, pa.string()))

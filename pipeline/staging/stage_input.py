@@ -1,0 +1,93 @@
+"""The input is staged on the cluster's workers, before anything is generated.
+
+All damage to files and all ids that stand for several rows are found here, before any GPU has worked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.parquet
+import ray
+
+from pipeline.errors import InputError
+from pipeline.io.column_types import unify_fields
+from pipeline.io.listing import InputFile, InputListing
+from pipeline.staging.samples import row_name
+from pipeline.staging.stage_files import StagingPlan, stage_files
+from pipeline.staging.staged_input import StagedInput
+
+_GROUP_BYTES = 256 << 20
+"""One task stages about this much of the input."""
+_TASK_CPUS = 0.5
+_EXAMPLES = 3
+"""Ids that an error shows."""
+
+
+def stage(listing: InputListing, plan: StagingPlan) -> StagedInput:
+    """Stage an input.
+
+    Raises:
+        InputError: A file is damaged or lacks a column, an id stands for several rows, or there are no rows.
+    """
+    plan.folder.filesystem.create_dir(plan.folder.path, recursive=True)
+    task = ray.remote(num_cpus=_TASK_CPUS, max_retries=-1)(stage_files)
+    # `skip` and `limit` count rows over all files, so one task has to read them all.
+    groups = [list(listing.files)] if plan.reading.limit or plan.reading.skip else _groups(listing.files)
+    work = [
+        task.remote(InputListing(listing.filesystem, tuple(files)), f"{index:05d}", plan)
+        for index, files in enumerate(groups)
+    ]
+    try:
+        done = ray.get(work)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, InputError):
+            raise error.cause from None
+        raise
+    parts = tuple(part for parts, _ in done for part in parts)
+    if not parts:
+        raise InputError("the input has no rows")
+    staged = StagedInput(plan.folder, parts, pa.struct(unify_fields(fields for _, fields in done)))
+    if plan.prompts.id_column is not None:
+        _refuse_shared_ids(staged, plan)
+    staged.save()
+    return staged
+
+
+def _groups(files: Iterable[InputFile]) -> list[list[InputFile]]:
+    """Group consecutive files, so that a task has enough to do."""
+    groups: list[list[InputFile]] = []
+    size = _GROUP_BYTES
+    for file in files:
+        if size >= _GROUP_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(file)
+        size += file.size
+    return groups
+
+
+def _refuse_shared_ids(staged: StagedInput, plan: StagingPlan) -> None:
+    """Refuse ids that stand for several rows.
+
+    Raises:
+        InputError: Such ids; it names some of them and their rows.
+    """
+    paths, filesystem = [staged.file(part).path for part in staged.parts], staged.folder.filesystem
+    ids = pa.parquet.read_table(paths, columns=["request_id"], filesystem=filesystem)["request_id"]
+    counts = pa.compute.value_counts(ids)
+    shared = counts.filter(pa.compute.greater(counts.field("counts"), 1)).field("values")
+    if not len(shared):
+        return
+    expanded = plan.prompts.kind == "openai" or plan.reading.samples > 1
+    named = pa.parquet.read_table(paths, columns=["request_id", "place"], filesystem=filesystem)
+    places: dict[str, list[str]] = {}
+    for row in named.filter(pa.compute.is_in(named["request_id"], shared)).to_pylist():
+        lines = places.setdefault(row_name(row["request_id"]) if expanded else row["request_id"], [])
+        if row["place"] not in lines:
+            lines.append(row["place"])
+    examples = "; ".join(f"{name!r}: {', '.join(lines)}" for name, lines in list(places.items())[:_EXAMPLES])
+    column = plan.prompts.id_column
+    raise InputError(f"column {column!r} does not name rows: {len(places)} ids stand for several rows ({examples})")

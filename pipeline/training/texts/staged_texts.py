@@ -1,0 +1,230 @@
+"""Distilled texts as Parquet parts, in a shuffled order that is deterministic.
+
+A text's place follows from the seed and the text alone, so the parts are the same for every submission and every number
+of workers. The prompts with the lowest hashes are held out, with all of their answers, because β must not be measured
+on a prompt that the head has learned from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.parquet
+import ray
+from ray.data.expressions import col
+
+from drafter.training.targets import RegeneratedText
+from pipeline.cluster.shares import HELPER_CPUS
+from pipeline.errors import InputError
+from pipeline.io.files import Location
+from pipeline.staging.staged_input import Part
+from pipeline.training.texts.distilled_texts import COLUMNS, DistilledTexts
+from pipeline.training.train_config import TextsConfig
+
+STEPS_PER_PART = 64
+"""Least number of steps of a part. Texts of different parts never come together in a step."""
+_HELD_OUT = "held-out"
+
+
+@dataclass(frozen=True)
+class TextCounts:
+    """What became of the distilled rows.
+
+    Args:
+        texts: Number of texts to learn from.
+        tokens: Number of their tokens.
+        targets: Number of their tokens that the base generated.
+        held_out: Number of texts that β is measured on.
+        unusable: Number of rows without a prompt or without an answer.
+    """
+
+    texts: int
+    tokens: int
+    targets: int
+    held_out: int
+    unusable: int
+
+
+@dataclass(frozen=True)
+class StagedTexts:
+    """The staged texts of a job.
+
+    Args:
+        folder: Holds a file for each part and one of held-out texts, with columns `tokens` and `prompt_length`.
+        parts: The files to learn from.
+        counts: What is in the files.
+    """
+
+    folder: Location
+    parts: tuple[Part, ...]
+    counts: TextCounts
+
+    def save(self) -> None:
+        """Write the list of parts, which completes the staging."""
+        parts = [[part.name, part.rows] for part in self.parts]
+        (self.folder / "texts.json").write_text(json.dumps({"parts": parts, "counts": asdict(self.counts)}))
+
+    @classmethod
+    def load(cls, folder: Location) -> StagedTexts | None:
+        """Return what an earlier submission staged; None if it did not complete the staging."""
+        try:
+            saved = json.loads((folder / "texts.json").read_text())
+        except FileNotFoundError:
+            return None
+        return cls(folder, tuple(Part(name, rows) for name, rows in saved["parts"]), TextCounts(**saved["counts"]))
+
+    def held_out(self) -> list[RegeneratedText]:
+        """Read the texts that β is measured on."""
+        return [RegeneratedText(**row) for row in read_part(self.folder, _HELD_OUT).to_pylist()]
+
+
+def read_part(folder: Location, name: str) -> pa.Table:
+    """Read a staged file."""
+    return pa.parquet.read_table((folder / f"{name}.parquet").path, filesystem=folder.filesystem)
+
+
+def stage_texts(
+    data: Sequence[DistilledTexts],
+    held_out: DistilledTexts | None,
+    folder: Location,
+    config: TextsConfig,
+    vocab_size: int,
+    texts_per_step: int,
+    seed: int,
+) -> StagedTexts:
+    """Stage texts on the cluster's workers.
+
+    Args:
+        data: Texts to learn from.
+        held_out: Texts that β is measured on; None takes some of `data`.
+        folder: Where the files go.
+        config: How many texts are held out, and how long a text may be.
+        vocab_size: Size of the base's vocabulary.
+        texts_per_step: Texts of a step; a part holds many steps.
+        seed: Seed of the order.
+
+    Raises:
+        InputError: There are token ids beyond the vocabulary, or too few texts.
+    """
+    rows = _read(data, config.max_length, vocab_size, seed)
+    prompts = np.sort(_table(rows.select_columns(["prompt_key"]))["prompt_key"].to_numpy())
+    unusable = int(np.count_nonzero(prompts < 0))
+    prompts = prompts[unusable:]
+    if held_out is None:
+        # Whole prompts are held out: the last one comes with all of its answers.
+        bound = int(prompts[: config.held_out_texts].max(initial=-1))
+        chosen = rows.filter(expr=(col("prompt_key") >= 0) & (col("prompt_key") <= bound))
+    else:
+        bound = -1
+        chosen = _read([held_out], config.max_length, vocab_size, seed).filter(expr=col("prompt_key") >= 0)
+    test = _table(chosen).sort_by("key").slice(0, config.held_out_texts)
+    count = int(np.count_nonzero(prompts > bound))
+    if not test.num_rows:
+        raise InputError("no text is left to measure β on: no held-out row has both a prompt and an answer")
+    if count < texts_per_step:
+        raise InputError(
+            f"data holds {count} texts to learn from ({unusable} rows have no prompt or no answer, {test.num_rows} are "
+            f"held out), and a step takes {texts_per_step}: distil more, or lower training.texts_per_step"
+        )
+    _write(folder, _HELD_OUT, test)
+    size = STEPS_PER_PART * texts_per_step
+    cuts = list(range(size, count - size + 1, size))  # the last part takes the rest
+    train = rows.filter(expr=col("prompt_key") > bound).sort("key")
+    parts, tokens, prompted = [], 0, 0
+    for number, piece in enumerate(train.split_at_indices(cuts) if cuts else [train]):
+        table = _table(piece)
+        part = Part(f"part-{number:06d}", table.num_rows)
+        _write(folder, part.name, table)
+        parts.append(part)
+        tokens += sum(map(len, table["tokens"]))
+        prompted += pa.compute.sum(table["prompt_length"]).as_py()
+    counts = TextCounts(count, tokens, tokens - prompted, test.num_rows, unusable)
+    staged = StagedTexts(folder, tuple(parts), counts)
+    staged.save()
+    return staged
+
+
+def _read(data: Sequence[DistilledTexts], max_length: int, vocab_size: int, seed: int) -> Any:
+    """Return a dataset of all rows as `key_texts` makes them, materialised on the cluster."""
+    whole = None
+    for one in data:
+        paths = [path for path, _ in one.files]
+        rows = ray.data.read_parquet(paths, filesystem=one.filesystem, num_cpus=HELPER_CPUS)
+        rows = rows.select_columns(list(COLUMNS)).map_batches(
+            key_texts,
+            batch_size=None,
+            batch_format="pyarrow",
+            num_cpus=HELPER_CPUS,
+            fn_kwargs={"max_length": max_length, "vocab_size": vocab_size, "seed": seed},
+        )
+        whole = rows if whole is None else whole.union(rows)
+    assert whole is not None
+    rows = whole.materialize()
+    if strange := _table(rows.filter(expr=col("problem").is_not_null()))["problem"].to_pylist():
+        raise InputError(f"data is not of this base: {min(strange)}")
+    return rows
+
+
+def key_texts(table: pa.Table, max_length: int, vocab_size: int, seed: int) -> pa.Table:
+    """Return distilled rows as texts with hashes to order them by.
+
+    Returns:
+        Columns `tokens` (prompt and answer), `prompt_length`, `key` (hash of the text), `prompt_key` (hash of its
+        prompt; −1 for a row with nothing to learn from) and `problem` (says that a token is beyond the vocabulary;
+        otherwise null).
+    """
+    rows: list[dict[str, Any]] = []
+    for name, prompt, answer in zip(*(table[column].to_pylist() for column in COLUMNS), strict=True):
+        prompt, answer = prompt or [], answer or []
+        tokens = [*prompt, *answer][:max_length]
+        usable = 0 < len(prompt) < len(tokens)
+        beyond = next((token for token in tokens if not 0 <= token < vocab_size), None)
+        rows.append(
+            {
+                "tokens": tokens,
+                "prompt_length": len(prompt),
+                "key": _hash(seed, name, tokens),
+                "prompt_key": _hash(seed, "", prompt) if usable else -1,
+                "problem": None
+                if beyond is None
+                else f"row {name} has token {beyond}, and the vocabulary ends at {vocab_size - 1}",
+            }
+        )
+    return pa.Table.from_pylist(rows, _SCHEMA)
+
+
+_SCHEMA = pa.schema(
+    [
+        ("tokens", pa.list_(pa.int32())),
+        ("prompt_length", pa.int32()),
+        ("key", pa.int64()),
+        ("prompt_key", pa.int64()),
+        ("problem", pa.string()),
+    ]
+)
+
+
+def _hash(seed: int, name: str, tokens: Sequence[int]) -> int:
+    """Return a hash of 63 bits."""
+    digest = hashlib.blake2b(f"{seed}/{name}/".encode(), digest_size=8)
+    digest.update(np.asarray(tokens, np.int64).tobytes())
+    return int.from_bytes(digest.digest(), "big") >> 1
+
+
+def _table(rows: Any) -> pa.Table:
+    """Fetch a dataset's rows, in order."""
+    tables = [table for table in ray.get(rows.to_arrow_refs()) if table.num_rows]
+    return pa.concat_tables(tables) if tables else _SCHEMA.empty_table()
+
+
+def _write(folder: Location, name: str, table: pa.Table) -> None:
+    path = (folder / f"{name}.parquet").path
+    table = table.select(["tokens", "prompt_length"])
+    pa.parquet.write_table(table, path, filesystem=folder.filesystem, compression="zstd")

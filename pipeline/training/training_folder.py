@@ -1,0 +1,74 @@
+"""The output folder of a training job."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from drafter.heads.checkpoint import save_head
+from drafter.heads.contract import DraftHead
+from drafter.heads.head_files import CONFIG_FILE, WEIGHTS_FILE
+from pipeline.io.files import Location, make_folders
+from pipeline.output.output_folder import RUN_FILE
+
+
+@dataclass(frozen=True)
+class TrainingFolder:
+    """Locations of a job's files.
+
+    Args:
+        root: The output folder that the configuration names.
+    """
+
+    root: Location
+
+    @property
+    def head(self) -> Location:
+        """The head with the highest β so far."""
+        return self.root / "head"
+
+    @property
+    def metrics(self) -> Location:
+        """One line of JSON for each logged step and for each evaluation."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def events(self) -> Location:
+        """The same records for TensorBoard."""
+        return self.root / "tensorboard"
+
+    @property
+    def plot(self) -> Location:
+        """Picture of loss and β over the steps."""
+        return self.root / "training.png"
+
+    @property
+    def staged(self) -> Location:
+        """The staged texts, which the workers read."""
+        return self.root / "_staged"
+
+    @property
+    def checkpoints(self) -> Location:
+        """Checkpoints, which Ray Train keeps."""
+        return self.root / "_checkpoints"
+
+    @property
+    def run_file(self) -> Location:
+        """Configuration and state of the job."""
+        return self.root / RUN_FILE
+
+    def create(self) -> None:
+        """Create the folders.
+
+        Raises:
+            InputError: They cannot be created or written to.
+        """
+        make_folders(self.root, [self.head, self.events, self.staged, self.checkpoints], self.root)
+
+    def save_head(self, head: DraftHead) -> None:
+        """Replace the best head so far by `head`."""
+        with tempfile.TemporaryDirectory() as name:
+            save_head(head, name)
+            for file in (WEIGHTS_FILE, CONFIG_FILE):
+                (self.head / file).copy_from(Path(name) / file)

@@ -1,0 +1,1 @@
+"""What runs on each training worker: the loop, the sharded optimiser, checkpoints."""

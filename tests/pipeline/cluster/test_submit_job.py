@@ -1,0 +1,133 @@
+"""Jobs submitted to real clusters of several nodes, which grow and lose nodes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.cluster.local_cluster import LocalCluster, NodeType
+from pipeline.cluster.submit_job import main
+from tests.pipeline.conftest import read_rows, write_jsonl
+from tests.support.waiting import PATIENCE, wait_until
+
+ROWS = 64
+MOST_NODES = 2
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    """A head without work, and an autoscaler for up to two GPU nodes."""
+    growing = LocalCluster(growing={"gpu": NodeType(cpus=2, gpus=1, most=MOST_NODES)}, idle_seconds=3)
+    growing.environment["RAY_DATA_MIN_GAP_BETWEEN_AUTOSCALING_REQUESTS"] = "1"  # seconds, not 10: these start quickly
+    growing.environment["RAY_health_check_period_ms"] = "500"  # not 3,000, five of which a lost node is waited for
+    with growing:
+        yield growing
+
+
+@pytest.fixture
+def job(tmp_path: Path, model: Path) -> Path:
+    """A working directory with an input and a job's configuration."""
+    write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"how many apples {n}"} for n in range(ROWS)])
+    settings = {
+        "input": "in.jsonl",
+        "output": str(tmp_path / "out"),
+        "model": str(model),
+        "drafter": "ngram",
+        "sampling": {"max_new_tokens": 60, "ignore_eos": True},
+        "engine": {"slots": 2, "nodes": 2},
+        "writing": {"rows_per_file": 2},
+    }
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(settings))
+    return tmp_path
+
+
+def submit(cluster: LocalCluster, folder: Path, *command: str, submissions: int = 3) -> subprocess.Popen[str]:
+    arguments = ["--working_dir", str(folder), "--submissions", str(submissions), "--", "python", *command]
+    return subprocess.Popen(
+        [sys.executable, "-m", "jobs.submit", *arguments],
+        env=cluster.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_nodes_come_with_the_work_and_go_with_it(cluster: LocalCluster, job: Path) -> None:
+    """A pool grows from no GPU to all; a node is lost on the way; every row is there once; the nodes are given back."""
+    assert cluster.nodes() == []
+    most = 0
+
+    def grown() -> bool:
+        nonlocal most
+        most = max(most, len(cluster.nodes()))
+        assert submitted.poll() is None, submitted.communicate()
+        return most == MOST_NODES and any((job / "out" / "data").iterdir())
+
+    submitted = submit(cluster, job, "-m", "jobs.generate", "--config", "job.yaml")
+    try:
+        wait_until(grown, "all nodes are there, and some rows", pause=0.2)
+        os.kill(cluster.nodes()[0], signal.SIGKILL)
+        printed, told = submitted.communicate(timeout=PATIENCE)
+    finally:
+        submitted.kill()
+    assert submitted.returncode == 0, told
+    assert f"{ROWS} finished, 0 errors" in printed
+    rows = [row["request_id"] for path in (job / "out" / "data").iterdir() for row in read_rows(path)]
+    assert Counter(rows) == Counter(f"in.jsonl:{n + 1}" for n in range(ROWS))
+    wait_until(lambda: not cluster.nodes(), "the nodes are given back", pause=0.2)
+
+
+@pytest.mark.slow
+def test_what_is_submitted_again_and_how_often(cluster: LocalCluster, tmp_path: Path) -> None:
+    fails_once = (
+        "import pathlib, sys; mark = pathlib.Path(sys.argv[1]); again = mark.exists(); mark.touch();"
+        "print('now', again); sys.exit(not again)"
+    )
+    started = {
+        "a mistake": submit(cluster, tmp_path, "-c", "import sys; sys.exit(2)"),
+        "it fails once": submit(cluster, tmp_path, "-c", fails_once, str(tmp_path / "was here")),
+        "it fails always": submit(cluster, tmp_path, "-c", "import sys; sys.exit(3)", submissions=1),
+    }
+    printed = {name: one.communicate(timeout=PATIENCE) for name, one in started.items()}
+    assert {name: one.returncode for name, one in started.items()} == {
+        "a mistake": 2,
+        "it fails once": 0,
+        "it fails always": 1,
+    }, printed
+    submissions = {name: told.count("submitted as") for name, (_, told) in printed.items()}
+    assert submissions == {"a mistake": 1, "it fails once": 2, "it fails always": 1}
+    assert printed["it fails once"][0].count("now True") == 1  # a log is shown once
+    assert "1 submissions did not finish it" in printed["it fails always"][1]
+
+
+@pytest.mark.slow
+def test_a_cluster_that_is_not_there(cluster: LocalCluster) -> None:
+    command = [sys.executable, "-m", "jobs.submit", "--address", "http://127.0.0.1:9", "--", "python"]
+    failed = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert failed.returncode == 1
+    assert "error: the job failed: no cluster takes jobs at http://127.0.0.1:9" in failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no job: give its command after --, such as `-- python -m jobs.generate"),
+        (["--submissions", "0", "--", "python"], "submissions must be at least 1, not 0"),
+        (["--working_dir", "nowhere", "--", "python"], "working_dir nowhere is not a folder"),
+        (["--runtime_env", "nowhere.yaml", "--", "python"], "runtime_env nowhere.yaml cannot be read"),
+    ],
+)
+def test_mistakes_of_the_submission_itself(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")

@@ -1,0 +1,148 @@
+"""An engine's actor: a part in, the same part with generated rows out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import ray
+
+from drafter import EngineConfig, SamplingParams, SpeculativeLM
+from drafter.errors import LoadError
+from drafter.verifiers.exact import ExactVerifier
+from pipeline.engines.engine_actor import EngineActor
+from pipeline.engines.engine_spec import EngineSpec
+from pipeline.engines.ledger import Ledger
+from pipeline.engines.limits_config import LimitsConfig
+from pipeline.output.output_columns import RunTraits, columns_type, wanted_columns
+from pipeline.output.writing_config import WritingConfig
+from pipeline.progress.board import ProgressBoard
+from pipeline.staging.part_rows import unpack
+from tests.pipeline.conftest import untimed
+from tests.support.parts import request_part
+
+TRAITS = RunTraits(SamplingParams(), WritingConfig(per_step_accepted=False), rows_have_settings=False)
+
+
+def rows_of(block: pa.Table) -> pa.Table:
+    """The rows of the only part in a block."""
+    ((_, rows),) = unpack(block)
+    return rows
+
+
+def generated(block: pa.Table) -> list[dict[str, Any] | None]:
+    return [row and untimed(row) for row in rows_of(block)["generated"].to_pylist()]
+
+
+MakeActor = Callable[..., EngineActor]
+
+
+@pytest.fixture(scope="module")
+def make_actor(local_ray: None, model: Path) -> Iterator[MakeActor]:
+    """Make an actor's object, in this process: `make_actor("ngram", base="another")`."""
+    made = []
+
+    def make(drafter: str, base: str | None = None, loads: type[EngineSpec] = EngineSpec) -> EngineActor:
+        spec = loads(str(model), drafter, {}, EngineConfig(slots=2, nodes=3), threads=1)
+        board = ray.remote(num_cpus=0)(ProgressBoard).remote()
+        ledger = ray.remote(num_cpus=0)(Ledger).remote(4, (), base)
+        actor = EngineActor(spec, LimitsConfig(), TRAITS, ledger, board, "test")
+        made.append(actor)
+        return actor
+
+    yield make
+    # An actor's process ends with it; here its beat would go on, and have Ray start once more.
+    for actor in made:
+        if actor._failure is None:
+            actor._pulse.end()
+
+
+@pytest.fixture(scope="module")
+def actor(make_actor: MakeActor) -> EngineActor:
+    """An actor's object with a drafter."""
+    return make_actor("ngram")
+
+
+def test_a_call_returns_its_rows_in_their_order_and_the_same_again(actor: EngineActor) -> None:
+    prompts: list[list[int] | None] = [[7, 8, 9] * (1 + n % 3) for n in range(7)]
+    first, second = actor(request_part(prompts)), actor(request_part(prompts, "q"))
+    assert generated(first) == generated(second)
+    rows = rows_of(first)
+    assert rows.drop_columns(["generated"]).equals(rows_of(second).drop_columns(["generated"]))
+    assert rows["request_id"].to_pylist() == [str(n) for n in range(7)]
+    assert rows.schema.field("generated").type == columns_type(wanted_columns(TRAITS))
+    assert rows.column_names == ["request_id", "row", "problem", "generated"]
+
+
+def test_parts_share_the_engine_across_their_borders(actor: EngineActor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls of one row each decode together; one after the other, no two rows would ever be active."""
+    engine, active = actor._lm.engine, set()
+    step = engine.step
+
+    def watched() -> None:
+        step()
+        active.add(engine.active)
+
+    monkeypatch.setattr(engine, "step", watched)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(actor, request_part([[7, 8, 9]], f"border{n}", tokens=200)) for n in range(2)]
+        results = [call.result() for call in calls]
+    assert 2 in active
+    assert [result["part"].to_pylist() for result in results] == [["border0"], ["border1"]]
+    assert generated(results[0]) == generated(results[1])
+
+
+def test_rows_that_the_engine_refuses_do_not_harm_others(actor: EngineActor) -> None:
+    result = actor(request_part([[7, 8], [], [10_000], [7] * 300, [7, 8]], "refused"))
+    kinds = [problem and problem["type"] for problem in rows_of(result)["problem"].to_pylist()]
+    assert kinds == [None, "Refused", "Refused", "Refused", None]
+    rows = generated(result)
+    assert [row is None for row in rows] == [False, True, True, True, False]
+    assert rows[0] == rows[4]
+
+
+class LossyVerifier(ExactVerifier):
+    """A verifier that is not lossless, by its own account."""
+
+    lossless = False
+
+
+class LossyEngine(EngineSpec):
+    """An engine with such a verifier."""
+
+    def load(self) -> SpeculativeLM:
+        lm = super().load()
+        lm.engine.verifier = LossyVerifier()
+        return lm
+
+
+def test_rows_of_a_verifier_that_is_not_lossless_are_marked(actor: EngineActor, make_actor: MakeActor) -> None:
+    assert "lossless" not in rows_of(actor(request_part([[7, 8]], "exact")))["generated"].to_pylist()[0]
+    lossy = make_actor("none", loads=LossyEngine)
+    assert [row and row["lossless"] for row in generated(lossy(request_part([[7, 8], []], "lossy")))] == [False, None]
+    assert lossy._facts.lossless is False
+
+
+def test_an_engine_that_fails_ends_its_process(make_actor: MakeActor, monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = make_actor("none")
+
+    def died() -> None:
+        raise SystemExit("died")
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr("pipeline.engines.engine_actor._die", died)
+    monkeypatch.setattr(actor._lm.base, "verify", broken)
+    with pytest.raises(SystemExit, match="died"):
+        actor(request_part([[7, 8]]))
+
+
+def test_an_engine_with_other_weights_than_the_first_is_refused(make_actor: MakeActor) -> None:
+    actor = make_actor("none", base="another")
+    with pytest.raises(LoadError, match=r"weights \(.*\) are not those of the output's other rows \(another\)"):
+        actor(request_part([[7, 8]]))

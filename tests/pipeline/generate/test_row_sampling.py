@@ -1,0 +1,78 @@
+"""A row's own settings, and where its seed comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafter.requests import SamplingParams
+from pipeline.errors import RowError
+from pipeline.generate.row_sampling import row_sampling, row_seed
+
+DEFAULTS = SamplingParams(temperature=0.7, seed=3)
+
+
+def test_a_row_seed_is_a_known_hash_of_run_and_row() -> None:
+    # A change of these numbers would change every sampled token of every dataset.
+    assert row_seed(0, "a.jsonl:1") == 3135495352334882320
+    assert row_seed(1, "a.jsonl:1") == 6993715813181222946
+    assert row_seed(0, "a.jsonl:2") == 1465886733691829453
+
+
+@given(st.integers(0, 2**64), st.text())
+def test_row_seeds_fit_a_column(seed: int, request_id: str) -> None:
+    assert 0 <= row_seed(seed, request_id) < 2**63
+
+
+@pytest.mark.parametrize(
+    "own", [{"top_k": 5, "stop": ["x"], "seed": None}, '{"top_k": 5, "stop": ["x"]}'], ids=["object", "text"]
+)
+def test_a_row_changes_the_run_settings(own: Any) -> None:
+    sampling = row_sampling(DEFAULTS, "r", {"sampling": own}, "sampling")
+    expected = dataclasses.replace(DEFAULTS, top_k=5, stop=("x",), seed=row_seed(3, "r"))
+    assert sampling == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "seed"),
+    [
+        ({}, row_seed(3, "r")),
+        ({"seed": 11}, 11),
+        ({"seed": "11"}, 11),
+        ({"seed": ""}, row_seed(3, "r")),
+        ({"sampling": {"seed": 12}}, 12),
+        ({"seed": 11, "sampling": {"seed": 12}}, 12),
+        ({"seed": None, "sampling": ""}, row_seed(3, "r")),
+    ],
+)
+def test_where_a_seed_comes_from(row: dict[str, Any], seed: int) -> None:
+    assert row_sampling(DEFAULTS, "r", row, "sampling").seed == seed
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"sampling": 5}, "must be an object"),
+        ({"sampling": "[1]"}, "must be an object"),
+        ({"sampling": "{"}, "is not JSON"),
+        ({"sampling": {"heat": 1}}, "unknown sampling settings heat"),
+        ({"sampling": {"temperature": -1}}, "temperature must be at least 0"),
+        ({"sampling": '{"temperature": NaN}'}, "temperature must be a finite number"),
+        ({"sampling": {"temperature": "hot"}}, "temperature must be a finite number"),
+        ({"sampling": {"max_new_tokens": 1.5}}, "max_new_tokens must be an integer"),
+        ({"sampling": {"stop": "x"}}, "stop must be a list"),
+        ({"sampling": {"stop": 5}}, "not iterable"),
+        ({"seed": -1}, "seed must be an integer of at least 0"),
+        ({"seed": "many"}, "seed must be an integer"),
+        ({"seed": 2**63}, "less than 2**63"),
+    ],
+)
+def test_bad_settings_of_a_row(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(RowError) as caught:
+        row_sampling(DEFAULTS, "r", row, "sampling")
+    assert caught.value.kind == "BadSampling"
+    assert message in str(caught.value)

@@ -1,0 +1,67 @@
+"""Rows become token ids and settings, through the chat template where there is one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from drafter.requests import SamplingParams
+from pipeline.generate.row_requests import PromptSettings
+from pipeline.generate.tokenising import make_requests
+from pipeline.io.prompt_source import PromptSource
+from pipeline.io.reading_config import ReadingConfig
+from pipeline.staging.row_problems import PROBLEM_TYPE
+
+DEFAULTS = SamplingParams(temperature=0.7, seed=3)
+
+
+def requests(model: Path, rows: list[dict[str, Any]], source: PromptSource, **reading: Any) -> list[dict[str, Any]]:
+    table = pa.table(
+        {
+            "request_id": pa.array([str(index) for index in range(len(rows))]),
+            "row": pa.array(rows),
+            "problem": pa.nulls(len(rows), PROBLEM_TYPE),
+        }
+    )
+    settings = PromptSettings(str(model), False, source, ReadingConfig(**reading), DEFAULTS)
+    made: list[dict[str, Any]] = make_requests(table, settings).to_pylist()
+    return made
+
+
+def test_prompts_go_through_the_template_where_there_is_one(model: Path, tmp_path: Path) -> None:
+    source = PromptSource("prompt")
+    rows = [{"prompt": "how many"}]
+    bare = requests(model, rows, source, chat=False)[0]["prompt_ids"]
+    chat = requests(model, rows, source)[0]["prompt_ids"]
+    user, end, assistant = 2, 0, 3
+    assert chat == [user, *bare, end, assistant]
+    messages = [{"messages": [{"role": "user", "content": "how many"}]}]
+    assert requests(model, messages, PromptSource("messages", "messages"))[0]["prompt_ids"] == chat
+
+
+def test_rows_that_cannot_be_requests_keep_their_place(model: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"messages": '[{"role": "user", "content": "a"}]', "sampling": None},
+        {"messages": '[{"role": "forbidden", "content": "a"}]', "sampling": None},
+        {"messages": '[{"role": "user", "content": "a"}]', "sampling": '{"top_k": -1}'},
+        {"messages": "", "sampling": None},
+    ]
+    made = requests(model, rows, PromptSource("messages", "messages"))
+    assert [row["request_id"] for row in made] == ["0", "1", "2", "3"]
+    assert [row["problem"] and row["problem"]["type"] for row in made] == [
+        None,
+        "BadPrompt",
+        "BadSampling",
+        "BadPrompt",
+    ]
+    assert [row["prompt_ids"] is None for row in made] == [False, True, True, True]
+    assert "no such role" in made[1]["problem"]["message"]
+
+
+def test_sampling_survives_its_trip_as_json() -> None:
+    sampling = SamplingParams(temperature=0.3, top_k=4, stop=("a", "b"), seed=2**63 - 1, ignore_eos=True)
+    assert SamplingParams(**json.loads(json.dumps(dataclasses.asdict(sampling)))) == sampling

@@ -1,0 +1,147 @@
+"""Files on this machine and on S3, which is a server on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+from pyarrow import fs
+
+from pipeline.io.files import Location, locate
+from pipeline.output.output_columns import TIMING_COLUMNS
+from pipeline.output.output_folder import OutputFolder
+from tests.pipeline.conftest import Run
+from tests.support.waiting import wait_until
+
+PROMPTS = [f"how many apples {n}" for n in range(6)]
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URI of an empty bucket, `{}` standing for a path in it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = (tmp_path_factory.mktemp("s3") / "log").open("wb")
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log
+    )
+    try:
+
+        def answers() -> bool:
+            assert server.poll() is None, "the server ended"
+            with socket.socket() as client:
+                return not client.connect_ex(("127.0.0.1", port))
+
+        wait_until(answers, "the server")
+        uri = f"s3://key:secret@bucket/{{}}?scheme=http&endpoint_override=127.0.0.1:{port}&region=us-east-1"
+        filesystem, _ = fs.FileSystem.from_uri(f"{uri.format('')}&allow_bucket_creation=true")
+        filesystem.create_dir("bucket")
+        yield uri
+    finally:
+        server.kill()
+        server.wait()
+        log.close()
+
+
+def names(folder: Location) -> list[str]:
+    """Objects below a folder, without the markers of folders."""
+    found = folder.filesystem.get_file_info(fs.FileSelector(folder.path, recursive=True, allow_not_found=True))
+    return sorted(str(info.path[len(folder.path) + 1 :]) for info in found if info.type == fs.FileType.File)
+
+
+@pytest.mark.slow
+def test_a_job_from_bucket_to_bucket(run: Run, bucket: str, tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": prompt}) for prompt in PROMPTS]
+    for name, some in (("a", rows[:4]), ("b", rows[4:]), ("other", ["not asked for"])):
+        locate(bucket.format(f"in/{name}.jsonl")).write_text("\n".join(some))
+    place = locate(bucket.format("out"))
+    arguments = ("--output", bucket.format("out"), "--writing.rows_per_file", 2, "--engine.nodes", 3)
+    done = run(bucket.format("in/[ab].jsonl"), *arguments)
+    assert done.code == 0, done.stderr
+    parts = [f"data/00000-{n:06d}.parquet" for n in range(3)]
+    staged = [f"_staged/{Path(part).name}" for part in parts]
+    assert names(place) == sorted([*parts, *staged, "_staged/parts.json", "run.json", "status.json"])
+    written = pyarrow.parquet.read_table((place / "data").path, filesystem=place.filesystem)
+    assert written["prompt"].to_pylist() == PROMPTS
+
+    # The same as on this machine's own files.
+    (tmp_path / "in").mkdir()
+    for name, some in (("a", rows[:4]), ("b", rows[4:])):
+        (tmp_path / "in" / f"{name}.jsonl").write_text("\n".join(some))
+    local = run(tmp_path / "in", "--engine.nodes", 3)
+    assert local.code == 0, local.stderr
+    assert written["token_ids"].to_pylist() == [row["token_ids"] for row in local.rows]
+
+    # What is missing is made again, and nothing else is written.
+    before = {info.path: info.mtime_ns for info in (place / "data").children()}
+    place.filesystem.delete_file((place / parts[1]).path)
+    run_file = place / "run.json"
+    run_file.write_text(json.dumps({**json.loads(run_file.read_text()), "state": "running"}))
+    resumed = run(bucket.format("in/[ab].jsonl"), *arguments)
+    assert resumed.code == 0, resumed.stderr
+    assert "2 of 6 rows to generate" in resumed.stderr
+    after = {info.path: info.mtime_ns for info in (place / "data").children()}
+    assert [path for path in before if before[path] == after[path]] == [(place / parts[n]).path for n in (0, 2)]
+    again = pyarrow.parquet.read_table((place / "data").path, filesystem=place.filesystem)
+    assert again.drop_columns([*TIMING_COLUMNS]).equals(written.drop_columns([*TIMING_COLUMNS]))
+
+
+@pytest.mark.slow
+def test_an_object_appears_as_a_whole_or_not_at_all(bucket: str) -> None:
+    place = locate(bucket.format("whole/file"))
+
+    def fail() -> None:
+        with place.open_whole() as stream:
+            stream.write(b"x" * 1000)
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fail()
+    assert names(locate(bucket.format("whole"))) == []
+    with place.open_whole() as stream:
+        stream.write(b"x" * (20 << 20))  # several parts of an upload
+        assert names(locate(bucket.format("whole"))) == []
+    assert names(locate(bucket.format("whole"))) == ["file"]
+    assert place.info.size == 20 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("megabytes", [1, 20])
+def test_a_killed_upload_leaves_nothing(bucket: str, megabytes: int) -> None:
+    """The process ends while an object is on its way, before its upload is completed."""
+    uri = bucket.format("killed/file")
+    program = (
+        "import os, signal, sys; from pipeline.io.files import locate; place = locate(sys.argv[1]);"
+        "stream = place.filesystem.open_output_stream(place.path);"
+        f"stream.write(b'x' * ({megabytes} << 20)); stream.flush(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, uri], env={**os.environ, "PYTHONPATH": os.getcwd()})
+    assert ended.returncode == -signal.SIGKILL
+    assert names(locate(bucket.format("killed"))) == []
+
+
+@pytest.mark.slow
+def test_the_folders_of_a_job(bucket: str) -> None:
+    output = OutputFolder(locate(bucket.format("folders")))
+    assert output.committed() == set()
+    output.create()
+    (output.data / "p1.parquet").write_text("")
+    assert output.committed() == {"p1"}
+    assert names(output.root) == ["data/p1.parquet"]
+
+
+def test_text_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    file: Location = locate(str(tmp_path)) / "x.json"
+    file.write_text("one")
+    file.write_text("two")
+    assert file.read_text() == "two"
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]

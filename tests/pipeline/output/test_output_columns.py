@@ -1,0 +1,91 @@
+"""Which columns an output has, and what is in them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pyarrow as pa
+import pytest
+
+from drafter.requests import Generation, Request, SamplingParams, Timing, TokenLogprob
+from drafter.statistics import DecodeCounts, statistics_columns
+from pipeline.output.output_columns import (
+    COLUMNS,
+    TIMING_COLUMNS,
+    RunTraits,
+    column_values,
+    columns_type,
+    wanted_columns,
+)
+from pipeline.output.writing_config import WritingConfig
+
+PLAIN = RunTraits(SamplingParams(), WritingConfig(), rows_have_settings=False)
+
+
+def names(traits: RunTraits) -> set[str]:
+    return {column.name for column in wanted_columns(traits)}
+
+
+def test_the_columns_are_those_that_outputs_have() -> None:
+    columns = columns_type()
+    assert [field.name for field in columns] == [
+        "text",
+        "prompt_token_ids",
+        "token_ids",
+        "finish_reason",
+        "num_prompt_tokens",
+        "num_output_tokens",
+        "seed",
+        *statistics_columns(DecodeCounts()),
+        "generation_seconds",
+        "finished_at",
+        "logprobs",
+        "lossless",
+    ]
+    assert TIMING_COLUMNS == ("generation_seconds", "finished_at")
+    assert columns.field("finished_at").type == pa.timestamp("ms", "UTC")
+    assert columns.field("acceptance_histogram").type == pa.list_(pa.int64())
+    assert columns.field("draft_acceptance_rate").type == pa.float64()
+
+
+def test_every_value_has_the_type_of_its_column() -> None:
+    counts = DecodeCounts()
+    counts.record_step(emitted=3, accepted=2, drafted=4)
+    logprobs = [TokenLogprob(4, -0.5, ((4, -0.5), (5, -1.5)))]
+    generation = Generation("", [4], "text", "stop", 2, counts, logprobs, Timing(queued=1.0, total=3.5))
+    values = column_values(generation, Request([1, 2], SamplingParams(seed=2**63 - 1)))
+    (row,) = pa.array([values], columns_type()).to_pylist()
+    assert {name: value for name, value in row.items() if name != "finished_at"} == {
+        "text": "text",
+        "prompt_token_ids": [1, 2],
+        "token_ids": [4],
+        "finish_reason": "stop",
+        "num_prompt_tokens": 2,
+        "num_output_tokens": 1,
+        "seed": 2**63 - 1,
+        **statistics_columns(counts),
+        "generation_seconds": 2.5,
+        "logprobs": [
+            {
+                "token_id": 4,
+                "logprob": -0.5,
+                "top": [{"token_id": 4, "logprob": -0.5}, {"token_id": 5, "logprob": -1.5}],
+            }
+        ],
+        "lossless": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("traits", "optional"),
+    [
+        (PLAIN, {"per_step_accepted"}),
+        (dataclasses.replace(PLAIN, writing=WritingConfig(per_step_accepted=False)), set()),
+        (dataclasses.replace(PLAIN, sampling=SamplingParams(logprobs=0)), {"per_step_accepted", "logprobs"}),
+        (dataclasses.replace(PLAIN, rows_have_settings=True), {"per_step_accepted", "logprobs"}),
+        (dataclasses.replace(PLAIN, lossless=False), {"per_step_accepted", "lossless"}),
+    ],
+)
+def test_optional_columns_are_there_for_who_asks(traits: RunTraits, optional: set[str]) -> None:
+    always = {column.name for column in COLUMNS} - {"per_step_accepted", "logprobs", "lossless"}
+    assert names(traits) == always | optional

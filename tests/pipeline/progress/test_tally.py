@@ -1,0 +1,122 @@
+"""What engines report is added up: nothing twice, and nothing lost with the board."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from pipeline.progress.board import ProgressBoard
+from pipeline.progress.display import line
+from pipeline.progress.job_progress import Progress
+from pipeline.progress.reports import EngineFacts, EngineReport, PartReport
+from pipeline.progress.tally import Tally
+
+
+def engine(seconds: float = 1.0, active: int = 3) -> EngineReport:
+    return EngineReport(seconds, "a GPU", EngineFacts("f00", "exact", True), slots=4, active=active, waiting=2)
+
+
+def fetch(board: ProgressBoard, tally: Tally, now: float) -> Progress:
+    tally.take(board.mail(tally.life, tally.number), now)
+    return tally.progress(now)
+
+
+def test_repeated_work_is_not_counted_twice() -> None:
+    board, tally = ProgressBoard(), Tally(total=9, before=0, errors_before=0)
+    assert fetch(board, tally, time.time()).state == "starting"
+    board.engine("e1", engine())
+    board.update("p1", PartReport(rows=3, errors=1, tokens=30, steps=10))
+    board.update("p2", PartReport(rows=2, errors=0, tokens=20, steps=10))
+    assert fetch(board, tally, time.time()).rows == 5
+    board.update("p1", PartReport(rows=1, errors=1))  # its engine died, another began anew
+    now = fetch(board, tally, time.time())
+    assert (now.state, now.engines, now.rows, now.errors, now.tokens) == ("generating", 1, 3, 1, 20)
+    assert now.beta == 2.0
+
+
+def test_a_board_that_died_takes_nothing_along() -> None:
+    tally = Tally(total=100, before=0, errors_before=0)
+    board = ProgressBoard()
+    board.engine("e1", engine())
+    for part in range(5):
+        board.update(f"p{part}", PartReport(rows=10, tokens=100))
+    board.crashed("device lost")
+    assert fetch(board, tally, time.time()).rows == 50
+
+    board = ProgressBoard()  # as Ray starts it again: it knows nothing
+    assert fetch(board, tally, time.time()).rows == 50
+    board.update("p4", PartReport(rows=12, tokens=120))  # it was on its way
+    board.update("p5", PartReport(rows=1, tokens=7))
+    now = fetch(board, tally, time.time())
+    assert (now.rows, now.tokens, now.crash) == (53, 527, "device lost")
+
+
+def test_mail_that_got_lost_is_sent_again() -> None:
+    board, tally = ProgressBoard(), Tally(total=9, before=0, errors_before=0)
+    board.update("p1", PartReport(rows=3))
+    board.mail(tally.life, tally.number)  # never arrives
+    board.update("p2", PartReport(rows=2))
+    assert fetch(board, tally, 0.0).rows == 5
+    assert board.mail(tally.life, tally.number).parts == {}  # what has arrived is kept no longer
+
+
+def test_rows_that_were_kept_of_unfinished_parts_took_no_time() -> None:
+    kept = {"p1": PartReport(rows=3, errors=1, tokens=20, steps=10)}
+    board, tally = ProgressBoard(), Tally(total=9, before=5, errors_before=1, kept=kept)
+    board.engine("e1", engine())
+    board.update("p1", PartReport(rows=3, errors=1, tokens=20, steps=10))
+    assert fetch(board, tally, time.time()).done == 5
+    board.update("p1", PartReport(rows=4, errors=1, tokens=27, steps=12))
+    now = fetch(board, tally, time.time())
+    assert (now.done, now.rows, now.errors, now.tokens) == (6, 1, 0, 7)
+
+
+def test_engines_that_fell_silent_do_not_count_but_their_time_does() -> None:
+    board, tally = ProgressBoard(), Tally(total=9, before=0, errors_before=0)
+    begun = time.time()
+    board.engine("e1", engine(seconds=40.0))
+    fetch(board, tally, begun)
+    board.engine("e2", engine(seconds=5.0, active=1))
+    now = fetch(board, tally, begun + 60)
+    assert (now.engines, now.slots, now.active, now.engine_seconds) == (1, 4, 1, 45.0)
+
+
+def rate_after(rows: dict[float, int], now: float, total: int = 1000, before: int = 0) -> Progress:
+    """Progress at `now` seconds after the first engine, where `rows` says how many were done at which second."""
+    board, tally = ProgressBoard(), Tally(total, before, errors_before=0)
+    board.engine("e1", engine())
+    mail = board.mail("", 0)
+    assert mail.first is not None
+    for second, done in rows.items():
+        board.update("p", PartReport(rows=done, tokens=10 * done))
+        fetch(board, tally, mail.first + second)
+    return tally.progress(mail.first + now)
+
+
+def test_eta_of_a_resumed_job_counts_only_rows_that_took_time() -> None:
+    fresh = rate_after({10: 20}, now=10, total=100)
+    assert fresh.row_rate == pytest.approx(2.0)
+    assert fresh.eta_seconds == pytest.approx(40.0)
+    # 900 rows were there before: 80 are left, at the same two rows a second.
+    resumed = rate_after({10: 20}, now=10, total=1000, before=900)
+    assert resumed.done == 920
+    assert resumed.row_rate == pytest.approx(2.0)
+    assert resumed.eta_seconds == pytest.approx(40.0)
+
+
+def test_the_rate_is_of_the_last_ten_minutes() -> None:
+    # A hundred rows in the first minute, then one a second.
+    rows = {60.0: 100} | {60.0 + second: 100 + second for second in range(10, 3600, 10)}
+    now = rate_after(rows, now=3650, total=10_000)
+    assert now.row_rate == pytest.approx(1.0, rel=0.1)
+    # A job that stands still does not keep its rate.
+    assert rate_after({10: 20}, now=40).row_rate == pytest.approx(0.5)
+    assert rate_after({10: 20}, now=5000).row_rate == pytest.approx(0.0, abs=0.01)
+
+
+def test_there_is_no_eta_without_a_rate() -> None:
+    assert rate_after({1: 0}, now=10).eta_seconds is None
+    assert "? left" in line(rate_after({1: 0}, now=10))
+    assert Progress(total=5, before=5).eta_seconds == 0.0
+    assert Progress().eta_seconds is None

@@ -1,0 +1,81 @@
+"""Several texts a row, each with its own name and seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from drafter import EngineConfig, SamplingParams, SpeculativeLM
+from pipeline.generate.row_sampling import row_sampling, row_seed
+from pipeline.staging.row_problems import PROBLEM_TYPE
+from pipeline.staging.samples import expand, sample_seed
+from tests.pipeline.conftest import Run, write_jsonl
+from tests.support.staging import staged
+
+
+def test_each_row_as_often_as_it_is_wanted() -> None:
+    table = pa.table(
+        {
+            "request_id": ["a", "b", "c"],
+            "row": [{"x": 1, "sample": "theirs"}, {"x": 2, "sample": None}, {"x": 3, "sample": "too"}],
+            "problem": pa.nulls(3, PROBLEM_TYPE),
+        }
+    )
+    made = expand(table, [2, 0, 1])
+    assert made["request_id"].to_pylist() == ["a#0", "a#1", "c#0"]
+    assert made["row"].to_pylist() == [
+        {"x": 1, "input_sample": "theirs", "sample": 0},
+        {"x": 1, "input_sample": "theirs", "sample": 1},
+        {"x": 3, "input_sample": "too", "sample": 0},
+    ]
+
+
+def test_seeds_of_samples() -> None:
+    # A change of these numbers would change every sampled token of every dataset.
+    assert [sample_seed(7, sample) for sample in range(3)] == [7, 1256986795558303079, 4596428739562096351]
+    assert row_sampling(SamplingParams(seed=3), "r#1", {}, "sampling", 1).seed == row_seed(3, "r#1")
+    assert row_sampling(SamplingParams(seed=3), "r#1", {"seed": 7}, "sampling", 1).seed == sample_seed(7, 1)
+    assert row_sampling(SamplingParams(seed=3), "r#0", {"seed": 7}, "sampling", 0).seed == 7
+
+
+def test_samples_cross_the_borders_of_parts(tmp_path: Path) -> None:
+    lines = [{"prompt": "a", "id": "x"}, "{broken", {"prompt": "b", "id": "y"}, {"prompt": "c", "id": "z"}]
+    path = write_jsonl(tmp_path / "a.jsonl", lines)
+    ids, rows, problems = staged(path, tmp_path / "staged", samples=3, id_column="id", limit=3)
+    assert ids == [["x#0", "x#1", "x#2"], ["a.jsonl:2#0", "y#0", "y#1"], ["y#2"]]  # the limit counts rows of the input
+    assert [row["sample"] for row in rows] == [0, 1, 2, 0, 0, 1, 2]
+    assert list(problems) == ["a.jsonl:2#0"]
+
+
+def test_a_job_of_several_samples(run: Run, model: Path, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "how many"}, {"prompt": "does she", "seed": 5}])
+    done = run(source, "--reading.samples", 2, "--sampling.temperature", 1, "--sampling.logprobs", 1)
+    assert done.code == 0, done.stderr
+    assert [(row["request_id"], row["sample"]) for row in done.rows] == [
+        (f"in.jsonl:{line}#{sample}", sample) for line in (1, 2) for sample in (0, 1)
+    ]
+    assert [row["seed"] for row in done.rows] == [
+        row_seed(0, "in.jsonl:1#0"),
+        row_seed(0, "in.jsonl:1#1"),
+        5,
+        4983930932166335007,
+    ]
+    with SpeculativeLM.from_pretrained(model, "none", config=EngineConfig(slots=2)) as lm:
+        for row in done.rows:
+            chat = [{"role": "user", "content": row["prompt"]}]
+            settings = {"max_new_tokens": 12, "temperature": 1.0, "seed": row["seed"], "logprobs": 1}
+            alone = lm.generate([chat], **settings)[0]
+            assert row["token_ids"] == alone.token_ids
+            assert alone.logprobs is not None
+            assert [one["token_id"] for one in row["logprobs"]] == row["token_ids"]
+            assert [one["logprob"] for one in row["logprobs"]] == pytest.approx(
+                [one.logprob for one in alone.logprobs], abs=1e-4
+            )
+            assert [len(one["top"]) for one in row["logprobs"]] == [1] * len(row["token_ids"])
+            assert sum(row["per_step_accepted"]) == row["num_accepted_draft_tokens"]
+            assert len(row["per_step_accepted"]) == row["num_decode_steps"]
+
+    # Another number of samples is another meaning.
+    assert "reading.samples was 2, is now 1" in run(source, "--sampling.temperature", 1, "--sampling.logprobs", 1).error

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pyarrow as pa
+
+from pipeline.training.texts.staged_texts import key_texts
+
+
+def rows(prompts: list[list[int] | None], answers: list[list[int] | None], names: list[str] | None = None) -> pa.Table:
+    return pa.table(
+        {
+            "request_id": names or [f"row:{n}" for n in range(len(prompts))],
+            "prompt_token_ids": pa.array(prompts, pa.list_(pa.int64())),
+            "token_ids": pa.array(answers, pa.list_(pa.int64())),
+        }
+    )
+
+
+def test_rows_without_something_to_learn_are_marked() -> None:
+    table = key_texts(rows([[1, 2], [], None, [1, 2], [1, 2, 3]], [[3], [4], [5], [], [9]]), 3, 100, seed=0)
+    assert table["tokens"].to_pylist() == [[1, 2, 3], [4], [5], [1, 2], [1, 2, 3]]
+    # The last answer lies beyond the longest text.
+    assert [key >= 0 for key in table["prompt_key"].to_pylist()] == [True, False, False, False, False]
+
+
+def test_tokens_beyond_the_vocabulary_are_named() -> None:
+    table = key_texts(rows([[1], [7]], [[6, 7], [5]]), 10, 7, seed=0)
+    assert table["problem"].to_pylist() == [
+        "row row:0 has token 7, and the vocabulary ends at 6",
+        "row row:1 has token 7, and the vocabulary ends at 6",
+    ]
+
+
+def test_keys_follow_from_seed_and_text() -> None:
+    prompts: list[list[int] | None] = [[1, 2], [1, 2], [1, 3]]
+    first = key_texts(rows(prompts, [[5], [6], [5]]), 10, 100, seed=0)
+    moved = key_texts(rows(prompts[::-1], [[5], [6], [5]], ["row:2", "row:1", "row:0"]), 10, 100, seed=0)
+    assert first["key"].to_pylist() == moved["key"].to_pylist()[::-1]
+    assert len(set(first["key"].to_pylist())) == 3
+    # All answers to a prompt go where the prompt goes.
+    greedy, sampled, other = first["prompt_key"].to_pylist()
+    assert greedy == sampled != other
+    assert key_texts(rows(prompts, [[5], [6], [5]]), 10, 100, seed=1)["prompt_key"][0].as_py() != greedy

@@ -1,0 +1,50 @@
+"""Rows of parts as the stages of the generation job hand them on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pyarrow as pa
+
+from drafter.requests import Generation, Request, SamplingParams
+from drafter.statistics import DecodeCounts
+from pipeline.output.output_columns import column_values, columns_type
+from pipeline.staging.part_rows import pack
+from pipeline.staging.row_problems import PROBLEM_TYPE, problem_column
+
+BAD_PROMPT = {"type": "BadPrompt", "message": "empty", "input": None, "attempts": 0}
+
+
+def request_part(prompts: list[list[int] | None], part: str = "p", tokens: int = 6) -> pa.Table:
+    """A part as an engine takes it."""
+    count = len(prompts)
+    sampling = json.dumps({"max_new_tokens": tokens, "ignore_eos": True})
+    rows = pa.table(
+        {
+            "request_id": pa.array([str(index) for index in range(count)]),
+            "row": pa.array([{"prompt": "x"}] * count),
+            "problem": pa.nulls(count, PROBLEM_TYPE),
+            "prompt_ids": pa.array(prompts, pa.list_(pa.int32())),
+            "sampling": pa.array([sampling] * count),
+        }
+    )
+    return pack([(part, rows)])
+
+
+def generated_rows(part: str, rows: list[dict[str, Any]], problems: list[Any]) -> pa.Table:
+    """Rows of a part as an engine leaves them; each one generated took three steps."""
+    counts = DecodeCounts()
+    for accepted in (0, 2, 2):
+        counts.record_step(emitted=accepted + 1, accepted=accepted, drafted=4)
+    generation = Generation("", [1] * 7, "text", "stop", 3, counts)
+    request = Request([1, 2, 3], SamplingParams(seed=5))
+    generated = [None if problem else column_values(generation, request) for problem in problems]
+    return pa.table(
+        {
+            "request_id": pa.array([f"{part}:{index}" for index in range(len(rows))]),
+            "row": pa.array(rows),
+            "problem": problem_column(problems),
+            "generated": pa.array(generated, columns_type()),
+        }
+    )

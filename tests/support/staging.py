@@ -1,0 +1,55 @@
+"""Inputs of every format, staged in this process."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+
+from pipeline.io.files import locate
+from pipeline.io.listing import list_input
+from pipeline.io.prompt_source import find_prompts
+from pipeline.io.reading_config import ReadingConfig
+from pipeline.staging.part_rows import StagedParts, unpack
+from pipeline.staging.stage_files import StagingPlan, stage_files
+from pipeline.staging.staged_input import StagedInput
+from tests.pipeline.conftest import write_jsonl
+
+
+def write_input(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write rows in the format that the path's name asks for."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if ".parquet" in path.name:
+        pa.parquet.write_table(pa.Table.from_pylist(rows), path)
+    elif ".csv" in path.name:
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    elif ".txt" in path.name:
+        path.write_text("".join(row["prompt"] + "\n" for row in rows))
+    else:
+        write_jsonl(path, rows)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(path.read_bytes()))
+    return path
+
+
+def staged(
+    source: Path | str, folder: Path, rows_per_part: int = 3, **settings: Any
+) -> tuple[list[list[str]], list[dict[str, Any]], dict[str, str]]:
+    """Stage an input in this process: request ids by part, rows, and messages of problems by request id."""
+    reading = ReadingConfig(**settings)
+    listing = list_input(str(source), reading.format, reading.split, reading.subset)
+    plan = StagingPlan(locate(str(folder)), reading, find_prompts(listing, reading), rows_per_part)
+    folder.mkdir(exist_ok=True)
+    parts, fields = stage_files(listing, "00000", plan)
+    read = StagedParts(StagedInput(plan.folder, tuple(parts), pa.struct(fields)), parts).get_read_tasks(1)
+    tables = [rows for task in read for block in task() for _, rows in unpack(block)]
+    whole = pa.concat_tables(tables).to_pylist()
+    problems = {row["request_id"]: row["problem"]["message"] for row in whole if row["problem"] is not None}
+    return [table["request_id"].to_pylist() for table in tables], [row["row"] for row in whole], problems
