@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters import registry
 from drafter.drafters.none import PlainDecoding
+from drafter.heads.registry import HEADS
 from drafter.requests import Request, SamplingParams
 from drafter.training.targets import RegeneratedText
 from tests.support.models import random_prompts, run_engine
@@ -21,7 +23,7 @@ from tests.support.paths import ROOT
 PAGE = ROOT / "docs" / "add-a-drafter.md"
 
 
-def run_page(names: dict[str, Any], patch: pytest.MonkeyPatch) -> dict[str, Any]:
+def run_page(names: dict[str, Any], modules: pytest.MonkeyPatch) -> dict[str, Any]:
     """Run the page's Python, block by block; a block that begins with a file's path becomes that module.
 
     Returns `names` with all that the blocks defined.
@@ -30,7 +32,7 @@ def run_page(names: dict[str, Any], patch: pytest.MonkeyPatch) -> dict[str, Any]
         space = names
         if file := re.match(r"# (\S+)\.py\n", code):
             module = ModuleType(file[1].replace("/", "."))
-            patch.setitem(sys.modules, module.__name__, module)
+            modules.setitem(sys.modules, module.__name__, module)
             space = module.__dict__
         exec(compile(code, str(PAGE), "exec"), space)
         names.update((name, value) for name, value in space.items() if not name.startswith("__"))
@@ -40,8 +42,6 @@ def run_page(names: dict[str, Any], patch: pytest.MonkeyPatch) -> dict[str, Any]
 def test_the_page_on_adding_a_drafter(
     tiny_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("TRAINING_FREE", "HEADS"):
-        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
     requests = [Request(p, SamplingParams(max_new_tokens=20, ignore_eos=True)) for p in random_prompts(8)]
     plain = run_engine(tiny_base, PlainDecoding(), requests, slots=3, max_length=64)
     texts = [
@@ -50,11 +50,12 @@ def test_the_page_on_adding_a_drafter(
     ]
 
     given = {"base": tiny_base, "texts": texts, "held_out": texts[:4], "folder": tmp_path / "head"}
-    made = run_page(given, monkeypatch)
+    with patch.dict(registry.TRAINING_FREE), patch.dict(HEADS):
+        made = run_page(given, monkeypatch)
+        drafters = {"mlp": made["drafter"], "echo": registry.load_drafter("echo", tiny_base, 4)}
 
     printed = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in printed] == ["step 30", "step 60"]
-    drafters = {"mlp": made["drafter"], "echo": registry.load_drafter("echo", tiny_base, 4)}
     for drafter in drafters.values():
         found = run_engine(tiny_base, drafter, requests, slots=3, max_length=64, nodes=4)
         assert [one.token_ids for one in found] == [one.token_ids for one in plain]
