@@ -1,4 +1,4 @@
-"""What the documentation says is so: its code runs as it stands there, its tables name what there is."""
+"""The documentation is true: its code runs as it stands, its tables name every module, its links lead somewhere."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 
 from drafter.base.causal_lm import BaseModel
-from drafter.drafters import registry
 from drafter.drafters.none import PlainDecoding
+from drafter.drafters.registry import TRAINING_FREE, load_drafter
 from drafter.heads.registry import HEADS
 from drafter.requests import Request, SamplingParams
 from drafter.training.targets import RegeneratedText
@@ -23,16 +23,16 @@ from tests.support.paths import ROOT
 PAGE = ROOT / "docs" / "add-a-drafter.md"
 
 
-def run_page(names: dict[str, Any], modules: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Run the page's Python, block by block; a block that begins with a file's path becomes that module.
+def run_page(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Run the page's Python, block by block. A block that begins with a file's path becomes that module.
 
-    Returns `names` with all that the blocks defined.
+    Returns `names` with everything that the blocks defined.
     """
     for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
         space = names
         if file := re.match(r"# (\S+)\.py\n", code):
             module = ModuleType(file[1].replace("/", "."))
-            modules.setitem(sys.modules, module.__name__, module)
+            monkeypatch.setitem(sys.modules, module.__name__, module)
             space = module.__dict__
         exec(compile(code, str(PAGE), "exec"), space)
         names.update((name, value) for name, value in space.items() if not name.startswith("__"))
@@ -50,9 +50,9 @@ def test_the_page_on_adding_a_drafter(
     ]
 
     given = {"base": tiny_base, "texts": texts, "held_out": texts[:4], "folder": tmp_path / "head"}
-    with patch.dict(registry.TRAINING_FREE), patch.dict(HEADS):
+    with patch.dict(TRAINING_FREE), patch.dict(HEADS):  # the page adds to them
         made = run_page(given, monkeypatch)
-        drafters = {"mlp": made["drafter"], "echo": registry.load_drafter("echo", tiny_base, 4)}
+        drafters = {"mlp": made["drafter"], "echo": load_drafter("echo", tiny_base, 4)}
 
     printed = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in printed] == ["step 30", "step 60"]

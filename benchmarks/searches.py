@@ -1,0 +1,184 @@
+"""How long a CTC head's lattice search takes on a CPU, with each backend and each label model.
+
+    python -m benchmarks.searches --output benchmarks/results/searches
+
+The frames are those of the embedded head at places of its base's own answers to GSM8K's test questions. The ways take
+turns at every place, so that a disturbance of the machine falls on all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from benchmarks.heads import answers
+from drafter.base.causal_lm import BaseModel
+from drafter.base.executors.prepacked import prepack
+from drafter.base.loading import load_base, load_tokenizer
+from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
+from drafter.evaluation.environment import environment, machine
+from drafter.evaluation.results import write_json
+from drafter.evaluation.tables import markdown_table
+from drafter.heads.checkpoint import load_head
+from drafter.heads.ctc.ctc_head import CTCHead
+from drafter.heads.ctc.frame_lattice import FrameLattice
+from drafter.heads.ctc.prepared_lattice import PreparedLattices
+from drafter.heads.frame_head import last_tokens
+from drafter.heads.registry import HEADS
+from drafter.search.contract import LabelModel
+from drafter.search.lattice import LATTICE_BEAM, best_lattice_trie
+from drafter.search.lattice_backend import Backend
+from drafter.search.lattice_on_device import OnDevice
+from drafter.search.lattice_on_host import OnHost
+from drafter.threads import in_passing_thread
+from drafter.training.targets import draft_batch
+from drafter.training.training_step import base_hidden_states
+
+SEARCHES_FILE, TABLE_FILE = "searches.json", "searches.md"
+NODES, ROWS = (7, 15), (1, 4, 16)
+_QUESTIONS, _NEW_TOKENS, _ANCHORS = 16, 96, 16
+_REPEATS = 3
+"""A search is timed this often at a place; the least time counts."""
+
+Lattices = Callable[[Tensor, Tensor], LabelModel]
+"""From frame states `[B, F, d]` and last tokens `[B, c]` to their label model."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """Times of one kind of search, in seconds, medians over places.
+
+    Args:
+        nodes: Draft nodes of a tree.
+        rows: Trees searched together.
+        least: Probability below which `OnHost` may leave out prefixes.
+        on_device: With `OnDevice` and `FrameLattice`.
+        on_host: With `OnHost` and `FrameLattice`.
+        prepared: With `OnHost` and `PreparedLattices`, as decoding on a CPU searches.
+    """
+
+    nodes: int
+    rows: int
+    least: float
+    on_device: float
+    on_host: float
+    prepared: float
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, write the record and its table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help=f"folder for {SEARCHES_FILE} and {TABLE_FILE}")
+    parser.add_argument("--places", type=int, default=48, help="places timed for each kind (default: %(default)s)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: as many as PyTorch takes)")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    args = parser.parse_args(given)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    base = in_passing_thread(lambda: load_base(EMBEDDED_BASE, device="cpu"))
+    head = load_head(EMBEDDED_HEADS / "ctc", base, HEADS)
+    assert isinstance(head, CTCHead)
+    prepack(head)
+    record = {
+        "environment": environment(base, shlex.join(["python", "-m", "benchmarks.searches", *given])),
+        "searches": [asdict(search) for search in measure(head, base, args.places)],
+    }
+    args.output.mkdir(parents=True, exist_ok=True)
+    write_json(args.output / SEARCHES_FILE, record)
+    print(write_table(args.output))
+
+
+@torch.inference_mode()
+def measure(head: CTCHead, base: BaseModel, places: int) -> list[Search]:
+    """Time every kind of search."""
+    found = []
+    for nodes in NODES:
+        states, recent = frames(head, base, nodes)
+        for least in (1 / (nodes + 1), 0.0):
+            for rows in ROWS:
+                groups = [slice(at, at + rows) for at in range(0, len(states) - rows + 1, rows)]
+                groups = groups[:: max(1, len(groups) // places)][:places]
+                found.append(_timed(head, base, nodes, least, [(states[group], recent[group]) for group in groups]))
+                print(found[-1], file=sys.stderr)
+    return found
+
+
+def frames(head: CTCHead, base: BaseModel, nodes: int) -> tuple[Tensor, Tensor]:
+    """Return frame states `[N, F, d]` for trees of so many draft nodes, and the last tokens `[N, c]` before them."""
+    texts = answers(base, load_tokenizer(EMBEDDED_BASE), _QUESTIONS, _NEW_TOKENS)
+    states, recent = [], []
+    for text in texts:
+        batch = draft_batch([text], head.config.depth, _ANCHORS)
+        hidden = base_hidden_states(base, batch.tokens)
+        count = head.frames_for(nodes + 1, "exact")
+        states.append(head.module(base.embed(batch.tokens), hidden, batch.anchors, count)[0])
+        recent.append(last_tokens(batch.tokens, batch.anchors, head.recent_tokens)[0])
+    return torch.cat(states), torch.cat(recent)
+
+
+def _timed(head: CTCHead, base: BaseModel, nodes: int, least: float, groups: Sequence[tuple[Tensor, Tensor]]) -> Search:
+    plain: Lattices = partial(FrameLattice, head, base)
+    ways: list[tuple[Lattices, Backend]] = [
+        (plain, OnDevice(base.device)),
+        (plain, OnHost(least)),
+        (PreparedLattices(head, base), OnHost(least)),
+    ]
+    seconds: list[list[float]] = [[] for _ in ways]
+    for turn, (states, recent) in enumerate(groups):
+        for way in [*range(turn % len(ways), len(ways)), *range(turn % len(ways))]:
+            seconds[way].append(min(_seconds(head, *ways[way], states, recent, nodes) for _ in range(_REPEATS)))
+    return Search(nodes, len(groups[0][0]), least, *map(median, seconds))
+
+
+def _seconds(head: CTCHead, lattices: Lattices, backend: Backend, states: Tensor, recent: Tensor, nodes: int) -> float:
+    config = head.config
+    start = time.perf_counter()
+    model = lattices(states, recent)
+    best_lattice_trie(
+        model, recent[:, -1], states.shape[1], config.band, config.depth, nodes + 1, LATTICE_BEAM, backend=backend
+    )
+    return time.perf_counter() - start
+
+
+def write_table(folder: Path) -> str:
+    """Write `searches.md` from `searches.json` in `folder`; return the table."""
+    record = json.loads((folder / SEARCHES_FILE).read_text(encoding="utf-8"))
+    about = record["environment"]
+    table = markdown_table(
+        [
+            {
+                "draft nodes": one.nodes,
+                "rows": one.rows,
+                "least probability": f"{one.least:.3f}",
+                "OnDevice ms": f"{1e3 * one.on_device:.2f}",
+                "OnHost ms": f"{1e3 * one.on_host:.2f}",
+                "OnHost, prepared ms": f"{1e3 * one.prepared:.2f}",
+                "OnDevice ÷ OnHost": f"{one.on_device / one.on_host:.2f}",
+                "OnHost ÷ prepared": f"{one.on_host / one.prepared:.2f}",
+            }
+            for one in (Search(**search) for search in record["searches"])
+        ]
+    )
+    page = (
+        f"# Lattice searches on a CPU\n\n{machine(about)}, {about['threads']} threads, {about['dtype']}; medians. "
+        f"`OnDevice` extends every path and asks every frame; `OnHost` leaves out what is improbable or cannot be in the "
+        f"tree. Prepared weights are read as decoding reads them. `{about['command']}`, commit {about['commit']}.\n\n"
+        f"{table}\n"
+    )
+    (folder / TABLE_FILE).write_text(page, encoding="utf-8")
+    return table
+
+
+if __name__ == "__main__":
+    main()
