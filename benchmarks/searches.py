@@ -175,7 +175,8 @@ def write_table(folder: Path) -> str:
     page = (
         f"# Lattice searches on a CPU\n\n{machine(about)}, {about['threads']} threads, {about['dtype']}; medians. "
         f"`OnDevice` extends every path and asks every frame; `OnHost` leaves out what is improbable or cannot be in "
-        f"the tree. Prepared weights are read as decoding reads them. `{about['command']}`, commit {about['commit']}.\n\n"
+        f"the tree. Prepared weights are read as decoding reads them. "
+        f"`{about['command']}`, commit {about['commit']}.\n\n"
         f"{table}\n"
     )
     (folder / TABLE_FILE).write_text(page, encoding="utf-8")
