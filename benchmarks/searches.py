@@ -137,7 +137,9 @@ def _timed(head: CTCHead, base: BaseModel, nodes: int, least: float, groups: Seq
     seconds: list[list[float]] = [[] for _ in ways]
     for turn, (states, recent) in enumerate(groups):
         for way in [*range(turn % len(ways), len(ways)), *range(turn % len(ways))]:
-            seconds[way].append(min(_seconds(head, *ways[way], states, recent, nodes) for _ in range(_REPEATS)))
+            lattices, backend = ways[way]
+            times = [_seconds(head, lattices, backend, states, recent, nodes) for _ in range(_REPEATS)]
+            seconds[way].append(min(times))
     return Search(nodes, len(groups[0][0]), least, *map(median, seconds))
 
 

@@ -23,6 +23,7 @@ from drafter.errors import RequestError
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.text.chat import render_chat
 from drafter.threads import in_passing_thread
+from drafter.verifiers.contract import Verifier
 
 Message = dict[str, str]
 Prompt = str | Sequence[Message]
@@ -43,11 +44,20 @@ class SpeculativeLM:
         drafter: Proposes trees.
         tokenizer: Of the base.
         config: Sizes of the engine.
+        verifier: Decides which draft tokens are accepted; by default the exact one.
     """
 
-    def __init__(self, base: BaseModel, drafter: Drafter, tokenizer: Any, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        drafter: Drafter,
+        tokenizer: Any,
+        config: EngineConfig | None = None,
+        *,
+        verifier: Verifier | None = None,
+    ) -> None:
         self.base, self.tokenizer = base, tokenizer
-        self.engine = in_passing_thread(lambda: Engine(base, drafter, tokenizer, config))
+        self.engine = in_passing_thread(lambda: Engine(base, drafter, tokenizer, config, verifier=verifier))
         self._wake = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="drafter-engine", daemon=True)

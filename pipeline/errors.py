@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-ProblemType = Literal["BadRow", "BadRequest", "BadPrompt", "BadSampling", "Refused", "TimedOut", "EngineDied"]
+ProblemType = Literal[
+    "BadRow", "BadRequest", "BadPrompt", "BadSampling", "Refused", "TimedOut", "NotFinite", "EngineDied"
+]
 """Why a row cannot be generated.
 
 `BadRow`: it is not a record. `BadRequest`: it is a line of an OpenAI batch that cannot be answered. `BadPrompt`: its
 prompt cannot be used. `BadSampling`: its own settings cannot be used. `Refused`: the engine does not take it.
-`TimedOut`: it took too long. `EngineDied`: engines died with it too often.
+`TimedOut`: it took too long. `NotFinite`: the base's activations overflow on it. `EngineDied`: engines died with it too
+often.
 """
 
 

@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from drafter.base.executors.contract import TreeNodes
-from drafter.base.kv_cache import LayerShape
+from drafter.base.kv_cache import KVCache, LayerShape
 from drafter.base.packing import Packing
 from drafter.errors import LoadError, first_line
-
-if TYPE_CHECKING:
-    from drafter.base.causal_lm import BaseModel
 
 _MODEL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
 """What a model's code may raise when it is run in a way that it does not know."""
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.1
 """Largest difference of logits, relative to the largest logit, in fp32 and in half precision."""
+
+
+class Candidate(Protocol):
+    """A model that is to be a base: what the proof runs of it. See `BaseModel`."""
+
+    model: Any
+    config: Any
+    name: str
+    dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def new_cache(self, slots: int, length: int) -> KVCache: ...
+
+    def prefill(self, cache: KVCache, slot: int, prompts: Sequence[Tensor], starts: Sequence[int] = ...) -> Tensor: ...
+
+    def prefill_last(self, cache: KVCache, slot: int, prompt: Tensor, start: int = ...) -> tuple[Tensor, Tensor]: ...
+
+    def verify(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -39,7 +60,7 @@ class PlainRun:
 
 
 @torch.inference_mode()
-def run_plainly(base: BaseModel) -> PlainRun:
+def run_plainly(base: Candidate) -> PlainRun:
     """Run six tokens as the model would by itself.
 
     Raises:
@@ -55,7 +76,7 @@ def run_plainly(base: BaseModel) -> PlainRun:
 
 
 @torch.inference_mode()
-def prove_tree_decoding(base: BaseModel, plain: PlainRun) -> None:
+def prove_tree_decoding(base: Candidate, plain: PlainRun) -> None:
     """Run the same tokens as a draft tree does, and refuse the model if the logits differ.
 
     A decoy node stands before the true continuation, so that a model that ignores the mask or the positions is found
@@ -86,7 +107,7 @@ def prove_tree_decoding(base: BaseModel, plain: PlainRun) -> None:
 
 
 @torch.inference_mode()
-def packs_alike(base: BaseModel) -> bool:
+def packs_alike(base: Candidate) -> bool:
     """Whether the model computes two trees, and two prompts, of three and two tokens, packed as it does apart."""
     tokens = torch.arange(1, 7, device=base.device).view(2, 3) * 7919 % base.vocab_size
     lengths = torch.tensor([0, 1], device=base.device)
@@ -110,7 +131,7 @@ def packs_alike(base: BaseModel) -> bool:
     return all(_alike(ours, theirs, base.dtype) for ours, theirs in same)
 
 
-def _does_not_run(base: BaseModel, error: BaseException) -> LoadError:
+def _does_not_run(base: Candidate, error: BaseException) -> LoadError:
     return LoadError(
         f"{base.name}: {base.model.config.model_type} does not run with a tree mask and a slot cache "
         f"({type(error).__name__}: {first_line(error)}); it cannot be a base"

@@ -94,7 +94,12 @@ class Engine:
         self.flights = Flights(base.device, EagerStep.lag if self._graphs is None else GraphStep.lag)
         self.scheduler = Scheduler(self.batch, self.flights, config.max_queue)
         self._admission = Admission(
-            self.scheduler, self._device_step, self._times, packs=self._packs, on_outcome=self._take_first_token
+            self.scheduler,
+            self._device_step,
+            self._times,
+            packs=self._packs,
+            on_outcome=self._take_first_token,
+            on_progress=self._live,
         )
         self._steps = self._row_steps = self._preemptions = 0
         self._output_tokens = self._draft_tokens = self._accepted_tokens = 0
@@ -177,13 +182,13 @@ class Engine:
         When the device's memory runs out, half of the sequences are taken out and decoded later. A sequence whose
         memory is not enough even when it is alone is an error like any other.
         """
-        self.last_step = time.monotonic()
+        self._live()
         self._times.start()
         self._admission.begin_step()
         exhausted = False
         try:
             self._drop_unwanted()
-            self._admit()
+            self._admission.admit()
             if self.scheduler.active:
                 self._decode()
             self._deliver(self.flights.lag if self.scheduler.active else 0)
@@ -194,7 +199,7 @@ class Engine:
         if exhausted:  # not in the handler: there the error's traceback still holds the step's tensors
             self._preempt()
         self._times.mark("host")
-        self.last_step = time.monotonic()
+        self._live()
 
     def _decode(self) -> None:
         """Plan, draft, trim, verify, accept and commit, for all active sequences."""
@@ -277,9 +282,8 @@ class Engine:
 
     # ---- entering and leaving
 
-    def _admit(self) -> None:
-        """Let sequences that wait enter free slots."""
-        self._admission.admit()
+    def _live(self) -> None:
+        """Give a sign of life."""
         self.last_step = time.monotonic()
 
     def _take_first_token(self, outcome: StepOutcome, slot: int) -> None:
@@ -307,7 +311,7 @@ class Engine:
     def _make_runner(self) -> None:
         self._runner: EagerStep | GraphStep
         if self._graphs is None:
-            self._runner = EagerStep(self._device_step, self.budget, self._times, self._admit)
+            self._runner = EagerStep(self._device_step, self.budget, self._times, self._admission.admit)
         else:
             self._runner = GraphStep(self._device_step, self._graphs, self.budget, self._times)
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from drafter.engine.sequences.handle import Handle
-from drafter.errors import RequestError, RequestTimeoutError
+from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
 from drafter.requests import Generation, Request
 from pipeline.engines.ledger import RowKey, RowOutcome
-from pipeline.errors import RowError
+from pipeline.errors import ProblemType, RowError
 
 _PULSE_SECONDS = 0.01
 """While the engine is full, the feeder waits this long, to tell the ledger of several rows at once."""
@@ -200,8 +200,9 @@ class Feeder:
             return RowOutcome(problem=vars(result.problem))
         try:
             return RowOutcome(generated=self._finish(result.result(), row.request))
-        except RequestTimeoutError as error:
-            return RowOutcome(problem=vars(RowError("TimedOut", str(error), row.deaths + 1).problem))
+        except (RequestTimeoutError, NotFiniteError) as error:
+            kind: ProblemType = "TimedOut" if isinstance(error, RequestTimeoutError) else "NotFinite"
+            return RowOutcome(problem=vars(RowError(kind, str(error), row.deaths + 1).problem))
 
 
 def _longest(request: Request) -> int:

@@ -43,3 +43,11 @@ def generation_statistics(generation: Generation) -> dict[str, Any]:
         "seconds_to_first_token": timing.first_token,
         "seconds": timing.total,
     }
+
+
+def lossless_mark(*generations: Generation) -> dict[str, Any]:
+    """Return the mark of an answer whose tokens may differ from plain decoding's; nothing for any other.
+
+    It is in every such answer, asked for or not.
+    """
+    return {} if all(generation.lossless for generation in generations) else {"lossless": False}

@@ -13,7 +13,7 @@ from drafter.requests import Generation, TokenDelta
 from pipeline.openai.api_error import OpenAIError
 from pipeline.openai.parsed_request import ParsedRequest
 from pipeline.openai.response_body import TokenText, chat_logprobs, completion_logprobs, usage
-from pipeline.openai.speculation import generation_statistics, step_statistics
+from pipeline.openai.speculation import generation_statistics, lossless_mark, step_statistics
 from pipeline.openai.strict_json import to_json
 
 DONE = "data: [DONE]\n\n"
@@ -78,8 +78,8 @@ class Chunks(ABC):
     def finish(self, index: int, generation: Generation) -> str:
         """Return the last chunk of choice `index`."""
         extension = {"speculation": generation_statistics(generation)} if self._speculation else {}
-        reason = generation.finish_reason
-        return self._chunk([{"index": index, **self._empty(), "finish_reason": reason}], **extension)
+        choice = {"index": index, **self._empty(), "finish_reason": generation.finish_reason}
+        return self._chunk([choice], **extension, **lossless_mark(generation))
 
     def end(self, generations: Sequence[Generation]) -> str:
         """Return the end of the stream, with the usage if it was asked for."""

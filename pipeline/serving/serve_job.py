@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from drafter.base.loading import load_tokenizer
@@ -87,11 +88,22 @@ def start(config: ServeConfig, *, own_cluster: bool) -> None:
         serve.run(application(config, cluster), name=_NAME, route_prefix="/", blocking=False)
     except InputError:
         raise
-    except Exception as error:  # Ray raises bare ones, with the replicas' own errors somewhere in the text
+    except Exception as error:  # Ray raises bare ones
+        refusal = re.search(r"(?:InputError|LoadError): (.+)", f"{error}\n{deployment_messages()}")
         serve.shutdown()
-        if refusal := re.search(r"(?:InputError|LoadError): (.+)", str(error)):
+        if refusal:
             raise InputError(refusal[1]) from error
         raise JobError(f"the endpoint cannot be started: {one_line(error)}") from error
+
+
+def deployment_messages() -> str:
+    """Return what Ray Serve says of the endpoint's deployments: where one failed, with the traceback of its error."""
+    from ray import serve
+
+    with suppress(Exception):  # there may be no application yet, and the error of the start is what counts
+        application = serve.status().applications[_NAME]
+        return "\n".join(deployment.message for deployment in application.deployments.values())
+    return ""
 
 
 def check_port(config: ServeConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, reduce
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from drafter.engine.engine_config import EngineConfig
 from drafter.engine.loop import Engine
 from drafter.requests import Request, SamplingParams
 from tests.support.heads import make_head
+from tests.support.marks import slow_but
 from tests.support.models import (
     FAMILIES,
     AdversarialDrafter,
@@ -28,6 +30,8 @@ from tests.support.models import (
 )
 
 NEW_TOKENS = 24
+MAIN_FAMILIES = ("llama", "gemma2", "gpt2", "gpt_oss", "llama4_text")
+"""Families that differ most: full, sliding and chunked attention, learned positions, attention sinks, experts."""
 
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.0},
@@ -59,7 +63,7 @@ def drafters(base: BaseModel, texts: list[list[int]]) -> dict[str, Drafter]:
     }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(MAIN_FAMILIES, FAMILIES))
 def test_greedy_equals_generate(family: str) -> None:
     base = base_of(family)
     prompts = random_prompts(6, seed=len(family))
@@ -74,7 +78,7 @@ def test_greedy_equals_generate(family: str) -> None:
         assert accepted > 0 or name in ("none", "adversarial", "heads")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(MAIN_FAMILIES, FAMILIES))
 def test_prompts_that_begin_alike_are_read_once(family: str) -> None:
     """Some prompts are the same, some go on differently; the beginning is longer than any window or chunk."""
     base = base_of(family)
@@ -96,7 +100,7 @@ def test_prompts_that_begin_alike_are_read_once(family: str) -> None:
     assert state.shared_tokens + state.prefilled_tokens == sum(len(r.prompt_ids) - 1 for r in requests)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "llama4_text"])
+@pytest.mark.parametrize("family", slow_but(["gemma2"], ["llama", "gemma2", "llama4_text"]))
 def test_prompts_that_are_read_in_pieces_while_others_are_decoded(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows end, and move, while a prompt is read behind them; some prompts begin like it."""
     monkeypatch.setattr("drafter.engine.sequences.admission.CHUNK", 4)
@@ -117,9 +121,13 @@ def test_prompts_that_are_read_in_pieces_while_others_are_decoded(family: str, m
         assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in expected], name
 
 
-@pytest.mark.parametrize("slots", [1, 2, 5, 16])
-@pytest.mark.parametrize("nodes", [0, 3, 10, "auto"])
-def test_greedy_is_the_same_at_every_batch_and_tree_size(slots: int, nodes: Any) -> None:
+SIZES = list(product([1, 2, 5, 16], [0, 3, 10, "auto"]))
+"""Slots, and draft nodes a step."""
+
+
+@pytest.mark.parametrize("sizes", slow_but([(1, 10), (2, 0), (5, "auto"), (16, 3)], SIZES), ids=str)
+def test_greedy_is_the_same_at_every_batch_and_tree_size(sizes: tuple[int, Any]) -> None:
+    slots, nodes = sizes
     base = base_of("llama")
     prompts = random_prompts(17, seed=3)
     expected = [generate_reference(base.model, prompt, NEW_TOKENS) for prompt in prompts]
@@ -130,7 +138,7 @@ def test_greedy_is_the_same_at_every_batch_and_tree_size(slots: int, nodes: Any)
         assert [one.token_ids for one in found] == expected
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "mistral"])
+@pytest.mark.parametrize("family", slow_but(["gemma2"], ["llama", "gemma2", "gpt2", "mistral"]))
 def test_sampled_tokens_are_a_function_of_the_seed(family: str) -> None:
     base = base_of(family)
     prompts = random_prompts(14, seed=5)

@@ -23,6 +23,7 @@ class Admission:
         times: Where the time of prefills is noted.
         packs: Whether several prompts may be read in one forward.
         on_outcome: Takes the outcome of such a plain step, and its slot.
+        on_progress: Called after each forward: many long prompts take long, and yet nothing hangs.
 
     Attributes:
         prefilled_tokens: Tokens of prompts that the base has read.
@@ -37,9 +38,10 @@ class Admission:
         *,
         packs: bool,
         on_outcome: Callable[[StepOutcome, int], object],
+        on_progress: Callable[[], object],
     ) -> None:
         self._scheduler, self._step, self._times = scheduler, device_step, times
-        self._packs, self._on_outcome = packs, on_outcome
+        self._packs, self._on_outcome, self._on_progress = packs, on_outcome, on_progress
         self.prefilled_tokens = self.shared_tokens = 0
         self._read_before = 0
 
@@ -59,6 +61,7 @@ class Admission:
                 pass
             self._times.mark("host")
             self._prefill()
+            self._on_progress()
 
     def _may_read(self) -> bool:
         """Whether the step may take on more of the prompts that wait."""

@@ -23,7 +23,7 @@ from drafter.requests import Generation, Request, SamplingParams, TokenDelta
 from pipeline.openai.api_error import OpenAIError, not_finite
 from pipeline.openai.parsed_request import ParsedRequest
 from pipeline.openai.response_body import chat_response, completion_response, token_text
-from pipeline.openai.speculation import FIELD, generation_statistics
+from pipeline.openai.speculation import FIELD, generation_statistics, lossless_mark
 from pipeline.openai.stream_events import ChatChunks, Chunks, CompletionChunks, error_event
 from pipeline.openai.strict_json import to_json
 from pipeline.serving.messages import Call, Failure, Reply, Snapshot, interrupted, overloaded
@@ -114,7 +114,7 @@ class Answers:
                 body = respond(request, generations, name, created, self._token_text)
                 if call.speculation:
                     body[FIELD] = [generation_statistics(generation) for generation in generations]
-                yield to_json(body)
+                yield to_json(body | lossless_mark(*generations))
         except Exception as error:
             # Once a chunk is out so is the status: then the stream itself must say that it failed.
             told = self._told(error)

@@ -24,6 +24,7 @@ from drafter.requests import Request, SamplingParams
 from drafter.tree.token_tree import TokenTree
 from drafter.tree.trie import from_nodes
 from tests.support.heads import make_head
+from tests.support.marks import slow_but
 from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_model, random_prompts
 from tests.support.tapes import TapeRecorder
 
@@ -122,7 +123,7 @@ def check(handles: list[Handle], alone: dict[int, list[int]]) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", slow_but(["none", "ctc"], DRAFTERS))
 def test_innocent_rows_keep_their_tokens(device: str, name: str, stream: bool) -> None:
     base = poisoned_base()
     bad, innocent = bad_requests(), innocent_requests(9)

@@ -51,6 +51,7 @@ def evaluate(base: BaseModel, plan: Plan) -> tuple[Results, list[Progress]]:
     return results, progress
 
 
+@pytest.mark.slow
 def test_every_arm_says_what_plain_decoding_says(tiny_base: BaseModel, tmp_path: Path) -> None:
     heads = saved_head(tiny_base, "ctc", tmp_path / "ctc"), saved_head(tiny_base, "context 1", tmp_path / "context")
     plan = Plan(

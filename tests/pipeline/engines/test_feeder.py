@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from drafter.engine.sequences.handle import Handle
-from drafter.errors import RequestError, RequestTimeoutError
+from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
 from pipeline.engines.feeder import Feeder, alone_from, capacity
@@ -138,6 +138,11 @@ def test_a_row_whose_time_is_up_is_an_error_and_a_failed_engine_fails_the_call(p
         "input": None,
         "attempts": 1,
     }
+    call = pool.submit(feeder.generate, "o", requests({"n": 1}), lambda outcomes: None)
+    engine.end("n", NotFiniteError("it overflows"))
+    problem = call.result(PATIENCE)["n"].problem
+    assert problem is not None
+    assert (problem["type"], problem["message"]) == ("NotFinite", "it overflows")
     call = pool.submit(feeder.generate, "q", requests({"b": 1}), lambda outcomes: None)
     engine.end("b", RuntimeError("device lost"))
     with pytest.raises(RuntimeError, match="device lost"):

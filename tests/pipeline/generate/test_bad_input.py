@@ -12,6 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import Provenance
@@ -256,3 +258,26 @@ def test_a_job_that_fails_is_code_1(monkeypatch: pytest.MonkeyPatch, capfd: pyte
     monkeypatch.setattr("pipeline.generate.generate_job.generate", failing)
     assert main(["--input", "a", "--output", "b"]) == 1
     assert capfd.readouterr().err == "error: the job failed: disk full; submit it again to go on\n"
+
+
+def test_a_row_that_overflows_the_model_harms_no_other(run: Run, model: Path, tmp_path: Path) -> None:
+    """A token is finite in fp32 and infinite in fp16: rows that have it end with an error, and the others as alone."""
+    overflowing = shutil.copytree(model, tmp_path / "model")
+    (token,) = AutoTokenizer.from_pretrained(model)("z", add_special_tokens=False)["input_ids"]
+    lm = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        lm.get_input_embeddings().weight[token] = 1e6
+    lm.save_pretrained(overflowing)
+    prompts = ["how many apples", "does she zzz", "how many pens", "z", "apples and pens", "she has z apples", "pens"]
+    settings = ("--loading.dtype", "float16", "--engine.nodes", 3)
+    done = {}
+    for name, some in (("all", prompts), ("good", [prompt for prompt in prompts if "z" not in prompt])):
+        source = write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": prompt, "id": prompt} for prompt in some])
+        done[name] = run(
+            source, "--reading.id_column", "id", *settings, base=overflowing, output=tmp_path / name, drafter="ngram"
+        )
+        assert done[name].code == 0, done[name].stderr
+    tokens = {name: {row["request_id"]: row["token_ids"] for row in outcome.rows} for name, outcome in done.items()}
+    assert tokens["all"] == tokens["good"]
+    assert {row["request_id"] for row in done["all"].errors} == {prompt for prompt in prompts if "z" in prompt}
+    assert {row["error_type"] for row in done["all"].errors} == {"NotFinite"}

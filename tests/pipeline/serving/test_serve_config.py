@@ -104,6 +104,7 @@ def test_a_mistake_costs_one_line(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "local")  # never somebody else's cluster
     monkeypatch.delenv(ENVIRONMENT, raising=False)
+    monkeypatch.setattr("pipeline.serving.serve_job.will_start", lambda: True)  # earlier tests may have started Ray
     assert main(arguments) == 2
     error = capfd.readouterr().err.rstrip().rpartition("\n")[2]
     assert error.startswith("error: ")

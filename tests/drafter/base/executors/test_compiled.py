@@ -16,6 +16,7 @@ from drafter.requests import Request, SamplingParams
 from tests.support.models import SpellingTokenizer, random_model, random_prompts, run_engine
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="there is no C++ compiler")
 def test_a_compiled_engine_says_the_same_and_compiles_nothing_after_its_start() -> None:
     """Greedy and sampled, one row and several, plain steps and trees of every size."""

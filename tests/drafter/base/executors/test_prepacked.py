@@ -199,6 +199,7 @@ def test_a_base_and_the_model_as_it_was_loaded() -> None:
     assert type(head) is PrepackedLinear
 
 
+@pytest.mark.slow
 @every_way
 def test_the_tokens_are_those_of_the_model_as_it_was_loaded(way: str, origin: str, take: Callable[[str], None]) -> None:
     """Plain and drafting, alone and together."""

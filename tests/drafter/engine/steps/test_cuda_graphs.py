@@ -28,6 +28,7 @@ from drafter.tree.token_tree import TokenTree
 from drafter.tree.trie import from_nodes
 from drafter.verifiers.choices import SamplingMode
 from tests.support.heads import make_head
+from tests.support.marks import slow_but
 from tests.support.models import VOCABULARY, AdversarialDrafter, SpellingTokenizer, random_model, random_prompts
 from tests.support.tapes import TapeRecorder
 
@@ -144,7 +145,7 @@ def test_the_same_tokens_as_plain_decoding(tiny_base: BaseModel, recorder: TapeR
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("settings", [SETTINGS, *([one] for one in SETTINGS)], ids=str)
+@pytest.mark.parametrize("settings", slow_but([SETTINGS], [SETTINGS, *([one] for one in SETTINGS)]), ids=str)
 def test_the_same_tokens_under_every_setting(
     tiny_base: BaseModel, recorder: TapeRecorder, settings: list[dict[str, Any]], stream: bool
 ) -> None:
@@ -163,7 +164,7 @@ def test_every_accepted_token_is_counted_once(tiny_base: BaseModel, recorder: Ta
         assert one.counts.num_decode_steps < len(one.token_ids) / 2
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", slow_but([0], range(4)))
 def test_models_that_mix_kinds_of_attention(recorder: TapeRecorder, seed: int) -> None:
     base = BaseModel(random_model(("gemma2", "gpt2", "mistral", "qwen3")[seed]))
     requests = requests_of(8, SETTINGS[:2])

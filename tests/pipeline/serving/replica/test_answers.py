@@ -17,7 +17,9 @@ from torch import Tensor
 
 from drafter import EngineConfig, Generation, SamplingParams, SpeculativeLM
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
+from drafter.drafters.none import PlainDecoding
 from drafter.tree.token_tree import TokenTree, root_only
+from drafter.verifiers.exact import ExactVerifier
 from pipeline.serving.replica.answers import Answers
 from pipeline.serving.serve_config import LimitsConfig
 from pipeline.staging.samples import sample_seed
@@ -339,3 +341,23 @@ def test_too_much_at_once_and_for_too_long(plain: SpeculativeLM) -> None:
                 client.chat.completions.create(**question)
             assert (refusal.value.status_code, refusal.value.code) == (408, "timeout")
             assert refusal.value.response.headers["x-should-retry"] == "false"
+
+
+class LossyVerifier(ExactVerifier):
+    """A verifier that is not lossless, by its own account."""
+
+    lossless = False
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_of_a_verifier_that_is_not_lossless_are_marked(plain: SpeculativeLM, stream: bool) -> None:
+    config = EngineConfig(slots=2, nodes=0)
+    marks = {}
+    for verifier in (ExactVerifier(), LossyVerifier()):
+        lm = SpeculativeLM(plain.base, PlainDecoding(), plain.tokenizer, config, verifier=verifier)
+        with lm, served({NAME: Answers(lm, "replica", seconds=PATIENCE)}) as address:
+            body = {"model": NAME, "messages": chat("how many"), "max_tokens": 3, "stream": stream}
+            text = httpx2.post(f"{address}/v1/chat/completions", json=body, timeout=PATIENCE).text
+        events = [line.removeprefix("data: ") for line in text.splitlines() if line and "[DONE]" not in line]
+        marks[verifier.lossless] = json.loads(events[-1]).get("lossless")
+    assert marks == {True: None, False: False}
