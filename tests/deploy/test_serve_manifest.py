@@ -35,11 +35,13 @@ class Deployed:
         cluster: It.
         folder: For files.
         port: Where Ray Serve listens.
+        state: What Ray Serve says of the deployment; None before there is one.
     """
 
     cluster: LocalCluster
     folder: Path
     port: int = field(default_factory=lambda: free_ports(1)[0])
+    state: dict[str, Any] | None = None
 
     def serve(self, *arguments: str) -> str:
         """Run Ray Serve's command line against the cluster; return what it prints."""
@@ -52,8 +54,10 @@ class Deployed:
     def environment(self) -> dict[str, str]:
         return {**self.cluster.environment, "PYTHONPATH": str(ROOT)}
 
-    def deploy(self, model: Path) -> None:
-        """Deploy the manifest's configuration with a tiny model."""
+    def deploy(self, model: Path) -> dict[str, Any]:
+        """Deploy the manifest's configuration with a tiny model, once; return what Ray Serve says of it."""
+        if self.state is not None:
+            return self.state
         config = yaml.safe_load(MANIFEST["spec"]["serveConfigV2"])
         (application,) = config["applications"]
         application["args"] |= {"model": str(model), "name": "tiny", "engine": {"slots": 4, "nodes": 4}}
@@ -61,6 +65,8 @@ class Deployed:
         file = self.folder / "serve.yaml"
         file.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
         self.serve("deploy", str(file))
+        self.state = self.wait()
+        return self.state
 
     def refusal(self, *arguments: Any) -> str:
         """Run `jobs.serve` on the cluster; return the last line of its errors."""
@@ -93,8 +99,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
 
 @pytest.mark.slow
 def test_the_manifest_asks_for_the_keys_of_its_secret(deployed: Deployed, model: Path) -> None:
-    deployed.deploy(model)
-    found = deployed.wait()
+    found = deployed.deploy(model)
     assert found["status"] == "RUNNING", found
     body = {"model": "tiny", "messages": [{"role": "user", "content": "how many"}], "max_tokens": 3}
     address = f"http://{LOOPBACK}:{deployed.port}"
@@ -110,6 +115,7 @@ def test_the_manifest_asks_for_the_keys_of_its_secret(deployed: Deployed, model:
 
 @pytest.mark.slow
 def test_a_second_endpoint_is_told_where_ray_serve_listens(deployed: Deployed, model: Path) -> None:
+    deployed.deploy(model)
     error = deployed.refusal("--model", model, "--port", free_ports(1)[0])
     assert f"Ray Serve runs on this cluster already, and listens on {LOOPBACK}:{deployed.port}" in error
 
@@ -117,6 +123,7 @@ def test_a_second_endpoint_is_told_where_ray_serve_listens(deployed: Deployed, m
 @pytest.mark.slow
 def test_the_error_of_an_ingress_is_that_of_the_job(deployed: Deployed, model: Path) -> None:
     """The last test of the cluster: it takes the application down."""
+    deployed.deploy(model)
     error = deployed.refusal("--model", model, "--port", deployed.port, "--keys_file", "/nowhere", "--engine.nodes", 4)
     assert error.startswith("error: keys_file /nowhere cannot be read: No such file or directory (the ingress runs on ")
 
