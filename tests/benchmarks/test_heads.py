@@ -1,4 +1,4 @@
-"""The ablation: its tables on figures written out by hand, and its figures against the engine's."""
+"""The benchmark of heads: its tables of figures written by hand, and its β beside the engine's."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def cell(way: str, turn: int, seconds: float, outputs: list[list[int]], beta: fl
 
 
 def test_speeds_are_compared_within_a_round() -> None:
-    """The second round found the machine at half its speed."""
+    """In the second round the machine is at half its speed."""
     cells = [
         cell(speed.PLAIN, 0, 1.0, [[1, 2], [3, 4]], 1.0),
         cell(speed.PLAIN, 1, 2.0, [[1, 2], [3, 4]], 1.0),

@@ -1,4 +1,4 @@
-"""The embedded heads' recipes, on a tiny random base: they train, keep the best, and go on where they were cut off."""
+"""The recipes of the embedded heads on a tiny random base: they train, keep the best head, and resume."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def base_and_data(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def train(base: Path, data: Path, output: Path, patch: pytest.MonkeyPatch) -> None:
-    """The command, for all of `RECIPES`."""
+    """Run the command for all of `RECIPES`."""
     arguments = [*RECIPES, "--base", str(base), "--data", str(data), "--output", str(output), "--device", "cpu"]
     patch.setattr("sys.argv", ["train_head", *arguments])
     patch.setattr(train_head, "read_recipes", lambda: RECIPES)
     train_head.main()
 
 
-def test_a_run_cut_off_ends_as_an_unbroken_one(
+def test_an_interrupted_run_ends_like_an_undisturbed_one(
     base_and_data: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, data = base_and_data
@@ -88,7 +88,7 @@ def test_a_run_cut_off_ends_as_an_unbroken_one(
         assert head.provenance is not None
         training = head.provenance.training
         assert training["data"] == {"distill": {"texts": 12, "targets": sum(range(6, 18))}}
-        # The head that was kept is the last one that was at least as good as all before it.
+        # The saved head is the last one that was at least as good as all heads before it.
         history = [entry for entry in broken["history"] if entry["step"] <= training["history"][-1]["step"]]
         assert training["history"] == history
         scores = [entry["beta"]["16"] for entry in broken["history"]]

@@ -1,4 +1,4 @@
-"""Every alignment, one by one: what the algorithms are checked against."""
+"""Probabilities by enumeration of all alignments, which the algorithms are checked against."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def collapse(alignment: Prefix, blank: int) -> Prefix:
 
 
 def text_probabilities(log_probs: Tensor) -> dict[Prefix, float]:
-    """Probability of each collapsed text under CTC frames `[T, V + 1]`."""
+    """Return the probability of each collapsed text under CTC frames `[T, V + 1]`."""
     frames, symbols = log_probs.shape
     table = log_probs.double().tolist()
     texts: dict[Prefix, float] = defaultdict(float)
@@ -31,7 +31,7 @@ def text_probabilities(log_probs: Tensor) -> dict[Prefix, float]:
 def lattice_text_probabilities(
     frame: Callable[[int, Prefix], list[float]], frames: int, vocabulary: int, band: int
 ) -> dict[Prefix, float]:
-    """Probability of each text in the lattice, kept within the band while it grows.
+    """Return the probability of each text in the lattice within its band.
 
     `frame(j, text)` gives the log-probabilities of frame `j` (from 1) after `text`. A path that leaves the band
     (label `u` outside `u ≤ j < u + band`) may say nothing more: its mass stays with the text it has.
@@ -52,7 +52,7 @@ def lattice_text_probabilities(
 
 
 def prefix_probabilities(texts: dict[Prefix, float], depth: int) -> dict[Prefix, float]:
-    """`π` of each non-empty prefix of up to `depth` tokens."""
+    """Return `π` of each non-empty prefix of up to `depth` tokens."""
     prefixes: dict[Prefix, float] = defaultdict(float)
     for text, probability in texts.items():
         for length in range(1, min(len(text), depth) + 1):

@@ -1,4 +1,4 @@
-"""Small draft heads of every kind, and text for them."""
+"""Small draft heads of every kind, and texts for them."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ STATIC = tuple(
 
 
 def untrained_head(base: BaseModel, kind: str, seed: int = 0, **settings: Any) -> DraftHead:
-    """A head of depth `DEPTH` as training starts with it."""
+    """Return a head of depth `DEPTH` as it is before training."""
     torch.manual_seed(seed)
     algorithm, own = KINDS[kind]
     return new_head(algorithm, base, {"depth": DEPTH, **own, **settings})
 
 
 def make_head(base: BaseModel, kind: str, seed: int = 0, **settings: Any) -> DraftHead:
-    """A head with nothing left at zero or at the base's own weights, in evaluation mode."""
+    """Return a head in evaluation mode, none of whose weights is zero or the base's own."""
     head = untrained_head(base, kind, seed, **settings)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -59,18 +59,18 @@ def make_head(base: BaseModel, kind: str, seed: int = 0, **settings: Any) -> Dra
 
 
 def sequence(base: BaseModel, rows: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Random tokens `[rows, length]` and the base's hidden states of them."""
+    """Return random tokens `[rows, length]` and the base's hidden states of them."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, base.vocab_size, (rows, length), generator=generator)
     return tokens, base_hidden_states(base, tokens)
 
 
 def random_texts(count: int, length: int = 14) -> list[RegeneratedText]:
-    """Random texts after prompts of three tokens, each a token shorter than the one before."""
+    """Return random texts with prompts of three tokens. Each text is one token shorter than the text before it."""
     generator = torch.Generator().manual_seed(0)
     return [RegeneratedText(torch.randint(3, 97, (length - i,), generator=generator).tolist(), 3) for i in range(count)]
 
 
 def text_loss(head: DraftHead, base: BaseModel, batch: DraftBatch) -> LossSum:
-    """The loss of a head that is to say the text itself."""
+    """Return the loss of a head with the text itself as labels."""
     return head(base, batch, base_hidden_states(base, batch.tokens), hard_labels(batch.targets))  # type: ignore[no-any-return]

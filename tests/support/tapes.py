@@ -1,4 +1,4 @@
-"""Graphs without a GPU: a step is recorded as the list of its operations, and that list is done again.
+"""CUDA graphs without a GPU: a step is recorded as the list of its operations, and the list is repeated.
 
 Like a CUDA graph, a tape repeats operations on the tensors that they were recorded with, whatever the host thinks by
 then; and what would wait for the device cannot be recorded.
@@ -34,7 +34,7 @@ class Tape(TorchDispatchMode):
         return result
 
     def repeat(self, report: StepOutcome) -> StepOutcome:
-        """Do it all again; what `report` has become."""
+        """Repeat all operations. Return what `report` has become."""
         now: dict[int, Any] = {}
 
         def current(value: Any) -> Any:
@@ -49,10 +49,10 @@ class Tape(TorchDispatchMode):
 
 
 class TapeRecorder:
-    """What an engine records with, in place of CUDA graphs.
+    """Records the steps of an engine in place of CUDA graphs.
 
     Attributes:
-        recorded, repeated: How many steps were.
+        recorded, repeated: Number of steps.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a test may ask of any draft tree."""
+"""Checks of draft trees."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORK = TokenTree(
 
 
 def nodes(tree: TokenTree, row: int, depth: int) -> dict[Prefix, float]:
-    """Prefix → probability of a tree's real nodes below the root."""
+    """Return the probability of each node of a row's tree, root and padding left out, by its prefix."""
     paths = tree.paths(depth)[row].tolist()
     probs = tree.log_probs[row].exp().tolist()
     return {
@@ -30,7 +30,7 @@ def nodes(tree: TokenTree, row: int, depth: int) -> dict[Prefix, float]:
 
 
 def check_slice_contract(tree: TokenTree) -> None:
-    """Probabilities fall; a parent comes before its child, is one level up, and padding is last."""
+    """Check that probabilities fall, parents come before children and are one level up, and padding is last."""
     probs, parents, depths = tree.log_probs, tree.parents, tree.depths
     assert bool((probs[:, 1:] <= probs[:, :-1]).all())
     real = probs[:, 1:] > -torch.inf
@@ -43,7 +43,7 @@ def check_slice_contract(tree: TokenTree) -> None:
 
 
 def check_best(found: dict[Prefix, float], exact: dict[Prefix, float], size: int) -> None:
-    """`found` holds the `size - 1` most probable prefixes, each at its probability (ties in any order)."""
+    """Check that `found` has the `size - 1` most probable prefixes with their probabilities, ties in any order."""
     # What float32 cannot hold is left out.
     found = {prefix: prob for prefix, prob in found.items() if prob > 1e-30}
     possible = [prob for prob in sorted(exact.values(), reverse=True)[: size - 1] if prob > 1e-30]
@@ -54,7 +54,7 @@ def check_best(found: dict[Prefix, float], exact: dict[Prefix, float], size: int
 
 
 def check_same_trees(first: TokenTree, second: TokenTree, depth: int) -> None:
-    """Equal up to rounding, which may swap nodes of nearly equal probability, even in and out of the tree."""
+    """Check that trees are equal but for nodes of nearly equal probability, which rounding may swap in or out."""
     assert torch.equal(first.tokens[:, 0], second.tokens[:, 0])
     for row in range(first.tokens.shape[0]):
         ours, theirs = nodes(first, row, depth), nodes(second, row, depth)

@@ -1,4 +1,4 @@
-"""The measurement itself, on a tiny base: the same tokens from every arm, and counts that add up."""
+"""The measurement on a tiny base: every arm has the same tokens, and the counts add up."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUESTIONS = {
 
 
 class LetterTokenizer(SpellingTokenizer):
-    """A character a token."""
+    """Tokenises text into characters."""
 
     pad_token_id, eos_token_id = 0, EOS
 

@@ -1,4 +1,4 @@
-"""Question files: what is read, and what is refused."""
+"""Question files: which are read, and which are refused."""
 
 from __future__ import annotations
 

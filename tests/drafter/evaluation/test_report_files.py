@@ -1,4 +1,4 @@
-"""From counts and seconds to figures, tables and plots, on results written out by hand."""
+"""Figures, tables and plots of results that are written by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def counts(tokens: int, histogram: list[int]) -> DecodeCounts:
 
 
 def cells(batch: int = 1) -> list[Cell]:
-    """Two prompts, two rounds: plain decoding makes 10 and 20 tokens a second, then twice that."""
+    """Two prompts, two rounds: plain decoding runs at 10 and 20 tokens/s, then at twice that."""
     tokens = [[10, 20], [10, 20]]
     stages = StageSums({"draft": 0.03, "tree": 0.01, "verify": 0.05, "commit": 0.01, "host": 0.0}, 10)
     return [

@@ -1,4 +1,4 @@
-"""What is true of every draft head: decoding gives it exactly what training gave it, and it never sees the future."""
+"""What holds for every draft head: decoding computes what training computed, and no tree or loss sees the future."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_decoding_sees_what_training_saw(tiny_base: BaseModel, kind: str, seed: 
 
 @every_tree
 def test_trees_never_see_the_future(tiny_base: BaseModel, kind: str, tree: Tree) -> None:
-    """Later tokens, and the hidden states of the pending token and after, move no node; the state before it does."""
+    """Later tokens, and hidden states from the pending token on, change no node. The hidden state before it does."""
     head = make_head(tiny_base, kind)
     tokens, hidden = sequence(tiny_base, 2, 16)
     anchors = torch.tensor([[6], [9]])
@@ -103,7 +103,7 @@ def test_trees_never_see_the_future(tiny_base: BaseModel, kind: str, tree: Tree)
 
 @every_kind
 def test_the_loss_of_a_place_never_sees_that_place_or_later(tiny_base: BaseModel, kind: str) -> None:
-    """A head that draws on its own label, or on what follows, learns nothing for decoding.
+    """A head whose loss depends on its own label, or on later text, learns nothing that decoding can use.
 
     The labels stay; the text changes from the last place that counts on, and so do the base's states there. In the
     paper's loss the text is the label, so there it changes one place later.
@@ -144,7 +144,7 @@ def test_a_nodes_probability_is_what_the_loss_makes_of_its_path(tiny_base: BaseM
 
 
 @every_kind
-def test_anchors_that_fill_a_row_do_not_count(tiny_base: BaseModel, kind: str) -> None:
+def test_anchors_that_are_padding_do_not_count(tiny_base: BaseModel, kind: str) -> None:
     head = make_head(tiny_base, kind)
     texts = [*random_texts(1, 14), *random_texts(1, 6)]
     together = text_loss(head, tiny_base, draft_batch(texts, DEPTH, 16))
@@ -178,8 +178,8 @@ def test_a_head_learns_a_text_by_heart(tiny_base: BaseModel, kind: str) -> None:
 
 
 @every_tree
-def test_the_engine_says_the_same_with_the_head(tiny_base: BaseModel, kind: str, tree: Tree) -> None:
-    """Greedy and sampled, in a batch that is refilled."""
+def test_the_engines_tokens_stay_those_of_plain_decoding(tiny_base: BaseModel, kind: str, tree: Tree) -> None:
+    """Greedy and sampled requests, in a batch that is refilled."""
     requests = [
         Request(prompt, SamplingParams(max_new_tokens=12, temperature=0.7 * (i % 2), seed=i), str(i))
         for i, prompt in enumerate(random_prompts(7))
@@ -194,10 +194,10 @@ def test_the_engine_says_the_same_with_the_head(tiny_base: BaseModel, kind: str,
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - set(STATIC) - {"hydra", "hydra++"}))
 @pytest.mark.parametrize("entries", [0, 1 << 24], ids=["computed", "looked up"])
 @torch.no_grad()
-def test_a_prepared_search_finds_what_the_head_says(
+def test_a_prepared_search_finds_the_same_tree(
     tiny_base: BaseModel, kind: str, entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether what labels add comes from a table or not; with weights that are laid out anew, as in an engine."""
+    """With label terms from a table or computed, and with weights that are prepacked, as in an engine."""
     head = make_head(tiny_base, kind)
     states = torch.randn(3, head.config.num_frames, tiny_base.hidden_size)
     assert isinstance(head, CTCHead)

@@ -12,7 +12,7 @@ from drafter.heads.chosen_log_probs import chosen_log_probs
 def test_values_and_gradients_are_those_of_the_whole_softmax(
     tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
-    """Whatever the portion; a token that is asked for twice counts twice."""
+    """For every size of portion. A token that is asked for twice counts twice."""
     monkeypatch.setattr(chosen, "_PORTION", {"cpu": rows * tiny_base.vocab_size})
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, tiny_base.vocab_size, (2, 5, 3), generator=generator)
@@ -31,7 +31,7 @@ def test_values_and_gradients_are_those_of_the_whole_softmax(
     assert tiny_base.lm_head_weight.grad is None
 
 
-def test_the_logits_of_all_are_never_held(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_logits_of_all_places_are_never_held(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chosen, "_PORTION", {"cpu": 4 * tiny_base.vocab_size})
     largest = 0
 

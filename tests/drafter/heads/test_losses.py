@@ -8,7 +8,7 @@ import torch
 from drafter.heads.losses import Labels, LossSum, cross_entropy, hard_labels
 
 
-def test_hard_labels_are_sure() -> None:
+def test_hard_labels_are_certain() -> None:
     labels = hard_labels(torch.tensor([[4, 7]]))
     assert labels.tokens.tolist() == [[[4], [7]]]
     assert labels.probs.tolist() == [[[1.0], [1.0]]]
@@ -49,5 +49,5 @@ def test_places_past_the_end_do_not_count() -> None:
     assert log_probs.grad[..., 0].tolist() == [[-1.0, -0.5, 0.0], [-1.0, 0.0, 0.0]]
 
 
-def test_nothing_that_counts_is_a_loss_of_nothing() -> None:
+def test_without_terms_the_loss_is_zero() -> None:
     assert LossSum(torch.tensor(0.0), torch.tensor(0.0)).mean().item() == 0.0

@@ -11,7 +11,7 @@ from tests.support.trees import nodes
 
 
 def test_medusa_starts_as_the_base(tiny_base: BaseModel) -> None:
-    """Every head's first guess is what the base says next."""
+    """At first every head predicts the base's next token."""
     head = untrained_head(tiny_base, "medusa")
     assert isinstance(head, MedusaHead)
     _, hidden = sequence(tiny_base, 1, 6)
@@ -22,7 +22,7 @@ def test_medusa_starts_as_the_base(tiny_base: BaseModel) -> None:
 
 
 def test_hydras_probabilities_are_its_heads_along_the_path(tiny_base: BaseModel) -> None:
-    """Each node's probability is the product of what the heads say, each told the tokens before."""
+    """Each node's probability is the product of the heads' probabilities given the tokens before."""
     head = make_head(tiny_base, "hydra")
     assert isinstance(head, HydraHead)
     tokens, hidden = sequence(tiny_base, 1, 8)

@@ -43,7 +43,7 @@ def test_finds_the_most_probable_prefixes(
 
 
 def test_no_other_trie_of_that_size_is_worth_more() -> None:
-    """Every connected set of four prefixes, against the four nodes found."""
+    """The four nodes that are found have the largest sum of all connected sets of four prefixes."""
     log_probs = random_frames(5, 1, 3, 2, 1.0)
     exact = prefix_probabilities(text_probabilities(log_probs[0]), 3)
     worths = [
@@ -75,7 +75,7 @@ def test_a_real_repeat_is_reached_through_a_blank() -> None:
     tree = best_trie(probs.log(), torch.tensor([5]), 2, 3)
     assert tree.tokens.tolist() == [[5, 0, 0]]
     assert tree.parents.tolist() == [[0, 0, 1]]
-    # Without the blank between them, the two frames that say 0 are one 0.
+    # Without the blank between them, the two frames that emit 0 collapse to one 0.
     merged = best_trie(probs[:, [0, 2, 1]].log(), torch.tensor([5]), 2, 3)
     assert nodes(merged, 0, 2).get((0, 0), 0.0) < 0.02
 

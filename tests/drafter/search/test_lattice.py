@@ -25,7 +25,7 @@ EVERYTHING = OnDevice(torch.device("cpu"))
 
 @dataclass(frozen=True)
 class LastLabels:
-    """Frames that depend on the last labels, by a `table` `[T, 10, ..., V + 1]`; `before` `[B, c]` are the roots'."""
+    """Frames that depend on the last c labels: a `table` `[T, 10, ..., V + 1]`, and the labels `before` `[B, c]`."""
 
     table: Tensor
     before: Tensor
@@ -42,14 +42,14 @@ class LastLabels:
 
 
 def last_labels(seed: int, frames: int, vocabulary: int, before: Tensor) -> LastLabels:
-    """Random frames that depend on labels of ids up to 9."""
+    """Random frames that depend on labels with ids up to 9."""
     generator = torch.Generator().manual_seed(seed)
     shape = (frames, *([10] * before.shape[1]), vocabulary + 1)
     return LastLabels((2 * torch.randn(shape, generator=generator)).log_softmax(-1), before)
 
 
 def uneven_labels(seed: int, rows: int) -> LastLabels:
-    """Frames that are much surer after some labels than after others."""
+    """Frames whose distributions are much sharper after some labels than after others."""
     before = torch.tensor([[3], [4], [5]])[:rows]
     model = last_labels(seed, 6, 9, before)
     model.table[:, 3:5].mul_(4.0)
@@ -98,7 +98,7 @@ def test_lattice_finds_the_most_probable_prefixes(
             check_best(nodes(tree, row, depth), exact, size)
             continue
         for prefix, prob in nodes(tree, row, depth).items():
-            # Each depth lets go of no more than `least` at each frame after the first.
+            # At each depth, each frame after the first loses at most `least`.
             assert exact[prefix] - depth * (band - 1) * least - 1e-5 <= prob <= exact[prefix] + 1e-5
 
 
@@ -116,8 +116,8 @@ def test_a_repeat_is_ordinary_in_the_lattice() -> None:
     assert tree.depths.tolist() == [[0, 1, 2, 3]]
 
 
-def test_with_a_band_of_one_the_blank_has_no_part() -> None:
-    """Conditional distributions, one a depth: what follows a token depends on it, and on nothing else."""
+def test_with_a_band_of_one_blanks_do_not_matter() -> None:
+    """The search is over conditional distributions, one for each depth."""
     table = torch.full((2, 10, 3), -torch.inf)
     table[0, 9] = torch.tensor([0.7, 0.3, 0.0]).log()
     table[1, 0] = torch.tensor([0.1, 0.9, 0.0]).log()
@@ -137,7 +137,7 @@ def test_with_a_band_of_one_the_blank_has_no_part() -> None:
     beam=st.sampled_from([None, 3, 10]),
 )
 def test_both_backends_find_the_same_tree(seed: int, rows: int, size: int, band: int, beam: int | None) -> None:
-    """With trees too large to enumerate. A row of the batch may be complete long before another."""
+    """Also of trees too large to enumerate. One row's tree may be complete long before another's."""
     model = uneven_labels(seed, rows)
     pending = model.before[:, 0]
     on_host = best_lattice_trie(model, pending, 6, band, 6, size, beam, backend=OnHost(0.0))
@@ -161,13 +161,13 @@ def test_dropping_what_cannot_be_in_a_tree_changes_none(seed: int, size: int, ba
 
 
 def test_what_is_less_probable_than_asked_for_is_not_extended() -> None:
-    """Children of 0.7 and 0.3, and of each again."""
+    """Every node has children of probabilities 0.7 and 0.3."""
     table = torch.tensor([0.7, 0.3, 0.0]).log().expand(3, 10, 3)
     model = LastLabels(table, torch.tensor([[5]]))
     whole = best_lattice_trie(model, torch.tensor([5]), 3, 1, 3, 20)
     tree = best_lattice_trie(model, torch.tensor([5]), 3, 1, 3, 20, least=0.25)
     assert int((whole.tokens >= 0).sum()) == 1 + 2 + 4 + 8
-    # 0.49 alone is extended among the four of depth 2: 0.21 and 0.09 are too little.
+    # Of the four nodes of depth 2 only 0.49 is extended: 0.21 and 0.09 are below 0.25.
     probs = sorted(tree.log_probs[tree.tokens >= 0].exp().tolist(), reverse=True)
     assert probs == pytest.approx([1, 0.7, 0.49, 0.343, 0.3, 0.21, 0.21, 0.147, 0.09])
     check_slice_contract(tree)

@@ -52,13 +52,13 @@ def test_static_tree_is_a_trie_worth_no_more_than_its_prefixes(seed: int, size: 
 def test_duplicates_take_the_largest_probability() -> None:
     probs = torch.tensor([[[0.6, 0.4], [0.3, 0.7]]])
     tree = static_tree(probs.log(), torch.tensor([5]), 2, 4, top_k=2)
-    # 0ε (.6) and 00 (.6) and ε0 (.4 · .3) all say 0.
+    # 0ε (.6), 00 (.6) and ε0 (.4 · .3) all collapse to 0.
     assert tree.tokens.tolist() == [[5, 0, -1, -1]]
     assert tree.log_probs.exp()[0, 1].item() == pytest.approx(0.6)
 
 
 def test_without_a_blank_a_frame_is_a_depth() -> None:
-    """Nothing is collapsed: repeats and the last symbol are tokens like others."""
+    """Nothing is collapsed: repeats and the last symbol are ordinary tokens."""
     probs = torch.tensor([[[0.6, 0.1, 0.3], [0.7, 0.1, 0.2]]])
     tree = static_tree(probs.log(), torch.tensor([5]), 2, 6, blank=False, top_k=2)
     # 00 (.42), 20 (.21), 02 (.12) and 22 (.06), and their first tokens.

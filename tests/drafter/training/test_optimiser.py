@@ -36,7 +36,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
     return all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
-def test_an_update_says_what_it_did(tiny_base: BaseModel) -> None:
+def test_an_update_reports_loss_norm_and_rate(tiny_base: BaseModel) -> None:
     head, optimiser = optimiser_of(tiny_base, learning_rate=0.01, clip=1e-3)
     loss = text_loss(head, tiny_base, whole()).mean()
     norm = torch.stack([g.norm() for g in torch.autograd.grad(loss, list(head.parameters()))]).norm()
@@ -51,7 +51,7 @@ def test_an_update_says_what_it_did(tiny_base: BaseModel) -> None:
 
 
 def farthest(base: BaseModel, **settings: Any) -> float:
-    """How far the first step moves a parameter at most."""
+    """Largest change of a parameter in the first step."""
     head, optimiser = optimiser_of(base, weight_decay=0.0, warmup_steps=2, **settings)
     before = weights(head)
     optimiser.update([whole()])
@@ -66,7 +66,7 @@ def test_a_step_is_as_long_as_the_learning_rate_and_the_clipping_say(tiny_base: 
 
 
 def test_two_micro_batches_are_the_mean_of_their_losses(tiny_base: BaseModel) -> None:
-    """Parts of the same weight make the step that both together make."""
+    """Two parts of the same weight take the same step as one batch of both."""
     parts = [draft_batch([text], DEPTH, 5) for text in TEXTS[:2]]
     _, apart = optimiser_of(tiny_base)
     _, together = optimiser_of(tiny_base)
@@ -75,7 +75,7 @@ def test_two_micro_batches_are_the_mean_of_their_losses(tiny_base: BaseModel) ->
     assert first.gradient_norm == pytest.approx(second.gradient_norm, rel=1e-4)
 
 
-def test_training_goes_on_where_it_was_cut_off(tiny_base: BaseModel) -> None:
+def test_training_resumes_where_it_was_interrupted(tiny_base: BaseModel) -> None:
     unbroken, optimiser = optimiser_of(tiny_base)
     losses = [optimiser.update([whole()]).loss for _ in range(6)]
     first, optimiser = optimiser_of(tiny_base)
@@ -100,7 +100,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(tiny_base: BaseModel) -> None
         optimiser.update([whole()])
     assert all(torch.equal(tensor.nan_to_num(), broken[name].nan_to_num()) for name, tensor in weights(head).items())
     assert optimiser.steps == 1
-    # From the last good weights it goes on as if nothing had been.
+    # Training goes on from the last good weights as if nothing had happened.
     head.load_state_dict(good)
     goes_on = optimiser.update([whole()])
     _, other = optimiser_of(tiny_base)

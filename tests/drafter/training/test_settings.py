@@ -7,7 +7,7 @@ import pytest
 from drafter.training.settings import TrainingSettings
 
 
-def test_the_learning_rate_rises_in_a_line_and_falls_in_a_cosine() -> None:
+def test_the_learning_rate_rises_linearly_and_falls_as_a_cosine() -> None:
     settings = TrainingSettings(steps=100, learning_rate=2.0, warmup_steps=10, final_learning_rate=0.1)
     assert settings.learning_rate_at(0) == pytest.approx(0.2)
     # Half of the warm-up, times the cosine, which falls from the first step on.
@@ -42,6 +42,6 @@ def test_without_a_warm_up_it_starts_at_its_highest() -> None:
         ("teacher_temperature", 0.0),
     ],
 )
-def test_values_that_cannot_be_are_refused(name: str, value: float) -> None:
+def test_values_out_of_range_are_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"^{name} must be .*, not {value}$"):
         TrainingSettings(**{name: value})  # type: ignore[arg-type]

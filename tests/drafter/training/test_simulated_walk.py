@@ -37,7 +37,7 @@ def test_accepted_depths_of_a_literal_tree() -> None:
 
 @pytest.mark.parametrize("kind", ["ctc", "context 2", "hydra"])
 def test_simulated_beta_is_what_decoding_measures(tiny_base: BaseModel, kind: str) -> None:
-    """The engine's β at temperature 0 on the same prompts, the same nodes a step."""
+    """It equals the engine's β at temperature 0 on the same prompts, with as many nodes per step."""
     prompts = random_prompts(6, seed=2)
     requests = [
         Request(prompt, SamplingParams(max_new_tokens=20, ignore_eos=True), str(i)) for i, prompt in enumerate(prompts)
@@ -58,6 +58,6 @@ def test_simulated_beta_is_what_decoding_measures(tiny_base: BaseModel, kind: st
         optimiser.update([draft_batch(texts, DEPTH, 32)])
     assert generations() == texts
     assert measured[1] > measured[0]
-    # On a CPU decoding gives up prefixes of a lattice that hardly ever come true.
+    # On a CPU decoding leaves out improbable prefixes of a lattice.
     tolerance = 0.05 if kind == "context 2" else 0.02
     assert simulated_beta(head, tiny_base, texts, (8,))[8] == pytest.approx(measured[1], rel=tolerance)

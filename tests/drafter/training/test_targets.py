@@ -33,7 +33,7 @@ def test_drawn_anchors_are_distinct_and_seeded() -> None:
 
 
 def test_a_texts_anchors_are_drawn_by_seed_step_and_place() -> None:
-    """A worker that holds the second half of a step draws what a worker that holds all of it would."""
+    """A worker with the second half of a step draws the same anchors as a worker with the whole step."""
     texts = [RegeneratedText(range(100), 10)] * 4
     whole = draft_batch(texts, 4, 20, anchor_draws(3, 7, range(4)))
     half = draft_batch(texts[2:], 4, 20, anchor_draws(3, 7, range(2, 4)))

@@ -35,7 +35,7 @@ def test_labels_are_the_likeliest_tokens_of_the_model(
                 assert torch.allclose(labels.probs[row, place, u], expected, atol=1e-5)
 
 
-def test_of_a_greedy_text_one_label_is_the_text(tiny_base: BaseModel) -> None:
+def test_in_a_greedy_text_the_likeliest_token_is_the_text(tiny_base: BaseModel) -> None:
     prompts = random_prompts(4, seed=1)
     settings = SamplingParams(max_new_tokens=12, ignore_eos=True)
     made = run_engine(tiny_base, PlainDecoding(), [Request(prompt, settings) for prompt in prompts], slots=4)

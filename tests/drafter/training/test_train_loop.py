@@ -28,7 +28,7 @@ def endless() -> Iterator[list[DraftBatch]]:
         yield [PART]
 
 
-def test_beta_is_measured_every_so_often_and_at_the_end() -> None:
+def test_beta_is_measured_every_few_steps_and_at_the_end() -> None:
     optimiser = Counting()
     done = list(train(optimiser, endless(), TrainingSettings(steps=5, evaluate_every=2), lambda: {8: 2.0}))
     assert [one.step for one in done] == [1, 2, 3, 4, 5]

@@ -36,14 +36,14 @@ def test_labels_are_the_text_or_the_teachers(tiny_base: BaseModel, kind: str) ->
 
 @pytest.mark.parametrize("teacher", [0, 2])
 @pytest.mark.parametrize("kind", ["ctc", "context 2", "hydra++"])
-def test_text_after_the_targets_moves_nothing(tiny_base: BaseModel, kind: str, teacher: int) -> None:
-    """The base's own states and distributions included; the targets' text does move the loss."""
+def test_text_after_the_targets_changes_nothing(tiny_base: BaseModel, kind: str, teacher: int) -> None:
+    """It changes the base's states and distributions there, but not the loss. The text of the targets does."""
     step = TrainingStep(tiny_base, make_head(tiny_base, kind), TrainingSettings(teacher=teacher))
     texts = random_texts(2)
     first = texts[0].prompt_length + DEPTH
 
     def loss(start: int) -> float:
-        """Of the first anchor of each text, with another text from `start` on."""
+        """Loss of the first anchor of each text, with another text from `start` on."""
         changed = [[*text.tokens[:start], *((t + 1) % 97 for t in text.tokens[start:])] for text in texts]
         batch = draft_batch([replace(t, tokens=c) for t, c in zip(texts, changed, strict=True)], DEPTH, 1)
         total, _ = step(batch)
@@ -53,7 +53,7 @@ def test_text_after_the_targets_moves_nothing(tiny_base: BaseModel, kind: str, t
     assert loss(first - 2) != pytest.approx(loss(100), rel=1e-4)
 
 
-def test_stored_hidden_states_stand_in_for_the_base(tiny_base: BaseModel) -> None:
+def test_stored_hidden_states_replace_the_bases(tiny_base: BaseModel) -> None:
     step = TrainingStep(tiny_base, make_head(tiny_base, "ctc"), TrainingSettings())
     hidden = base_hidden_states(tiny_base, BATCH.tokens)
     assert step(replace(BATCH, hidden=hidden))[0].item() == step(BATCH)[0].item()

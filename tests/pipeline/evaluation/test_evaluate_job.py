@@ -1,4 +1,4 @@
-"""The evaluation job, on a tiny model: what it writes, that it goes on, and what it refuses."""
+"""The evaluation job on a tiny model: what it writes, that it resumes, and what it refuses."""
 
 from __future__ import annotations
 

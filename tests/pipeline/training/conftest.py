@@ -29,7 +29,7 @@ SETTINGS = {
 
 @dataclass
 class Training(JobRun):
-    """What a training job left behind."""
+    """Output of a training job."""
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -45,7 +45,7 @@ class Training(JobRun):
 
     @property
     def betas(self) -> dict[int, dict[str, float]]:
-        """Held-out β by step and draft nodes."""
+        """Held-out β by step and number of draft nodes."""
         return {record["step"]: record["beta"] for record in self.records if "beta" in record}
 
     @property

@@ -24,7 +24,7 @@ from tests.support.waiting import wait_until
 
 @pytest.fixture(scope="module")
 def unbroken(local_ray: None, model: Path, distilled: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """A run of one worker that nobody disturbs."""
+    """An undisturbed run of one worker."""
     from pipeline.training.train_job import main
 
     folder = tmp_path_factory.mktemp("unbroken") / "trained"
@@ -72,7 +72,7 @@ def test_the_best_head_is_kept_and_everything_is_told(
 
 
 def same(one: Training, other: Training) -> None:
-    """Two runs learned the same, to rounding."""
+    """Whether two runs have the same losses and β, up to rounding."""
     assert one.losses == pytest.approx(other.losses, rel=2e-4)
     assert list(one.betas) == list(other.betas)
     for step, beta in one.betas.items():

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are laid out once compute what they did before."""
+"""Prepacked linear layers compute what they computed before."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ every_way = pytest.mark.parametrize(
 
 @pytest.fixture
 def take(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Makes one of the ways the fastest, for few rows and for many."""
+    """Make one of the ways the fastest, for few rows and for many."""
     return lambda way: monkeypatch.setattr(prepacked, "_fastest_ways", lambda kind, layers: (WAYS[way], WAYS[way]))
 
 
@@ -82,7 +82,7 @@ def test_few_rows_one_way_and_many_another(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_fastest_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of few rows and of many, by the time that they take together; a little faster than as it is does not count."""
+    """For few rows and for many, by the sum of times. A way that is only a little faster is not taken."""
     took = {"_as_it_is": (1.04, 1.04), "_by_columns": (1.0, 1.0), "_by_onednn": (9.0, 0.5), "_by_half": (0.9, 9.0)}
     timed: list[int] = []
 
@@ -202,7 +202,7 @@ def test_a_base_and_the_model_as_it_was_loaded() -> None:
 @pytest.mark.slow
 @every_way
 def test_the_tokens_are_those_of_the_model_as_it_was_loaded(way: str, origin: str, take: Callable[[str], None]) -> None:
-    """Plain and drafting, alone and together."""
+    """With and without drafting, alone and in a batch."""
     take(way)
     base, prompts = BaseModel(random_model("llama").to(DTYPES[origin]).float()), random_prompts(6)
     assert bool(halved_weights(base.model)) == (way == "_by_half")

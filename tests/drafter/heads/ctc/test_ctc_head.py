@@ -21,8 +21,8 @@ def test_log_probs_are_normalised_and_the_blank_starts_improbable(tiny_base: Bas
     assert log_probs[0, 0, -1].exp().item() == pytest.approx(0.0474, abs=1e-3)
 
 
-def test_the_loss_of_the_whole_vocabulary(tiny_base: BaseModel) -> None:
-    """The head looks at a row's own few symbols only; the loss is that of all of them, hard labels and soft."""
+def test_the_loss_is_that_of_the_whole_vocabulary(tiny_base: BaseModel) -> None:
+    """The head computes it from a row's few symbols. It equals the loss over all symbols, for hard and soft labels."""
     head = make_head(tiny_base, "ctc", depth_decay=0.5)
     assert isinstance(head, CTCHead)
     batch = draft_batch(random_texts(1), DEPTH, 16)
@@ -43,7 +43,7 @@ def test_the_loss_of_the_whole_vocabulary(tiny_base: BaseModel) -> None:
 
 
 def test_the_lattice_loss_without_a_joint_is_the_frames_own(tiny_base: BaseModel) -> None:
-    """With the joint's output at zero and a band of one, label `u` is said by frame `u`: plain cross-entropy."""
+    """With the joint's output at zero and a band of one, frame `u` emits label `u`: plain cross-entropy."""
     head = make_head(tiny_base, "context 1", band=1)
     assert isinstance(head, CTCHead)
     torch.nn.init.zeros_(head.joint_out.weight)
@@ -57,8 +57,8 @@ def test_the_lattice_loss_without_a_joint_is_the_frames_own(tiny_base: BaseModel
     assert text_loss(head, tiny_base, batch).mean().item() == pytest.approx(expected.item(), rel=1e-4)
 
 
-def test_without_a_blank_frames_say_their_own_token(tiny_base: BaseModel) -> None:
-    """Cross-entropy trains a head that has no blank: frame `u` is for token `u`."""
+def test_without_a_blank_frames_emit_their_own_token(tiny_base: BaseModel) -> None:
+    """Cross-entropy trains a head without a blank: frame `u` predicts token `u`."""
     head = make_head(tiny_base, "ctc, cross-entropy")
     assert isinstance(head, CTCHead)
     assert not any("blank" in name for name, _ in head.named_parameters())

@@ -25,7 +25,7 @@ def frames_of(seed: int, rows: int, frames: int, vocabulary: int) -> Tensor:
 
 
 def expected_prefix_loss(exact: dict[Prefix, float], text: list[int], choices: Choices) -> tuple[float, float]:
-    """Total and weight, from the probability of every prefix: `−Σ_u 0.8^u Σ_k q_uk log(π(y_<u v_k) / π(y_<u))`."""
+    """Total and weight of `−Σ_u 0.8^u Σ_k q_uk log(π(y_<u v_k) / π(y_<u))`, from the probability of every prefix."""
     total = weight = 0.0
     for u, labels in enumerate(choices):
         before = exact.get(tuple(text[:u]), 0.0) if u else 1.0
@@ -50,7 +50,7 @@ def as_labels(choices: Choices) -> Labels:
 
 
 def soft(length: int, vocabulary: int) -> st.SearchStrategy[Choices]:
-    """Two labels a place."""
+    """Two labels at each place."""
     labels = st.lists(st.integers(0, vocabulary - 1), min_size=2, max_size=2, unique=True)
     place = st.tuples(labels, st.floats(0.0, 1.0)).map(lambda drawn: {drawn[0][0]: drawn[1], drawn[0][1]: 1 - drawn[1]})
     return st.lists(place, min_size=length, max_size=length)
@@ -59,7 +59,7 @@ def soft(length: int, vocabulary: int) -> st.SearchStrategy[Choices]:
 @settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 9999), frames=st.integers(1, 5), targets=st.lists(st.integers(0, 2), min_size=1, max_size=4))
 def test_losses_equal_enumeration(seed: int, frames: int, targets: list[int]) -> None:
-    """Repeats, and targets longer than the frames, included."""
+    """Also for repeats and for targets longer than the frames."""
     log_probs = frames_of(seed, 1, frames, 3)
     texts = text_probabilities(log_probs[0])
     lengths = torch.tensor([len(targets)])
@@ -82,7 +82,7 @@ def test_losses_equal_enumeration(seed: int, frames: int, targets: list[int]) ->
 def test_prefix_loss_of_soft_labels_equals_enumeration(
     data: st.DataObject, seed: int, frames: int, length: int
 ) -> None:
-    """Labels that repeat the one before, and places after a text that the frames cannot say, included."""
+    """Also for labels that repeat the label before, and for places after a text that the frames cannot emit."""
     text = data.draw(st.lists(st.integers(0, 2), min_size=length, max_size=length))
     choices = data.draw(soft(length, 3))
     log_probs = frames_of(seed, 1, frames, 3)
@@ -93,7 +93,7 @@ def test_prefix_loss_of_soft_labels_equals_enumeration(
 
 
 def test_a_label_that_the_frames_cannot_reach_is_dropped() -> None:
-    """After 1, two frames can say 2 but not 1 again, whatever its weight: that takes a blank between."""
+    """After 1, two frames can emit 2 but not 1 again, which needs a blank between."""
     log_probs = frames_of(2, 1, 2, 3)
     text, lengths = torch.tensor([[1, 2]]), torch.tensor([2])
     both = prefix_loss(log_probs, text, lengths, labels=as_labels([{1: 1.0, 0: 0.0}, {1: 0.7, 2: 0.3}]))
@@ -211,7 +211,7 @@ def test_lattice_equals_enumeration(data: st.DataObject, seed: int, frames: int,
 
 
 def lattice_rows(table: Tensor, target: list[int], band: int) -> Tensor:
-    """`[1, U, B, V + 1]`: what frame `u + 1 + i` says after `u` labels of the text; past the last frame, anything."""
+    """`[1, U, B, V + 1]` log-probabilities of frame `u + 1 + i` after `u` labels; anything past the last frame."""
     frames, start = table.shape[0], table.shape[2] - 1
     before = [start, *target[:-1]]
     rows = [[table[min(u + i, frames - 1), last] for i in range(band)] for u, last in enumerate(before)]
@@ -226,7 +226,7 @@ def lattice_inputs(table: Tensor, target: list[int], band: int) -> tuple[Tensor,
 
 
 def lattice_choices(table: Tensor, target: list[int], choices: Choices, band: int) -> tuple[Tensor, Tensor]:
-    """`choices`: what the frames make of the labels, and their weights."""
+    """`choices`: log-probabilities of the labels, and their weights."""
     labels = as_labels(choices)
     index = labels.tokens[:, :, None].expand(-1, -1, band, -1)
     return lattice_rows(table, target, band).gather(3, index), labels.probs

@@ -55,7 +55,7 @@ def test_every_frame_sees_every_other(tiny_base: BaseModel, module: AttentionMod
 
 
 def test_the_first_frames_alone(tiny_base: BaseModel, module: AttentionModule) -> None:
-    """They are what a module without the others would make."""
+    """They are those of a module without the other frames."""
     tokens, hidden = sequence(tiny_base, 2, 10)
     embeddings, anchors = tiny_base.embed(tokens), torch.tensor([[4, 7], [2, 9]])
     some = module(embeddings, hidden, anchors, 3)

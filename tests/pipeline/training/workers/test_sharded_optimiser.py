@@ -1,4 +1,4 @@
-"""DeepSpeed's step on two processes: every ZeRO stage is the plain step on one, and goes on from any checkpoint."""
+"""DeepSpeed's step on two processes equals the plain step on one, for every ZeRO stage and from any checkpoint."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def parts(step: int, micro_batches: int, rank: int, workers: int) -> list[DraftB
 
 
 def curve(optimiser: Optimiser, first: int, stop: int, micro_batches: int, rank: int = 0, workers: int = 1) -> Curve:
-    """The steps `first … stop - 1`."""
+    """Losses of the steps `first … stop - 1`."""
     updates = [optimiser.update(parts(step, micro_batches, rank, workers)) for step in range(first, stop)]
     return [[update.loss, update.gradient_norm] for update in updates]
 
