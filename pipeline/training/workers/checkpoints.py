@@ -98,7 +98,8 @@ def upload(local: Path, target: Location) -> Checkpoint:
 
 def restore(folder: Location) -> SavedRun | None:
     """Return the run to go on with; None for a new run."""
-    checkpoint = ray.train.get_checkpoint() or newest(folder)
+    # Ray Train's own list does not name a checkpoint whose upload ended just before the job was killed.
+    checkpoint = newest(folder)
     if checkpoint is None:
         return None
     with checkpoint.as_directory() as local:
@@ -106,7 +107,7 @@ def restore(folder: Location) -> SavedRun | None:
 
 
 def newest(folder: Location) -> Checkpoint | None:
-    """Return the last complete checkpoint in a folder. It is needed if Ray Train's list of checkpoints is lost."""
+    """Return the last complete checkpoint in a folder."""
     made = (folder / info.path.rpartition("/")[2] for info in folder.children())
     complete = [one.path for one in made if (one / _PROGRESS).type == fs.FileType.File]
     return Checkpoint(max(complete), folder.filesystem) if complete else None
