@@ -85,3 +85,15 @@ def _compile(compiler: str, target: Path) -> None:
         raise BuildError(f"{compiler} took more than {_PATIENCE:.0f} s") from error
     except OSError as error:
         raise BuildError(f"the compiled library cannot be kept in {target.parent}: {error}") from error
+
+
+def main() -> None:
+    """Compile in advance, and say where the library is, or why there is none."""
+    try:
+        print(f"native library: {library_path()}")
+    except BuildError as error:
+        print(f"no native library: {error}")
+
+
+if __name__ == "__main__":
+    main()
