@@ -19,7 +19,7 @@ from drafter.base.architecture import attention_kinds, decoder_of, max_positions
 from drafter.base.executors.compiled import compiled
 from drafter.base.executors.contract import Executor, TreeNodes
 from drafter.base.executors.prepacked import prepack, product_of
-from drafter.base.fingerprint import fingerprint
+from drafter.base.fingerprint import fingerprint, first_fingerprint, is_of_first_scheme
 from drafter.base.hidden_states import LM_HEAD_INPUT, DecoderLayers
 from drafter.base.kv_cache import KVCache
 from drafter.base.masks import additive, tree_attention_mask
@@ -40,7 +40,8 @@ class BaseModel:
         dtype: Of the hidden states.
         max_positions: Longest sequence that it decodes as the model by itself would; None if its configuration does not
             say.
-        fingerprint: 16 hex digits that tell bases apart, the same in whichever precision one is loaded.
+        fingerprint: Tells bases apart by all of their tensors, but not in which precision they are loaded; see
+            `drafter.base.fingerprint`.
 
     Raises:
         LoadError: The model cannot be decoded by trees; the message names it and the reason.
@@ -77,10 +78,16 @@ class BaseModel:
         plain = run_plainly(self)
         self._layer_shapes = plain.layer_shapes
         prove_tree_decoding(self, plain)
-        sizes = [model.config.model_type, self.config.num_hidden_layers, self.hidden_size, self.vocab_size]
-        self.fingerprint = fingerprint(self.model, self._embedding.weight, sizes)
+        self._sizes = [model.config.model_type, self.config.num_hidden_layers, self.hidden_size, self.vocab_size]
+        self.fingerprint = fingerprint(self.model, self._sizes)
 
     # ---- what it is
+
+    def has_fingerprint(self, given: str) -> bool:
+        """Return whether `given` is this base's fingerprint, in the present scheme or in that of earlier releases."""
+        if is_of_first_scheme(given):
+            return given == first_fingerprint(self.model, self._embedding.weight, self._sizes)  # type: ignore[arg-type]
+        return given == self.fingerprint
 
     @property
     def device(self) -> torch.device:
