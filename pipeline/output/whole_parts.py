@@ -98,7 +98,7 @@ def torn_files(files: Iterable[ResultFile], rows: Mapping[str, int]) -> list[Res
         committed = frozenset[str]().union(*(file.parts for file in standing if file.commits))
         whole = committed == parts and sum(file.rows or 0 for file in standing) == sum(rows[part] for part in parts)
         torn += damaged if whole else group
-    return sorted(torn, key=lambda file: not file.commits)
+    return sorted(torn, key=lambda file: (not file.commits, file.place.path))
 
 
 def _groups(files: Iterable[ResultFile]) -> list[list[ResultFile]]:
