@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from pipeline.io.files import Location, make_folders
+from pipeline.errors import InputError
+from pipeline.io.files import Location, make_folders, read_either
 
 RUN_FILE = "run.json"
 """Says what was run, in every job's output."""
+LEASE_FILE = "_lease.json"
+"""Says which submission works on an output."""
 STATUS_FILE = "status.json"
 """Says how far a generation job is, in its output."""
 
@@ -64,7 +67,7 @@ class OutputFolder:
     @property
     def lease(self) -> Location:
         """Says which submission works on the output."""
-        return self.root / "_lease.json"
+        return self.root / LEASE_FILE
 
     @property
     def compaction_file(self) -> Location:
@@ -91,6 +94,11 @@ class OutputFolder:
         """Requests of an OpenAI batch that were not answered, and why, one a line."""
         return self.root / "batch_errors.jsonl"
 
+    @property
+    def batch_files(self) -> tuple[Location, Location]:
+        """The two files that answer an OpenAI batch."""
+        return self.batch_output, self.batch_errors
+
     def create(self) -> None:
         """Make the folders.
 
@@ -104,11 +112,17 @@ class OutputFolder:
         self.temporary.filesystem.delete_dir_contents(self.temporary.path, missing_dir_ok=True)
 
     def compaction(self) -> CompactionPlan | None:
-        """Read which parts' files become one; None where none do."""
+        """Read which parts' files become one; None where none do.
+
+        Raises:
+            InputError: The plan is damaged, and so is its copy.
+        """
         try:
-            return CompactionPlan(**json.loads(self.compaction_file.read_text()))
+            return read_either(self.compaction_file, lambda text: CompactionPlan(**json.loads(text)))
         except FileNotFoundError:
             return None
+        except ValueError as error:
+            raise InputError(f"{error}, and so is its copy: choose another output") from error
 
     def committed(self) -> set[str]:
         """Return the names of the parts that are in the output."""

@@ -14,8 +14,9 @@ from pyarrow import fs
 
 from drafter.errors import one_line
 from pipeline.errors import InputError
-from pipeline.io.files import Location
+from pipeline.io.files import Location, is_copy
 from pipeline.output.output_folder import RUN_FILE
+from pipeline.output.run_file import FORMAT, read_run
 
 _LONGEST_CHANGE = 120
 """Characters of two values that a message still shows."""
@@ -31,7 +32,7 @@ def check_output(uri: str, root: Location, meant: dict[str, Any]) -> None:
         meant: The job's meaning.
 
     Raises:
-        InputError: The output is another job's, or cannot be read.
+        InputError: The output is another job's or an earlier release's, or cannot be read.
     """
     try:
         if root.type == fs.FileType.File:
@@ -42,10 +43,15 @@ def check_output(uri: str, root: Location, meant: dict[str, Any]) -> None:
     run_file = root / RUN_FILE
     if run_file.type == fs.FileType.File:
         try:
-            before = json.loads(run_file.read_text())["meaning"]
-        except (ValueError, KeyError, TypeError) as error:
+            run = read_run(run_file)
+        except ValueError as error:
             raise InputError(f"output {uri} has a damaged run.json: choose another output") from error
-        if different := list(_changes(before, json.loads(json.dumps(meant)))):
+        if run.get("format") != FORMAT:
+            raise InputError(
+                f"output {uri} was made by another release (its format is {run.get('format', 1)}, and this release "
+                f"writes {FORMAT}): go on with that release, or choose another output"
+            )
+        if different := list(_changes(run["meaning"], json.loads(json.dumps(meant)))):
             shown = "; ".join(different[:_SHOWN_CHANGES])
             raise InputError(f"output {uri} belongs to another job ({shown}): choose another output")
     elif holds:
@@ -54,7 +60,7 @@ def check_output(uri: str, root: Location, meant: dict[str, Any]) -> None:
 
 def _holds_nothing(found: Location) -> bool:
     """Whether it may be of a submission that ended before it wrote `run.json`."""
-    return found.name == f"{RUN_FILE}.partial" or (found.type == fs.FileType.Directory and not found.children())
+    return is_copy(found.name, RUN_FILE) or (found.type == fs.FileType.Directory and not found.children())
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[str]:

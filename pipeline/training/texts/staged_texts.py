@@ -24,6 +24,7 @@ from drafter.training.targets import RegeneratedText
 from pipeline.cluster.shares import HELPER_CPUS
 from pipeline.errors import InputError
 from pipeline.io.files import Location
+from pipeline.io.table_files import parquet_rows
 from pipeline.staging.staged_input import Part
 from pipeline.training.texts.distilled_texts import COLUMNS, DistilledTexts
 from pipeline.training.train_config import TextsConfig
@@ -31,6 +32,8 @@ from pipeline.training.train_config import TextsConfig
 STEPS_PER_PART = 64
 """Least number of steps of a part. Texts of different parts never come together in a step."""
 _HELD_OUT = "held-out"
+_LIST = "texts.json"
+"""Written last: where it is, staging is complete."""
 
 
 @dataclass(frozen=True)
@@ -69,16 +72,24 @@ class StagedTexts:
     def save(self) -> None:
         """Write the list of parts, which completes the staging."""
         parts = [[part.name, part.rows] for part in self.parts]
-        (self.folder / "texts.json").write_text(json.dumps({"parts": parts, "counts": asdict(self.counts)}))
+        (self.folder / _LIST).write_text(json.dumps({"parts": parts, "counts": asdict(self.counts)}))
 
     @classmethod
     def load(cls, folder: Location) -> StagedTexts | None:
-        """Return what an earlier submission staged; None if it did not complete the staging."""
+        """Return what an earlier submission staged; None if it did not complete the staging, or a file is damaged.
+
+        Staging the same texts again gives the same parts.
+        """
         try:
-            saved = json.loads((folder / "texts.json").read_text())
-        except FileNotFoundError:
+            saved = json.loads((folder / _LIST).read_text())
+            parts = tuple(Part(name, rows) for name, rows in saved["parts"])
+            counts = TextCounts(**saved["counts"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
-        return cls(folder, tuple(Part(name, rows) for name, rows in saved["parts"]), TextCounts(**saved["counts"]))
+        rows = {_HELD_OUT: counts.held_out, **{part.name: part.rows for part in parts}}
+        if any(parquet_rows(folder / f"{name}.parquet") != count for name, count in rows.items()):
+            return None
+        return cls(folder, parts, counts)
 
     def held_out(self) -> list[RegeneratedText]:
         """Read the texts that β is measured on."""
@@ -225,6 +236,5 @@ def _table(rows: Any) -> pa.Table:
 
 
 def _write(folder: Location, name: str, table: pa.Table) -> None:
-    path = (folder / f"{name}.parquet").path
-    table = table.select(["tokens", "prompt_length"])
-    pa.parquet.write_table(table, path, filesystem=folder.filesystem, compression="zstd")
+    with (folder / f"{name}.parquet").open_whole() as stream:
+        pa.parquet.write_table(table.select(["tokens", "prompt_length"]), stream, compression="zstd")

@@ -75,6 +75,14 @@ def arguments_of(data: Any, output: Path, model: Path, **settings: Any) -> list[
     return [str(word) for name, value in chosen.items() for word in (f"--{name}", value)]
 
 
+@pytest.fixture(scope="session")
+def unbroken(local_ray: None, model: Path, distilled: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """An undisturbed run of one worker; tests must leave it as it is."""
+    folder = tmp_path_factory.mktemp("unbroken") / "trained"
+    assert main(arguments_of(distilled, folder, model)) == 0
+    return Training(0, "", "", folder)
+
+
 @pytest.fixture
 def train(local_ray: None, model: Path, distilled: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Train:
     """Run the job in this process: `train(training__steps=5, output=…)`."""

@@ -22,16 +22,6 @@ from tests.pipeline.training.conftest import Train, Training, arguments_of
 from tests.support.waiting import wait_until
 
 
-@pytest.fixture(scope="module")
-def unbroken(local_ray: None, model: Path, distilled: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """An undisturbed run of one worker."""
-    from pipeline.training.train_job import main
-
-    folder = tmp_path_factory.mktemp("unbroken") / "trained"
-    assert main(arguments_of(distilled, folder, model)) == 0
-    return Training(0, "", "", folder)
-
-
 def test_the_best_head_is_kept_and_everything_is_told(
     unbroken: Training, model: Path, train: Train, run: Run, tmp_path: Path
 ) -> None:
