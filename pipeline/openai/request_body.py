@@ -11,11 +11,14 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from drafter.requests import LONGEST_STOP
 from pipeline.openai.api_error import OpenAIError, bad_request, missing, shown
 from pipeline.openai.parsed_request import ParsedRequest, Prompt
 from pipeline.openai.prompts import chat_messages, completion_prompts
 
 _SEEDS = 2**63
+MOST_STOPS = 4
+"""OpenAI's limit; rows of other formats may have more."""
 _COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for text completions."""
 
@@ -221,6 +224,12 @@ def _stop(value: Any) -> tuple[str, ...]:
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         message = f"Invalid 'stop': it must be a non-empty string or a list of such, not {shown(value)}."
         raise bad_request(message, "stop", "invalid_value")
+    if len(texts) > MOST_STOPS:
+        message = f"Invalid 'stop': up to {MOST_STOPS} strings are allowed, not {len(texts)}."
+        raise bad_request(message, "stop", "array_above_max_length")
+    if (longest := max(map(len, texts), default=0)) > LONGEST_STOP:
+        message = f"Invalid 'stop': a string may have up to {LONGEST_STOP} characters, not {longest}."
+        raise bad_request(message, "stop", "string_above_max_length")
     return tuple(texts)
 
 
