@@ -219,6 +219,8 @@ def test_the_server_ends_in_good_order_and_has_logged_no_key(endpoint: Endpoint)
     assert not alive
     log = endpoint.log.read_text(encoding="utf-8")
     assert "Traceback" not in log
+    stopping = "stopping: open requests may end; a second signal ends them\n"
+    assert log.endswith(stopping), log  # and no error after it
     assert any(endpoint.session.rglob("replica_*.log"))
     for folder in (endpoint.log.parent, endpoint.session):
         found = subprocess.run(["grep", "-rlE", f"{KEY}|sk-wrong-key", folder], capture_output=True, text=True)
