@@ -19,6 +19,8 @@ from pipeline.openai.prompts import chat_messages, completion_prompts
 _SEEDS = 2**63
 MOST_STOPS = 4
 """OpenAI's limit; rows of other formats may have more."""
+MOST_BIASES = 1024
+"""Tokens of `logit_bias`; each is checked for each choice."""
 _COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for text completions."""
 
@@ -234,6 +236,9 @@ def _stop(value: Any) -> tuple[str, ...]:
 
 
 def _logit_bias(value: dict[str, float]) -> dict[int, float]:
+    if len(value) > MOST_BIASES:
+        message = f"Invalid 'logit_bias': up to {MOST_BIASES} tokens are allowed, not {len(value)}."
+        raise bad_request(message, "logit_bias", "object_above_max_properties")
     for token, bias in value.items():
         if not (token.isascii() and token.isdigit() and len(token) < 10) or not -100 <= bias <= 100:
             message = f"Invalid 'logit_bias': token ids with numbers of -100 to 100, not {shown({token: bias})}."

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.responses import PlainTextResponse
 
 from drafter.requests import LONGEST_STOP
-from pipeline.openai.request_body import MOST_STOPS, Body, ChatBody, CompletionBody
+from pipeline.openai.request_body import MOST_BIASES, MOST_STOPS, Body, ChatBody, CompletionBody
 from pipeline.openai.speculation import FIELD
 from pipeline.serving.serve_config import LimitsConfig
 
@@ -82,6 +82,7 @@ _STOP_TEXT = _TEXT | {"maxLength": LONGEST_STOP}
 _STOP = {"anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": MOST_STOPS}]}
 _LOGIT_BIAS = {
     "type": "object",
+    "maxProperties": MOST_BIASES,
     "propertyNames": {"pattern": "^[0-9]+$"},
     "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
 }

@@ -167,3 +167,10 @@ def test_a_role_is_a_word(role: Any) -> None:
 def test_no_chats_are_no_tokens() -> None:
     none: list[Chat] = []
     assert encode_chats(None, none) == []
+
+
+def test_special_tokens_without_number_are_refused_before_they_are_work() -> None:
+    tokenizer = byte_level()
+    assert special_tokens(tokenizer, encode_chat(tokenizer, user("a<|end|>" * 1000))).count("<|end|>") == 1
+    with pytest.raises(RequestError, match=r"such as '<.end.>', in 1001 places: up to 1000 are taken as text"):
+        encode_chat(tokenizer, user("a<|end|>" * 1001))

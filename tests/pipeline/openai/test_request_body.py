@@ -168,6 +168,12 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/cat.png"
         (chat(top_logprobs=3), "top_logprobs", "invalid_parameter_combination", "logprobs"),
         (chat(logprobs=True, top_logprobs=21), "top_logprobs", "invalid_value", "20"),
         (chat(stop=["a", ""]), "stop", "invalid_value", "non-empty"),
+        (
+            chat(logit_bias={str(token): 1 for token in range(1025)}),
+            "logit_bias",
+            "object_above_max_properties",
+            "up to 1024 tokens are allowed, not 1025",
+        ),
         (chat(stop=["a"] * 5), "stop", "array_above_max_length", "up to 4 strings are allowed, not 5"),
         (chat(stop="a" * 1001), "stop", "string_above_max_length", "up to 1000 characters, not 1001"),
         (chat(logit_bias={"x": 1}), "logit_bias", "invalid_value", '"x"'),
