@@ -27,6 +27,7 @@ def applications(local_ray: None) -> Iterator[None]:
     serve.shutdown()
 
 
+@pytest.mark.slow  # it starts Ray Serve
 def test_other_applications_stay(applications: None) -> None:
     for _ in range(2):  # the second time there is nothing to take down
         take_down(threading.Event())
