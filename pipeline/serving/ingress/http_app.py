@@ -77,8 +77,8 @@ def create_app(engines: Engines, digests: Sequence[bytes], limits: LimitsConfig,
         match found.first:
             case Failure(status, error, headers):
                 return JSONResponse(error, status, headers)
-            case str(text) if not parsed.stream:
-                return Response(text, media_type="application/json")
+            case str() if not parsed.stream:
+                return Response(await found.whole(), media_type="application/json")
         return EventStream(found)
 
     @app.post("/v1/chat/completions", dependencies=keyed, **openapi.chat(engines.names, limits))

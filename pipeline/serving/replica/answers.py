@@ -46,6 +46,8 @@ computes on the same cores each of them stops it: more events would cost it more
 
 logger = logging.getLogger("ray.serve")
 
+_LARGEST_MESSAGE = 1 << 19
+"""Characters of a reply. Ray Serve's messages may have up to 4 MiB, and a character up to four bytes."""
 _REST = 3.0
 """Pause between two pieces of a long answer, for each second that a piece took."""
 
@@ -126,8 +128,9 @@ class Answers:
             if request.stream:
                 stream = chunks(request, name, created, self._token_text, speculation=call.speculation)
                 async for events in self._stream(stream, handles, apart=request.wants_logprobs):
-                    yield events
-                    sent = True
+                    for part in _messages(events):
+                        yield part
+                        sent = True
             else:
                 generations = [self._finished(await handle.outcome()) for handle in handles]
                 short = [replace(generation, logprobs=None) for generation in generations]
@@ -135,9 +138,11 @@ class Answers:
                 if call.speculation:
                     body[FIELD] = [generation_statistics(generation) for generation in generations]
                 if request.wants_logprobs:
-                    yield await _written(long_answer(body, generations, logprobs_of, self._token_text))
+                    text = await _written(long_answer(body, generations, logprobs_of, self._token_text))
                 else:
-                    yield to_json(body)
+                    text = to_json(body)
+                for part in _messages(text):
+                    yield part
         except Exception as error:
             # Once a chunk is out so is the status: then the stream itself must say that it failed.
             told = self._told(error)
@@ -252,6 +257,12 @@ class Answers:
                 return interrupted()
         logger.exception("A request failed")
         return OpenAIError(500, "The server had an error.", code="internal_error")
+
+
+def _messages(text: str) -> Iterator[str]:
+    """Yield a text in parts that one message can have."""
+    for start in range(0, len(text), _LARGEST_MESSAGE):
+        yield text[start : start + _LARGEST_MESSAGE]
 
 
 async def _written(pieces: Iterator[str]) -> str:
