@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
 
 from drafter.base.loading import load_tokenizer
+from drafter.errors import RequestError
+from drafter.text.chat import Chat, encode_chats
 from pipeline.errors import RowError
 from pipeline.generate.row_requests import PromptSettings, RowRequest, row_request
 from pipeline.staging.part_rows import pack, unpack
@@ -35,28 +38,39 @@ def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
                 requests[index] = row_request(name, row, settings, tokenizer)
             except RowError as error:
                 problems[index] = vars(error.problem)
-    ids = _tokenise(requests, tokenizer)
-    samplings = {index: json.dumps(dataclasses.asdict(request.sampling)) for index, request in requests.items()}
+    ids: dict[int, list[int]] = {}
+    for index, found in _tokenise(requests, tokenizer, special_tokens=settings.reading.special_tokens):
+        if isinstance(found, RequestError):
+            problems[index] = vars(RowError("BadPrompt", str(found)).problem)
+        else:
+            ids[index] = found
+    samplings = {index: json.dumps(dataclasses.asdict(requests[index].sampling)) for index in ids}
     order = range(rows.num_rows)
     rows = with_problems(rows, problems)
     rows = rows.append_column("prompt_ids", pa.array([ids.get(index) for index in order], pa.list_(pa.int32())))
     return rows.append_column("sampling", pa.array([samplings.get(index) for index in order], pa.string()))
 
 
-def _tokenise(requests: dict[int, RowRequest], tokenizer: Any) -> dict[int, list[int]]:
-    """Return the token ids of prompts; the tokeniser takes many texts at once, which it works on in parallel."""
-    ids = {index: request.prompt for index, request in requests.items() if isinstance(request.prompt, list)}
-    for templated in (True, False):
-        texts = {
-            index: request.prompt
-            for index, request in requests.items()
-            if isinstance(request.prompt, str) and request.templated is templated
-        }
-        if texts:
-            # A chat template has written the special tokens itself.
-            encoded = tokenizer(list(texts.values()), add_special_tokens=not templated)["input_ids"]
-            ids.update(zip(texts, encoded, strict=True))
-    return ids
+def _tokenise(
+    requests: dict[int, RowRequest], tokenizer: Any, *, special_tokens: bool
+) -> Iterator[tuple[int, list[int] | RequestError]]:
+    """Yield the token ids of each prompt, or why it has none.
+
+    The tokeniser takes many texts at once, which it works on in parallel.
+    """
+    texts: dict[int, str] = {}
+    chats: dict[int, Chat] = {}
+    for index, request in requests.items():
+        match request.prompt:
+            case str(text):
+                texts[index] = text
+            case Chat() as chat:
+                chats[index] = chat
+            case ids:
+                yield index, ids
+    if texts:
+        yield from zip(texts, tokenizer(list(texts.values()))["input_ids"], strict=True)
+    yield from zip(chats, encode_chats(tokenizer, list(chats.values()), special_tokens=special_tokens), strict=True)
 
 
 @lru_cache(maxsize=2)
