@@ -14,7 +14,6 @@ from gguf import GGUFReader
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-
 _SPLITS_DIGITS = frozenset({"smollm"})
 """Values of `tokenizer.ggml.pre` whose tokenisers take each digit by itself before anything else."""
 

