@@ -68,57 +68,63 @@ def test_a_third_of_the_prompts_is_sampled(tmp_path: Path) -> None:
     assert heats[:6] == [0.0, 0.0, 0.7, 0.0, 0.0, 0.7]
 
 
+class Jobs:
+    """Stands for `generate`, and decodes nothing.
+
+    Attributes:
+        asked: The jobs that were run.
+        failing: What jobs fail to make: `questions` or `answers`.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[GenerateConfig] = []
+        self.failing = ""
+
+    def __call__(self, config: GenerateConfig) -> None:
+        output = Path(config.output)
+        if output.name == self.failing:
+            raise JobError("the machine is gone")
+        self.asked.append(config)
+        if output.name == "questions":
+            write_questions(Round(int(output.parent.name[-2:]), output.parents[1]), {0: "?"})
+
+
 @pytest.fixture
-def jobs(monkeypatch: pytest.MonkeyPatch) -> list[GenerateConfig]:
-    """The jobs that are run; none of them decodes."""
-    asked: list[GenerateConfig] = []
-
-    def run(config: GenerateConfig) -> None:
-        asked.append(config)
-        if Path(config.output).name == "questions":
-            write_questions(Round(int(Path(config.output).parent.name[-2:]), Path(config.output).parents[1]), {0: "?"})
-
-    monkeypatch.setattr(distil, "generate", run)
+def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    jobs = Jobs()
+    monkeypatch.setattr(distil, "generate", jobs)
     monkeypatch.setattr(distil, "write_openings", lambda one, model: one.openings.parent.mkdir(exist_ok=True))
-    return asked
+    return jobs
 
 
-def test_each_round_asks_and_then_answers(tmp_path: Path, jobs: list[GenerateConfig]) -> None:
+def test_each_round_asks_and_then_answers(tmp_path: Path, jobs: Jobs) -> None:
     distil.distil(Path("base"), tmp_path, 2, ["--resources.cpus_per_actor", "1"])
-    assert [Path(job.input).relative_to(tmp_path).as_posix() for job in jobs] == [
+    assert [Path(job.input).relative_to(tmp_path).as_posix() for job in jobs.asked] == [
         "round-01/openings.jsonl",
         "round-01/prompts.jsonl",
         "round-02/openings.jsonl",
         "round-02/prompts.jsonl",
     ]
-    assert {(job.model, job.resources.cpus_per_actor) for job in jobs} == {("base", 1.0)}
-    questions, answers = jobs[:2]
+    assert {(job.model, job.resources.cpus_per_actor) for job in jobs.asked} == {("base", 1.0)}
+    questions, answers = jobs.asked[:2]
     assert (questions.reading.chat, questions.sampling.temperature) == (False, 1.0)
     assert (answers.reading.chat, answers.sampling.temperature) == (None, 0.0)
     assert Path(answers.output) == Round(1, tmp_path).answers
 
 
-def test_questions_that_were_chosen_stay_chosen(
-    tmp_path: Path, jobs: list[GenerateConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(config: GenerateConfig) -> None:
-        if Path(config.output).name == "answers":
-            raise JobError("the machine is gone")
-        run(config)
-
-    run = distil.generate
-    with monkeypatch.context() as patch:
-        patch.setattr(distil, "generate", fail)
-        with pytest.raises(JobError):
-            distil.distil(Path("base"), tmp_path, 1, [])
+def test_questions_that_were_chosen_stay_chosen(tmp_path: Path, jobs: Jobs) -> None:
+    jobs.failing = "answers"
+    with pytest.raises(JobError):
+        distil.distil(Path("base"), tmp_path, 1, [])
+    jobs.failing = ""
     distil.distil(Path("base"), tmp_path, 1, [])
-    assert [Path(job.output).name for job in jobs] == ["questions", "answers"]
+    assert [Path(job.output).name for job in jobs.asked] == ["questions", "answers"]
 
 
-def test_an_unknown_setting_is_refused(tmp_path: Path, jobs: list[GenerateConfig]) -> None:
+def test_an_unknown_setting_is_refused(tmp_path: Path, jobs: Jobs) -> None:
     with pytest.raises(InputError, match="no_such"):
         distil.distil(Path("base"), tmp_path, 1, ["--no_such", "1"])
-    assert not jobs
+    assert not jobs.asked
 
 
 def test_the_model_must_have_been_fetched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
