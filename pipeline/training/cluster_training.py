@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -119,18 +120,23 @@ def execute(
         JobError: Training failed, or cannot go on.
     """
     board = ray.remote(num_cpus=0)(TrainingBoard).remote()
+    provenance = {
+        "recipe": "jobs.train",
+        "data": asdict(staged.counts),
+        "settings": asdict(config.training),
+        "versions": versions("deepspeed"),
+    }
+    if size := config.draft_vocab_size:
+        provenance["draft_vocabulary"] = {"tokens": size, "coverage": round(staged.coverage(size), 4)}
+        share = provenance["draft_vocabulary"]["coverage"]
+        print(f"draft vocabulary: {size:,} tokens, {share:.2%} of those in the answers", file=sys.stderr, flush=True)
     task = WorkerTask(
         config=config,
         model=model,
         base_fingerprint=base_fingerprint,
         folder=folder,
         staged=staged,
-        provenance={
-            "recipe": "jobs.train",
-            "data": asdict(staged.counts),
-            "settings": asdict(config.training),
-            "versions": versions("deepspeed"),
-        },
+        provenance=provenance,
         board=board,
         threads=resources.threads,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,14 +12,15 @@ from drafter.heads.ctc.ctc_frames import CTCFrames
 
 
 class LastTokens:
-    """Half of a `LabelModel`: the state of a path is its last `c` tokens.
+    """Half of a `LabelModel`: the state of a path is its last `c` tokens, in the base's ids.
 
     Args:
         recent: `[B, c]` last tokens of each text, the pending token last.
+        base_tokens: From draft ids to tokens; the text may have tokens that are never drafted.
     """
 
-    def __init__(self, recent: Tensor) -> None:
-        self._recent = recent
+    def __init__(self, recent: Tensor, base_tokens: Callable[[Tensor], Tensor]) -> None:
+        self._recent, self._base_tokens = recent, base_tokens
 
     def start(self) -> Tensor:
         """Return the last tokens of the text."""
@@ -25,7 +28,7 @@ class LastTokens:
 
     def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
         """Let the newest token take the place of the oldest."""
-        return torch.cat([state[:, 1:], tokens[:, None]], 1)
+        return torch.cat([state[:, 1:], self._base_tokens(tokens)[:, None]], 1)
 
 
 class FrameLattice(LastTokens):
@@ -39,7 +42,7 @@ class FrameLattice(LastTokens):
     """
 
     def __init__(self, head: CTCFrames, base: BaseModel, states: Tensor, recent: Tensor) -> None:
-        super().__init__(recent)
+        super().__init__(recent, head.base_tokens)
         self._head, self._base = head, base
         self._states, self._frame_terms = states, head.joint_frames(states)
 
@@ -48,4 +51,4 @@ class FrameLattice(LastTokens):
         head = self._head
         terms = self._frame_terms[rows, first:stop] + head.label_terms(self._base, state)[:, None]
         states = head.norm(head.joint(self._states[rows, first:stop], terms))
-        return self._base.lm_head(states), head.blank(states)[..., 0].float().sigmoid()
+        return head.output(self._base).lm_head(states), head.blank(states)[..., 0].float().sigmoid()

@@ -43,7 +43,7 @@ class PreparedLattices:
             self.joint_layers.append((norm.weight, norm.bias, product_of(inner), product_of(out)))
         self.norm = (head.norm.weight, head.norm.bias)
         self.blank = (head.blank.weight, head.blank.bias)
-        self.lm_head = base.prepared_lm_head()
+        self.lm_head, self.base_tokens = head.output(base).prepared_lm_head(), head.base_tokens
 
     def __call__(self, states: Tensor, recent: Tensor) -> _PreparedLattice:
         """Return the label model of frame states `[B, F, d]` after the last tokens `[B, c]` of each text."""
@@ -54,7 +54,7 @@ class _PreparedLattice(LastTokens):
     """`LabelModel` that `PreparedLattices` makes."""
 
     def __init__(self, prepared: PreparedLattices, states: Tensor, recent: Tensor) -> None:
-        super().__init__(recent)
+        super().__init__(recent, prepared.base_tokens)
         self._prepared = prepared
         self._states, self._frame_terms = states, prepared.joint_frames(states)
 

@@ -46,7 +46,8 @@ def run(task: WorkerTask) -> None:
         store_hidden(base, task.staged, settings, rank, workers, lambda line: task.board.show.remote(line))
     saved = restore(task.folder.checkpoints)
     torch.manual_seed(settings.seed)
-    head = new_head(config.algorithm, base, config.head)
+    counts = task.staged.token_counts() if config.draft_vocab_size else None
+    head = new_head(config.algorithm, base, config.head, counts)
     if saved is not None:
         head.load_state_dict(saved.state.weights)
     step_of = TrainingStep(base, head, settings)
