@@ -120,15 +120,15 @@ def execute(
         JobError: Training failed, or cannot go on.
     """
     board = ray.remote(num_cpus=0)(TrainingBoard).remote()
-    provenance = {
+    provenance: dict[str, Any] = {
         "recipe": "jobs.train",
         "data": asdict(staged.counts),
         "settings": asdict(config.training),
         "versions": versions("deepspeed"),
     }
     if size := config.draft_vocab_size:
-        provenance["draft_vocabulary"] = {"tokens": size, "coverage": round(staged.coverage(size), 4)}
-        share = provenance["draft_vocabulary"]["coverage"]
+        share = round(staged.coverage(size), 4)
+        provenance["draft_vocabulary"] = {"tokens": size, "coverage": share}
         print(f"draft vocabulary: {size:,} tokens, {share:.2%} of those in the answers", file=sys.stderr, flush=True)
     task = WorkerTask(
         config=config,

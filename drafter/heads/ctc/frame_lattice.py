@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -11,28 +9,8 @@ from drafter.base.causal_lm import BaseModel
 from drafter.heads.ctc.ctc_frames import CTCFrames
 
 
-class LastTokens:
-    """Half of a `LabelModel`: the state of a path is its last `c` tokens, in the base's ids.
-
-    Args:
-        recent: `[B, c]` last tokens of each text, the pending token last.
-        base_tokens: From draft ids to tokens; the text may have tokens that are never drafted.
-    """
-
-    def __init__(self, recent: Tensor, base_tokens: Callable[[Tensor], Tensor]) -> None:
-        self._recent, self._base_tokens = recent, base_tokens
-
-    def start(self) -> Tensor:
-        """Return the last tokens of the text."""
-        return self._recent
-
-    def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
-        """Let the newest token take the place of the oldest."""
-        return torch.cat([state[:, 1:], self._base_tokens(tokens)[:, None]], 1)
-
-
-class FrameLattice(LastTokens):
-    """`LabelModel` that computes with the head as it is.
+class FrameLattice:
+    """`LabelModel` that computes with the head as it is. The state of a path is its last `c` tokens, in the base's ids.
 
     Args:
         head: A head with a label context.
@@ -42,9 +20,16 @@ class FrameLattice(LastTokens):
     """
 
     def __init__(self, head: CTCFrames, base: BaseModel, states: Tensor, recent: Tensor) -> None:
-        super().__init__(recent, head.base_tokens)
-        self._head, self._base = head, base
+        self._head, self._base, self._recent = head, base, recent
         self._states, self._frame_terms = states, head.joint_frames(states)
+
+    def start(self) -> Tensor:
+        """Return the last tokens of the text."""
+        return self._recent
+
+    def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
+        """See `LabelModel.extend`."""
+        return shifted(state, self._head.base_tokens(tokens))
 
     def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """See `LabelModel.score`."""
@@ -52,3 +37,8 @@ class FrameLattice(LastTokens):
         terms = self._frame_terms[rows, first:stop] + head.label_terms(self._base, state)[:, None]
         states = head.norm(head.joint(self._states[rows, first:stop], terms))
         return head.output(self._base).lm_head(states), head.blank(states)[..., 0].float().sigmoid()
+
+
+def shifted(state: Tensor, tokens: Tensor) -> Tensor:
+    """Return last labels `[M, c]` in which one of `tokens` `[M]`, as the newest, takes the place of the oldest."""
+    return torch.cat([state[:, 1:], tokens[:, None]], 1)

@@ -94,7 +94,7 @@ def test_the_whole_vocabulary_in_another_order_changes_nothing(tiny_base: BaseMo
     tokens, hidden = sequence(tiny_base, 2, 16, seed)
     anchors = torch.tensor([[3, 9], [0, 15]])
     for tree in ("exact", "static") if kind in STATIC else ("exact",):
-        ours, theirs = (one.trees_at(tiny_base, tokens, hidden, anchors, 9, tree) for one in (head, other))  # type: ignore[arg-type]
+        ours, theirs = (one.trees_at(tiny_base, tokens, hidden, anchors, 9, tree) for one in (head, other))
         check_same_trees(ours, theirs, DEPTH)
     batch = draft_batch(random_texts(2), DEPTH, 16)
     assert text_loss(other, tiny_base, batch).total.item() == pytest.approx(
@@ -114,7 +114,7 @@ def test_nothing_outside_is_drafted(tiny_base: BaseModel, kind: str, size: int, 
     tokens, hidden = sequence(tiny_base, 2, 16, seed)
     with torch.no_grad():
         for tree in ("exact", "static") if kind in STATIC else ("exact",):
-            drafted = head.trees_at(tiny_base, tokens, hidden, torch.tensor([[3, 9], [0, 15]]), 9, tree)  # type: ignore[arg-type]
+            drafted = head.trees_at(tiny_base, tokens, hidden, torch.tensor([[3, 9], [0, 15]]), 9, tree)
             check_slice_contract(drafted)
             assert torch.equal(drafted.tokens[:, 0].view(2, 2), tokens.gather(1, torch.tensor([[3, 9], [0, 15]])))
             assert set(drafted.tokens[:, 1:].flatten().tolist()) <= allowed
