@@ -107,7 +107,13 @@ def load_head(name_or_path: str | Path, base: BaseModel, algorithms: Mapping[str
     head = head_class(head_config(name, head_class.config_class, config.head))
     head.provenance = Provenance(trained_for.name, trained_for.fingerprint, config.training)
     _load_weights(name, head, weights_file)
-    return head.to(base.device, base.dtype).eval().requires_grad_(False)
+    head.to(base.device, base.dtype).eval().requires_grad_(False)
+    if head.vocabulary is not None:
+        try:
+            head.vocabulary.borrow(base)
+        except ValueError as error:
+            raise LoadError(f"draft head {name!r}: {error}") from error
+    return head
 
 
 def _replace(target: Path, write: Callable[[Path], object]) -> None:

@@ -171,18 +171,23 @@ def execute(
         JobError: Training failed, or cannot go on.
     """
     board = ray.remote(num_cpus=0)(TrainingBoard).remote()
+    provenance: dict[str, Any] = {
+        "recipe": "jobs.train",
+        "data": asdict(staged.counts),
+        "settings": asdict(config.training),
+        "versions": versions("deepspeed"),
+    }
+    if size := config.draft_vocab_size:
+        share = round(staged.coverage(size), 4)
+        provenance["draft_vocabulary"] = {"tokens": size, "coverage": share}
+        print(f"draft vocabulary: {size:,} tokens, {share:.2%} of those in the answers", file=sys.stderr, flush=True)
     task = WorkerTask(
         config=config,
         model=model,
         base_fingerprints=base_fingerprints,
         folder=folder,
         staged=staged,
-        provenance={
-            "recipe": "jobs.train",
-            "data": asdict(staged.counts),
-            "settings": asdict(config.training),
-            "versions": versions("deepspeed"),
-        },
+        provenance=provenance,
         board=board,
         threads=resources.threads,
     )

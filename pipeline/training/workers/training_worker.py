@@ -48,7 +48,8 @@ def run(task: WorkerTask) -> None:
         store_hidden(base, task.staged, settings, rank, workers, show)
     saved = restore(task.folder.checkpoints, rank == 0, broadcast_from_rank_zero, show)
     torch.manual_seed(settings.seed)
-    head = new_head(config.algorithm, base, config.head)
+    counts = task.staged.token_counts() if config.draft_vocab_size else None
+    head = new_head(config.algorithm, base, config.head, counts)
     if saved is not None:
         head.load_state_dict(saved.state.weights)
     step_of = TrainingStep(base, head, settings)

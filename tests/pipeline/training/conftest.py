@@ -21,7 +21,7 @@ SETTINGS = {
     "training.anchors_per_text": 6,
     "training.warmup_steps": 2,
     "training.evaluate_every": 12,
-    "head": json.dumps({"num_frames": 5, "depth": 3, "num_heads": 2, "intermediate_size": 48}),
+    "head": json.dumps({"num_frames": 5, "depth": 3, "num_heads": 2, "intermediate_size": 48, "draft_vocab_size": 64}),
     "log_every": 1,
     "checkpoint_every": 4,
 }

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from pipeline.training.texts.staged_texts import key_texts
+from pipeline.training.texts.staged_texts import count_answers, key_texts
 
 
 def rows(prompts: list[list[int] | None], answers: list[list[int] | None], names: list[str] | None = None) -> pa.Table:
@@ -40,3 +40,10 @@ def test_keys_follow_from_seed_and_text() -> None:
     greedy, sampled, other = first["prompt_key"].to_pylist()
     assert greedy == sampled != other
     assert key_texts(rows(prompts, [[5], [6], [5]]), 10, 100, seed=1)["prompt_key"][0].as_py() != greedy
+
+
+def test_tokens_of_answers_are_counted() -> None:
+    """Not those of prompts; and of several chunks."""
+    texts = pa.table({"tokens": [[1, 2, 3, 3], [4, 4], [2, 5]], "prompt_length": pa.array([2, 1, 1], pa.int32())})
+    assert count_answers(texts, 7).tolist() == [0, 0, 0, 2, 1, 1, 0]
+    assert count_answers(pa.concat_tables([texts, texts.slice(1, 1)]), 7).tolist() == [0, 0, 0, 2, 2, 1, 0]
