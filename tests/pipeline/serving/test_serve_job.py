@@ -77,6 +77,7 @@ def test_a_mixed_load_changes_no_answer(endpoint: Endpoint, plain: SpeculativeLM
     assert asyncio.run(ask_all()) == wanted
 
 
+@pytest.mark.slow
 def test_an_answer_may_be_long(endpoint: Endpoint) -> None:
     """Longer than a message of Ray Serve's, which is 4 MiB."""
     asked = LONG | {"n": 16, "logprobs": True, "top_logprobs": 20, "max_tokens": 240}
