@@ -143,8 +143,8 @@ class _Paths:
     def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         path = self._head.embedding_norm(self._base.embed(state)).flatten(1)
         states = self._head.norm(self._head.heads[first](self._states[rows], path))
-        logits = self._head.output(self._base).lm_head(states)[:, None]
-        return logits, torch.zeros(logits.shape[:2], device=logits.device)
+        shares = self._head.output(self._base).lm_head(states)[:, None].float().softmax(-1)
+        return shares, torch.zeros(shares.shape[:2], device=shares.device)
 
     def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
         return torch.cat([state, self._head.base_tokens(tokens)[:, None]], 1)

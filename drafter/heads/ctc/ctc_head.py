@@ -6,13 +6,13 @@ the last labels, and the search is that of a lattice.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from drafter import devices
 from drafter.base.causal_lm import BaseModel
 from drafter.heads.chosen_log_probs import chosen_log_probs
 from drafter.heads.contract import Tree
@@ -24,12 +24,15 @@ from drafter.heads.ctc.prepared_lattice import PreparedLattices
 from drafter.heads.draft_batch import DraftBatch
 from drafter.heads.frame_head import Search, last_tokens
 from drafter.heads.losses import Labels, LossSum, cross_entropy
+from drafter.native.build import BuildError
 from drafter.search.contract import LabelModel
 from drafter.search.ctc_prefix import best_trie
 from drafter.search.lattice import LATTICE_BEAM, best_lattice_trie
 from drafter.search.product import best_product_trie
 from drafter.search.static import static_tree
 from drafter.tree.token_tree import TokenTree
+
+_log = logging.getLogger(__name__)
 
 _CANDIDATES = 64
 """Tokens of each row that the prefix search considers; see `best_trie`."""
@@ -117,9 +120,15 @@ class CTCHead(CTCFrames):
 
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
         """See `FrameHead.prepared_search`."""
-        if not self.config.label_context or devices.is_asynchronous(base.device):
+        if not self.config.label_context or base.device.type != "cpu" or base.dtype != torch.float32:
             return super().prepared_search(base, tree)
-        return partial(self._search_lattice, PreparedLattices(self, base))
+        lattices: Callable[[Tensor, Tensor], LabelModel]
+        try:
+            lattices = PreparedLattices(self, base)
+        except BuildError as reason:
+            _log.warning("the CTC head drafts without the native library, which is slower: %s", reason)
+            lattices = partial(FrameLattice, self, base)
+        return partial(self._search_lattice, lattices)
 
     def _search_lattice(
         self, lattices: Callable[[Tensor, Tensor], LabelModel], states: Tensor, recent: Tensor, size: int, least: float

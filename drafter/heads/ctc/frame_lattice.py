@@ -36,7 +36,8 @@ class FrameLattice:
         head = self._head
         terms = self._frame_terms[rows, first:stop] + head.label_terms(self._base, state)[:, None]
         states = head.norm(head.joint(self._states[rows, first:stop], terms))
-        return head.output(self._base).lm_head(states), head.blank(states)[..., 0].float().sigmoid()
+        shares = head.output(self._base).lm_head(states).float().softmax(-1)
+        return shares, head.blank(states)[..., 0].float().sigmoid()
 
 
 def shifted(state: Tensor, tokens: Tensor) -> Tensor:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from drafter.base.causal_lm import BaseModel
 from drafter.base.executors.prepacked import product_of
 from drafter.heads.ctc.ctc_frames import CTCFrames
 from drafter.heads.ctc.frame_lattice import shifted
+from drafter.heads.ctc.native_joint import NativeJoint
 
 _TABLE_ENTRIES = 1 << 24
 """Largest table of label terms, in numbers. A larger one would take more memory than the product saves time."""
@@ -40,23 +41,19 @@ class PreparedLattices:
     The label terms are looked up where a table of them is small.
 
     Args:
-        head: A head with a label context, on a CPU.
+        head: A head with a label context, in fp32 on a CPU.
         base: Lends its embedding and LM head.
+
+    Raises:
+        BuildError: The native library cannot be compiled here.
     """
 
     def __init__(self, head: CTCFrames, base: BaseModel) -> None:
         config, output = head.config, head.output(base)
         small = config.label_context * len(output.lm_head_weight) * config.joint_size <= _TABLE_ENTRIES
         self.labels: _Labels = _LookedUp(head, base) if small else _Computed(head, base)
-        self.joint_frames, self.joint_out = product_of(head.joint_frames), product_of(head.joint_out)
-        self.joint_layers = []
-        for layer in head.joint_layers:
-            norm, inner, _, out = layer.children()
-            assert isinstance(norm, nn.LayerNorm)
-            self.joint_layers.append((norm.weight, norm.bias, product_of(inner), product_of(out)))
-        self.norm = (head.norm.weight, head.norm.bias)
-        self.blank = (head.blank.weight, head.blank.bias)
-        self.lm_head = output.prepared_lm_head()
+        self.joint_frames = product_of(head.joint_frames)
+        self.joint = NativeJoint(head, output)
 
     def __call__(self, states: Tensor, recent: Tensor) -> _PreparedLattice:
         """Return the label model of frame states `[B, F, d]` after the last tokens `[B, c]` of each text."""
@@ -78,14 +75,9 @@ class _PreparedLattice:
 
     def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         assert stop == first + 1
-        prepared, width = self._prepared, (self._states.shape[2],)
-        terms = self._frame_terms[:, first].index_select(0, rows) + prepared.labels.terms(state)
-        states = self._states[:, first].index_select(0, rows)
-        states += prepared.joint_out(F.silu(terms, inplace=True))
-        for weight, bias, inner, out in prepared.joint_layers:
-            states += out(F.silu(inner(torch.layer_norm(states, width, weight, bias)), inplace=True))
-        states = torch.layer_norm(states, width, *prepared.norm)
-        return prepared.lm_head(states)[:, None], F.linear(states, *prepared.blank).float().sigmoid()
+        terms = self._prepared.labels.terms(state)
+        shares, blanks = self._prepared.joint.emissions(first, self._states, self._frame_terms, rows, terms)
+        return shares[:, None], blanks[:, None]
 
 
 class _Computed:
