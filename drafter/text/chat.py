@@ -81,32 +81,42 @@ def encode_chats(
     encoded = tokenizer([chat.text for chat in chats], add_special_tokens=False)
     if special_tokens:
         return list(encoded["input_ids"])
-    found: list[list[int] | RequestError] = []
-    for place, chat in enumerate(chats):
-        said = list(_strings(chat.messages))
-        # A normaliser may make a token of a text that is not the token's own: what counts is what became one.
-        inside = {text for text in _texts_of_added_tokens(tokenizer, encoded, place, chat.text) if _any_has(said, text)}
-        found.append(_as_text(tokenizer, chat, inside) if inside else encoded["input_ids"][place])
-    return found
+    return [
+        _safe(tokenizer, chat, ids, _texts_of_added_tokens(tokenizer, encoded, place, chat.text))
+        for place, (chat, ids) in enumerate(zip(chats, encoded["input_ids"], strict=True))
+    ]
 
 
-def _as_text(tokenizer: Any, chat: Chat, inside: set[str]) -> list[int] | RequestError:
-    """Encode a chat whose messages have the texts `inside`, which would become special tokens."""
-    count = sum(said.count(text) for text in inside for said in _strings(chat.messages))
+def _safe(tokenizer: Any, chat: Chat, ids: list[int], texts: set[str]) -> list[int] | RequestError:
+    """Return the tokens of a chat in which no special token comes from a message, or why it has none.
+
+    Args:
+        tokenizer: The tokeniser.
+        chat: The chat.
+        ids: Its tokens, whoever wrote the special ones.
+        texts: What became special tokens. A normaliser may make one of a text that is not the token's own.
+    """
+    said = list(_strings(chat.messages))
+    inside = {text for text in texts if any(text in one for one in said)}
+    if not inside and not any(_ends_in_beginning(one, texts) for one in said):
+        return ids
+    count = sum(one.count(text) for text in inside for one in said)
     if count > _MOST_SPELLED:
         return RequestError(
             f"the messages have texts of special tokens, such as {min(inside)!r}, in {count} places: up to "
             f"{_MOST_SPELLED} are taken as text; leave them out, or set special_tokens to have them count as the tokens"
         )
+    what = " and ".join(map(repr, sorted(inside))) or "the parts of one"
     refusal = RequestError(
-        f"a message has {' and '.join(sorted(map(repr, inside)))}, a special token of the model, which its tokeniser "
-        "cannot take as text: leave it out, or set special_tokens to have it count as the token"
+        f"a message has the text of a special token of the model ({what}), which its tokeniser cannot take as text: "
+        "leave it out, or set special_tokens to have it count as the token"
     )
     try:
-        settings = {"add_generation_prompt": True, "sanitize_control_tokens": True, "return_dict": False}
-        ids = list(tokenizer.apply_chat_template(list(chat.messages), **settings))
-        # The control: without these texts the template writes the same special tokens.
-        without = render_chat(tokenizer, [_replaced(message, inside) for message in chat.messages]).text
+        if inside:
+            settings = {"add_generation_prompt": True, "sanitize_control_tokens": True, "return_dict": False}
+            ids = list(tokenizer.apply_chat_template(list(chat.messages), **settings))
+        # The control: the template by itself writes the same special tokens.
+        without = render_chat(tokenizer, [_harmless(message, texts) for message in chat.messages]).text
         proper = tokenizer(without, add_special_tokens=False)["input_ids"]
     except Exception as error:  # some tokenisers cannot, and say so each in its own way
         refusal.__cause__ = error
@@ -147,18 +157,19 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(one)
 
 
-def _replaced(value: Any, inside: set[str]) -> Any:
-    """Return messages with something harmless in place of the texts `inside`."""
+def _harmless(value: Any, texts: set[str]) -> Any:
+    """Return messages that neither have one of the texts nor join to one."""
     if isinstance(value, str):
-        for text in sorted(inside, key=len, reverse=True):
+        for text in sorted(texts, key=len, reverse=True):
             value = value.replace(text, _HARMLESS)
-        return value
+        return value + _HARMLESS if _ends_in_beginning(value, texts) else value
     if isinstance(value, dict):
-        return {name: _replaced(one, inside) for name, one in value.items()}
+        return {name: _harmless(one, texts) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_replaced(one, inside) for one in value]
+        return [_harmless(one, texts) for one in value]
     return value
 
 
-def _any_has(texts: Sequence[str], part: str) -> bool:
-    return any(part in text for text in texts)
+def _ends_in_beginning(said: str, texts: set[str]) -> bool:
+    """Return whether what is said ends with the beginning of one of the texts, which something else may complete."""
+    return any(said.endswith(text[:length]) for text in texts for length in range(1, len(text)))

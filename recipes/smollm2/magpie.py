@@ -38,7 +38,7 @@ def opening(tokenizer: Any, system: str | None) -> str:
     messages = [{"role": "user", "content": _SENTINEL}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
-    return render_chat(tokenizer, messages).partition(_SENTINEL)[0]
+    return render_chat(tokenizer, messages).text.partition(_SENTINEL)[0]
 
 
 def choose(rows: Iterable[dict[str, Any]], known: Sequence[str]) -> list[str]:

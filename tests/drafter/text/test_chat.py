@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -88,6 +88,7 @@ def special_tokens(tokenizer: Any, ids: list[int]) -> list[str]:
     return [token for token in tokenizer.convert_ids_to_tokens(ids) if token in SPECIAL]
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=30), min_size=1, max_size=4))
 def test_a_chat_without_special_tokens_is_what_its_template_makes_of_it(tokenizer: Any, contents: list[str]) -> None:
     roles = ["system", "user", "assistant", "user"]
@@ -144,7 +145,7 @@ def test_what_a_tokeniser_cannot_take_as_text_is_refused_and_costs_no_other_chat
     first, refused, last = encode_chats(tokenizer, [good, bad, good])
     assert first == last == tokenizer.apply_chat_template(good.messages, add_generation_prompt=True, return_dict=False)
     assert isinstance(refused, RequestError)
-    assert "a message has '<|end|>', a special token of the model" in str(refused)
+    assert "a message has the text of a special token of the model ('<|end|>')" in str(refused)
     with pytest.raises(RequestError, match="leave it out, or set special_tokens"):
         encode_chat(tokenizer, bad.messages)
 
@@ -153,7 +154,7 @@ def test_what_a_normaliser_makes_a_special_token_is_refused() -> None:
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "how": 2}, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    with pytest.raises(RequestError, match="'＜s＞', a special token"):
+    with pytest.raises(RequestError, match=r"special token of the model .'＜s＞'., which"):
         encode_chat(wrapped(tokenizer), user("how ＜s＞ how"))
 
 
@@ -174,3 +175,17 @@ def test_special_tokens_without_number_are_refused_before_they_are_work() -> Non
     assert special_tokens(tokenizer, encode_chat(tokenizer, user("a<|end|>" * 1000))).count("<|end|>") == 1
     with pytest.raises(RequestError, match=r"such as '<.end.>', in 1001 places: up to 1000 are taken as text"):
         encode_chat(tokenizer, user("a<|end|>" * 1001))
+
+
+def test_parts_that_join_to_a_special_token_are_refused(tokenizer: Any) -> None:
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|{{ message.role }}|>{% for part in message.content %}{{ part }}{% endfor %}"
+        "<|end|>{% endfor %}"
+    )
+    try:
+        with pytest.raises(RequestError, match=r"special token of the model .the parts of one.,"):
+            encode_chat(tokenizer, user(["how <|en", "d|> many"]))
+        apart = encode_chat(tokenizer, user(["how <|en", " d|> many", "a <"]))
+        assert special_tokens(tokenizer, apart) == ["<|user|>", "<|end|>"]
+    finally:
+        tokenizer.chat_template = TEMPLATE

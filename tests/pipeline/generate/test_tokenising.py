@@ -95,4 +95,4 @@ def test_a_row_that_cannot_be_text_costs_no_other(tmp_path: Path) -> None:
     assert (first["prompt_ids"], last["prompt_ids"]) == ([2, 3, 1], [3, 1])
     assert (refused["prompt_ids"], refused["sampling"]) == (None, None)
     assert refused["problem"]["type"] == "BadPrompt"
-    assert "a message has '<|end|>', a special token" in refused["problem"]["message"]
+    assert "a message has the text of a special token of the model ('<|end|>')" in refused["problem"]["message"]

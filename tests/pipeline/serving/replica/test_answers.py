@@ -8,14 +8,17 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from drafter import EngineConfig, Generation, SamplingParams, SpeculativeLM
+from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
 from drafter.drafters.none import PlainDecoding
 from drafter.tree.token_tree import TokenTree, root_only
@@ -235,6 +238,14 @@ def without_numbers(logits: Tensor) -> None:
     logits[...] = math.nan
 
 
+@pytest.fixture(scope="module")
+def by_its_own_code(model: Path, plain: SpeculativeLM) -> Iterator[SpeculativeLM]:
+    """The model as transformers runs it, which can be changed by hooks."""
+    base = BaseModel(AutoModelForCausalLM.from_pretrained(model), native=False)
+    with SpeculativeLM(base, PlainDecoding(), plain.tokenizer, EngineConfig(slots=4)) as lm:
+        yield lm
+
+
 @contextmanager
 def changed(lm: SpeculativeLM, change: Callable[[Tensor], None]) -> Iterator[str]:
     """Serve a model whose logits are changed in place; gives the server's address."""
@@ -262,9 +273,9 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", BODIES)
-def test_a_token_without_a_chance_is_told_in_json(plain: SpeculativeLM, path: str, stream: bool) -> None:
+def test_a_token_without_a_chance_is_told_in_json(by_its_own_code: SpeculativeLM, path: str, stream: bool) -> None:
     body = {"model": NAME, "temperature": 0, "max_tokens": 3, "stream": stream, **BODIES[path]}
-    with changed(plain, without_a_chance) as address:
+    with changed(by_its_own_code, without_a_chance) as address:
         response = httpx2.post(address + path, json=body, timeout=PATIENCE)
     assert response.status_code == 200
     assert "-9999.0" in response.text
@@ -276,9 +287,9 @@ def test_a_token_without_a_chance_is_told_in_json(plain: SpeculativeLM, path: st
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_what_is_no_number_is_an_error(plain: SpeculativeLM, path: str, stream: bool, tokens: int) -> None:
+def test_what_is_no_number_is_an_error(by_its_own_code: SpeculativeLM, path: str, stream: bool, tokens: int) -> None:
     body = {"model": NAME, "temperature": 0, "max_tokens": tokens, "stream": stream, **BODIES[path]}
-    with changed(plain, without_numbers) as address:
+    with changed(by_its_own_code, without_numbers) as address:
         response = httpx2.post(address + path, json=body, timeout=PATIENCE)
     assert response.status_code == 500, response.text
     assert response.headers["x-should-retry"] == "false"
