@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from drafter.errors import RequestError
+from drafter.errors import RequestError, shown
 from drafter.statistics import DecodeCounts
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -18,18 +18,26 @@ MOST_LOGPROBS = 20
 
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
     """Raise `RequestError` unless `value` is a finite number in `[low, high]` (`(low, high]` if `low_open`)."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise RequestError(f"{name} must be a finite number, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
+        raise RequestError(f"{name} must be a finite number, not {shown(value)}")
     if value < low or value > high or (low_open and value == low):
-        span = f"{'more than' if low_open else 'at least'} {low:g}"
-        raise RequestError(f"{name} must be {span}{f' and at most {high:g}' if high < math.inf else ''}, not {value!r}")
+        span = f"{'more than' if low_open else 'at least'} {low:g}{f' and at most {high:g}' if high < math.inf else ''}"
+        raise RequestError(f"{name} must be {span}, not {shown(value)}")
+
+
+def _is_finite(value: float) -> bool:
+    """Whether a number is finite as a float; an integer may be larger than any of these."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _integer(name: str, value: object, low: int, high: float = math.inf) -> None:
     """Raise `RequestError` unless `value` is an integer in `[low, high]`."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         span = f"of at least {low}{f' and at most {high}' if high < math.inf else ''}"
-        raise RequestError(f"{name} must be an integer {span}, not {value!r}")
+        raise RequestError(f"{name} must be an integer {span}, not {shown(value)}")
 
 
 def _biases(value: object) -> tuple[tuple[int, float], ...]:
@@ -42,7 +50,7 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
     try:
         found = {_token(token): bias for token, bias in pairs}  # type: ignore[attr-defined]
     except (TypeError, ValueError) as error:
-        raise RequestError(f"logit_bias must map token ids to numbers, not be {value!r}") from error
+        raise RequestError(f"logit_bias must map token ids to numbers, not be {shown(value)}") from error
     for token, bias in found.items():
         _number(f"logit_bias of token {token}", bias, -100.0, 100.0)
     return tuple(sorted(found.items()))
@@ -112,10 +120,10 @@ class SamplingParams:
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MOST_LOGPROBS)
         _integer("seed", self.seed, 0)
-        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
-            raise RequestError(f"stop must be a list of non-empty strings, not {self.stop!r}")
+        if not isinstance(self.stop, list | tuple) or not all(isinstance(text, str) and text for text in self.stop):
+            raise RequestError(f"stop must be a list of non-empty strings, not {shown(self.stop)}")
         if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
+            raise RequestError(f"ignore_eos must be true or false, not {shown(self.ignore_eos)}")
         object.__setattr__(self, "stop", tuple(self.stop))
 
 

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from drafter.errors import RequestError
+from drafter.errors import RequestError, shown
 from drafter.requests import SamplingParams
 from drafter.text.chat import render_chat
 from pipeline.errors import RowError
@@ -112,17 +112,27 @@ def row_messages(value: Any, column: str) -> list[dict[str, Any]]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise RowError("BadPrompt", f"column {column!r} is not JSON: {error}") from error
-    if not value:
+            raise RowError("BadPrompt", f"column {column!r} is not JSON, but {shown(value)}: {error}") from error
+    if value is None or value == []:
         raise RowError("BadPrompt", f"column {column!r} has no messages")
-    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise RowError("BadPrompt", f"column {column!r} must be a list of messages with role and content")
+    if not isinstance(value, list):
+        raise RowError(
+            "BadPrompt", f"column {column!r} must be a list of messages with role and content, not {shown(value)}"
+        )
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict):
+            raise RowError(
+                "BadPrompt", f"message {number} must be an object with role and content, not {shown(message)}"
+            )
     messages = [{name: field for name, field in message.items() if field is not None} for message in value]
     for number, message in enumerate(messages, start=1):
-        if not isinstance(message.get("role"), str):
-            raise RowError("BadPrompt", f"message {number} has no role")
-        if not isinstance(message.get("content"), str | list):
-            raise RowError("BadPrompt", f"message {number} has no content")
+        for name, kinds, expected in (("role", str, "text"), ("content", str | list, "text or a list of parts")):
+            if name not in message:
+                raise RowError("BadPrompt", f"message {number} has no {name}")
+            if not isinstance(message[name], kinds):
+                raise RowError(
+                    "BadPrompt", f"{name} of message {number} must be {expected}, not {shown(message[name])}"
+                )
     return messages
 
 

@@ -13,6 +13,8 @@ from pipeline.errors import InputError
 from pipeline.io.chunks import Chunk
 from pipeline.io.listing import InputFile
 
+_CSV_BLOCK_BYTES = 32 << 20
+"""What is parsed of a CSV at once; no row can be longer."""
 _ARROW_FILE = b"ARROW1"
 """First bytes of Arrow's file format; its stream format, in which datasets are saved, has no such mark."""
 
@@ -42,13 +44,14 @@ def read_csv(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator[
     """
     if file.size == 0:
         return
+    read = pa.csv.ReadOptions(block_size=_CSV_BLOCK_BYTES)
     parse = pa.csv.ParseOptions(newlines_in_values=True)
     with filesystem.open_input_stream(file.path, compression="detect") as stream:
-        names = pa.csv.open_csv(stream, parse_options=parse).schema.names
+        names = pa.csv.open_csv(stream, read, parse).schema.names
     _refuse_duplicate_names(file, names)
     convert = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
     with filesystem.open_input_stream(file.path, compression="detect") as stream:
-        yield from _chunks(pa.csv.open_csv(stream, parse_options=parse, convert_options=convert), rows)
+        yield from _chunks(pa.csv.open_csv(stream, read, parse, convert), rows)
 
 
 def _refuse_duplicate_names(file: InputFile, names: list[str]) -> None:

@@ -1,14 +1,15 @@
 """Whether an output belongs to the job that is to write to it.
 
 A job's *meaning* is all that decides which results come out. `run.json` keeps it, and a later submission goes on only
-where the meaning is the same.
+where the meaning is the same. As long as there is no result, the meaning binds nobody: a submission that failed on its
+settings is followed by one with better settings.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from pyarrow import fs
 
@@ -22,17 +23,32 @@ _LONGEST_CHANGE = 120
 _SHOWN_CHANGES = 3
 
 
-def check_output(uri: str, root: Location, meant: dict[str, Any]) -> None:
-    """Refuse an output that is neither new nor empty nor of a job with this meaning.
+class JobFolder(Protocol):
+    """A job's output, as far as it matters here."""
+
+    @property
+    def root(self) -> Location:
+        """The output that was asked for."""
+
+    def has_results(self) -> bool:
+        """Return whether something has been made that another job could not use."""
+
+    def forget_job(self) -> None:
+        """Delete all that a job without results has left, but `run.json`."""
+
+
+def check_output(uri: str, output: JobFolder, meant: dict[str, Any]) -> None:
+    """Refuse an output that is neither new nor empty nor of a job with this meaning, nor without results.
 
     Args:
         uri: The output as it was given, for messages.
-        root: The output.
+        output: The output.
         meant: The job's meaning.
 
     Raises:
         InputError: The output is another job's, or cannot be read.
     """
+    root = output.root
     try:
         if root.type == fs.FileType.File:
             raise InputError(f"output {uri} is a file: give a folder")
@@ -41,15 +57,44 @@ def check_output(uri: str, root: Location, meant: dict[str, Any]) -> None:
         raise InputError(f"output {uri} cannot be read: {one_line(error)}") from error
     run_file = root / RUN_FILE
     if run_file.type == fs.FileType.File:
-        try:
-            before = json.loads(run_file.read_text())["meaning"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"output {uri} has a damaged run.json: choose another output") from error
-        if different := list(_changes(before, json.loads(json.dumps(meant)))):
+        if (different := _differences(uri, run_file, meant)) and output.has_results():
             shown = "; ".join(different[:_SHOWN_CHANGES])
             raise InputError(f"output {uri} belongs to another job ({shown}): choose another output")
     elif holds:
         raise InputError(f"output {uri} is not empty and has no run.json: choose a new folder")
+
+
+def take_output(uri: str, output: JobFolder, meant: dict[str, Any]) -> bool:
+    """Take an output over from a job that has no results, if it is not this job's; the lease's holder does this.
+
+    Args:
+        uri: The output as it was given, for messages.
+        output: The output.
+        meant: This job's meaning.
+
+    Returns:
+        Whether it was not this job's, so that its `run.json` has to be written anew.
+
+    Raises:
+        InputError: It has results of another job by now.
+    """
+    check_output(uri, output, meant)
+    run_file = output.root / RUN_FILE
+    if run_file.type != fs.FileType.File:
+        return True
+    another = bool(_differences(uri, run_file, meant))
+    if another:
+        output.forget_job()
+    return another
+
+
+def _differences(uri: str, run_file: Location, meant: dict[str, Any]) -> list[str]:
+    """Say what differs between the meaning in `run.json` and this one."""
+    try:
+        before = json.loads(run_file.read_text())["meaning"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"output {uri} has a damaged run.json: choose another output") from error
+    return list(_changes(before, json.loads(json.dumps(meant))))
 
 
 def _holds_nothing(found: Location) -> bool:

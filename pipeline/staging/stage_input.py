@@ -13,7 +13,7 @@ import pyarrow.parquet
 import ray
 
 from pipeline.errors import InputError
-from pipeline.io.column_types import unify_fields
+from pipeline.io.column_types import stored_struct, unify_fields
 from pipeline.io.listing import InputFile, InputListing
 from pipeline.staging.samples import row_name
 from pipeline.staging.stage_files import StagingPlan, stage_files
@@ -49,7 +49,7 @@ def stage(listing: InputListing, plan: StagingPlan) -> StagedInput:
     parts = tuple(part for parts, _ in done for part in parts)
     if not parts:
         raise InputError("the input has no rows")
-    staged = StagedInput(plan.folder, parts, pa.struct(unify_fields(fields for _, fields in done)))
+    staged = StagedInput(plan.folder, parts, stored_struct(unify_fields(fields for _, fields in done)))
     if plan.prompts.id_column is not None:
         _refuse_shared_ids(staged, plan)
     staged.save()

@@ -15,9 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from pipeline.io.files import Location
-
-_LIST = "parts.json"
-"""Written last: where it is, staging is complete."""
+from pipeline.output.output_folder import STAGED_LIST
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class StagedInput:
     @property
     def created(self) -> int:
         """When the input was staged, in seconds since 1970."""
-        return int((self.folder / _LIST).info.mtime_ns // 10**9)
+        return int((self.folder / STAGED_LIST).info.mtime_ns // 10**9)
 
     def without(self, committed: Collection[str]) -> list[Part]:
         """Return the parts whose names are not in `committed`."""
@@ -80,13 +78,13 @@ class StagedInput:
         """Write the list of parts: from now on the input is staged."""
         row_type = base64.b64encode(pa.schema(list(self.row_type)).serialize().to_pybytes()).decode()
         parts = [[part.name, part.rows, part.nbytes] for part in self.parts]
-        (self.folder / _LIST).write_text(json.dumps({"row_type": row_type, "parts": parts}))
+        (self.folder / STAGED_LIST).write_text(json.dumps({"row_type": row_type, "parts": parts}))
 
     @classmethod
     def load(cls, folder: Location) -> StagedInput | None:
         """Read what an earlier submission staged; None if it did not complete it."""
         try:
-            saved = json.loads((folder / _LIST).read_text())
+            saved = json.loads((folder / STAGED_LIST).read_text())
         except FileNotFoundError:
             return None
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(saved["row_type"])))

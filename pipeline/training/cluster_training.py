@@ -20,6 +20,7 @@ from pipeline.cluster.resources_config import ResourcesConfig
 from pipeline.cluster.shares import ActorResources, Cluster, share_out
 from pipeline.errors import InputError, JobError
 from pipeline.output.run_file import read_run, save_run, versions
+from pipeline.output.same_job import take_output
 from pipeline.training.metrics_log import Record, read_metrics
 from pipeline.training.metrics_plot import plot_run
 from pipeline.training.texts.distilled_texts import DistilledTexts
@@ -67,6 +68,7 @@ def run(config: TrainConfig, model: str, texts: Texts, folder: TrainingFolder, m
     """
     if not finished(folder):
         facts: dict[str, Any] = {"base_fingerprint": texts.base_fingerprint}
+        take_output(config.output, folder, meant)
         save_run(folder.run_file, config.as_dict(), meant, state="running", **facts)
         resources = share_workers(config.workers, connect())
         quiet_ray_data()

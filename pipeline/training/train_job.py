@@ -37,7 +37,7 @@ def train(config: TrainConfig) -> None:
     meant = meaning(config, data, held_out, model_fingerprint(model))
     vocab_size = check_head(config, model)
     folder = TrainingFolder(locate(config.output))
-    check_output(config.output, folder.root, meant)
+    check_output(config.output, folder, meant)
     folder.create()
     print(config.as_yaml(), end="", file=sys.stderr, flush=True)
     from pipeline.training.cluster_training import Texts, run  # Importing Ray takes seconds.

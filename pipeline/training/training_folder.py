@@ -6,11 +6,16 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from pyarrow import fs
+
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import DraftHead
 from drafter.heads.head_files import CONFIG_FILE, WEIGHTS_FILE
 from pipeline.io.files import Location, make_folders
 from pipeline.output.output_folder import RUN_FILE
+
+STAGED_TEXTS_LIST = "texts.json"
+"""Lists the staged texts. It is written last: where it is, staging is complete."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,16 @@ class TrainingFolder:
             InputError: They cannot be created or written to.
         """
         make_folders(self.root, [self.head, self.events, self.staged, self.checkpoints], self.root)
+
+    def has_results(self) -> bool:
+        """Return whether a head or a checkpoint has been saved."""
+        saved = any(info.type == fs.FileType.Directory for info in self.checkpoints.children())
+        return saved or (self.head / WEIGHTS_FILE).type == fs.FileType.File
+
+    def forget_job(self) -> None:
+        """Delete what a job without results has left, but `run.json`."""
+        self.staged.empty(first=STAGED_TEXTS_LIST)
+        self.checkpoints.filesystem.delete_dir_contents(self.checkpoints.path, missing_dir_ok=True)
 
     def save_head(self, head: DraftHead) -> None:
         """Replace the best head so far by `head`."""

@@ -27,10 +27,14 @@ from pipeline.io.files import Location
 from pipeline.staging.staged_input import Part
 from pipeline.training.texts.distilled_texts import COLUMNS, DistilledTexts
 from pipeline.training.train_config import TextsConfig
+from pipeline.training.training_folder import STAGED_TEXTS_LIST
 
 STEPS_PER_PART = 64
 """Least number of steps of a part. Texts of different parts never come together in a step."""
 _HELD_OUT = "held-out"
+_USUAL_HELD_OUT = 64
+_LARGEST_SHARE = 8
+"""By default no more than one in so many texts is held out."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +73,13 @@ class StagedTexts:
     def save(self) -> None:
         """Write the list of parts, which completes the staging."""
         parts = [[part.name, part.rows] for part in self.parts]
-        (self.folder / "texts.json").write_text(json.dumps({"parts": parts, "counts": asdict(self.counts)}))
+        (self.folder / STAGED_TEXTS_LIST).write_text(json.dumps({"parts": parts, "counts": asdict(self.counts)}))
 
     @classmethod
     def load(cls, folder: Location) -> StagedTexts | None:
         """Return what an earlier submission staged; None if it did not complete the staging."""
         try:
-            saved = json.loads((folder / "texts.json").read_text())
+            saved = json.loads((folder / STAGED_TEXTS_LIST).read_text())
         except FileNotFoundError:
             return None
         return cls(folder, tuple(Part(name, rows) for name, rows in saved["parts"]), TextCounts(**saved["counts"]))
@@ -119,12 +123,14 @@ def stage_texts(
     prompts = prompts[unusable:]
     if held_out is None:
         # Whole prompts are held out: the last one comes with all of its answers.
-        bound = int(prompts[: config.held_out_texts].max(initial=-1))
+        wanted = config.held_out_texts or usual_held_out(len(prompts))
+        bound = int(prompts[:wanted].max(initial=-1))
         chosen = rows.filter(expr=(col("prompt_key") >= 0) & (col("prompt_key") <= bound))
     else:
+        wanted = config.held_out_texts or _USUAL_HELD_OUT
         bound = -1
         chosen = _read([held_out], config.max_length, vocab_size, seed).filter(expr=col("prompt_key") >= 0)
-    test = _table(chosen).sort_by("key").slice(0, config.held_out_texts)
+    test = _table(chosen).sort_by("key").slice(0, wanted)
     count = int(np.count_nonzero(prompts > bound))
     if not test.num_rows:
         raise InputError("no text is left to measure β on: no held-out row has both a prompt and an answer")
@@ -149,6 +155,11 @@ def stage_texts(
     staged = StagedTexts(folder, tuple(parts), counts)
     staged.save()
     return staged
+
+
+def usual_held_out(texts: int) -> int:
+    """Return how many of these texts are held out by default: an eighth, at least one and at most 64."""
+    return min(_USUAL_HELD_OUT, max(1, texts // _LARGEST_SHARE))
 
 
 def _read(data: Sequence[DistilledTexts], max_length: int, vocab_size: int, seed: int) -> Any:
