@@ -126,14 +126,22 @@ def row_messages(value: Any, column: str) -> list[dict[str, Any]]:
             )
     messages = [{name: field for name, field in message.items() if field is not None} for message in value]
     for number, message in enumerate(messages, start=1):
-        for name, kinds, expected in (("role", str, "text"), ("content", str | list, "text or a list of parts")):
+        for name in ("role", "content"):
             if name not in message:
                 raise RowError("BadPrompt", f"message {number} has no {name}")
-            if not isinstance(message[name], kinds):
-                raise RowError(
-                    "BadPrompt", f"{name} of message {number} must be {expected}, not {shown(message[name])}"
-                )
+        if not isinstance(role := message["role"], str):
+            raise RowError("BadPrompt", f"role of message {number} must be text, not {shown(role)}")
+        if not _is_content(content := message["content"]):
+            what = "text or a list of typed parts"
+            raise RowError("BadPrompt", f"content of message {number} must be {what}, not {shown(content)}")
     return messages
+
+
+def _is_content(value: Any) -> bool:
+    """Whether a chat template may know what to do with a message's content."""
+    if isinstance(value, list):
+        return all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in value)
+    return isinstance(value, str)
 
 
 def _chat_text(messages: list[dict[str, Any]], tokenizer: Any) -> str:

@@ -46,7 +46,7 @@ def row_sampling(
     except (RequestError, TypeError) as error:
         raise RowError("BadSampling", str(error)) from error
     if sampling.seed >= SEEDS:
-        raise RowError("BadSampling", f"seed must be less than 2**63, not {sampling.seed}")
+        raise RowError("BadSampling", f"seed must be less than 2**63, not {shown(sampling.seed)}")
     return sampling if own_seed is None else dataclasses.replace(sampling, seed=sample_seed(own_seed, sample))
 
 

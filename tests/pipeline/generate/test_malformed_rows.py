@@ -78,6 +78,7 @@ ROWS: dict[str, Kind] = {
     "ignore_eos": sampling({"ignore_eos": "yes"}, "ignore_eos must be true or false, not 'yes'"),
     "own seed": sampling({"seed": 1.5}, "seed must be an integer of at least 0, not 1.5"),
     "own seed huge": sampling({"seed": 2**63}, "seed must be less than 2**63, not 9223372036854775808"),
+    "own seed endless": sampling({"seed": 10**4000}, "seed must be less than 2**63, not 1000"),
     "settings number": sampling(5, "column 'sampling' must be an object of sampling settings, not 5"),
     "settings list": sampling([{"top_k": 1}], "must be an object of sampling settings, not [{'top_k': 1}]"),
     "settings not JSON": sampling("{", "column 'sampling' is not JSON"),
@@ -122,10 +123,16 @@ MESSAGES: dict[str, Kind] = {
     "no content": messages([{"role": "user", "content": "x"}, {"role": "user"}], "message 2 has no content"),
     "role number": messages([{"role": 5, "content": "x"}], "role of message 1 must be text, not 5"),
     "content number": messages(
-        [{"role": "user", "content": 5}], "content of message 1 must be text or a list of parts, not 5"
+        [{"role": "user", "content": 5}],
+        "content of message 1 must be text or a list of typed parts, not 5",
     ),
     "content object": messages(
-        [{"role": "user", "content": {}}], "content of message 1 must be text or a list of parts, not {}"
+        [{"role": "user", "content": {}}],
+        "content of message 1 must be text or a list of typed parts, not {}",
+    ),
+    "parts of text": messages(
+        [{"role": "user", "content": ["x"]}],
+        "content of message 1 must be text or a list of typed parts, not ['x']",
     ),
     "refused by the template": messages([{"role": "forbidden", "content": "x"}], "no such role"),
 }

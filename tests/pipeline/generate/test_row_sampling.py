@@ -65,7 +65,7 @@ def test_where_a_seed_comes_from(row: dict[str, Any], seed: int) -> None:
         ({"sampling": {"temperature": "hot"}}, "temperature must be a finite number"),
         ({"sampling": {"max_new_tokens": 1.5}}, "max_new_tokens must be an integer"),
         ({"sampling": {"stop": "x"}}, "stop must be a list"),
-        ({"sampling": {"stop": 5}}, "not iterable"),
+        ({"sampling": {"stop": 5}}, "stop must be a list"),
         ({"seed": -1}, "seed must be an integer of at least 0"),
         ({"seed": "many"}, "seed must be an integer"),
         ({"seed": 2**63}, "less than 2**63"),
