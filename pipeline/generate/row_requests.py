@@ -30,6 +30,7 @@ class PromptSettings:
         source: Where a row's prompt is.
         reading: Whether prompts are chats, and where a row's own settings are.
         sampling: The run's settings; a row's own override them.
+        max_length: Tokens that no engine of the run takes more of, prompt and output together.
     """
 
     tokenizer: str
@@ -37,6 +38,7 @@ class PromptSettings:
     source: PromptSource
     reading: ReadingConfig
     sampling: SamplingParams
+    max_length: int
 
 
 @dataclass(frozen=True)

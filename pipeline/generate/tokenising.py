@@ -10,6 +10,8 @@ from typing import Any
 import pyarrow as pa
 
 from drafter.base.loading import load_tokenizer
+from drafter.engine.sequences.intake import refuse_long
+from drafter.errors import RequestError
 from pipeline.errors import RowError
 from pipeline.generate.row_requests import PromptSettings, RowRequest, row_request
 from pipeline.staging.part_rows import pack, unpack
@@ -36,6 +38,12 @@ def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
             except RowError as error:
                 problems[index] = vars(error.problem)
     ids = _tokenise(requests, tokenizer)
+    for index in list(ids):
+        try:  # a row of megabytes would travel on as millions of numbers, only to be refused by an engine
+            refuse_long(len(ids[index]), settings.max_length)
+        except RequestError as error:
+            problems[index] = vars(RowError("Refused", str(error)).problem)
+            del ids[index], requests[index]
     samplings = {index: json.dumps(dataclasses.asdict(request.sampling)) for index, request in requests.items()}
     order = range(rows.num_rows)
     rows = with_problems(rows, problems)

@@ -192,7 +192,7 @@ def outcomes(path: Path, model: Path, rows_per_part: int) -> list[dict[str, Any]
     folder.filesystem.create_dir(folder.path)
     plan = StagingPlan(folder, reading, find_prompts(listing, reading), rows_per_part)
     parts, fields = stage_files(listing, "0", plan)
-    settings = PromptSettings(str(model), False, plan.prompts, reading, SamplingParams())
+    settings = PromptSettings(str(model), False, plan.prompts, reading, SamplingParams(), max_length=2048)
     made = []
     for task in StagedParts(StagedInput(folder, tuple(parts), stored_struct(fields)), parts).get_read_tasks(1):
         for block in task():

@@ -27,7 +27,7 @@ def requests(model: Path, rows: list[dict[str, Any]], source: PromptSource, **re
             "problem": pa.nulls(len(rows), PROBLEM_TYPE),
         }
     )
-    settings = PromptSettings(str(model), False, source, ReadingConfig(**reading), DEFAULTS)
+    settings = PromptSettings(str(model), False, source, ReadingConfig(**reading), DEFAULTS, max_length=60)
     made: list[dict[str, Any]] = make_requests(table, settings).to_pylist()
     return made
 
@@ -60,6 +60,14 @@ def test_rows_that_cannot_be_requests_keep_their_place(model: Path) -> None:
     ]
     assert [row["prompt_ids"] is None for row in made] == [False, True, True, True]
     assert "no such role" in made[1]["problem"]["message"]
+
+
+def test_a_prompt_that_no_engine_takes_does_not_travel_to_one(model: Path) -> None:
+    long, short = requests(model, [{"prompt": "x" * 60}, {"prompt": "x" * 59}], PromptSource("prompt"), chat=False)
+    assert long["prompt_ids"] is None
+    assert long["problem"]["type"] == "Refused"
+    assert "the prompt has 60 tokens, but prompt and output together may have 60" in long["problem"]["message"]
+    assert (len(short["prompt_ids"]), short["problem"]) == (59, None)
 
 
 def test_sampling_survives_its_trip_as_json() -> None:
