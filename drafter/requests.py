@@ -14,15 +14,29 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 MOST_LOGPROBS = 20
 """Most probable tokens that a request may ask the log-probabilities of, at each place."""
+_NUMBERS = (
+    ("temperature", 0.0, math.inf, False),
+    ("top_p", 0.0, 1.0, True),
+    ("min_p", 0.0, 1.0, False),
+    ("repetition_penalty", 0.0, math.inf, True),
+    ("presence_penalty", -2.0, 2.0, False),
+    ("frequency_penalty", -2.0, 2.0, False),
+)
+"""Settings that are floats: name, lowest and highest value, and whether the lowest is not allowed itself."""
 
 
-def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
-    """Raise `RequestError` unless `value` is a finite number in `[low, high]` (`(low, high]` if `low_open`)."""
+def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> float:
+    """Return `value` as a float: an integer may be too large for a tensor's.
+
+    Raises:
+        RequestError: It is no finite number in `[low, high]` (`(low, high]` if `low_open`).
+    """
     if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
         raise RequestError(f"{name} must be a finite number, not {shown(value)}")
     if value < low or value > high or (low_open and value == low):
         span = f"{'more than' if low_open else 'at least'} {low:g}{f' and at most {high:g}' if high < math.inf else ''}"
         raise RequestError(f"{name} must be {span}, not {shown(value)}")
+    return float(value)
 
 
 def _is_finite(value: float) -> bool:
@@ -51,9 +65,8 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
         found = {_token(token): bias for token, bias in pairs}  # type: ignore[attr-defined]
     except (TypeError, ValueError) as error:
         raise RequestError(f"logit_bias must map token ids to numbers, not be {shown(value)}") from error
-    for token, bias in found.items():
-        _number(f"logit_bias of token {token}", bias, -100.0, 100.0)
-    return tuple(sorted(found.items()))
+    checked = {token: _number(f"logit_bias of token {token}", bias, -100.0, 100.0) for token, bias in found.items()}
+    return tuple(sorted(checked.items()))
 
 
 def _token(value: object) -> int:
@@ -109,13 +122,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _integer("max_new_tokens", self.max_new_tokens, 1)
-        _number("temperature", self.temperature, 0.0, math.inf)
         _integer("top_k", self.top_k, 0)
-        _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_open=True)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for name, low, high, low_open in _NUMBERS:
+            object.__setattr__(self, name, _number(name, getattr(self, name), low, high, low_open=low_open))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MOST_LOGPROBS)
