@@ -17,6 +17,9 @@ from pipeline.generate.row_requests import PromptSettings, RowRequest, row_reque
 from pipeline.staging.part_rows import pack, unpack
 from pipeline.staging.row_problems import with_problems
 
+_COMPOSED = 4
+"""A tokeniser's normaliser may make one character of several, but hardly ever of more than this."""
+
 
 def to_requests(block: pa.Table, settings: PromptSettings) -> pa.Table:
     """Make requests of the rows of each part in a block."""
@@ -34,12 +37,14 @@ def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
     for index, (name, row) in enumerate(zip(rows["request_id"].to_pylist(), rows["row"].to_pylist(), strict=True)):
         if problems[index] is None:
             try:
-                requests[index] = row_request(name, row, settings, tokenizer)
+                request = row_request(name, row, settings, tokenizer)
+                refuse_endless(request.prompt, settings.max_length, _longest_token(tokenizer))
+                requests[index] = request
             except RowError as error:
                 problems[index] = vars(error.problem)
     ids = _tokenise(requests, tokenizer)
     for index in list(ids):
-        try:  # a row of megabytes would travel on as millions of numbers, only to be refused by an engine
+        try:  # their numbers would travel on, only to be refused by an engine
             refuse_long(len(ids[index]), settings.max_length)
         except RequestError as error:
             problems[index] = vars(RowError("Refused", str(error)).problem)
@@ -49,6 +54,31 @@ def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
     rows = with_problems(rows, problems)
     rows = rows.append_column("prompt_ids", pa.array([ids.get(index) for index in order], pa.list_(pa.int32())))
     return rows.append_column("sampling", pa.array([samplings.get(index) for index in order], pa.string()))
+
+
+def refuse_endless(prompt: str | list[int], max_length: int, longest_token: int) -> None:
+    """Refuse a text that cannot be short enough, before it is tokenised, which would take minutes and gigabytes.
+
+    Args:
+        prompt: A text, or token ids, which need no tokeniser.
+        max_length: Tokens that prompt and output may have together.
+        longest_token: Characters of the vocabulary's longest token.
+
+    Raises:
+        RowError: The text is too long.
+    """
+    if isinstance(prompt, str) and len(prompt) > max_length * longest_token * _COMPOSED:
+        raise RowError(
+            "Refused",
+            f"the prompt has {len(prompt)} characters, but prompt and output together may have {max_length} tokens: "
+            "shorten the prompt or raise max_length",
+        )
+
+
+@lru_cache(maxsize=2)
+def _longest_token(tokenizer: Any) -> int:
+    """Return the characters of the longest token."""
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def _tokenise(requests: dict[int, RowRequest], tokenizer: Any) -> dict[int, list[int]]:
