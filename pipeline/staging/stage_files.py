@@ -117,7 +117,7 @@ def _fitting(table: pa.Table, most_rows: int, most_bytes: int) -> int:
     """Return how many rows at the beginning of a table are within both limits."""
     table = table.slice(0, most_rows)
     if table.nbytes <= most_bytes:
-        return table.num_rows
+        return int(table.num_rows)
     sizes = np.cumsum([table.slice(row, 1).nbytes for row in range(table.num_rows)])
     return int(np.searchsorted(sizes, most_bytes, side="right"))
 

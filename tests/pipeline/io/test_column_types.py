@@ -87,7 +87,8 @@ def test_what_parquet_can_hold_stays_as_it_is(values: list[Any]) -> None:
 
 def test_an_object_without_fields_in_one_part_takes_the_fields_of_another() -> None:
     """Each part is stored by itself; that one is text there does not make the column text."""
-    columns = [infer_column(values) for values in ([{}, None], [{"a": 1, "tags": []}], [None])]
+    parts: list[list[Any]] = [[{}, None], [{"a": 1, "tags": []}], [None]]
+    columns = [infer_column(values) for values in parts]
     stored = [conform(column, stored_type(column.type)) for column in columns]
     target = stored_type(unify_types([known_type(column.type) for column in columns]))
     assert [conform(one, target).to_pylist() for one in stored] == [
