@@ -14,6 +14,10 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 MOST_LOGPROBS = 20
 """Most probable tokens that a request may ask the log-probabilities of, at each place."""
+MOST_STOPS = 16
+"""Stop strings that a request may have."""
+LONGEST_STOP = 1000
+"""Characters of a stop string."""
 _NUMBERS = (
     ("temperature", 0.0, math.inf, False),
     ("top_p", 0.0, 1.0, True),
@@ -78,6 +82,21 @@ def _token(value: object) -> int:
     return value
 
 
+def _stops(value: object) -> tuple[str, ...]:
+    """Stop strings. They are looked for in every token, so that neither their number nor their length is unlimited.
+
+    Raises:
+        RequestError: Something else, too many, or too long.
+    """
+    if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
+        raise RequestError(f"stop must be a list of non-empty strings, not {shown(value)}")
+    if len(value) > MOST_STOPS:
+        raise RequestError(f"stop may have up to {MOST_STOPS} strings, not {len(value)}")
+    if (longest := max(map(len, value), default=0)) > LONGEST_STOP:
+        raise RequestError(f"stop may have strings of up to {LONGEST_STOP} characters, not {longest}")
+    return tuple(value)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the base chooses each token, and where it stops.
@@ -99,7 +118,7 @@ class SamplingParams:
         logprobs: Hand out the base's log-probability of each token, and of so many most probable ones in its place:
             0 to 20, or None for neither. They are the base's own: of its logits before all of the above.
         seed: Tokens are a function of (model, prompt, seed) alone: see `docs/method.md`.
-        stop: Strings that end the text; the text is cut before the first one.
+        stop: Strings that end the text; the text is cut before the first one. Up to 16, of up to 1000 characters each.
         ignore_eos: Generate on past the end-of-sequence token.
 
     Raises:
@@ -129,11 +148,9 @@ class SamplingParams:
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MOST_LOGPROBS)
         _integer("seed", self.seed, 0)
-        if not isinstance(self.stop, list | tuple) or not all(isinstance(text, str) and text for text in self.stop):
-            raise RequestError(f"stop must be a list of non-empty strings, not {shown(self.stop)}")
+        object.__setattr__(self, "stop", _stops(self.stop))
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos must be true or false, not {shown(self.ignore_eos)}")
-        object.__setattr__(self, "stop", tuple(self.stop))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from drafter.errors import RequestError, shown
 from drafter.requests import SamplingParams
-from drafter.text.chat import render_chat
+from drafter.text.chat import Chat, render_chat
 from pipeline.errors import RowError
 from pipeline.generate.row_sampling import row_sampling, row_seed
 from pipeline.io.prompt_source import PromptSource
@@ -46,13 +46,11 @@ class RowRequest:
     """What a row asks for.
 
     Args:
-        prompt: A text to tokenise, or token ids.
-        templated: Whether a chat template has written the special tokens.
+        prompt: A text or a chat to tokenise, or token ids.
         sampling: The row's settings.
     """
 
-    prompt: str | list[int]
-    templated: bool
+    prompt: str | Chat | list[int]
     sampling: SamplingParams
 
 
@@ -75,12 +73,12 @@ def row_request(request_id: str, row: dict[str, Any], settings: PromptSettings, 
     sampling = row_sampling(settings.sampling, request_id, row, reading.sampling_column, sample)
     value = row.get(column)
     if settings.source.kind == "messages":
-        return RowRequest(_chat_text(row_messages(value, column), tokenizer), True, sampling)
+        return RowRequest(_chat(row_messages(value, column), tokenizer), sampling)
     if not isinstance(value, str) or not value.strip():
         raise RowError("BadPrompt", f"column {column!r} is empty")
     if tokenizer.chat_template is None if reading.chat is None else not reading.chat:
-        return RowRequest(value, False, sampling)
-    return RowRequest(_chat_text([{"role": "user", "content": value}], tokenizer), True, sampling)
+        return RowRequest(value, sampling)
+    return RowRequest(_chat([{"role": "user", "content": value}], tokenizer), sampling)
 
 
 def _batch_request(request_id: str, line: dict[str, Any], defaults: SamplingParams, tokenizer: Any) -> RowRequest:
@@ -96,8 +94,8 @@ def _batch_request(request_id: str, line: dict[str, Any], defaults: SamplingPara
     sampling = dataclasses.replace(sampling, seed=seed)
     prompt = asked.prompts[sample // asked.n]
     if is_messages(prompt):
-        return RowRequest(_chat_text(prompt, tokenizer), True, sampling)
-    return RowRequest(prompt, False, sampling)
+        return RowRequest(_chat(prompt, tokenizer), sampling)
+    return RowRequest(prompt, sampling)
 
 
 def row_messages(value: Any, column: str) -> list[dict[str, Any]]:
@@ -146,7 +144,7 @@ def _is_content(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _chat_text(messages: list[dict[str, Any]], tokenizer: Any) -> str:
+def _chat(messages: list[dict[str, Any]], tokenizer: Any) -> Chat:
     try:
         return render_chat(tokenizer, messages)
     except RequestError as error:

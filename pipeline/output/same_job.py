@@ -15,8 +15,9 @@ from pyarrow import fs
 
 from drafter.errors import one_line
 from pipeline.errors import InputError
-from pipeline.io.files import Location
+from pipeline.io.files import Location, is_copy
 from pipeline.output.output_folder import RUN_FILE
+from pipeline.output.run_file import FORMAT, read_run
 
 _LONGEST_CHANGE = 120
 """Characters of two values that a message still shows."""
@@ -46,7 +47,7 @@ def check_output(uri: str, output: JobFolder, meant: dict[str, Any]) -> None:
         meant: The job's meaning.
 
     Raises:
-        InputError: The output is another job's, or cannot be read.
+        InputError: The output is another job's or an earlier release's, or cannot be read.
     """
     root = output.root
     try:
@@ -57,9 +58,9 @@ def check_output(uri: str, output: JobFolder, meant: dict[str, Any]) -> None:
         raise InputError(f"output {uri} cannot be read: {one_line(error)}") from error
     run_file = root / RUN_FILE
     if run_file.type == fs.FileType.File:
-        if (different := _differences(uri, run_file, meant)) and output.has_results():
-            shown = "; ".join(different[:_SHOWN_CHANGES])
-            raise InputError(f"output {uri} belongs to another job ({shown}): choose another output")
+        why_not = _why_not(uri, run_file, meant)
+        if why_not is not None and output.has_results():
+            raise InputError(why_not)
     elif holds:
         raise InputError(f"output {uri} is not empty and has no run.json: choose a new folder")
 
@@ -82,24 +83,31 @@ def take_output(uri: str, output: JobFolder, meant: dict[str, Any]) -> bool:
     run_file = output.root / RUN_FILE
     if run_file.type != fs.FileType.File:
         return True
-    another = bool(_differences(uri, run_file, meant))
+    another = _why_not(uri, run_file, meant) is not None
     if another:
         output.forget_job()
     return another
 
 
-def _differences(uri: str, run_file: Location, meant: dict[str, Any]) -> list[str]:
-    """Say what differs between the meaning in `run.json` and this one."""
+def _why_not(uri: str, run_file: Location, meant: dict[str, Any]) -> str | None:
+    """Say why a job with this meaning cannot go on with what an output holds; None if it can."""
     try:
-        before = json.loads(run_file.read_text())["meaning"]
-    except (ValueError, KeyError, TypeError) as error:
+        run = read_run(run_file)
+    except ValueError as error:
         raise InputError(f"output {uri} has a damaged run.json: choose another output") from error
-    return list(_changes(before, json.loads(json.dumps(meant))))
+    if run.get("format") != FORMAT:
+        return (
+            f"output {uri} was made by another release (its format is {run.get('format', 1)}, and this release "
+            f"writes {FORMAT}): go on with that release, or choose another output"
+        )
+    if different := list(_changes(run["meaning"], json.loads(json.dumps(meant)))):
+        return f"output {uri} belongs to another job ({'; '.join(different[:_SHOWN_CHANGES])}): choose another output"
+    return None
 
 
 def _holds_nothing(found: Location) -> bool:
     """Whether it may be of a submission that ended before it wrote `run.json`."""
-    return found.name == f"{RUN_FILE}.partial" or (found.type == fs.FileType.Directory and not found.children())
+    return is_copy(found.name, RUN_FILE) or (found.type == fs.FileType.Directory and not found.children())
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[str]:
