@@ -99,7 +99,7 @@ def open_output(config: GenerateConfig, meaning: dict[str, Any]) -> OutputFolder
     source = locate(config.input)
     if f"{output.root.path}/".startswith(f"{source.path}/") and source.filesystem.equals(output.root.filesystem):
         raise InputError(f"output {config.output} lies in the input: results would become input")
-    check_output(config.output, output.root, meaning)
+    check_output(config.output, output, meaning)
     output.create()
     if output.run_file.type == fs.FileType.File:
         mend_run(output.run_file)

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from drafter.errors import RequestError
+from drafter.errors import RequestError, shown
 from drafter.requests import SamplingParams
 from drafter.text.chat import Chat, render_chat
 from pipeline.errors import RowError
@@ -30,6 +30,7 @@ class PromptSettings:
         source: Where a row's prompt is.
         reading: Whether prompts are chats, and where a row's own settings are.
         sampling: The run's settings; a row's own override them.
+        max_length: Tokens that no engine of the run takes more of, prompt and output together.
     """
 
     tokenizer: str
@@ -37,6 +38,7 @@ class PromptSettings:
     source: PromptSource
     reading: ReadingConfig
     sampling: SamplingParams
+    max_length: int
 
 
 @dataclass(frozen=True)
@@ -110,18 +112,36 @@ def row_messages(value: Any, column: str) -> list[dict[str, Any]]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise RowError("BadPrompt", f"column {column!r} is not JSON: {error}") from error
-    if not value:
+            raise RowError("BadPrompt", f"column {column!r} is not JSON, but {shown(value)}: {error}") from error
+    if value is None or value == []:
         raise RowError("BadPrompt", f"column {column!r} has no messages")
-    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise RowError("BadPrompt", f"column {column!r} must be a list of messages with role and content")
+    if not isinstance(value, list):
+        raise RowError(
+            "BadPrompt", f"column {column!r} must be a list of messages with role and content, not {shown(value)}"
+        )
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict):
+            raise RowError(
+                "BadPrompt", f"message {number} must be an object with role and content, not {shown(message)}"
+            )
     messages = [{name: field for name, field in message.items() if field is not None} for message in value]
     for number, message in enumerate(messages, start=1):
-        if not isinstance(message.get("role"), str):
-            raise RowError("BadPrompt", f"message {number} has no role")
-        if not isinstance(message.get("content"), str | list):
-            raise RowError("BadPrompt", f"message {number} has no content")
+        for name in ("role", "content"):
+            if name not in message:
+                raise RowError("BadPrompt", f"message {number} has no {name}")
+        if not isinstance(role := message["role"], str):
+            raise RowError("BadPrompt", f"role of message {number} must be text, not {shown(role)}")
+        if not _is_content(content := message["content"]):
+            what = "text or a list of typed parts"
+            raise RowError("BadPrompt", f"content of message {number} must be {what}, not {shown(content)}")
     return messages
+
+
+def _is_content(value: Any) -> bool:
+    """Whether a chat template may know what to do with a message's content."""
+    if isinstance(value, list):
+        return all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in value)
+    return isinstance(value, str)
 
 
 def _chat(messages: list[dict[str, Any]], tokenizer: Any) -> Chat:

@@ -20,6 +20,7 @@ from pipeline.output.lease import Lease
 from pipeline.output.openai_batch_results import write_batch
 from pipeline.output.output_folder import OutputFolder
 from pipeline.output.run_file import read_run
+from pipeline.output.same_job import take_output
 from pipeline.output.summary import count_rows, read_totals, summarise
 from pipeline.output.whole_parts import discard_torn, is_whole
 from pipeline.progress.job_progress import Progress
@@ -44,6 +45,8 @@ def run(job: JobContext) -> None:
         if not is_finished(job.output):
             lease = Lease(job.output.lease, lost=lambda by: stopping.stop(f"{by} works on the output now"))
             with stopping, lease, StatusFile(job.output.status_file) as status:
+                if take_output(job.config.output, job.output, job.meaning):
+                    job.save_run("running")
                 last = finish(job, stopping, status)
     except StopRequestedError as stop:
         raise JobStopped(str(stop)) from None

@@ -90,6 +90,12 @@ class Location:
             self.filesystem.create_dir(self.path, recursive=True)
             sync(self.filesystem, _parent(self.path))
 
+    def empty(self, first: str) -> None:
+        """Delete what the folder holds, and before the rest the file `first`, which says what the rest is."""
+        if (self / first).type == fs.FileType.File:
+            self.filesystem.delete_file((self / first).path)
+        self.filesystem.delete_dir_contents(self.path, missing_dir_ok=True)
+
     def copy_from(self, file: Path) -> None:
         """Copy a local file here, as a whole or not at all."""
         with file.open("rb") as source, self.open_whole() as stream:

@@ -14,6 +14,8 @@ from pipeline.io.chunks import Chunk
 from pipeline.io.files import Location
 from pipeline.io.listing import InputFile
 
+_CSV_BLOCK_BYTES = 32 << 20
+"""What is parsed of a CSV at once; no row can be longer."""
 _PARQUET_MARK = b"PAR1"
 _FOOTER_BYTES = 64 << 10
 """The footers of most files are shorter; for a longer one a second piece is read."""
@@ -75,13 +77,14 @@ def read_csv(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator[
     """
     if file.size == 0:
         return
+    read = pa.csv.ReadOptions(block_size=_CSV_BLOCK_BYTES)
     parse = pa.csv.ParseOptions(newlines_in_values=True)
     with filesystem.open_input_stream(file.path, compression="detect") as stream:
-        names = pa.csv.open_csv(stream, parse_options=parse).schema.names
+        names = pa.csv.open_csv(stream, read, parse).schema.names
     _refuse_duplicate_names(file, names)
     convert = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
     with filesystem.open_input_stream(file.path, compression="detect") as stream:
-        yield from _chunks(pa.csv.open_csv(stream, parse_options=parse, convert_options=convert), rows)
+        yield from _chunks(pa.csv.open_csv(stream, read, parse, convert), rows)
 
 
 def _refuse_duplicate_names(file: InputFile, names: list[str]) -> None:

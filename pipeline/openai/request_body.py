@@ -198,7 +198,8 @@ def _refusal(error: ValidationError) -> OpenAIError:
     if first["type"] == "extra_forbidden":
         return bad_request(f"Unknown parameter: '{path}'.", path, "unknown_parameter")
     code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
-    return bad_request(f"Invalid '{path}': {first['msg']}.", path, code)
+    found = "" if ", not " in first["msg"] else f", not {shown(first['input'])}"
+    return bad_request(f"Invalid '{path}': {first['msg']}{found}.", path, code)
 
 
 def _unsupported(name: str, value: Any) -> OpenAIError:

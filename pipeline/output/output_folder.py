@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from pyarrow import fs
+
 from pipeline.errors import InputError
 from pipeline.io.files import Location, make_folders, read_either
 
+STAGED_LIST = "parts.json"
+"""Lists the staged parts. It is written last: where it is, staging is complete."""
 RUN_FILE = "run.json"
 """Says what was run, in every job's output."""
 LEASE_FILE = "_lease.json"
@@ -110,6 +114,15 @@ class OutputFolder:
     def delete_temporary(self) -> None:
         """Delete what earlier submissions were writing when they ended; only the holder of the lease may do so."""
         self.temporary.filesystem.delete_dir_contents(self.temporary.path, missing_dir_ok=True)
+
+    def has_results(self) -> bool:
+        """Return whether any row has been generated that is kept: of a committed part, or left by who was stopped."""
+        return bool(self.committed()) or self.unfinished.type == fs.FileType.File
+
+    def forget_job(self) -> None:
+        """Delete what a job without results has left, but `run.json`; only the holder of the lease may do so."""
+        self.staged.empty(first=STAGED_LIST)
+        self.errors.filesystem.delete_dir_contents(self.errors.path, missing_dir_ok=True)
 
     def compaction(self) -> CompactionPlan | None:
         """Read which parts' files become one; None where none do.

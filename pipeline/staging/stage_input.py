@@ -13,7 +13,7 @@ import pyarrow.parquet
 import ray
 
 from pipeline.errors import InputError
-from pipeline.io.column_types import unify_fields
+from pipeline.io.column_types import stored_struct, unify_fields
 from pipeline.io.listing import InputFile, InputListing
 from pipeline.staging.samples import row_name
 from pipeline.staging.stage_files import StagingPlan, stage_files
@@ -62,7 +62,7 @@ def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None =
                 "choose another output"
             )
         return before
-    row_type = pa.struct(unify_fields(fields for _, fields in done))
+    row_type = stored_struct(unify_fields(fields for _, fields in done))
     staged = StagedInput(plan.folder, parts, row_type, plan.rows_per_part)
     if plan.prompts.id_column is not None:
         _refuse_shared_ids(staged, plan)

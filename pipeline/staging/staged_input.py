@@ -18,10 +18,9 @@ import pyarrow.parquet
 
 from pipeline.io.files import Location, mend, read_either, write_twice
 from pipeline.io.table_files import parquet_rows
+from pipeline.output.output_folder import STAGED_LIST
 
 _READERS = 16
-_LIST = "parts.json"
-"""Written last: where it is, staging is complete."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class StagedInput:
     @property
     def created(self) -> int:
         """When the input was staged, in seconds since 1970."""
-        return int((self.folder / _LIST).info.mtime_ns // 10**9)
+        return int((self.folder / STAGED_LIST).info.mtime_ns // 10**9)
 
     def without(self, committed: Collection[str]) -> list[Part]:
         """Return the parts whose names are not in `committed`."""
@@ -94,13 +93,13 @@ class StagedInput:
         row_type = base64.b64encode(pa.schema(list(self.row_type)).serialize().to_pybytes()).decode()
         parts = [[part.name, part.rows, part.nbytes] for part in self.parts]
         saved = {"row_type": row_type, "rows_per_part": self.rows_per_part, "parts": parts}
-        write_twice(self.folder / _LIST, json.dumps(saved))
+        write_twice(self.folder / STAGED_LIST, json.dumps(saved))
 
     @classmethod
     def load(cls, folder: Location) -> StagedInput | None:
         """Read what an earlier submission staged; None if it did not complete it, or if its list is lost."""
         try:
-            saved = read_either(folder / _LIST, _parse)
+            saved = read_either(folder / STAGED_LIST, _parse)
         except (FileNotFoundError, ValueError):
             return None
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(saved["row_type"])))
@@ -110,7 +109,7 @@ class StagedInput:
 
 def mend_list(folder: Location) -> None:
     """Write the list of parts again from its copy, if it is damaged and the copy is not."""
-    mend(folder / _LIST, _parse)
+    mend(folder / STAGED_LIST, _parse)
 
 
 def _parse(text: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from pipeline.cluster.shares import ActorResources, Cluster, share_out
 from pipeline.errors import InputError, JobError, JobStopped
 from pipeline.output.lease import Lease
 from pipeline.output.run_file import read_run, save_run, versions
+from pipeline.output.same_job import take_output
 from pipeline.stopping import Stopping, StopRequestedError
 from pipeline.training.metrics_log import Record, read_metrics
 from pipeline.training.metrics_plot import plot_run
@@ -95,6 +96,7 @@ def finish(
         JobError: The job failed on the way.
     """
     facts: dict[str, Any] = {"base_fingerprints": list(texts.base_fingerprints)}
+    take_output(config.output, folder, meant)
     save_run(folder.run_file, config.as_dict(), meant, state="running", **facts)
     resources = share_workers(config.workers, connect())
     stopping.take_over()

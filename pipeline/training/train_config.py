@@ -20,14 +20,15 @@ class TextsConfig:
 
     Args:
         held_out: Output of another distillation to measure β on; by default some prompts of `data` are held out.
-        held_out_texts: Number of texts that β is measured on.
+        held_out_texts: Number of texts that β is measured on; by default 64, or an eighth of the texts where these are
+            fewer than 512.
         max_length: Tokens of a text; longer texts are cut.
         store_hidden: Compute the base's hidden states once and store them, instead of computing them in each step. The
             job shows their size first.
     """
 
     held_out: str | None = None
-    held_out_texts: int = 64
+    held_out_texts: int | None = None
     max_length: int = 2_048
     store_hidden: bool = False
 

@@ -41,7 +41,7 @@ def train(config: TrainConfig) -> None:
     meant = meaning(config, data, held_out, model_fingerprint(model))
     vocab_size = check_head(config, model)
     folder = TrainingFolder(locate(config.output))
-    check_output(config.output, folder.root, meant)
+    check_output(config.output, folder, meant)
     folder.create()
     if folder.run_file.type == fs.FileType.File:
         mend_run(folder.run_file)

@@ -16,6 +16,9 @@ from pipeline.engines.model_files import tensor_spans
 from pipeline.io.files import Location, make_folders
 from pipeline.output.output_folder import LEASE_FILE, RUN_FILE
 
+STAGED_TEXTS_LIST = "texts.json"
+"""Lists the staged texts. It is written last: where it is, staging is complete."""
+
 
 @dataclass(frozen=True)
 class TrainingFolder:
@@ -74,6 +77,16 @@ class TrainingFolder:
             InputError: They cannot be created or written to.
         """
         make_folders(self.root, [self.head, self.events, self.staged, self.checkpoints], self.root)
+
+    def has_results(self) -> bool:
+        """Return whether a head or a checkpoint has been saved."""
+        saved = any(info.type == fs.FileType.Directory for info in self.checkpoints.children())
+        return saved or (self.head / WEIGHTS_FILE).type == fs.FileType.File
+
+    def forget_job(self) -> None:
+        """Delete what a job without results has left, but `run.json`."""
+        self.staged.empty(first=STAGED_TEXTS_LIST)
+        self.checkpoints.filesystem.delete_dir_contents(self.checkpoints.path, missing_dir_ok=True)
 
     def products(self) -> dict[str, int]:
         """Return the sizes in bytes of the files that a run leaves to its user, by their names in the output."""

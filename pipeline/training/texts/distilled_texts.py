@@ -50,7 +50,7 @@ def open_texts(uri: str) -> DistilledTexts:
     """Open the output of a distillation.
 
     Raises:
-        InputError: It is not the output of a distillation, is not finished, or has no rows.
+        InputError: It is not the output of a distillation, is not finished, is not lossless, or has no rows.
     """
     output = OutputFolder(locate(uri))
     try:
@@ -79,6 +79,12 @@ def _read_run(uri: str, output: OutputFolder) -> dict[str, Any]:
         raise InputError(f"data {uri} is not finished: submit its distillation again")
     if not isinstance(base, str):
         raise InputError(f"data {uri} does not say which base made it: distil again into a new folder")
+    # An output from before verifiers were noted does not say it: there was only the exact one.
+    if run.get("lossless") is False:
+        raise InputError(
+            f"data {uri} was decoded by the verifier {run.get('verifier')!r}, which is not lossless: distil again with "
+            "the exact one, because a head learns from its own base's answers"
+        )
     return run
 
 

@@ -31,12 +31,14 @@ from pipeline.io.table_files import parquet_rows
 from pipeline.staging.staged_input import Part
 from pipeline.training.texts.distilled_texts import COLUMNS, DistilledTexts
 from pipeline.training.train_config import TextsConfig
+from pipeline.training.training_folder import STAGED_TEXTS_LIST
 
 STEPS_PER_PART = 64
 """Least number of steps of a part. Texts of different parts never come together in a step."""
 _HELD_OUT, _COUNTS = "held-out", "token-counts"
-_LIST = "texts.json"
-"""Written last: where it is, staging is complete."""
+_USUAL_HELD_OUT = 64
+_LARGEST_SHARE = 8
+"""By default no more than one in so many texts is held out."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class StagedTexts:
     def save(self) -> None:
         """Write the list of parts, which completes the staging."""
         parts = [[part.name, part.rows] for part in self.parts]
-        (self.folder / _LIST).write_text(json.dumps({"parts": parts, "counts": asdict(self.counts)}))
+        (self.folder / STAGED_TEXTS_LIST).write_text(json.dumps({"parts": parts, "counts": asdict(self.counts)}))
 
     @classmethod
     def load(cls, folder: Location) -> StagedTexts | None:
@@ -85,7 +87,7 @@ class StagedTexts:
         Staging the same texts again gives the same parts.
         """
         try:
-            saved = json.loads((folder / _LIST).read_text())
+            saved = json.loads((folder / STAGED_TEXTS_LIST).read_text())
             parts = tuple(Part(name, rows) for name, rows in saved["parts"])
             counts = TextCounts(**saved["counts"])
         except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -145,12 +147,14 @@ def stage_texts(
     prompts = prompts[unusable:]
     if held_out is None:
         # Whole prompts are held out: the last one comes with all of its answers.
-        bound = int(prompts[: config.held_out_texts].max(initial=-1))
+        wanted = config.held_out_texts or usual_held_out(len(prompts))
+        bound = int(prompts[:wanted].max(initial=-1))
         chosen = rows.filter(expr=(col("prompt_key") >= 0) & (col("prompt_key") <= bound))
     else:
+        wanted = config.held_out_texts or _USUAL_HELD_OUT
         bound = -1
         chosen = _read([held_out], config.max_length, vocab_size, seed).filter(expr=col("prompt_key") >= 0)
-    test = _table(chosen).sort_by("key").slice(0, config.held_out_texts)
+    test = _table(chosen).sort_by("key").slice(0, wanted)
     count = int(np.count_nonzero(prompts > bound))
     if not test.num_rows:
         raise InputError("no text is left to measure β on: no held-out row has both a prompt and an answer")
@@ -176,6 +180,11 @@ def stage_texts(
     staged = StagedTexts(folder, tuple(parts), counts)
     staged.save()
     return staged
+
+
+def usual_held_out(texts: int) -> int:
+    """Return how many of these texts are held out by default: an eighth, at least one and at most 64."""
+    return min(_USUAL_HELD_OUT, max(1, texts // _LARGEST_SHARE))
 
 
 def count_answers(table: pa.Table, vocab_size: int) -> NDArray[np.int64]:

@@ -37,6 +37,14 @@ def test_a_row_changes_the_run_settings(own: Any) -> None:
     assert sampling == expected
 
 
+@pytest.mark.parametrize("name", ["temperature", "repetition_penalty"])
+def test_an_integer_that_only_a_float_holds_is_one(name: str) -> None:
+    """As a tensor's value it would end the engine's process."""
+    value = getattr(row_sampling(DEFAULTS, "r", {"sampling": {name: 10**300}}, "sampling"), name)
+    assert isinstance(value, float)
+    assert value == 1e300
+
+
 @pytest.mark.parametrize(
     ("row", "seed"),
     [

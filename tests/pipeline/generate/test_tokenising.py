@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from drafter.requests import SamplingParams
+from pipeline.errors import RowError
 from pipeline.generate.row_requests import PromptSettings
-from pipeline.generate.tokenising import make_requests
+from pipeline.generate.tokenising import make_requests, refuse_endless
 from pipeline.io.prompt_source import PromptSource
 from pipeline.io.reading_config import ReadingConfig
 from pipeline.staging.row_problems import PROBLEM_TYPE
@@ -29,7 +31,7 @@ def requests(model: Path, rows: list[dict[str, Any]], source: PromptSource, **re
             "problem": pa.nulls(len(rows), PROBLEM_TYPE),
         }
     )
-    settings = PromptSettings(str(model), False, source, ReadingConfig(**reading), DEFAULTS)
+    settings = PromptSettings(str(model), False, source, ReadingConfig(**reading), DEFAULTS, max_length=200)
     made: list[dict[str, Any]] = make_requests(table, settings).to_pylist()
     return made
 
@@ -62,6 +64,26 @@ def test_rows_that_cannot_be_requests_keep_their_place(model: Path) -> None:
     ]
     assert [row["prompt_ids"] is None for row in made] == [False, True, True, True]
     assert "no such role" in made[1]["problem"]["message"]
+
+
+def test_a_prompt_that_no_engine_takes_does_not_travel_to_one(model: Path) -> None:
+    long, short = requests(model, [{"prompt": "x" * 200}, {"prompt": "x" * 199}], PromptSource("prompt"), chat=False)
+    assert long["prompt_ids"] is None
+    assert long["problem"]["type"] == "Refused"
+    assert "the prompt has 200 tokens, but prompt and output together may have 200" in long["problem"]["message"]
+    assert (len(short["prompt_ids"]), short["problem"]) == (199, None)
+
+
+def test_a_text_that_cannot_be_short_enough_is_not_even_tokenised(model: Path) -> None:
+    refuse_endless("x" * 4_000, max_length=100, longest_token=10)
+    refuse_endless([1] * 4_001, max_length=100, longest_token=10)
+    with pytest.raises(RowError, match="the prompt has 4001 characters, but prompt and output together may have 100"):
+        refuse_endless("x" * 4_001, max_length=100, longest_token=10)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 1_000_000}}
+    rows = [{"messages": json.dumps([{"role": "user", "content": [image]}])}]
+    (made,) = requests(model, rows, PromptSource("messages", "messages"))
+    assert made["problem"]["type"] == "Refused"
+    assert "characters" in made["problem"]["message"]
 
 
 def test_sampling_survives_its_trip_as_json() -> None:
