@@ -15,6 +15,9 @@ FinishReason = Literal["stop", "length", "cancelled"]
 MOST_LOGPROBS = 20
 """Most probable tokens that a request may ask the log-probabilities of, at each place."""
 
+DRAW = "gumbel"
+"""How a seed decides tokens, by name: the same seed draws other tokens under another name."""
+
 
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
     """Raise `RequestError` unless `value` is a finite number in `[low, high]` (`(low, high]` if `low_open`)."""

@@ -20,6 +20,8 @@ from pipeline.output.output_folder import RUN_FILE
 _LONGEST_CHANGE = 120
 """Characters of two values that a message still shows."""
 _SHOWN_CHANGES = 3
+_IN_WORDS = {"draw": "the version that began it draws other tokens from the same seeds"}
+"""What it means that a value differs, where the value is no setting."""
 
 
 def check_output(uri: str, root: Location, meant: dict[str, Any]) -> None:
@@ -63,6 +65,8 @@ def _changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> I
         old, new = before.get(name), now.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
             yield from _changes(old, new, f"{prefix}{name}.")
+        elif old != new and not prefix and name in _IN_WORDS:
+            yield _IN_WORDS[name]
         elif old != new:
             long = len(repr(old)) + len(repr(new)) > _LONGEST_CHANGE
             yield f"{prefix}{name} " + ("is another" if long else f"was {old!r}, is now {new!r}")
