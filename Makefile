@@ -59,8 +59,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools torch
 	@# DeepSpeed's set-up imports torch. Without a GPU it needs an extension, which is compiled here and not by the first
 	@# job: were that killed half-way, all later ones would wait for ever. A wheel in pip's cache may lack it.
-	@command -v c++ >/dev/null || echo "No C++ compiler: everything will run but jobs.train on CPUs"
+	@command -v c++ >/dev/null || echo "No C++ compiler: jobs.train will not run on CPUs, and the rest slowly"
 	DS_BUILD_SHM_COMM=$$(command -v c++ >/dev/null && echo 1 || echo 0) \
 	    $(BIN)/python -m pip install --quiet --no-cache-dir -c constraints.txt --no-build-isolation deepspeed
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation --editable '.[dev,train]'
+	$(BIN)/python -m drafter.native.build
 	@touch $@

@@ -24,7 +24,8 @@ FORBIDDEN = {
 """What no file of a package imports. A package is named by its folder, what it imports by the top-level package."""
 
 WALLS = {
-    "drafter.base": {"drafter.devices", "drafter.errors"},
+    "drafter.native": set[str](),
+    "drafter.base": {"drafter.devices", "drafter.errors", "drafter.native"},
     "drafter.tree": set[str](),
     "drafter.search": {"drafter.devices", "drafter.tree"},
     "drafter.heads": {
@@ -32,6 +33,7 @@ WALLS = {
         "drafter.devices",
         "drafter.drafters.contract",
         "drafter.errors",
+        "drafter.native",
         "drafter.search",
         "drafter.tree",
     },

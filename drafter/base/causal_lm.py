@@ -1,12 +1,12 @@
 """The base: any decoder-only softmax-attention causal LM of transformers, its own modeling code unforked.
 
-Three things make tree decoding out of an ordinary forward: our `KVCache`, a 4-D mask (a dictionary of masks for
-models that mix kinds of attention) and explicit position ids. `self_check` proves at load that the model heeds them.
+An executor runs its forwards. `self_check` proves at load that the model heeds masks and positions, and that a faster
+executor gives the numbers that the model's own code gives.
 """
 
 from __future__ import annotations
 
-import inspect
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,17 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from drafter import devices
-from drafter.base.architecture import attention_kinds, decoder_of, max_positions, refuse_unsupported
-from drafter.base.executors.compiled import compiled
+from drafter.base.architecture import decoder_of, max_positions, refuse_unsupported
 from drafter.base.executors.contract import Executor, TreeNodes
+from drafter.base.executors.llama_like import NotLlamaLikeError, read_llama_like
+from drafter.base.executors.model_code import ModelCode
+from drafter.base.executors.native_decoder import NativeDecoder
 from drafter.base.executors.prepacked import prepack, product_of
 from drafter.base.fingerprint import fingerprint
 from drafter.base.hidden_states import LM_HEAD_INPUT, DecoderLayers
 from drafter.base.kv_cache import KVCache
-from drafter.base.masks import additive, tree_attention_mask
-from drafter.base.packing import PACKED_ATTENTION, Packing
-from drafter.base.self_check import packs_alike, prove_tree_decoding, run_plainly
+from drafter.base.packing import PACKED_ATTENTION
+from drafter.base.self_check import executors_agree, packs_alike, prove_tree_decoding, run_plainly
 from drafter.errors import LoadError
+from drafter.native.build import BuildError
+
+_log = logging.getLogger(__name__)
 
 
 class BaseModel:
@@ -34,6 +38,7 @@ class BaseModel:
     Args:
         model: A transformers causal LM, on its device(s).
         name: Hub id or path; goes into draft heads' configuration.
+        native: Whether the native executor runs it where that can be; otherwise the model's own code does.
 
     Attributes:
         decoder: The model without its LM head.
@@ -46,7 +51,7 @@ class BaseModel:
         LoadError: The model cannot be decoded by trees; the message names it and the reason.
     """
 
-    def __init__(self, model: Any, name: str = "") -> None:
+    def __init__(self, model: Any, name: str = "", *, native: bool = True) -> None:
         self.name = name or model.config.name_or_path or type(model).__name__
         refuse_unsupported(self.name, model.config)
         if getattr(model, "_is_stateful", False):
@@ -63,22 +68,35 @@ class BaseModel:
         if self._head is None or self._embedding is None:
             raise LoadError(f"{self.name}: {model.config.model_type} has no LM head")
         self.decoder: nn.Module = decoder_of(model)
-        self._layers = DecoderLayers(self.decoder, self.config.num_hidden_layers, self.name)
-        # Read once: transformers' configurations are slow to ask.
+        layers = DecoderLayers(self.decoder, self.config.num_hidden_layers, self.name)
         self.dtype: torch.dtype = model.dtype
         self.max_positions = max_positions(self.config)
-        self._kinds = attention_kinds(self.config)
-        takes = inspect.signature(model.forward).parameters
-        self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-        self._head_input: Tensor | None = None
-        self._head.register_forward_pre_hook(self._keep_head_input)
-        self._executor: Executor = self._run_model
-        prepack(self.model)
+        self._model_code = ModelCode(model, self.decoder, layers, self.config, self.device)
+        self._executor: Executor = self._model_code
         plain = run_plainly(self)
         self._layer_shapes = plain.layer_shapes
         prove_tree_decoding(self, plain)
+        if native:
+            self._executor = self._native() or self._model_code
+        # The native executor has weights of its own. What is left is the LM head, which draft heads call.
+        prepack(self.model if self._executor is self._model_code else self._head)
         sizes = [model.config.model_type, self.config.num_hidden_layers, self.hidden_size, self.vocab_size]
         self.fingerprint = fingerprint(self.model, self._embedding.weight, sizes)
+
+    def _native(self) -> Executor | None:
+        """The native executor, if it can run this model and agrees with the model's own code."""
+        try:
+            native = NativeDecoder(read_llama_like(self.model, self.decoder, self.config))
+        except NotLlamaLikeError as reason:
+            _log.debug("%s runs by its own code: %s", self.name, reason)
+            return None
+        except BuildError as reason:
+            _log.warning("%s runs by its own code, which is slower than the native one: %s", self.name, reason)
+            return None
+        if not executors_agree(self, self._model_code, native):
+            _log.warning("%s runs by its own code: the native one gives other numbers", self.name)
+            return None
+        return native
 
     # ---- what it is
 
@@ -118,7 +136,7 @@ class BaseModel:
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Frozen LM head: logits `[..., V]` of `hidden` `[..., d]`."""
         logits: Tensor = self._head(hidden)
-        self._head_input = None
+        self._model_code.forget_head_input()
         return logits
 
     def prepared_lm_head(self) -> Callable[[Tensor], Tensor]:
@@ -139,11 +157,14 @@ class BaseModel:
     # ---- forwards
 
     def compile(self) -> None:
-        """Compile the forward of `verify`; see `compiled`."""
-        self._executor = compiled(self._run_model)
+        """Run by the model's own code from now on, compiled; see `compiled`."""
+        self._model_code.compile()
+        self._executor = self._model_code
 
     def allow_packing(self) -> bool:
         """Make `verify` ready for packed trees, and say whether it is: some models have attention of their own."""
+        if self._executor is not self._model_code:
+            return True
         if self.model.config._attn_implementation == "sdpa" and self.model._can_set_attn_implementation():
             self.model.set_attn_implementation(PACKED_ATTENTION)
             if not packs_alike(self):
@@ -186,10 +207,7 @@ class BaseModel:
             starts: Position of each one's first token.
             hidden_layers: Which K hidden states to return; see `DecoderLayers.take`.
         """
-        self._layers.watch(hidden_layers)
-        # The decoder without its LM head: these logits are never needed.
-        last = self.decoder(**self._prompt_inputs(cache, slot, prompts, starts)).last_hidden_state
-        return self._layers.take(hidden_layers, last)[0]
+        return self._executor.prefill(cache, slot, prompts, starts, hidden_layers)
 
     def prefill_last(
         self,
@@ -200,30 +218,7 @@ class BaseModel:
         hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,),
     ) -> tuple[Tensor, Tensor]:
         """Run the last piece of one prompt; return the logits `[1, V]` after it and its hidden states `[P, K · d]`."""
-        self._layers.watch(hidden_layers)
-        found: list[Tensor] = []
-        # The model hands out what its LM head makes of these, and may do something to the logits after that.
-        hook = self.decoder.register_forward_hook(lambda *call: found.append(call[2].last_hidden_state))
-        try:
-            logits = self.model(**self._prompt_inputs(cache, slot, [prompt], [start]), **self._last_logits).logits
-        finally:
-            hook.remove()
-            self._head_input = None
-        return logits[0, -1:], self._layers.take(hidden_layers, found[0])[0]
-
-    def _prompt_inputs(
-        self, cache: KVCache, slot: int, prompts: Sequence[Tensor], starts: Sequence[int]
-    ) -> dict[str, Any]:
-        """Of prompts as trees without branches."""
-        counts = [len(prompt) for prompt in prompts]
-        rows, longest, device = len(counts), max(counts), self.device
-        tokens = nn.utils.rnn.pad_sequence(list(prompts), batch_first=True)
-        lengths = devices.send(torch.tensor(starts), device)
-        depths = torch.arange(longest, device=device).expand(rows, -1)
-        ancestors = torch.ones(longest, longest, dtype=torch.bool, device=device).tril().expand(rows, -1, -1)
-        kv_length = max(start + count for start, count in zip(starts, counts, strict=True))
-        packing = Packing.of_counts(counts, device) if rows > 1 else None
-        return self._inputs(cache, slot, TreeNodes(tokens, lengths, depths, ancestors, kv_length, packing))
+        return self._executor.prefill_last(cache, slot, prompt, start, hidden_layers)
 
     def verify(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
         """Run one forward over tree nodes. Rows are slots `0..B-1`; the nodes' KV goes behind the committed positions.
@@ -235,19 +230,9 @@ class BaseModel:
         Returns:
             Logits `[B, N, V]` and hidden states `[B, N, K · d]`, both by node id.
         """
-        self._layers.watch(nodes.hidden_layers)
         # A copy, because what is compiled is of one layout, and a tree's leading part has another.
         depths = nodes.depths.clone(memory_format=torch.contiguous_format)
-        return self._executor(cache, replace(nodes, depths=depths))
-
-    def _run_model(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
-        """The `Executor` that calls the model as it is."""
-        inputs, packing = self._inputs(cache, 0, nodes), nodes.packing
-        logits = self.model(**inputs).logits
-        head_input, self._head_input = self._head_input, None
-        assert head_input is not None
-        hidden = self._layers.take(nodes.hidden_layers, head_input)
-        return (logits, hidden) if packing is None else (packing.unpack(logits), packing.unpack(hidden))
+        return self._executor.verify(cache, replace(nodes, depths=depths))
 
     def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int) -> Tensor:
         """Run only the first layers over tree nodes, and the final norm; return the LM head's input `[B, N, d]`.
@@ -259,34 +244,4 @@ class BaseModel:
             nodes: Without a `packing`.
             layers: How many of the first layers to run.
         """
-        with self._layers.only_first(layers):
-            return self.decoder(**self._inputs(cache, 0, nodes)).last_hidden_state  # type: ignore[no-any-return]
-
-    def _inputs(self, cache: KVCache, slot: int, nodes: TreeNodes) -> dict[str, Any]:
-        tokens, lengths, packing = nodes.tokens, nodes.lengths[:, None], nodes.packing
-        masks = {
-            kind: additive(
-                tree_attention_mask(
-                    nodes.lengths, nodes.depths, nodes.ancestors, nodes.kv_length, window=window, chunk=chunk
-                ),
-                self.dtype,
-            )
-            for kind, (window, chunk) in self._kinds.items()
-        }
-        positions = lengths + nodes.depths
-        if self.max_positions is not None:
-            # Nodes past the end, and those of empty slots, are never emitted; but a learned position table must not be
-            # read past its end, and some models scale all positions by the largest.
-            positions = positions.clamp_max(self.max_positions - 1)
-        places = lengths + torch.arange(tokens.shape[1], device=tokens.device)
-        inputs = {
-            "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
-            "past_key_values": cache.view(slot, places, nodes.kv_length, packing),
-            "use_cache": True,
-        }
-        if packing is None:
-            return inputs | {"input_ids": tokens, "position_ids": positions}
-        return inputs | {"input_ids": packing.pack(tokens), "position_ids": packing.pack(positions), "packing": packing}
-
-    def _keep_head_input(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self._head_input = args[0]
+        return self._model_code.exit_early(cache, nodes, layers)

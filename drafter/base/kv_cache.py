@@ -118,6 +118,20 @@ class KVCache:
         """Bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values `[slots * length, H, D]` of each layer.
+
+        Raises:
+            ValueError: A layer stores nothing.
+        """
+        pairs = []
+        for places in self._places:
+            keys, values = (
+                self.buffers[one.buffer].unflatten(0, (-1, self.slots * self.length))[one.member] for one in places
+            )
+            pairs.append((keys, values))
+        return pairs
+
     def view(self, first: int, positions: Tensor, kv_length: int, packing: Packing | None = None) -> Cache:
         """The cache as one forward sees it, to be given to the model.
 

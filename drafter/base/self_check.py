@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from drafter.base.executors.contract import TreeNodes
+from drafter.base.executors.contract import Executor, TreeNodes
+from drafter.base.hidden_states import LM_HEAD_INPUT
 from drafter.base.kv_cache import KVCache, LayerShape
 from drafter.base.packing import Packing
 from drafter.errors import LoadError, first_line
@@ -129,6 +130,37 @@ def packs_alike(base: Candidate) -> bool:
         return False
     same = [(packed[0][real], padded[0][real]), (packed[1][real], padded[1][real]), (together, apart)]
     return all(_alike(ours, theirs, base.dtype) for ours, theirs in same)
+
+
+@torch.inference_mode()
+def executors_agree(base: Candidate, one: Executor, other: Executor) -> bool:
+    """Whether two executors give the same numbers for two prompts, a draft tree behind each, and the prompts' ends.
+
+    The tokens are spread over the vocabulary, and the texts are long enough that positions matter.
+    """
+    ids = torch.arange(1, 61, device=base.device) * 7919 % base.vocab_size
+    prompts, starts = [ids[:24], ids[24:40]], [0, 0]
+    depths = torch.tensor([[0, 1, 1, 2], [0, 1, 2, 3]], device=base.device)
+    ancestors = torch.tensor(
+        [
+            [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]],
+            [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]],
+        ],
+        dtype=torch.bool,
+        device=base.device,
+    )
+    lengths = torch.tensor([24, 16], device=base.device)
+    results = []
+    for executor in (one, other):
+        cache = base.new_cache(2, 40)
+        hidden = [
+            executor.prefill(cache, row, prompts[row : row + 1], starts[row : row + 1], (LM_HEAD_INPUT,))
+            for row in (0, 1)
+        ]
+        nodes = TreeNodes(ids[40:48].view(2, 4), lengths, depths, ancestors, 28)
+        end = executor.prefill_last(cache, 0, ids[48:], 24, (LM_HEAD_INPUT,))
+        results.append([*hidden, *end, *executor.verify(cache, nodes)])
+    return all(_alike(ours, theirs, base.dtype) for ours, theirs in zip(*results, strict=True))
 
 
 def _does_not_run(base: Candidate, error: BaseException) -> LoadError:

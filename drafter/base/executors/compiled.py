@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
-from drafter.base.executors.contract import Executor
+F = TypeVar("F", bound=Callable[..., Any])
 
 _VARIANTS = 64
 """Compiled variants that are kept. Each size of engine in a process has its own; past the limit they run uncompiled."""
 
 
-def compiled(executor: Executor) -> Executor:
+def compiled(forward: F) -> F:
     """Compile a forward for this machine.
 
     The first call for one row and for several, of one node and of several, compiles for a while; a compiler's error is
@@ -24,4 +25,4 @@ def compiled(executor: Executor) -> Executor:
         options["recompile_limit"] = _VARIANTS
     else:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS)
-    return torch.compile(executor, dynamic=True, **options)
+    return torch.compile(forward, dynamic=True, **options)  # type: ignore[return-value]

@@ -1,9 +1,10 @@
-"""What runs the base's forward over tree nodes: the model's own code as it is, compiled, or something faster."""
+"""What runs the base's forward: the model's own code as it is, compiled, or something faster."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -35,5 +36,31 @@ class TreeNodes:
     hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,)
 
 
-Executor = Callable[[KVCache, TreeNodes], tuple[Tensor, Tensor]]
-"""From a cache, whose first B slots are the rows, and nodes to logits `[B, N, V]` and hidden states `[B, N, K · d]`."""
+class Executor(Protocol):
+    """Runs forwards of a base over a KV cache. All of them give the same tokens."""
+
+    def verify(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
+        """Run tree nodes of the first B slots; return logits `[B, N, V]` and hidden states `[B, N, K · d]`."""
+
+    def prefill(
+        self,
+        cache: KVCache,
+        slot: int,
+        prompts: Sequence[Tensor],
+        starts: Sequence[int],
+        hidden_layers: tuple[int, ...],
+    ) -> Tensor:
+        """Run prompts, or pieces of them, into slots; return their hidden states `[ΣP, K · d]`.
+
+        Args:
+            cache: Holds the committed positions on which each prompt follows.
+            slot: Where the first one goes to; the others follow it.
+            prompts: Each `[P]`, at least one token.
+            starts: Position of each one's first token.
+            hidden_layers: Which K hidden states to return; see `DecoderLayers.take`.
+        """
+
+    def prefill_last(
+        self, cache: KVCache, slot: int, prompt: Tensor, start: int, hidden_layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Run the last piece of one prompt; return the logits `[1, V]` after it and its hidden states `[P, K · d]`."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,7 +45,9 @@ def test_a_compiler_that_fails_is_a_load_error(tiny_base: BaseModel, monkeypatch
 
     compiled = torch.compile(lambda x: x + 1, backend=broken)
     monkeypatch.setattr(
-        tiny_base, "compile", lambda: setattr(tiny_base, "_executor", lambda *_: compiled(torch.ones(1)))
+        tiny_base,
+        "compile",
+        lambda: setattr(tiny_base, "_executor", SimpleNamespace(verify=lambda *_: compiled(torch.ones(1)))),
     )
     monkeypatch.setattr(tiny_base, "_executor", tiny_base._executor)
     with pytest.raises(LoadError, match="no compiler here"):

@@ -191,7 +191,7 @@ def test_what_is_not_prepacked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_base_and_the_model_as_it_was_loaded() -> None:
-    base = BaseModel(random_model("llama"))
+    base = BaseModel(random_model("llama"), native=False)
     head = base.model.get_output_embeddings()
     assert type(head) is PrepackedLinear
     with as_loaded(base.model):

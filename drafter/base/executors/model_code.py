@@ -1,0 +1,149 @@
+"""The base's forward by the model's own code, unforked: any model, any device, any precision.
+
+Three things make tree decoding out of an ordinary forward: our `KVCache`, a 4-D mask (a dictionary of masks for
+models that mix kinds of attention) and explicit position ids.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drafter import devices
+from drafter.base.architecture import attention_kinds, max_positions
+from drafter.base.executors.compiled import compiled
+from drafter.base.executors.contract import TreeNodes
+from drafter.base.hidden_states import DecoderLayers
+from drafter.base.kv_cache import KVCache
+from drafter.base.masks import additive, tree_attention_mask
+from drafter.base.packing import Packing
+
+Forward = Callable[[KVCache, TreeNodes], tuple[Tensor, Tensor]]
+
+
+class ModelCode:
+    """Calls a transformers model. See `Executor`.
+
+    Args:
+        model: The causal LM, on its device(s).
+        decoder: The model without its LM head.
+        layers: The decoder's.
+        config: Of the decoder.
+        device: Where token ids go.
+    """
+
+    def __init__(
+        self, model: Any, decoder: nn.Module, layers: DecoderLayers, config: Any, device: torch.device
+    ) -> None:
+        self._model, self._decoder, self._layers, self._device = model, decoder, layers, device
+        # Read once: transformers' configurations are slow to ask.
+        self._dtype: torch.dtype = model.dtype
+        self._max_positions = max_positions(config)
+        self._kinds = attention_kinds(config)
+        takes = inspect.signature(model.forward).parameters
+        self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self._head_input: Tensor | None = None
+        model.get_output_embeddings().register_forward_pre_hook(self._keep_head_input)
+        self._verify: Forward = self._run
+
+    def compile(self) -> None:
+        """Compile the forward of `verify`; see `compiled`."""
+        self._verify = compiled(self._run)
+
+    def verify(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
+        """Run tree nodes, with a `packing` only where `BaseModel.allow_packing` says so; see `Executor.verify`."""
+        self._layers.watch(nodes.hidden_layers)
+        return self._verify(cache, nodes)
+
+    def prefill(
+        self,
+        cache: KVCache,
+        slot: int,
+        prompts: Sequence[Tensor],
+        starts: Sequence[int],
+        hidden_layers: tuple[int, ...],
+    ) -> Tensor:
+        """Run prompts, several only where `BaseModel.allow_packing` says so; see `Executor.prefill`."""
+        self._layers.watch(hidden_layers)
+        # The decoder without its LM head: these logits are never needed.
+        last = self._decoder(**self._prompt_inputs(cache, slot, prompts, starts)).last_hidden_state
+        return self._layers.take(hidden_layers, last)[0]
+
+    def prefill_last(
+        self, cache: KVCache, slot: int, prompt: Tensor, start: int, hidden_layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Run the last piece of one prompt; see `Executor.prefill_last`."""
+        self._layers.watch(hidden_layers)
+        found: list[Tensor] = []
+        # The model hands out what its LM head makes of these, and may do something to the logits after that.
+        hook = self._decoder.register_forward_hook(lambda *call: found.append(call[2].last_hidden_state))
+        try:
+            logits = self._model(**self._prompt_inputs(cache, slot, [prompt], [start]), **self._last_logits).logits
+        finally:
+            hook.remove()
+            self._head_input = None
+        return logits[0, -1:], self._layers.take(hidden_layers, found[0])[0]
+
+    def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int) -> Tensor:
+        """Run only the first layers, and the final norm; see `BaseModel.exit_early`."""
+        with self._layers.only_first(layers):
+            return self._decoder(**self._inputs(cache, 0, nodes)).last_hidden_state  # type: ignore[no-any-return]
+
+    def forget_head_input(self) -> None:
+        """Drop what was kept of a call of the LM head that was none of ours."""
+        self._head_input = None
+
+    def _run(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
+        inputs, packing = self._inputs(cache, 0, nodes), nodes.packing
+        logits = self._model(**inputs).logits
+        head_input, self._head_input = self._head_input, None
+        assert head_input is not None
+        hidden = self._layers.take(nodes.hidden_layers, head_input)
+        return (logits, hidden) if packing is None else (packing.unpack(logits), packing.unpack(hidden))
+
+    def _prompt_inputs(
+        self, cache: KVCache, slot: int, prompts: Sequence[Tensor], starts: Sequence[int]
+    ) -> dict[str, Any]:
+        """Of prompts as trees without branches."""
+        counts = [len(prompt) for prompt in prompts]
+        rows, longest, device = len(counts), max(counts), self._device
+        tokens = nn.utils.rnn.pad_sequence(list(prompts), batch_first=True)
+        lengths = devices.send(torch.tensor(starts), device)
+        depths = torch.arange(longest, device=device).expand(rows, -1)
+        ancestors = torch.ones(longest, longest, dtype=torch.bool, device=device).tril().expand(rows, -1, -1)
+        kv_length = max(start + count for start, count in zip(starts, counts, strict=True))
+        packing = Packing.of_counts(counts, device) if rows > 1 else None
+        return self._inputs(cache, slot, TreeNodes(tokens, lengths, depths, ancestors, kv_length, packing))
+
+    def _inputs(self, cache: KVCache, slot: int, nodes: TreeNodes) -> dict[str, Any]:
+        tokens, lengths, packing = nodes.tokens, nodes.lengths[:, None], nodes.packing
+        masks = {
+            kind: additive(
+                tree_attention_mask(
+                    nodes.lengths, nodes.depths, nodes.ancestors, nodes.kv_length, window=window, chunk=chunk
+                ),
+                self._dtype,
+            )
+            for kind, (window, chunk) in self._kinds.items()
+        }
+        positions = lengths + nodes.depths
+        if self._max_positions is not None:
+            # Nodes past the end, and those of empty slots, are never emitted; but a learned position table must not be
+            # read past its end, and some models scale all positions by the largest.
+            positions = positions.clamp_max(self._max_positions - 1)
+        places = lengths + torch.arange(tokens.shape[1], device=tokens.device)
+        inputs = {
+            "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
+            "past_key_values": cache.view(slot, places, nodes.kv_length, packing),
+            "use_cache": True,
+        }
+        if packing is None:
+            return inputs | {"input_ids": tokens, "position_ids": positions}
+        return inputs | {"input_ids": packing.pack(tokens), "position_ids": packing.pack(positions), "packing": packing}
+
+    def _keep_head_input(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._head_input = args[0]

@@ -1,0 +1,222 @@
+"""A Llama-like base's forward on a CPU by our own C++ code: the same numbers up to rounding, in a fraction of the time.
+
+A forward is one call. Weights are laid out once in the order in which they are read, in bf16 where that is exact.
+Attention reads each KV head once for all of its queries, and of each row only what is there. A row's logits do not
+depend, to the last bit, on the batch, the draft tree or the pieces in which its prompt was read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafter.base.executors.contract import TreeNodes
+from drafter.base.executors.llama_like import Linear, LlamaLike, NotLlamaLikeError
+from drafter.base.kv_cache import KVCache
+from drafter.native.library import (
+    DecoderStruct,
+    ForwardStruct,
+    LayerStruct,
+    PackedMatrix,
+    Pointer,
+    gated_order,
+    library,
+)
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """The nodes of B rows.
+
+    Args:
+        slot: Slot of the first row; the others follow it.
+        tokens: `[B, N]`.
+        lengths: `[B]` positions before the nodes.
+        depths: `[B, N]`.
+        ancestors: `[B, N, N]`, or None if each row is a chain.
+        which: `[M]` nodes that are computed, as places in `[B * N]`.
+    """
+
+    slot: int
+    tokens: Tensor
+    lengths: Tensor
+    depths: Tensor
+    ancestors: Tensor | None
+    which: Tensor
+
+
+Addresses = tuple["ctypes.Array[Pointer]", "ctypes.Array[Pointer]"]
+
+
+class NativeDecoder:
+    """Runs a Llama-like decoder. See `Executor`.
+
+    Args:
+        decoder: Its weights.
+
+    Raises:
+        BuildError: The library cannot be compiled here.
+        NotLlamaLikeError: Its heads are of a size that the library does not have.
+    """
+
+    def __init__(self, decoder: LlamaLike) -> None:
+        if not library().drafter_takes_heads_of(decoder.head_size):
+            raise NotLlamaLikeError(f"its heads have {decoder.head_size} numbers")
+        self._decoder = decoder
+        self._kept: list[object] = []
+        layers = (LayerStruct * len(decoder.layers))()
+        for struct, layer in zip(layers, decoder.layers, strict=True):
+            struct.attention_norm = self._address(layer.attention_norm)
+            struct.mlp_norm = self._address(layer.mlp_norm)
+            struct.query_norm = self._address(layer.query_norm)
+            struct.key_norm = self._address(layer.key_norm)
+            struct.qkv = self._matrix(layer.qkv)
+            struct.output = self._matrix(layer.output)
+            struct.gate_up = self._matrix(layer.gate_up, gated_order(len(layer.gate_up.weight) // 2))
+            struct.down = self._matrix(_whole_vectors(layer.down))
+        self._layers = layers
+        self._vocabulary, self._hidden = decoder.embedding.shape
+        self._struct = DecoderStruct(
+            layers=layers,
+            embedding=self._address(decoder.embedding),
+            final_norm=self._address(decoder.final_norm),
+            head=self._matrix(decoder.head),
+            positions=0,
+            layer_count=len(decoder.layers),
+            hidden=self._hidden,
+            heads=decoder.heads,
+            kv_heads=decoder.kv_heads,
+            head_size=decoder.head_size,
+            intermediate=layers[0].down.inputs,
+            vocabulary=self._vocabulary,
+            epsilon=decoder.epsilon,
+            scale=decoder.scale,
+        )
+        self._rotations: tuple[Tensor, Tensor] | None = None
+        self._caches: WeakKeyDictionary[KVCache, Addresses] = WeakKeyDictionary()
+
+    def verify(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
+        """Run tree nodes; see `Executor.verify`."""
+        rows, size = nodes.tokens.shape
+        which = torch.arange(rows * size) if nodes.packing is None else nodes.packing.nodes
+        empty = torch.empty if len(which) == rows * size else torch.zeros
+        logits = empty(rows, size, self._vocabulary)
+        hidden = empty(rows, size, len(nodes.hidden_layers) * self._hidden)
+        texts = _Texts(0, nodes.tokens, nodes.lengths, nodes.depths, nodes.ancestors, which)
+        self._run(cache, texts, nodes.hidden_layers, hidden, logits)
+        return logits, hidden
+
+    def prefill(
+        self,
+        cache: KVCache,
+        slot: int,
+        prompts: Sequence[Tensor],
+        starts: Sequence[int],
+        hidden_layers: tuple[int, ...],
+    ) -> Tensor:
+        """Run prompts; see `Executor.prefill`."""
+        counts = torch.tensor([len(prompt) for prompt in prompts])
+        size = int(counts.max())
+        which = (torch.arange(size) < counts[:, None]).flatten().nonzero()[:, 0]
+        tokens = torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True)
+        depths = torch.arange(size).expand(len(prompts), -1)
+        hidden = torch.empty(len(prompts) * size, len(hidden_layers) * self._hidden)
+        texts = _Texts(slot, tokens, torch.tensor(starts), depths, None, which)
+        self._run(cache, texts, hidden_layers, hidden, None)
+        return hidden if len(prompts) == 1 else hidden[which]
+
+    def prefill_last(
+        self, cache: KVCache, slot: int, prompt: Tensor, start: int, hidden_layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Run the last piece of a prompt; see `Executor.prefill_last`."""
+        size = len(prompt)
+        which, logits = torch.arange(size), torch.empty(size, self._vocabulary)
+        hidden = torch.empty(size, len(hidden_layers) * self._hidden)
+        texts = _Texts(slot, prompt[None], torch.tensor([start]), which[None], None, which)
+        self._run(cache, texts, hidden_layers, hidden, logits, size - 1)
+        return logits[-1:], hidden
+
+    def _run(
+        self,
+        cache: KVCache,
+        texts: _Texts,
+        hidden_layers: tuple[int, ...],
+        hidden: Tensor,
+        logits: Tensor | None,
+        logits_from: int = 0,
+    ) -> None:
+        """Run texts; fill `hidden` `[B, N, K · d]`, and `logits` `[B, N, V]` of the nodes from `which[logits_from]` on.
+
+        Raises:
+            IndexError: A node lies outside the cache, or a token outside the vocabulary.
+        """
+        self._prepare_positions(cache.length)
+        rows, size = texts.tokens.shape
+        tokens, lengths = texts.tokens.contiguous(), texts.lengths.contiguous()
+        depths, which = texts.depths.contiguous(), texts.which.contiguous()
+        ancestors = None if texts.ancestors is None else texts.ancestors.contiguous()
+        taps = (ctypes.c_int64 * len(hidden_layers))(*hidden_layers)
+        keys, values = self._addresses(cache)
+        forward = ForwardStruct(
+            keys=keys,
+            values=values,
+            capacity=cache.length,
+            first_slot=texts.slot,
+            rows=rows,
+            nodes=size,
+            tokens=tokens.data_ptr(),
+            lengths=lengths.data_ptr(),
+            depths=depths.data_ptr(),
+            ancestors=None if ancestors is None else ancestors.data_ptr(),
+            which=which.data_ptr(),
+            count=len(which),
+            taps=ctypes.addressof(taps),
+            tap_count=len(hidden_layers),
+            hidden=hidden.data_ptr(),
+            logits=None if logits is None else logits.data_ptr(),
+            logits_from=logits_from,
+            threads=torch.get_num_threads(),
+        )
+        if not library().drafter_forward(ctypes.byref(self._struct), ctypes.byref(forward)):
+            raise IndexError("a node lies outside the KV cache, or a token outside the vocabulary")
+
+    def _addresses(self, cache: KVCache) -> Addresses:
+        """Return where each layer's keys are, and its values."""
+        if cache not in self._caches:
+            layers = cache.layers()
+            self._caches[cache] = (
+                (Pointer * len(layers))(*(keys.data_ptr() for keys, _ in layers)),
+                (Pointer * len(layers))(*(values.data_ptr() for _, values in layers)),
+            )
+        return self._caches[cache]
+
+    def _prepare_positions(self, count: int) -> None:
+        """Have cosines and sines of `count` positions."""
+        if count > self._struct.positions:
+            self._rotations = self._decoder.rotations(count)
+            self._struct.cosines, self._struct.sines = (part.data_ptr() for part in self._rotations)
+            self._struct.positions = count
+
+    def _matrix(self, linear: Linear, order: Tensor | None = None) -> object:
+        packed = PackedMatrix(linear.weight, linear.bias, order)
+        self._kept.append(packed)
+        return packed.struct()
+
+    def _address(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        tensor = tensor.contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+
+def _whole_vectors(linear: Linear) -> Linear:
+    """Return a layer with inputs, which are always zero, added up to a multiple of the library's vectors."""
+    missing = -linear.weight.shape[1] % library().drafter_lanes()
+    return Linear(F.pad(linear.weight, (0, missing)), linear.bias)

@@ -1,0 +1,1 @@
+"""Our own C++ code for CPUs: how it is compiled and called."""

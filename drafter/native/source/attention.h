@@ -1,0 +1,94 @@
+// Attention of draft nodes over a KV cache. A node sees its row's committed positions and its own ancestors.
+//
+// Scores are kept by logical position, and sums go over them in that order. So what a node gets does not depend, to the
+// last bit, on whether the tokens before it are committed or are nodes of a draft tree.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "vectors.h"
+
+namespace drafter {
+
+// Keys or values of one slot and one head: `size` numbers at each position.
+struct Lane {
+    float* first;
+    int64_t stride;  // from one position to the next, in numbers
+    float* at(int64_t position) const { return first + position * stride; }
+};
+
+template <int vectors>
+inline float dot(const float* one, const float* other) {
+    Vec sum = load(one) * load(other);
+#pragma GCC unroll 16
+    for (int v = 1; v < vectors; ++v) sum += load(one + v * kLanes) * load(other + v * kLanes);
+    return sum_lanes(sum);
+}
+
+// Turn scores of `length` positions into weights; return 1 / (sum of the weights). There is room for a whole vector.
+inline float soften(float* scores, int64_t length) {
+    const float lowest = -std::numeric_limits<float>::infinity();
+    for (int64_t t = length; t % kLanes; ++t) scores[t] = lowest;
+    Vec largest = load(scores);
+    for (int64_t t = kLanes; t < length; t += kLanes) {
+        const Vec some = load(scores + t);
+        largest = some > largest ? some : largest;
+    }
+    const Vec top = all(largest_lane(largest));
+    Vec sum{};
+    for (int64_t t = 0; t < length; t += kLanes) {
+        const Vec weights = exp(load(scores + t) - top);
+        store(scores + t, weights);
+        sum += weights;
+    }
+    return 1.0f / sum_lanes(sum);
+}
+
+// Attention of some nodes of one row for the query heads that share one KV head.
+//
+// prefix: positions that all of the nodes see. nodes: of the nodes. ancestors: for each node, the cache positions behind
+// the prefix that it sees, in order; the last one is its own. queries(node, head), out(node, head): where they are.
+template <int vectors, class Ancestors, class Queries, class Out>
+void attend(Lane keys, Lane values, int64_t prefix, int nodes, int heads, float scale, const Ancestors& ancestors,
+            const Queries& queries, const Out& out, std::vector<float>& scores) {
+    int64_t longest = 0;
+    for (int node = 0; node < nodes; ++node) longest = std::max<int64_t>(longest, ancestors(node).count);
+    const int64_t width = (prefix + longest + kLanes - 1) / kLanes * kLanes;
+    if (static_cast<int64_t>(scores.size()) < width * nodes * heads) scores.resize(width * nodes * heads);
+    auto row = [&](int node, int head) { return scores.data() + (node * heads + head) * width; };
+    for (int64_t t = 0; t < prefix; ++t) {
+        const float* key = keys.at(t);
+        for (int node = 0; node < nodes; ++node)
+            for (int head = 0; head < heads; ++head)
+                row(node, head)[t] = scale * dot<vectors>(queries(node, head), key);
+    }
+    for (int node = 0; node < nodes; ++node) {
+        const auto seen = ancestors(node);
+        const int64_t length = prefix + seen.count;
+        for (int64_t a = 0; a < seen.count; ++a)
+            for (int head = 0; head < heads; ++head)
+                row(node, head)[prefix + a] = scale * dot<vectors>(queries(node, head), keys.at(seen.position(a)));
+        for (int head = 0; head < heads; ++head) {
+            float* weights = row(node, head);
+            const float norm = soften(weights, length);
+            Vec sums[vectors] = {};
+            for (int64_t t = 0; t < prefix; ++t) {
+                const float* value = values.at(t);
+#pragma GCC unroll 16
+                for (int v = 0; v < vectors; ++v) sums[v] += weights[t] * load(value + v * kLanes);
+            }
+            for (int64_t a = 0; a < seen.count; ++a) {
+                const float* value = values.at(seen.position(a));
+#pragma GCC unroll 16
+                for (int v = 0; v < vectors; ++v) sums[v] += weights[prefix + a] * load(value + v * kLanes);
+            }
+            float* to = out(node, head);
+#pragma GCC unroll 16
+            for (int v = 0; v < vectors; ++v) store(to + v * kLanes, sums[v] * norm);
+        }
+    }
+}
+
+}  // namespace drafter

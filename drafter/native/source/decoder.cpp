@@ -1,0 +1,330 @@
+// Forward of a Llama-like decoder over the nodes of draft trees, on a CPU, in fp32.
+//
+// Called from Python by way of ctypes; `library.py` declares the same structures.
+
+#include <vector>
+
+#include "attention.h"
+#include "norms.h"
+#include "products.h"
+#include "rows.h"
+#include "team.h"
+#include "vectors.h"
+
+namespace drafter {
+
+struct Layer {
+    const float *attention_norm, *mlp_norm;  // `[d]`
+    const float *query_norm, *key_norm;      // `[D]` or null
+    Matrix qkv, output, gate_up, down;
+};
+
+struct Decoder {
+    const Layer* layers;
+    const float* embedding;   // `[V, d]`
+    const float* final_norm;  // `[d]`
+    Matrix head;
+    const float *cosines, *sines;  // `[positions, D / 2]`
+    int64_t layer_count, positions, hidden, heads, kv_heads, head_size, intermediate, vocabulary;
+    float epsilon, scale;
+};
+
+// Nodes of B rows, and where the results go.
+struct Forward {
+    float* const* keys;    // of each layer: `[slots, length, kv_heads, D]`
+    float* const* values;
+    int64_t capacity;      // positions of a slot
+    int64_t first_slot, rows, nodes;  // B rows of N nodes
+    const int64_t* tokens;     // `[B, N]`
+    const int64_t* lengths;    // `[B]`
+    const int64_t* depths;     // `[B, N]`
+    const uint8_t* ancestors;  // `[B, N, N]`; null where each row is a chain
+    const int64_t* which;      // `[M]` nodes that are computed, rising, as places in `[B * N]`
+    int64_t count;             // M
+    const int64_t* taps;       // `[K]` layers whose outputs are wanted; -1 is the LM head's input
+    int64_t tap_count;
+    float* hidden;             // `[B * N, K * d]` or null
+    float* logits;             // `[B * N, V]` or null
+    int64_t logits_from;       // logits are computed of the nodes `which[logits_from:]`
+    int64_t threads;
+};
+
+namespace {
+
+// Rotate the halves of a head against each other (RoPE, arXiv 2104.09864, in the layout of Llama).
+void rotate(float* head, const float* cosines, const float* sines, int64_t half) {
+    for (int64_t i = 0; i < half; ++i) {
+        const float low = head[i], high = head[half + i];
+        head[i] = low * cosines[i] - high * sines[i];
+        head[half + i] = high * cosines[i] + low * sines[i];
+    }
+}
+
+// The M nodes of a forward by row, in terms of the cache.
+struct Plan {
+    struct Row {
+        int64_t slot, prefix;
+        int begin, end;  // its nodes among the M
+    };
+    struct Seen {
+        const int64_t* listed;
+        int64_t first, count;
+        int64_t position(int64_t index) const { return listed ? listed[index] : first + index; }
+    };
+    std::vector<Row> rows;
+    std::vector<int64_t> place;     // of each node: its position in the slot
+    std::vector<int64_t> position;  // of each node: its position in the text
+    std::vector<int64_t> seen;      // ancestors of all nodes, as positions in the slot
+    std::vector<int64_t> seen_at;   // where each node's begin
+    bool fits = true;               // whether all nodes are in the cache, and their tokens in the vocabulary
+
+    Plan(const Forward& forward, int64_t positions, int64_t vocabulary) {
+        const int64_t count = forward.count, nodes = forward.nodes;
+        place.resize(count);
+        position.resize(count);
+        seen_at.assign(1, 0);
+        for (int64_t m = 0; m < count; ++m) {
+            const int64_t row = forward.which[m] / nodes, node = forward.which[m] % nodes;
+            const int64_t length = forward.lengths[row];
+            if (rows.empty() || rows.back().slot != forward.first_slot + row)
+                rows.push_back({forward.first_slot + row, length, static_cast<int>(m), static_cast<int>(m)});
+            rows.back().end = static_cast<int>(m) + 1;
+            place[m] = length + node;
+            const int64_t token = forward.tokens[forward.which[m]];
+            fits &= length >= 0 && place[m] < forward.capacity && token >= 0 && token < vocabulary;
+            position[m] = std::min(length + forward.depths[forward.which[m]], positions - 1);
+            if (forward.ancestors != nullptr) {
+                const uint8_t* line = forward.ancestors + forward.which[m] * nodes;
+                for (int64_t other = 0; other <= node; ++other)
+                    if (line[other]) seen.push_back(length + other);
+                seen_at.push_back(static_cast<int64_t>(seen.size()));
+            }
+        }
+    }
+};
+
+// Sizes of a head, in vectors, that attention is compiled for.
+#define DRAFTER_HEAD_SIZES                                                                                        \
+    DRAFTER_HEAD(1) DRAFTER_HEAD(2) DRAFTER_HEAD(3) DRAFTER_HEAD(4) DRAFTER_HEAD(5) DRAFTER_HEAD(6) DRAFTER_HEAD(8) \
+    DRAFTER_HEAD(10) DRAFTER_HEAD(12) DRAFTER_HEAD(16)
+
+// Nodes of one row whose attention one thread computes at a time.
+constexpr int kGroup = 16;
+
+struct Group {
+    int row, begin, end;
+};
+
+class Run {
+  public:
+    Run(const Decoder& decoder, const Forward& forward, Team& team)
+        : decoder_(decoder), forward_(forward), team_(team), plan_(forward, decoder.positions, decoder.vocabulary),
+          rows_(static_cast<int>(forward.count)) {
+        for (size_t row = 0; row < plan_.rows.size(); ++row)
+            for (int begin = plan_.rows[row].begin; begin < plan_.rows[row].end; begin += kGroup)
+                groups_.push_back({static_cast<int>(row), begin, std::min(begin + kGroup, plan_.rows[row].end)});
+        const int64_t d = decoder.hidden, qkv = (decoder.heads + 2 * decoder.kv_heads) * decoder.head_size;
+        stream_.reserve(rows_, d);
+        normed_.reserve(rows_, d);
+        qkv_.reserve(rows_, qkv);
+        mixed_.reserve(rows_, decoder.heads * decoder.head_size);
+        gated_.reserve(rows_, decoder.intermediate);
+    }
+
+    // Whether it could be done.
+    bool all() {
+        if (!plan_.fits) return false;
+        share(rows_, [&](int m) {
+            const int64_t token = forward_.tokens[forward_.which[m]];
+            const float* from = decoder_.embedding + token * decoder_.hidden;
+            std::copy(from, from + decoder_.hidden, stream_.rows[m]);
+        });
+        for (int64_t layer = 0; layer < decoder_.layer_count; ++layer) {
+            attention(decoder_.layers[layer], forward_.keys[layer], forward_.values[layer]);
+            mlp(decoder_.layers[layer]);
+            take(layer, stream_);
+        }
+        norm(stream_, decoder_.final_norm);
+        take(-1, normed_);
+        if (forward_.logits != nullptr) logits();
+        return true;
+    }
+
+  private:
+    // Work on `count` nodes, in chunks that are worth sharing.
+    template <class Work>
+    void share(int count, const Work& work) {
+        const int size = 4;
+        team_.loop((count + size - 1) / size, [&](int chunk) {
+            for (int m = chunk * size; m < std::min(count, (chunk + 1) * size); ++m) work(m);
+        });
+    }
+
+    void norm(const Rows& from, const float* weight) {
+        share(rows_, [&](int m) {
+            normalise(from.rows[m], weight, normed_.rows[m], decoder_.hidden, decoder_.epsilon);
+        });
+    }
+
+    template <End end>
+    void product(const Matrix& matrix, const Rows& in, const Rows& out) {
+        multiply_all<end>(team_, {&matrix, in.numbers.data(), out.rows.data(), rows_});
+    }
+
+    void attention(const Layer& layer, float* keys, float* values) {
+        norm(stream_, layer.attention_norm);
+        product<End::kStore>(layer.qkv, normed_, qkv_);
+        share(rows_, [&](int m) { place_keys(layer, m, keys, values); });
+        const int64_t kv_heads = decoder_.kv_heads;
+        team_.loop(static_cast<int>(groups_.size() * kv_heads), [&](int chunk) {
+            mix(groups_[chunk / kv_heads], static_cast<int>(chunk % kv_heads), keys, values);
+        });
+        product<End::kAdd>(layer.output, mixed_, stream_);
+    }
+
+    void mlp(const Layer& layer) {
+        norm(stream_, layer.mlp_norm);
+        product<End::kGated>(layer.gate_up, normed_, gated_);
+        product<End::kAdd>(layer.down, gated_, stream_);
+    }
+
+    // Rotate a node's queries and keys, and write its keys and values behind its row's committed positions.
+    void place_keys(const Layer& layer, int m, float* keys, float* values) {
+        const int64_t size = decoder_.head_size, half = size / 2;
+        const float* cosines = decoder_.cosines + plan_.position[m] * half;
+        const float* sines = decoder_.sines + plan_.position[m] * half;
+        float* head = qkv_.rows[m];
+        for (int64_t h = 0; h < decoder_.heads + decoder_.kv_heads; ++h, head += size) {
+            const float* weight = h < decoder_.heads ? layer.query_norm : layer.key_norm;
+            if (weight != nullptr) normalise(head, weight, head, size, decoder_.epsilon);
+            rotate(head, cosines, sines, half);
+        }
+        const int64_t width = decoder_.kv_heads * size;
+        const int64_t slot = forward_.which[m] / forward_.nodes + forward_.first_slot;
+        const int64_t at = (slot * forward_.capacity + plan_.place[m]) * width;
+        std::copy(head - width, head, keys + at);
+        std::copy(head, head + width, values + at);
+    }
+
+    void mix(const Group& group, int kv_head, float* keys, float* values) {
+        switch (decoder_.head_size / kLanes) {
+#define DRAFTER_HEAD(vectors) \
+    case vectors:             \
+        return mix_heads<vectors>(group, kv_head, keys, values);
+            DRAFTER_HEAD_SIZES
+#undef DRAFTER_HEAD
+        }
+    }
+
+    template <int vectors>
+    void mix_heads(const Group& group, int kv_head, float* keys, float* values) {
+        static thread_local std::vector<float> scores;
+        const Plan::Row& row = plan_.rows[group.row];
+        const int64_t size = decoder_.head_size, stride = decoder_.kv_heads * size;
+        const int64_t start = row.slot * forward_.capacity * stride + kv_head * size;
+        const int heads = static_cast<int>(decoder_.heads / decoder_.kv_heads), first_head = kv_head * heads;
+        // In a chain, the nodes before the group are ancestors of all in it.
+        const int64_t prefix = forward_.ancestors ? row.prefix : plan_.place[group.begin];
+        attend<vectors>(
+            {keys + start, stride}, {values + start, stride}, prefix, group.end - group.begin, heads, decoder_.scale,
+            [&](int node) -> Plan::Seen {
+                if (!forward_.ancestors) return {nullptr, prefix, node + 1};
+                const int64_t from = plan_.seen_at[group.begin + node], to = plan_.seen_at[group.begin + node + 1];
+                return {plan_.seen.data() + from, 0, to - from};
+            },
+            [&](int node, int head) { return qkv_.rows[group.begin + node] + (first_head + head) * size; },
+            [&](int node, int head) { return mixed_.rows[group.begin + node] + (first_head + head) * size; }, scores);
+    }
+
+    // Hand out a layer's output, if it is wanted.
+    void take(int64_t layer, const Rows& from) {
+        const int64_t d = decoder_.hidden, width = forward_.tap_count * d;
+        for (int64_t tap = 0; tap < forward_.tap_count; ++tap) {
+            if (forward_.taps[tap] != layer) continue;
+            for (int m = 0; m < rows_; ++m)
+                std::copy(from.rows[m], from.rows[m] + d, forward_.hidden + forward_.which[m] * width + tap * d);
+        }
+    }
+
+    void logits() {
+        const int from = static_cast<int>(forward_.logits_from), count = rows_ - from;
+        std::vector<float*> out(count);
+        for (int m = 0; m < count; ++m) out[m] = forward_.logits + forward_.which[from + m] * decoder_.vocabulary;
+        multiply_all<End::kStore>(team_, {&decoder_.head, normed_.rows[from], out.data(), count});
+    }
+
+    const Decoder& decoder_;
+    const Forward& forward_;
+    Team& team_;
+    Plan plan_;
+    int rows_;
+    std::vector<Group> groups_;
+    Rows stream_, normed_, qkv_, mixed_, gated_;
+};
+
+// bf16 by its bits: the upper half of a float's.
+uint32_t upper_half(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits >> 16;
+}
+
+}  // namespace
+}  // namespace drafter
+
+extern "C" {
+
+int64_t drafter_lanes() { return drafter::kLanes; }
+
+// Whether attention is compiled for heads of `size` numbers.
+int32_t drafter_takes_heads_of(int64_t size) {
+    if (size % drafter::kLanes) return 0;
+    switch (size / drafter::kLanes) {
+#define DRAFTER_HEAD(vectors) \
+    case vectors:             \
+        return 1;
+        DRAFTER_HEAD_SIZES
+#undef DRAFTER_HEAD
+    }
+    return 0;
+}
+
+// Size in bytes of a matrix laid out by `drafter_pack`.
+int64_t drafter_packed_bytes(int64_t outputs, int64_t inputs, int32_t half) {
+    const int64_t blocks = (outputs + drafter::kBlock - 1) / drafter::kBlock;
+    return blocks * inputs * drafter::kBlock * (half ? 2 : 4);
+}
+
+// Lay out weights `[outputs, inputs]`. `order[j]` is the output that column j holds; -1 leaves the column zero.
+void drafter_pack(const float* weights, int64_t inputs, const int64_t* order, int64_t columns, int32_t half, void* out) {
+    using namespace drafter;
+    const int64_t blocks = (columns + kBlock - 1) / kBlock;
+#pragma omp parallel for
+    for (int64_t block = 0; block < blocks; ++block) {
+        auto at = [&](int64_t column, int64_t k) {
+            const int64_t j = block * kBlock + column;
+            return j < columns && order[j] >= 0 ? weights[order[j] * inputs + k] : 0.0f;
+        };
+        for (int64_t k = 0; k < inputs; ++k)
+            for (int64_t lane = 0; lane < kLanes; ++lane) {
+                const float first = at(lane, k), second = at(lane + kLanes, k);
+                const int64_t line = block * inputs + k;
+                if (half) {
+                    static_cast<uint32_t*>(out)[line * kLanes + lane] = upper_half(first) | upper_half(second) << 16;
+                } else {
+                    static_cast<float*>(out)[line * kBlock + lane] = first;
+                    static_cast<float*>(out)[line * kBlock + kLanes + lane] = second;
+                }
+            }
+    }
+}
+
+// Returns 0 if a node is outside the cache or a token outside the vocabulary. Nothing has been done then.
+int32_t drafter_forward(const drafter::Decoder* decoder, const drafter::Forward* forward) {
+    bool done = false;
+    drafter::Team::run(static_cast<int>(forward->threads), [&](drafter::Team& team) {
+        done = drafter::Run(*decoder, *forward, team).all();
+    });
+    return done;
+}
+}

@@ -1,0 +1,62 @@
+"""The library is compiled once for a machine, and what stands in the way is said."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from drafter.native import build
+from drafter.native.build import BuildError, library_path
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "drafter"
+
+
+def compiler(folder: Path, script: str) -> str:
+    """A program that stands for a compiler; its last argument is the file to make."""
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\nfor made; do :; done\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_cache: Path) -> None:
+    monkeypatch.setenv("CXX", compiler(tmp_path, f'echo x >> {tmp_path / "calls"}\necho library > "$made"'))
+    first = library_path()
+    assert first.read_text() == "library\n"
+    assert library_path() == first
+    assert (tmp_path / "calls").read_text() == "x\n"
+    assert list(empty_cache.iterdir()) == [first]
+
+
+def test_another_processor_has_a_library_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", compiler(tmp_path, 'echo library > "$made"'))
+    first = library_path()
+    monkeypatch.setattr(build, "_processor", lambda: "another")
+    assert library_path() != first
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler \(no-such-compiler\)"):
+        library_path()
+
+
+def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_cache: Path) -> None:
+    monkeypatch.setenv("CXX", compiler(tmp_path, "echo unknown flag >&2\nexit 1"))
+    with pytest.raises(BuildError, match="unknown flag"):
+        library_path()
+    assert not list(empty_cache.iterdir())
+
+
+def test_a_cache_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("CXX", compiler(tmp_path, 'echo library > "$made"'))
+    with pytest.raises(BuildError, match="cannot be kept in"):
+        library_path()
