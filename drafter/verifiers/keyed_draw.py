@@ -12,20 +12,27 @@ from __future__ import annotations
 
 import math
 from hashlib import blake2b
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from drafter import devices
 
+_Integers = npt.NDArray[np.int64]
+Array = TypeVar("Array", Tensor, _Integers)
+"""Integers on a device or on the host, where numpy takes less time to call than PyTorch."""
+
 _POSITION_STEP, _TOKEN_STEP = 0xC13FA9A902A6328F, 0x91E10DA5C79E7B1D
 """Steps of a counter from one position and from one pair of tokens to the next. They are 2⁶⁴ divided by the plastic
 number and by its square, so that counters of different (position, token) keep apart (Roberts 2018, *The unreasonable
 effectiveness of quasirandom sequences*)."""
-_BITS = 32
-"""Bits of the noise: a token is drawn with its probability but for at most 2⁻³²."""
-_LEAST_NOISE = -math.log((_BITS + 1) * math.log(2))
+_MIDDLE, _STEP = 2.0**31 + 0.5, 2.0**-32
+"""From uniform noise of 32 bits to the middle of a step of the unit interval. So a token is drawn with its probability,
+but for at most 2⁻³²."""
+_LEAST_NOISE = -math.log(-math.log(_STEP / 2))
 _REACH = 8.0
 """How far below the best token a token may be to be looked at whatever its noise is. A token farther below needs more
 noise than `_REACH + _LEAST_NOISE`, which one in 130 has."""
@@ -45,29 +52,27 @@ def draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
         keys: `[R]` int64 `seed_key` of the rows' seeds.
         positions: `[R]` int64 places of the tokens in their outputs.
     """
-    noise = noise_bits(keys, positions, scores.shape[1])
     if devices.is_asynchronous(scores.device):
-        return gumbel(noise).add_(scores).argmax(-1)
-    return _draw_on_host(scores, noise)
+        return gumbel(noise_bits(keys, positions, scores.shape[1])).add_(scores).argmax(-1)
+    return torch.from_numpy(_draw_on_host(scores.numpy(), keys.numpy(), positions.numpy()))
 
 
-def _draw_on_host(scores: Tensor, noise: Tensor) -> Tensor:
-    """The same where the host may look at numbers: only those tokens get noise that can win.
+def _draw_on_host(scores: npt.NDArray[np.float64], keys: _Integers, positions: _Integers) -> _Integers:
+    """The same where the host may look at numbers: only those tokens get Gumbel noise that can win.
 
     The best token's sum is at least `_LEAST_NOISE`. So a token that is more than `_REACH` below it loses unless its own
     noise is above `_REACH + _LEAST_NOISE`.
     """
-    size = scores.shape[1]
+    rows, size = scores.shape
+    noise = hashes(keys, positions, np.arange(-(-size // 2))).view(np.int32)[:, :size]
     # A row that is not finite has candidates, too. Any of them will do, as nobody will see it.
-    able = np.flatnonzero(~(scores.numpy() < -_REACH) | (noise.numpy() > _HIGH_NOISE))
-    rows, tokens = np.divmod(able, size)
-    places = torch.from_numpy(able)
-    sums = (scores.take(places) + gumbel(noise.take(places))).numpy()
-    best = np.fmax.reduceat(sums, np.searchsorted(rows, np.arange(len(scores))))
-    wins = sums == best[rows]
-    chosen = np.zeros(len(scores), dtype=np.int64)
-    chosen[rows[wins]] = tokens[wins]
-    return torch.from_numpy(chosen)
+    row, token = np.divmod(np.flatnonzero(~(scores < -_REACH) | (noise > _HIGH_NOISE)), size)
+    sums = scores[row, token] - np.log(-np.log((noise[row, token] + _MIDDLE) * _STEP))
+    best = np.fmax.reduceat(sums, np.searchsorted(row, np.arange(rows)))
+    wins = sums == best[row]
+    chosen = np.zeros(rows, dtype=np.int64)
+    chosen[row[wins]] = token[wins]
+    return chosen
 
 
 def noise_bits(keys: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
@@ -80,28 +85,31 @@ def noise_bits(keys: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
         positions: `[R]` int64.
         vocabulary: V.
     """
-    pairs = torch.arange(-(-vocabulary // 2), device=keys.device) * _signed(_TOKEN_STEP)
-    counters = (keys + positions * _signed(_POSITION_STEP))[:, None] + pairs
-    return hash_(counters).view(torch.int32)[:, :vocabulary]
-
-
-def hash_(counters: Tensor) -> Tensor:
-    """Hash int64 integers in place: the finaliser of SplitMix64 (Steele, Lea and Flood 2014, *Fast splittable
-    pseudorandom number generators*), a bijection of 64 bits.
-    """
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        counters.bitwise_xor_(_right(counters, shift)).mul_(_signed(factor))
-    return counters.bitwise_xor_(_right(counters, 31))
+    pairs = torch.arange(-(-vocabulary // 2), device=keys.device)
+    return hashes(keys, positions, pairs).view(torch.int32)[:, :vocabulary]
 
 
 def gumbel(noise: Tensor) -> Tensor:
     """Float64 Gumbel noise of uniform int32 `noise`: −log(−log u), where u is in the middle of one of 2³² steps."""
-    return noise.double().add_(2 ** (_BITS - 1) + 0.5).mul_(2.0**-_BITS).log_().neg_().log_().neg_()
+    return noise.double().add_(_MIDDLE).mul_(_STEP).log_().neg_().log_().neg_()
 
 
-def _right(integers: Tensor, shift: int) -> Tensor:
-    """Shift int64 integers to the right, and zeros in: PyTorch's own shift repeats the sign."""
-    return (integers >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+def hashes(keys: Array, positions: Array, pairs: Array) -> Array:
+    """Hashes `[R, P]` of keys `[R]`, positions `[R]` and pairs of tokens `[P]`, all of them int64."""
+    return hash_((keys + positions * _signed(_POSITION_STEP))[:, None] + pairs * _signed(_TOKEN_STEP))
+
+
+def hash_(integers: Array) -> Array:
+    """Hash int64 integers in place: the finaliser of SplitMix64 (Steele, Lea and Flood 2014, *Fast splittable
+    pseudorandom number generators*), a bijection of 64 bits.
+    """
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        moved = integers >> shift
+        moved &= (1 << (64 - shift)) - 1  # where the sign has been repeated
+        integers ^= moved
+        if factor > 1:
+            integers *= _signed(factor)
+    return integers
 
 
 def _signed(integer: int) -> int:
@@ -109,5 +117,5 @@ def _signed(integer: int) -> int:
     return integer - (1 << 64) if integer >> 63 else integer
 
 
-_HIGH_NOISE = math.floor(math.exp(-math.exp(-_REACH - _LEAST_NOISE)) * 2**_BITS) - 2 ** (_BITS - 1) - 2
+_HIGH_NOISE = math.floor(math.exp(-math.exp(-_REACH - _LEAST_NOISE)) / _STEP - _MIDDLE) - 1
 """Uniform noise that is not above this is, as Gumbel noise, not above `_REACH + _LEAST_NOISE`."""
