@@ -119,11 +119,11 @@ def test_leaving_out_tokens_that_cannot_win_changes_nothing(
 
 def test_draws_have_the_exact_distribution() -> None:
     """Also of tokens that are so improbable that they have to be lucky to be looked at."""
-    probabilities = torch.tensor([0.55, 0.3, 0.1, 0.04, 0.0085, 0.001, 0.0004, 0.0001])
+    probabilities = torch.tensor([0.55, 0.3, 0.1, 0.04, 0.0085, 0.001, 0.0004, 0.0001]).double()
     count = 300_000
     scores = scores_of(probabilities.log()[None]).expand(count, -1).contiguous()
     drawn = draw(scores, keys_of(3).expand(count), torch.arange(count))
-    assert chisquare(np.bincount(drawn.numpy(), minlength=8), count * probabilities.double().numpy()).pvalue > 1e-4
+    assert chisquare(np.bincount(drawn.numpy(), minlength=8), count * probabilities.numpy()).pvalue > 1e-4
 
 
 def test_draws_of_neighbouring_seeds_and_positions_are_independent() -> None:
