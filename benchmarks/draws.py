@@ -25,6 +25,7 @@ from benchmarks.costs import timed
 from benchmarks.heads import answers
 from drafter.base.causal_lm import BaseModel
 from drafter.base.executors.contract import TreeNodes
+from drafter.base.kv_cache import KVCache
 from drafter.base.loading import load_base, load_tokenizer
 from drafter.embedded import EMBEDDED_BASE
 from drafter.evaluation.environment import environment, machine
@@ -36,7 +37,7 @@ from drafter.verifiers.keyed_draw import draw, seed_key
 
 DRAWS_FILE, TABLE_FILE = "draws.json", "draws.md"
 TEMPERATURES = (0.7, 1.0)
-_TEXTS, _NEW_TOKENS = 16, 96
+_TEXTS, _NEW_TOKENS = 16, 64
 _PLACES = 128
 """Places whose distributions are in memory at once."""
 _ROWS = (1, 4, 17, 64)
@@ -146,22 +147,31 @@ def read(base: BaseModel, texts: Sequence[RegeneratedText], how: Reading) -> Ten
     found = []
     for first in range(0, len(texts), how.rows):
         some = texts[first : first + how.rows]
-        tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(text.tokens) for text in some], batch_first=True)
-        rows, longest = tokens.shape
-        cache = base.new_cache(rows, longest)
-        logits = torch.cat([_step(base, cache, tokens, start, how.nodes) for start in range(0, longest, how.nodes)], 1)
-        found += [one[text.prompt_length - 1 : len(text.tokens) - 1] for one, text in zip(logits, some, strict=True)]
+        before = torch.tensor([text.prompt_length - 1 for text in some])
+        answers = [torch.tensor(text.tokens[text.prompt_length - 1 : -1]) for text in some]
+        tokens = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True)
+        longest = tokens.shape[1]
+        cache = base.new_cache(len(some), int(before.max()) + longest)
+        for slot, text in enumerate(some):
+            if text.prompt_length > 1:
+                base.prefill(cache, slot, [torch.tensor(text.tokens[: text.prompt_length - 1])])
+        logits = torch.cat(
+            [
+                _step(base, cache, tokens[:, start : start + how.nodes], before + start)
+                for start in range(0, longest, how.nodes)
+            ],
+            1,
+        )
+        found += [one[: len(answer)] for one, answer in zip(logits, answers, strict=True)]
     return torch.cat(found)
 
 
-def _step(base: BaseModel, cache: object, tokens: Tensor, start: int, nodes: int) -> Tensor:
-    """Logits `[B, N, V]` of at most `nodes` tokens from `start` on, in one forward."""
-    piece = tokens[:, start : start + nodes]
-    rows, count = piece.shape
+def _step(base: BaseModel, cache: KVCache, tokens: Tensor, lengths: Tensor) -> Tensor:
+    """Logits `[B, N, V]` of `tokens` `[B, N]` behind `lengths` `[B]` positions, in one forward."""
+    rows, count = tokens.shape
     depths = torch.arange(count).expand(rows, -1)
     ancestors = torch.ones(count, count, dtype=torch.bool).tril().expand(rows, -1, -1)
-    lengths = torch.full((rows,), start)
-    return base.verify(cache, TreeNodes(piece, lengths, depths, ancestors, start + count))[0]  # type: ignore[arg-type]
+    return base.verify(cache, TreeNodes(tokens, lengths, depths, ancestors, int(lengths.max()) + count))[0]
 
 
 def changed(logits: dict[Reading, Tensor], seeds: int) -> Iterator[Changed]:

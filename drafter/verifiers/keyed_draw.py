@@ -76,7 +76,7 @@ def _draw_on_host(scores: npt.NDArray[np.float64], keys: _Integers, positions: _
 
 
 def noise_bits(keys: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """Uniform noise `[R, V]`, int32 from −2³¹ on, of (seed, position, token).
+    """Uniform noise `[R, V]`, integers of 32 bits from −2³¹ on, of (seed, position, token).
 
     A pair of tokens shares a hash of 64 bits: the even one has its lower half, the odd one its upper half.
 
@@ -85,12 +85,13 @@ def noise_bits(keys: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
         positions: `[R]` int64.
         vocabulary: V.
     """
-    pairs = torch.arange(-(-vocabulary // 2), device=keys.device)
-    return hashes(keys, positions, pairs).view(torch.int32)[:, :vocabulary]
+    hashed = hashes(keys, positions, torch.arange(-(-vocabulary // 2), device=keys.device))
+    # To view it as integers of 32 bits corrupts the memory once it is compiled (torch 2.13 on a CPU).
+    return torch.stack((hashed << 32 >> 32, hashed >> 32), 2).flatten(1)[:, :vocabulary]
 
 
 def gumbel(noise: Tensor) -> Tensor:
-    """Float64 Gumbel noise of uniform int32 `noise`: −log(−log u), where u is in the middle of one of 2³² steps."""
+    """Float64 Gumbel noise of uniform `noise`: −log(−log u), where u is in the middle of one of 2³² steps."""
     return noise.double().add_(_MIDDLE).mul_(_STEP).log_().neg_().log_().neg_()
 
 

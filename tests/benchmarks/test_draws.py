@@ -16,7 +16,7 @@ from tests.support.models import random_prompts
 
 
 def test_all_readings_are_of_the_same_places(tiny_base: BaseModel) -> None:
-    texts = [RegeneratedText(text, 3) for text in random_prompts(12, seed=2) if len(text) > 3]
+    texts = [RegeneratedText(text, 3) for text in random_prompts(20, seed=2) if len(text) > 3]
     expected = read(tiny_base, texts, EXACT)
     assert len(expected) == sum(len(text.tokens) - 3 for text in texts) > 20
     for rows, nodes in ((1, 8), (16, 1), (2, 3)):
