@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import costs, scale, searches, serving, speed
+from benchmarks import costs, draws, scale, searches, serving, speed
 from benchmarks.heads import HEADS_FILE, write_table
 from drafter.evaluation.report_files import write_report
 from drafter.evaluation.results import RESULTS_FILE, Results
@@ -23,6 +23,7 @@ _REPORTS: dict[str, Callable[[Path], object]] = {
     serving.SERVING_FILE: serving.write_table,
     speed.SPEED_FILE: speed.write_table,
     costs.COSTS_FILE: costs.write_report,
+    draws.DRAWS_FILE: draws.write_table,
     searches.SEARCHES_FILE: searches.write_table,
 }
 """Functions that write a folder's tables and plots, by the file that they read."""

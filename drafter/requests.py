@@ -28,6 +28,9 @@ _NUMBERS = (
 )
 """Settings that are floats: name, lowest and highest value, and whether the lowest is not allowed itself."""
 
+DRAW = "gumbel"
+"""How a seed decides tokens, by name: the same seed draws other tokens under another name."""
+
 
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> float:
     """Return `value` as a float: an integer may be too large for a tensor's.

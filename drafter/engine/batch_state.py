@@ -55,17 +55,17 @@ class BatchState:
             self.hidden = torch.zeros(slots, self.capacity, width, dtype=base.dtype, device=device)
         self.lengths = torch.full((slots,), max_length, dtype=torch.long, device=device)
         self._offsets = torch.arange(spec.max_depth + 1, device=device)
-        self.sampling = SamplingTable.empty(slots, max_length, device)
+        self.sampling = SamplingTable.empty(slots, device)
         drafter.open(Loan(base, slots, self.capacity, self.cache if spec.shared_layers else None, times))
         self.mode = SamplingMode.of([])
         self.logprobs: dict[int, int] = {}
 
     # ---- what is in the slots
 
-    def enter(self, slot: int, text: Ids, sampling: SamplingParams, prompt_length: int, limit: int) -> None:
-        """Put a text, of which nothing has been read, into an empty slot; `limit` is the most output tokens."""
+    def enter(self, slot: int, text: Ids, sampling: SamplingParams, prompt_length: int) -> None:
+        """Put a text, of which nothing has been read, into an empty slot."""
         self.tokens[slot, : len(text)] = devices.send(torch.from_numpy(text), self.base.device)
-        self.sampling.set(slot, sampling, prompt_length, limit)
+        self.sampling.set(slot, sampling, prompt_length)
         self.drafter.enter(slot, text)
 
     def begin(self, slot: int, length: int) -> None:

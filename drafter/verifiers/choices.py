@@ -1,7 +1,7 @@
-"""The base's choice at a node: its logits are biased, penalised and filtered, and a keyed uniform picks a token.
+"""The base's choice at a node: its logits are biased, penalised and filtered, and keyed noise picks a token.
 
-The uniform depends on (seed, position) alone. So a sequence's tokens are a function of model, prompt and seed: the same
-with speculation and without, whatever the tree, the batch or the order. The stages follow one another as in
+The noise depends on (seed, position, token) alone. So a sequence's tokens are a function of model, prompt and seed: the
+same with speculation and without, whatever the tree, the batch or the order. The stages follow one another as in
 transformers: logit bias, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,22 +16,12 @@ from torch.nn import functional as F
 from drafter.devices import send
 from drafter.requests import SamplingParams
 from drafter.tree.token_tree import TokenTree
+from drafter.verifiers.keyed_draw import draw, seed_key
 from drafter.verifiers.penalties import History, penalise
 
-_MASK_64 = (1 << 64) - 1
 _MOST_TOKENS = 1 << 31
 """More than any vocabulary has: a larger top-k keeps all, as this does."""
 _ALL = slice(None)
-
-
-def keyed_uniforms(seed: int, count: int) -> Tensor:
-    """`[count]` float64 in [0, 1): the uniform of each output position, by the counter-based generator Philox-4x64.
-
-    Entry `p` is a function of `(seed, p)` alone (Salmon et al. 2011, *Parallel random numbers: as easy as 1, 2, 3*).
-    """
-    generator = np.random.Philox(key=np.array([seed & _MASK_64, (seed >> 64) & _MASK_64], dtype=np.uint64))
-    # The raw stream is stable between numpy releases; the top 53 bits fill a float64's mantissa.
-    return torch.from_numpy((generator.random_raw(count) >> np.uint64(11)) * 2.0**-53)
 
 
 @dataclass
@@ -44,7 +33,7 @@ class SamplingTable:
         top_k: `[S]` int64.
         biased_tokens: `[S, K]` int64 tokens with a bias; K is as wide as any request has needed.
         biases: `[S, K]` float64, 0 in entries that are not used.
-        uniforms: `[S, L]` float64, a row's keyed uniforms by output position.
+        keys: `[S]` int64, the seeds' keys.
         prompt_lengths: `[S]` int64 prompt tokens.
     """
 
@@ -57,11 +46,11 @@ class SamplingTable:
     frequency_penalty: Tensor
     biased_tokens: Tensor
     biases: Tensor
-    uniforms: Tensor
+    keys: Tensor
     prompt_lengths: Tensor
 
     @classmethod
-    def empty(cls, slots: int, length: int, device: torch.device) -> SamplingTable:
+    def empty(cls, slots: int, device: torch.device) -> SamplingTable:
         """A table of greedy rows."""
 
         def full(value: float) -> Tensor:
@@ -80,12 +69,12 @@ class SamplingTable:
             frequency_penalty=full(0),
             biased_tokens=zeros(slots, 0),
             biases=zeros(slots, 0).double(),
-            uniforms=zeros(slots, length).double(),
+            keys=zeros(slots),
             prompt_lengths=zeros(slots),
         )
 
-    def set(self, slot: int, params: SamplingParams, prompt_length: int, new_tokens: int) -> None:
-        """Enter a request that may produce `new_tokens` tokens."""
+    def set(self, slot: int, params: SamplingParams, prompt_length: int) -> None:
+        """Enter a request with a prompt of `prompt_length` tokens."""
         self.temperature[slot] = params.temperature
         self.top_k[slot] = min(params.top_k, _MOST_TOKENS)
         self.top_p[slot] = params.top_p
@@ -95,8 +84,7 @@ class SamplingTable:
         self.frequency_penalty[slot] = params.frequency_penalty
         self._set_biases(slot, dict(params.logit_bias))
         self.prompt_lengths[slot] = prompt_length
-        if params.temperature > 0:
-            self.uniforms[slot, :new_tokens] = send(keyed_uniforms(params.seed, new_tokens), self.uniforms.device)
+        self.keys[slot] = seed_key(params.seed)
 
     def _set_biases(self, slot: int, biases: dict[int, float]) -> None:
         if (missing := len(biases) - self.biases.shape[1]) > 0:
@@ -125,6 +113,7 @@ class SamplingMode:
     penalties: bool
     random: bool
     ranked: bool
+    floored: bool
 
     @classmethod
     def of(cls, params: list[SamplingParams]) -> SamplingMode:
@@ -135,6 +124,7 @@ class SamplingMode:
             penalties=any(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty for p in params),
             random=bool(drawn),
             ranked=any(p.top_k > 0 or p.top_p < 1 for p in drawn),
+            floored=any(p.min_p > 0 for p in drawn),
         )
 
 
@@ -174,7 +164,9 @@ def base_choices(logits: Tensor, tree: TokenTree, ancestors: Tensor, sampling: R
     return choose(logits, sampling.table, sampling.mode, positions, history, sampling.rows)
 
 
-def filter_logits(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, ranked: bool) -> Tensor:
+def filter_logits(
+    scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, ranked: bool, floored: bool
+) -> Tensor:
     """Scores of the tokens that the filters keep, -inf elsewhere. Ties at a threshold are kept.
 
     Args:
@@ -183,6 +175,7 @@ def filter_logits(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *
         top_p: `[R]` in (0, 1].
         min_p: `[R]` in [0, 1].
         ranked: Whether any row uses `top_k` or `top_p`; the sort is left out otherwise.
+        floored: Whether any row uses `min_p`; that stage is left out otherwise.
     """
     if ranked:
         ordered = scores.sort(dim=-1, descending=True).values
@@ -195,16 +188,9 @@ def filter_logits(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *
         kept = kept & ((above < top_p[:, None]) | (top_p >= 1)[:, None])
         lowest = ordered.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
         scores = scores.masked_fill(scores < lowest, -torch.inf)
-    return scores.masked_fill(scores < scores.amax(-1, keepdim=True) + min_p[:, None].log(), -torch.inf)
-
-
-def inverse_cdf(scores: Tensor, uniform: Tensor) -> Tensor:
-    """`[R]` tokens: the first whose cumulative probability, in order of token id, exceeds `uniform` `[R]`.
-
-    Token order, not rank order: near ties then cannot swap places. `scores` is `[R, V]`, -inf for dropped tokens.
-    """
-    cdf = scores.softmax(-1).cumsum(-1)
-    return torch.searchsorted(cdf, (uniform * cdf[:, -1])[:, None], right=True)[:, 0].clamp_max(scores.shape[-1] - 1)
+    if floored:
+        scores = scores.masked_fill(scores < scores.amax(-1, keepdim=True) + min_p[:, None].log(), -torch.inf)
+    return scores
 
 
 def choose(
@@ -255,9 +241,8 @@ def choose(
     temperature = per_node(table.temperature)
     # The best score becomes 0 first, so that even the smallest temperature divides it to a number.
     scores = (scores - scores.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1)[:, None]
-    scores = filter_logits(
-        scores, per_node(table.top_k), per_node(table.top_p), per_node(table.min_p), ranked=mode.ranked
-    )
-    outputs = (positions - table.prompt_lengths[:, None]).clamp(0, table.uniforms.shape[1] - 1)
-    drawn = inverse_cdf(scores, table.uniforms.gather(1, outputs).flatten()).view(batch, nodes)
+    filters = per_node(table.top_k), per_node(table.top_p), per_node(table.min_p)
+    scores = filter_logits(scores, *filters, ranked=mode.ranked, floored=mode.floored)
+    outputs = (positions - table.prompt_lengths[:, None]).flatten()
+    drawn = draw(scores, per_node(table.keys), outputs).view(batch, nodes)
     return torch.where(table.temperature[:, None] > 0, drawn, greedy)

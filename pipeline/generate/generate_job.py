@@ -41,7 +41,7 @@ def generate(config: GenerateConfig) -> None:
         refuse_settings_of_requests(config)
     base = model_fingerprint(model_name(config.model))
     check_tokenizer(config, prompts)
-    meaning = job_meaning(config, listing, base, head_fingerprints(config.model, config.drafter))
+    meaning = job_meaning(config, listing, prompts, base, head_fingerprints(config.model, config.drafter))
     job = JobContext(config, listing, prompts, open_output(config, meaning), meaning)
     print(config.as_yaml(), end="", file=sys.stderr, flush=True)
     from pipeline.generate.submission import run  # Ray takes seconds to import: no check waits for it

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from drafter.requests import DRAW
 from pipeline.cluster.shares import ActorResources
 from pipeline.generate.generate_config import GenerateConfig
 from pipeline.io.fingerprints import input_fingerprints
@@ -65,18 +66,22 @@ class Work:
         return sum(part.rows for part in self.missing)
 
 
-def job_meaning(config: GenerateConfig, listing: InputListing, base: str, heads: dict[str, str]) -> dict[str, Any]:
+def job_meaning(
+    config: GenerateConfig, listing: InputListing, prompts: PromptSource, base: str, heads: dict[str, str]
+) -> dict[str, Any]:
     """Return all that decides which rows come out and what is in them; not how many machines or rows at once.
 
     Args:
         config: The job's configuration.
         listing: Its input.
+        prompts: Where the prompts are in it.
         base: Fingerprint of the base model.
         heads: Fingerprints of draft heads by name.
 
     Raises:
         InputError: A file of the input cannot be read.
     """
+    draws = config.sampling.temperature > 0 or prompts.own_sampling
     return {
         "input": input_fingerprints(listing),
         "reading": asdict(config.reading),
@@ -87,4 +92,5 @@ def job_meaning(config: GenerateConfig, listing: InputListing, base: str, heads:
         "sampling": config.as_dict()["sampling"],
         "max_length": config.engine.max_length,
         "per_step_accepted": config.writing.per_step_accepted,
+        **({"draw": DRAW} if draws else {}),
     }

@@ -24,14 +24,16 @@ class PromptSource:
         column: Its column.
         kind: What the column holds: text, chat messages, or the body of a request to OpenAI.
         id_column: The column that names a row; None where the row's file and line do.
+        own_sampling: Whether the first rows bring sampling settings of their own.
     """
 
     column: str
     kind: Literal["text", "messages", "openai"] = "text"
     id_column: str | None = None
+    own_sampling: bool = False
 
 
-BATCH = PromptSource("body", "openai", "custom_id")
+BATCH = PromptSource("body", "openai", "custom_id", own_sampling=True)
 """Lines of an OpenAI batch."""
 
 
@@ -61,12 +63,13 @@ def _is_batch(file: InputFile, columns: list[str], config: ReadingConfig) -> boo
 
 
 def _choose_source(file: InputFile, schema: pa.Schema, config: ReadingConfig) -> PromptSource:
+    own = config.sampling_column in schema.names
     if config.messages_column is not None:
-        source = PromptSource(config.messages_column, "messages", config.id_column)
+        source = PromptSource(config.messages_column, "messages", config.id_column, own)
     elif config.prompt_column is None and "prompt" not in schema.names and "messages" in schema.names:
-        source = PromptSource("messages", "messages", config.id_column)
+        source = PromptSource("messages", "messages", config.id_column, own)
     else:
-        source = PromptSource(config.prompt_column or "prompt", "text", config.id_column)
+        source = PromptSource(config.prompt_column or "prompt", "text", config.id_column, own)
     setting = "messages_column" if source.kind == "messages" else "prompt_column"
     for column, name in ((source.column, setting), (source.id_column, "id_column")):
         if column is not None and column not in schema.names:

@@ -22,6 +22,8 @@ from pipeline.output.run_file import FORMAT, read_run
 _LONGEST_CHANGE = 120
 """Characters of two values that a message still shows."""
 _SHOWN_CHANGES = 3
+_IN_WORDS = {"draw": "the version that began it draws other tokens from the same seeds"}
+"""What it means that a value differs, where the value is no setting."""
 
 
 class JobFolder(Protocol):
@@ -116,6 +118,8 @@ def _changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> I
         old, new = before.get(name), now.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
             yield from _changes(old, new, f"{prefix}{name}.")
+        elif old != new and not prefix and name in _IN_WORDS:
+            yield _IN_WORDS[name]
         elif old != new:
             long = len(repr(old)) + len(repr(new)) > _LONGEST_CHANGE
             yield f"{prefix}{name} " + ("is another" if long else f"was {old!r}, is now {new!r}")

@@ -60,7 +60,7 @@ class Scheduler:
         self.entering.append(sequence)
         sequence.enter()
         prompt = len(sequence.handle.request.prompt_ids)
-        self._state.enter(slot, sequence.prefilled, sequence.sampling, prompt, sequence.limit)
+        self._state.enter(slot, sequence.prefilled, sequence.sampling, prompt)
         return True
 
     def copy_shared(self, pieces: Several[Piece]) -> int:

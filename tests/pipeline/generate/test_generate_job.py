@@ -153,6 +153,20 @@ def test_submitting_again_goes_on_where_the_job_stopped(run: Run, finished: Fini
     assert resumed.stderr.splitlines()[-1].startswith("9/9 rows")
 
 
+def test_an_output_begun_with_another_draw_is_refused(run: Run, finished: FinishedJob) -> None:
+    """Its seeds would go on with other tokens."""
+    file = finished.outcome.folder / "run.json"
+    ran = json.loads(file.read_text())
+    before_draws_had_names = {name: value for name, value in ran["meaning"].items() if name != "draw"}
+    for meaning in (before_draws_had_names, {**ran["meaning"], "draw": "another"}):
+        file.write_text(json.dumps({**ran, "state": "running", "meaning": meaning}))
+        refused = run(finished.source, *JOB_SETTINGS)
+        assert refused.code == 2
+        assert "the version that began it draws other tokens from the same seeds): choose another" in refused.error
+    file.write_text(json.dumps(ran))
+    assert run(finished.source, *JOB_SETTINGS).code == 0
+
+
 @pytest.mark.slow
 def test_a_resubmission_writes_what_is_missing_and_no_more(run: Run, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"how many {n}"} for n in range(40)])
