@@ -29,6 +29,9 @@ class NativeJoint:
         layers = (JointLayerStruct * len(head.joint_layers))()
         for struct, layer in zip(layers, head.joint_layers, strict=True):
             norm, inner, _, out = layer.children()
+            assert isinstance(norm, nn.LayerNorm)
+            assert isinstance(inner, nn.Linear)
+            assert isinstance(out, nn.Linear)
             struct.norm_weight, struct.norm_bias = self._address(norm.weight), self._address(norm.bias)
             struct.inner, struct.out = self._matrix(inner.weight, inner.bias), self._matrix(out.weight, None)
         self._struct = JointStruct(
@@ -81,7 +84,7 @@ class NativeJoint:
         self._kept.append(packed)
         return packed.struct()
 
-    def _address(self, parameter: Tensor | nn.Parameter) -> int:
+    def _address(self, parameter: Tensor) -> int:
         tensor = parameter.detach().contiguous()
         self._kept.append(tensor)
         return tensor.data_ptr()

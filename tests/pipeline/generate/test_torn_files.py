@@ -33,7 +33,7 @@ FINISHED = [
 """All files of `finished_job`."""
 UNFINISHED = [name for name in FINISHED if name != f"data/{PARTS[2]}.parquet"] + ["_lease.json", "_unfinished.parquet"]
 """All files of `unfinished`."""
-QUICK = {("data/00000-000000.parquet", cut), ("_staged/00000-000002.parquet", empty)}
+QUICK: set[tuple[str, Damage]] = {("data/00000-000000.parquet", cut), ("_staged/00000-000002.parquet", empty)}
 
 
 def cases(files: list[str], quick: set[tuple[str, Damage]]) -> list[Any]:

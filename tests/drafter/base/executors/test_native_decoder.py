@@ -21,6 +21,7 @@ from drafter.base.executors.native_decoder import NativeDecoder
 from drafter.base.hidden_states import LM_HEAD_INPUT
 from drafter.base.packing import Packing
 from drafter.native.build import BuildError
+from drafter.native.library import gated_order
 from drafter.tree.token_tree import TokenTree
 from tests.support.models import random_prompts
 
@@ -81,8 +82,8 @@ def tree_of(parents: list[int], tokens: list[int]) -> TokenTree:
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
-    rows = [torch.tensor([part]) for part in (tokens, parents, depths)]
-    return TokenTree(*rows, torch.zeros(1, len(tokens)))
+    token_row, parent_row, depth_row = (torch.tensor([part]) for part in (tokens, parents, depths))
+    return TokenTree(token_row, parent_row, depth_row, torch.zeros(1, len(tokens)))
 
 
 def nodes_of(trees: list[TokenTree], lengths: list[int], packing: Packing | None = None, **others: Any) -> TreeNodes:
@@ -242,8 +243,7 @@ def test_without_a_compiler_the_models_own_code_runs_and_a_warning_says_so(
 
 
 def test_other_numbers_are_found_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    right = native_decoder.gated_order
-    monkeypatch.setattr(native_decoder, "gated_order", lambda size: right(size).flip(0))
+    monkeypatch.setattr(native_decoder, "gated_order", lambda size: gated_order(size).flip(0))
     base = BaseModel(model_of("llama"))
     assert base._executor is base._model_code
     assert "gives other numbers" in caplog.text
