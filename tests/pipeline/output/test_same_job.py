@@ -53,7 +53,7 @@ def test_a_new_output_is_taken_by_who_holds_its_lease(kind: str, tmp_path: Path)
     (tmp_path / "_lease.json").write_text("{}")
     assert take_output("out", folder, OURS)
     (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(InputError, match="is not empty and has no run.json"):
+    with pytest.raises(InputError, match=r"is not empty and has no run\.json"):
         take_output("out", folder, OURS)
 
 
