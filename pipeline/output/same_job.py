@@ -16,7 +16,7 @@ from pyarrow import fs
 from drafter.errors import one_line
 from pipeline.errors import InputError
 from pipeline.io.files import Location, is_copy
-from pipeline.output.output_folder import RUN_FILE
+from pipeline.output.output_folder import LEASE_FILE, RUN_FILE
 from pipeline.output.run_file import FORMAT, read_run
 
 _LONGEST_CHANGE = 120
@@ -109,7 +109,9 @@ def _why_not(uri: str, run_file: Location, meant: dict[str, Any]) -> str | None:
 
 def _holds_nothing(found: Location) -> bool:
     """Whether it may be of a submission that ended before it wrote `run.json`."""
-    return is_copy(found.name, RUN_FILE) or (found.type == fs.FileType.Directory and not found.children())
+    of_lease = found.name == LEASE_FILE or is_copy(found.name, LEASE_FILE)  # the caller's own, or that of a dead one
+    of_run = is_copy(found.name, RUN_FILE)
+    return of_lease or of_run or (found.type == fs.FileType.Directory and not found.children())
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[str]:

@@ -47,6 +47,17 @@ def test_an_output_without_results_is_taken_over(kind: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
+def test_a_new_output_is_taken_by_who_holds_its_lease(kind: str, tmp_path: Path) -> None:
+    folder = FOLDERS[kind](locate(str(tmp_path)))
+    folder.create()
+    (tmp_path / "_lease.json").write_text("{}")
+    assert take_output("out", folder, OURS)
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(InputError, match=r"is not empty and has no run\.json"):
+        take_output("out", folder, OURS)
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
 def test_what_the_same_job_has_prepared_stays(kind: str, tmp_path: Path) -> None:
     folder = make(kind, tmp_path, *LEFT[kind])
     assert not take_output("out", folder, THEIRS)

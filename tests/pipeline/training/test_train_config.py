@@ -142,7 +142,7 @@ def test_texts_that_cannot_be_learnt_from_are_refused(
 def test_texts_of_two_bases_cannot_go_together(train: Train, distilled: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(distilled, other)
-    rewrite_run(base_fingerprint="0123456789abcdef")(other)
+    rewrite_run(base_fingerprint="v2-0123456789abcdef")(other)
     refused = train(json.dumps([str(distilled), str(other)]))
     assert refused.code == 2
     assert "data of different bases cannot be used together" in refused.error
