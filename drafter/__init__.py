@@ -1,5 +1,6 @@
 """Lossless tree speculative decoding with CTC draft heads."""
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,11 @@ if TYPE_CHECKING:
     from drafter.errors import EngineError, LoadError, QueueFullError, RequestError, RequestTimeoutError
     from drafter.llm import SpeculativeLM
     from drafter.requests import Generation, Request, SamplingParams, TokenLogprob
+
+# Threads of an operation that wait for each other sleep, and do not spin. If another process has one of the cores, a
+# thread that spins keeps the one it waits for from running, and decoding becomes several times slower. OpenMP reads
+# this when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __all__ = [
     "EngineConfig",

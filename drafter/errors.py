@@ -40,3 +40,9 @@ def one_line(error: BaseException | str, limit: int = 500) -> str:
     """An error's message on one line of at most `limit` characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """A value as a message quotes it, in Python's words: its beginning where it has more than `limit` characters."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -21,7 +21,7 @@ from drafter.engine.loop import Engine
 from drafter.engine.sequences.handle import Handle
 from drafter.errors import RequestError
 from drafter.requests import Generation, Request, SamplingParams
-from drafter.text.chat import render_chat
+from drafter.text.chat import encode_chat
 from drafter.threads import in_passing_thread
 from drafter.verifiers.contract import Verifier
 
@@ -108,11 +108,17 @@ class SpeculativeLM:
         """Tokens of prompt and output together that a request may have."""
         return self.engine.max_length
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, *, special_tokens: bool = False) -> list[int]:
         """Token ids of a text, taken as it is, or of chat messages, put through the chat template.
 
+        Args:
+            prompt: The text or the messages.
+            special_tokens: Whether the text of a special token in a message is that token; by default it is text. In a
+                prompt that is a text it always is the token.
+
         Raises:
-            RequestError: Not a text or a list of messages, or there is no chat template.
+            RequestError: Not a text or a list of messages, there is no chat template, or a message has the text of a
+                special token, and the tokeniser cannot take it as text.
         """
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt)["input_ids"])
@@ -121,7 +127,7 @@ class SpeculativeLM:
         for place, message in enumerate(prompt, start=1):
             if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
                 raise RequestError(f"message {place} must have a role and a content, not be {message!r}")
-        return list(self.tokenizer(render_chat(self.tokenizer, prompt), add_special_tokens=False)["input_ids"])
+        return encode_chat(self.tokenizer, prompt, special_tokens=special_tokens)
 
     def submit(self, request: Request, *, stream: bool = False) -> Handle:
         """Queue a request; safe from any thread.
@@ -141,13 +147,19 @@ class SpeculativeLM:
         return handle
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None, **settings: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | None = None,
+        *,
+        special_tokens: bool = False,
+        **settings: Any,
     ) -> list[Generation]:
         """Generate for one prompt or many, and wait for all.
 
         Args:
             prompts: A text, chat messages, or a list of either.
             sampling: Settings; the defaults are greedy decoding of up to 256 tokens.
+            special_tokens: As in `encode`.
             settings: Fields of `SamplingParams` to change, such as `max_new_tokens=100`.
 
         Raises:
@@ -157,7 +169,8 @@ class SpeculativeLM:
             sampling = replace(sampling or SamplingParams(), **settings)
         except TypeError as error:
             raise RequestError(str(error).replace("SamplingParams.__init__() got an", "")) from error
-        requests = [Request(self.encode(prompt), sampling, str(i)) for i, prompt in enumerate(_as_list(prompts))]
+        ids = [self.encode(prompt, special_tokens=special_tokens) for prompt in _as_list(prompts)]
+        requests = [Request(prompt_ids, sampling, str(i)) for i, prompt_ids in enumerate(ids)]
         waiting: list[Handle] = []
         for index, request in enumerate(requests):
             if index >= self.engine.config.max_queue:

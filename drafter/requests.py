@@ -7,32 +7,58 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from drafter.errors import RequestError
+from drafter.errors import RequestError, shown
 from drafter.statistics import DecodeCounts
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
 MOST_LOGPROBS = 20
 """Most probable tokens that a request may ask the log-probabilities of, at each place."""
+MOST_STOPS = 16
+"""Stop strings that a request may have."""
+LONGEST_STOP = 1000
+"""Characters of a stop string."""
+_NUMBERS = (
+    ("temperature", 0.0, math.inf, False),
+    ("top_p", 0.0, 1.0, True),
+    ("min_p", 0.0, 1.0, False),
+    ("repetition_penalty", 0.0, math.inf, True),
+    ("presence_penalty", -2.0, 2.0, False),
+    ("frequency_penalty", -2.0, 2.0, False),
+)
+"""Settings that are floats: name, lowest and highest value, and whether the lowest is not allowed itself."""
 
 DRAW = "gumbel"
 """How a seed decides tokens, by name: the same seed draws other tokens under another name."""
 
 
-def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
-    """Raise `RequestError` unless `value` is a finite number in `[low, high]` (`(low, high]` if `low_open`)."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise RequestError(f"{name} must be a finite number, not {value!r}")
+def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> float:
+    """Return `value` as a float: an integer may be too large for a tensor's.
+
+    Raises:
+        RequestError: It is no finite number in `[low, high]` (`(low, high]` if `low_open`).
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
+        raise RequestError(f"{name} must be a finite number, not {shown(value)}")
     if value < low or value > high or (low_open and value == low):
-        span = f"{'more than' if low_open else 'at least'} {low:g}"
-        raise RequestError(f"{name} must be {span}{f' and at most {high:g}' if high < math.inf else ''}, not {value!r}")
+        span = f"{'more than' if low_open else 'at least'} {low:g}{f' and at most {high:g}' if high < math.inf else ''}"
+        raise RequestError(f"{name} must be {span}, not {shown(value)}")
+    return float(value)
+
+
+def _is_finite(value: float) -> bool:
+    """Whether a number is finite as a float; an integer may be larger than any of these."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _integer(name: str, value: object, low: int, high: float = math.inf) -> None:
     """Raise `RequestError` unless `value` is an integer in `[low, high]`."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         span = f"of at least {low}{f' and at most {high}' if high < math.inf else ''}"
-        raise RequestError(f"{name} must be an integer {span}, not {value!r}")
+        raise RequestError(f"{name} must be an integer {span}, not {shown(value)}")
 
 
 def _biases(value: object) -> tuple[tuple[int, float], ...]:
@@ -45,10 +71,9 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
     try:
         found = {_token(token): bias for token, bias in pairs}  # type: ignore[attr-defined]
     except (TypeError, ValueError) as error:
-        raise RequestError(f"logit_bias must map token ids to numbers, not be {value!r}") from error
-    for token, bias in found.items():
-        _number(f"logit_bias of token {token}", bias, -100.0, 100.0)
-    return tuple(sorted(found.items()))
+        raise RequestError(f"logit_bias must map token ids to numbers, not be {shown(value)}") from error
+    checked = {token: _number(f"logit_bias of token {token}", bias, -100.0, 100.0) for token, bias in found.items()}
+    return tuple(sorted(checked.items()))
 
 
 def _token(value: object) -> int:
@@ -58,6 +83,21 @@ def _token(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{value!r} is not a token id")
     return value
+
+
+def _stops(value: object) -> tuple[str, ...]:
+    """Stop strings. They are looked for in every token, so that neither their number nor their length is unlimited.
+
+    Raises:
+        RequestError: Something else, too many, or too long.
+    """
+    if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
+        raise RequestError(f"stop must be a list of non-empty strings, not {shown(value)}")
+    if len(value) > MOST_STOPS:
+        raise RequestError(f"stop may have up to {MOST_STOPS} strings, not {len(value)}")
+    if (longest := max(map(len, value), default=0)) > LONGEST_STOP:
+        raise RequestError(f"stop may have strings of up to {LONGEST_STOP} characters, not {longest}")
+    return tuple(value)
 
 
 @dataclass(frozen=True)
@@ -81,7 +121,7 @@ class SamplingParams:
         logprobs: Hand out the base's log-probability of each token, and of so many most probable ones in its place:
             0 to 20, or None for neither. They are the base's own: of its logits before all of the above.
         seed: Tokens are a function of (model, prompt, seed) alone: see `docs/method.md`.
-        stop: Strings that end the text; the text is cut before the first one.
+        stop: Strings that end the text; the text is cut before the first one. Up to 16, of up to 1000 characters each.
         ignore_eos: Generate on past the end-of-sequence token.
 
     Raises:
@@ -104,22 +144,16 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _integer("max_new_tokens", self.max_new_tokens, 1)
-        _number("temperature", self.temperature, 0.0, math.inf)
         _integer("top_k", self.top_k, 0)
-        _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_open=True)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for name, low, high, low_open in _NUMBERS:
+            object.__setattr__(self, name, _number(name, getattr(self, name), low, high, low_open=low_open))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MOST_LOGPROBS)
         _integer("seed", self.seed, 0)
-        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
-            raise RequestError(f"stop must be a list of non-empty strings, not {self.stop!r}")
+        object.__setattr__(self, "stop", _stops(self.stop))
         if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
-        object.__setattr__(self, "stop", tuple(self.stop))
+            raise RequestError(f"ignore_eos must be true or false, not {shown(self.ignore_eos)}")
 
 
 @dataclass(frozen=True)

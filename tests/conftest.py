@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 import os
 
+import drafter  # noqa: F401  before torch, because it decides how torch's threads wait
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# The threads of an operation wait for each other without spinning. Where they share cores with other processes,
-# spinning would take most of these, and make the small operations of small models up to forty times slower.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch

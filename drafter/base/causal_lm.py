@@ -21,7 +21,7 @@ from drafter.base.executors.llama_like import NotLlamaLikeError, read_llama_like
 from drafter.base.executors.model_code import ModelCode
 from drafter.base.executors.native_decoder import NativeDecoder
 from drafter.base.executors.prepacked import prepack, product_of
-from drafter.base.fingerprint import fingerprint
+from drafter.base.fingerprint import fingerprint, first_fingerprint, is_of_first_scheme
 from drafter.base.hidden_states import LM_HEAD_INPUT, DecoderLayers
 from drafter.base.kv_cache import KVCache
 from drafter.base.packing import PACKED_ATTENTION
@@ -45,7 +45,8 @@ class BaseModel:
         dtype: Of the hidden states.
         max_positions: Longest sequence that it decodes as the model by itself would; None if its configuration does not
             say.
-        fingerprint: 16 hex digits that tell bases apart, the same in whichever precision one is loaded.
+        fingerprint: Tells bases apart by all of their tensors, but not in which precision they are loaded; see
+            `drafter.base.fingerprint`.
 
     Raises:
         LoadError: The model cannot be decoded by trees; the message names it and the reason.
@@ -80,8 +81,8 @@ class BaseModel:
             self._executor = self._native() or self._model_code
         # The native executor has weights of its own. What is left is the LM head, which draft heads call.
         prepack(self.model if self._executor is self._model_code else self._head)
-        sizes = [model.config.model_type, self.config.num_hidden_layers, self.hidden_size, self.vocab_size]
-        self.fingerprint = fingerprint(self.model, self._embedding.weight, sizes)
+        self._sizes = [model.config.model_type, self.config.num_hidden_layers, self.hidden_size, self.vocab_size]
+        self.fingerprint = fingerprint(self.model, self._sizes)
 
     def _native(self) -> Executor | None:
         """The native executor, if it can run this model and agrees with the model's own code."""
@@ -99,6 +100,12 @@ class BaseModel:
         return native
 
     # ---- what it is
+
+    def has_fingerprint(self, given: str) -> bool:
+        """Return whether `given` is this base's fingerprint, in the present scheme or in that of earlier releases."""
+        if is_of_first_scheme(given):
+            return given == first_fingerprint(self.model, self._embedding.weight, self._sizes)  # type: ignore[arg-type]
+        return given == self.fingerprint
 
     @property
     def device(self) -> torch.device:

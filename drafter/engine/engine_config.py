@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+DEFAULT_MAX_LENGTH = 2048
+"""Most prompt and output tokens of a request where no other number is set."""
+
 
 @dataclass(frozen=True)
 class EngineSettings:
@@ -32,6 +35,11 @@ class EngineSettings:
             _check_integer("max_length", self.max_length, 2)
         if self.nodes != "auto":
             _check_integer("nodes", self.nodes, 0)
+
+    @property
+    def longest(self) -> int:
+        """Prompt and output tokens that an engine takes at most; a base with fewer positions takes fewer."""
+        return self.max_length or DEFAULT_MAX_LENGTH
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from drafter.budget.contract import Budget, StepObservation
 from drafter.budget.fixed import FixedBudget
 from drafter.drafters.contract import Committed, Drafter
 from drafter.engine.batch_state import BatchState
-from drafter.engine.engine_config import EngineConfig
+from drafter.engine.engine_config import DEFAULT_MAX_LENGTH, EngineConfig
 from drafter.engine.sequences.admission import Admission
 from drafter.engine.sequences.handle import Handle
 from drafter.engine.sequences.intake import new_sequence, refuse_unusable
@@ -39,8 +39,6 @@ from drafter.stage_times import StageTimes
 from drafter.statistics import EngineState
 from drafter.verifiers.contract import Verifier
 from drafter.verifiers.exact import ExactVerifier
-
-_DEFAULT_MAX_LENGTH = 2048
 
 
 class Engine:
@@ -81,10 +79,10 @@ class Engine:
         _refuse_mismatch(drafter, verifier)
         self.base, self.drafter, self.tokenizer = base, drafter, tokenizer
         self.config, self.verifier = config, verifier
-        limit = base.max_positions or _DEFAULT_MAX_LENGTH
+        limit = base.max_positions or DEFAULT_MAX_LENGTH
         if config.max_length is not None and config.max_length > limit:
             raise LoadError(f"max_length {config.max_length} is more than the {limit} positions of {base.name}")
-        self.max_length = config.max_length or min(limit, _DEFAULT_MAX_LENGTH)
+        self.max_length = min(limit, config.longest)
         self._times = StageTimes()
         self._graphs = step_graphs(base.device, base.devices, graph_safe=drafter.spec.graph_safe)
         self.batch = BatchState(base, drafter, config.slots, self.max_length, self._times)

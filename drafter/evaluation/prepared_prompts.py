@@ -18,7 +18,7 @@ from drafter.errors import RequestError
 from drafter.evaluation.decoders import decode_all
 from drafter.evaluation.questions import Question, QuestionError
 from drafter.requests import Request, SamplingParams
-from drafter.text.chat import render_chat
+from drafter.text.chat import encode_chat
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,10 @@ def encode(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
     """Return the token ids of a conversation up to the assistant's next answer.
 
     Without a chat template the conversation is the messages' texts, separated by empty lines.
+
+    Raises:
+        RequestError: The chat cannot be encoded.
     """
     if tokenizer.chat_template is None:
         return list(tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"])
-    return list(tokenizer(render_chat(tokenizer, messages), add_special_tokens=False)["input_ids"])
+    return encode_chat(tokenizer, messages)

@@ -10,8 +10,9 @@
       "training": {… provenance: recipe, data, steps, seed, measured β, versions …}
     }
 
-A head fits one base: the base's fingerprint is checked before a tensor is read. Weights are safetensors. A pickle is
-never opened, because opening one runs code.
+A head fits one base: the base's fingerprint is checked before a tensor is read. Heads of earlier releases, whose
+fingerprint is of the first scheme, are checked by that. Weights are safetensors. A pickle is never opened, because
+opening one runs code.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def load_head(name_or_path: str | Path, base: BaseModel, algorithms: Mapping[str
         known = ", ".join(sorted(algorithms))
         raise LoadError(f"draft head {name!r} is of algorithm {config.algorithm!r}; known here: {known}")
     trained_for = config.base_model
-    if trained_for.fingerprint != base.fingerprint:
+    if not base.has_fingerprint(trained_for.fingerprint):
         raise LoadError(
             f"draft head {name!r} belongs to the base {trained_for.name!r} (fingerprint {trained_for.fingerprint}), "
             f"not to {base.name!r} ({base.fingerprint}): train a head for this base, or load the other base"
@@ -106,7 +107,13 @@ def load_head(name_or_path: str | Path, base: BaseModel, algorithms: Mapping[str
     head = head_class(head_config(name, head_class.config_class, config.head))
     head.provenance = Provenance(trained_for.name, trained_for.fingerprint, config.training)
     _load_weights(name, head, weights_file)
-    return head.to(base.device, base.dtype).eval().requires_grad_(False)
+    head.to(base.device, base.dtype).eval().requires_grad_(False)
+    if head.vocabulary is not None:
+        try:
+            head.vocabulary.borrow(base)
+        except ValueError as error:
+            raise LoadError(f"draft head {name!r}: {error}") from error
+    return head
 
 
 def _replace(target: Path, write: Callable[[Path], object]) -> None:

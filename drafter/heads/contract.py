@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import Drafter
 from drafter.heads.draft_batch import DraftBatch
+from drafter.heads.draft_vocabulary import DraftTargets, DraftVocabulary, OutputLayer, draft_vocabulary
 from drafter.heads.losses import Labels, LossSum
 from drafter.tree.token_tree import TokenTree
 
@@ -40,11 +41,22 @@ def check_sizes(config: Any, *names: str) -> None:
             raise ValueError(f"{name} must be at least 1, not {getattr(config, name)}")
 
 
+def check_draft_vocab(config: Any) -> None:
+    """Raise `ValueError` if `draft_vocab_size` is not a part of the vocabulary."""
+    size, whole = config.draft_vocab_size, config.vocab_size
+    if size is not None and not 1 <= size <= whole:
+        raise ValueError(f"draft_vocab_size must be from 1 to the size of the vocabulary, {whole}, not {size}")
+
+
 class DraftHead(nn.Module, ABC):
     """A trainable drafter. Each subclass is one algorithm; its configuration is a dataclass.
 
     Args:
-        config: An instance of `config_class`.
+        config: An instance of `config_class`. It has a `vocab_size`, and if the head can do with a part of the
+            vocabulary, a `draft_vocab_size`, None for all of it.
+
+    Attributes:
+        vocabulary: The tokens that the head may draft; None if it may draft all.
     """
 
     algorithm: ClassVar[str]
@@ -56,6 +68,21 @@ class DraftHead(nn.Module, ABC):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
+        self.vocabulary: DraftVocabulary | None = draft_vocabulary(config)
+
+    def output(self, base: BaseModel) -> OutputLayer:
+        """Return the base's LM head, or its rows of the draft vocabulary."""
+        return base if self.vocabulary is None else self.vocabulary
+
+    def draft_targets(self, batch: DraftBatch, labels: Labels) -> DraftTargets:
+        """Return a batch's targets and labels `[B, A, U, K]` in draft ids; without a draft vocabulary, as they are."""
+        if self.vocabulary is None:
+            return DraftTargets(batch.targets, batch.lengths, labels)
+        return self.vocabulary.targets(batch, labels)
+
+    def base_tokens(self, ids: Tensor) -> Tensor:
+        """Return the base's tokens of draft ids, both `[...]`."""
+        return ids if self.vocabulary is None else self.vocabulary.tokens[ids]
 
     def start_from(self, base: BaseModel) -> None:
         """Copy from the base what the head starts with. Called once, before training."""

@@ -30,7 +30,7 @@ class FrameHead(DraftHead):
 
     @abstractmethod
     def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
-        """Return trees `[B, size]`.
+        """Return trees `[B, size]` whose draft nodes have draft ids; see `DraftVocabulary`.
 
         Args:
             states: `[B, F, d]` the frame states that `frames_for` asks for.
@@ -52,6 +52,10 @@ class FrameHead(DraftHead):
         """Return how many frames a tree of `size` nodes can use, counted from the first; None for all."""
         return None
 
+    def name_nodes(self, tree: TokenTree) -> TokenTree:
+        """Return a tree of tokens, of one that `search` has found."""
+        return tree if self.vocabulary is None else self.vocabulary.name_nodes(tree)
+
     def refuse_tree(self, tree: Tree) -> None:
         """Raise `ValueError` if the head has no such tree."""
 
@@ -62,7 +66,8 @@ class FrameHead(DraftHead):
         self.refuse_tree(tree)
         count = self.frames_for(size, tree)
         states = self.module(base.embed(tokens), hidden, anchors, count).flatten(0, 1)
-        return self.search(states, last_tokens(tokens, anchors, self.recent_tokens).flatten(0, 1), base, size, tree)
+        recent = last_tokens(tokens, anchors, self.recent_tokens).flatten(0, 1)
+        return self.name_nodes(self.search(states, recent, base, size, tree))
 
     def drafter(self, base: BaseModel, nodes: int, tree: Tree = "exact") -> FrameDrafter:
         """See `DraftHead.drafter`."""
@@ -78,7 +83,7 @@ class FrameDrafter(Drafter):
         self.spec = DraftSpec(nodes, head.config.depth, hidden_layers=(LM_HEAD_INPUT,))
         self._recent_tokens = head.recent_tokens
         self._reader = head.module.reader(base, self.spec.max_depth + 1)
-        self._search = head.prepared_search(base, tree)
+        self._search, self._name_nodes = head.prepared_search(base, tree), head.name_nodes
         self._frames_for = partial(head.frames_for, tree=tree)
 
     def open(self, loan: Loan) -> None:
@@ -112,7 +117,7 @@ class FrameDrafter(Drafter):
         states = self._reader.read(context, self._frames_for(size))
         self._times.mark("draft")
         recent = last_tokens(context.tokens, context.lengths[:, None], self._recent_tokens)[:, 0]
-        return self._search(states, recent, size, ask.least_probability)
+        return self._name_nodes(self._search(states, recent, size, ask.least_probability))
 
 
 def last_tokens(tokens: Tensor, anchors: Tensor, count: int) -> Tensor:

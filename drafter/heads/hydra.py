@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from drafter.base.causal_lm import BaseModel
 from drafter.heads.chosen_log_probs import chosen_log_probs
-from drafter.heads.contract import Tree, check_sizes
+from drafter.heads.contract import Tree, check_draft_vocab, check_sizes
 from drafter.heads.draft_batch import DraftBatch
 from drafter.heads.frame_head import FrameHead, Search, last_tokens
 from drafter.heads.losses import Labels, LossSum, cross_entropy
@@ -41,6 +41,7 @@ class HydraHeadConfig:
         intermediate_size: Inner width of that layer's gated MLP.
         rope_theta: Base of that layer's rotary positions.
         depth_decay: Weight of a head's loss relative to the head before it.
+        draft_vocab_size: Number of tokens that may be drafted, the most frequent ones; None for all.
 
     Raises:
         ValueError: The sizes do not fit together.
@@ -55,9 +56,11 @@ class HydraHeadConfig:
     intermediate_size: int = 704
     rope_theta: float = 10_000.0
     depth_decay: float = 0.8
+    draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         check_sizes(self, "hidden_size", "vocab_size", "depth", "num_layers", "num_heads", "intermediate_size")
+        check_draft_vocab(self)
         if self.prefix_attention and self.hidden_size % (2 * self.num_heads):
             raise ValueError(f"hidden_size {self.hidden_size} does not split into {self.num_heads} heads of even width")
 
@@ -97,15 +100,16 @@ class HydraHead(FrameHead):
 
     def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
         """Return the depth-weighted cross-entropy of the heads along the text; see `DraftHead.forward`."""
-        real = batch.lengths > 0
+        told = self.draft_targets(batch, labels)
+        real = told.lengths > 0
         state = self.module(base.embed(batch.tokens), hidden, batch.anchors)[real][:, 0]
         text = torch.cat([last_tokens(batch.tokens, batch.anchors, 1)[real], batch.targets[real]], 1)
         path = self.embedding_norm(base.embed(text)).flatten(1)
         width = self.config.hidden_size
         states = [head(state, path[:, : (u + 1) * width]) for u, head in enumerate(self.heads)]
-        labels = labels[real]
-        log_probs = chosen_log_probs(base, self.norm(torch.stack(states, 1)), labels.tokens)
-        return cross_entropy(log_probs, labels, batch.lengths[real], self.config.depth_decay)
+        labels = told.labels[real]
+        log_probs = chosen_log_probs(self.output(base), self.norm(torch.stack(states, 1)), labels.tokens)
+        return cross_entropy(log_probs, labels, told.lengths[real], self.config.depth_decay)
 
     def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
         """Return the best trie of the heads' conditionals, within a beam; see `FrameHead.search`."""
@@ -128,7 +132,7 @@ class HydraHead(FrameHead):
 
 
 class _Paths:
-    """`LabelModel` of the heads. The state of a path is its tokens, the root's first."""
+    """`LabelModel` of the heads. The state of a path is its tokens, in the base's ids, the root's first."""
 
     def __init__(self, head: HydraHead, base: BaseModel, states: Tensor, recent: Tensor) -> None:
         self._head, self._base, self._states, self._root = head, base, states, recent[:, -1:]
@@ -139,8 +143,8 @@ class _Paths:
     def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         path = self._head.embedding_norm(self._base.embed(state)).flatten(1)
         states = self._head.norm(self._head.heads[first](self._states[rows], path))
-        logits = self._base.lm_head(states)[:, None]
-        return logits, torch.zeros(logits.shape[:2], device=logits.device)
+        shares = self._head.output(self._base).lm_head(states)[:, None].float().softmax(-1)
+        return shares, torch.zeros(shares.shape[:2], device=shares.device)
 
     def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
-        return torch.cat([state, tokens[:, None]], 1)
+        return torch.cat([state, self._head.base_tokens(tokens)[:, None]], 1)

@@ -52,10 +52,11 @@ def cross_entropy(log_probs: Tensor, labels: Labels, lengths: Tensor, decay: flo
 
     Args:
         log_probs: `[N, U, K]` log-probabilities of the labels.
-        labels: `[N, U, K]`.
+        labels: `[N, U, K]`. A place whose labels all have the probability 0 does not count.
         lengths: `[N]` number of valid places.
         decay: Weight of a place relative to the place before it.
     """
     place = torch.arange(log_probs.shape[1], device=lengths.device)
-    weights = (place < lengths[:, None]) * decay ** place.to(log_probs.dtype)
+    counted = (place < lengths[:, None]) & (labels.probs > 0).any(2)
+    weights = counted * decay ** place.to(log_probs.dtype)
     return LossSum(-(weights * (labels.probs * log_probs).sum(2)).sum(), weights.sum())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from drafter.base.causal_lm import BaseModel
-from drafter.heads.contract import Tree, check_sizes
+from drafter.heads.contract import Tree, check_draft_vocab, check_sizes
 from drafter.heads.draft_batch import DraftBatch
 from drafter.heads.frame_head import FrameHead
 from drafter.heads.losses import Labels, LossSum, cross_entropy
@@ -32,18 +32,21 @@ class MedusaHeadConfig:
         vocab_size: V, size of the base's vocabulary.
         depth: U, number of heads and of levels of a tree.
         depth_decay: Weight of a head's loss relative to the head before it; 0.8 as published.
+        draft_vocab_size: Number of tokens that may be drafted, the most frequent ones; None for all.
 
     Raises:
-        ValueError: A size is below 1.
+        ValueError: A size is below 1, or the draft vocabulary is larger than the vocabulary.
     """
 
     hidden_size: int
     vocab_size: int
     depth: int = 6
     depth_decay: float = 0.8
+    draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         check_sizes(self, "hidden_size", "vocab_size", "depth")
+        check_draft_vocab(self)
 
 
 class MedusaHead(FrameHead):
@@ -56,19 +59,21 @@ class MedusaHead(FrameHead):
     def __init__(self, config: MedusaHeadConfig) -> None:
         super().__init__(config)
         self.module = ResidualBlocks(config.hidden_size, config.depth)
-        self.outputs = nn.Parameter(torch.empty(config.depth, config.vocab_size, config.hidden_size))
+        self.outputs = nn.Parameter(
+            torch.empty(config.depth, config.draft_vocab_size or config.vocab_size, config.hidden_size)
+        )
         nn.init.normal_(self.outputs, std=config.hidden_size**-0.5)
 
     def start_from(self, base: BaseModel) -> None:
         """Every output layer starts as the base's LM head."""
         with torch.no_grad():
-            self.outputs.copy_(base.lm_head_weight.expand_as(self.outputs))
+            self.outputs.copy_(self.output(base).lm_head_weight.expand_as(self.outputs))
 
     def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
         """Return the depth-weighted cross-entropy; see `DraftHead.forward`."""
         real = batch.lengths > 0
         states = self.module(base.embed(batch.tokens), hidden, batch.anchors)[real]
-        labels = labels[real]
+        labels = self.draft_targets(batch, labels).labels[real]
         log_probs = self.log_probs(states).gather(2, labels.tokens)
         return cross_entropy(log_probs, labels, batch.lengths[real], self.config.depth_decay)
 

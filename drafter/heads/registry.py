@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from drafter.base.causal_lm import BaseModel
 from drafter.errors import LoadError
 from drafter.heads.contract import DraftHead
@@ -17,20 +19,31 @@ HEADS: dict[str, type[DraftHead]] = {head.algorithm: head for head in (CTCHead, 
 """Class of each algorithm."""
 
 
-def new_head(algorithm: str, base: BaseModel, settings: Mapping[str, Any]) -> DraftHead:
+def new_head(
+    algorithm: str, base: BaseModel, settings: Mapping[str, Any], token_counts: Tensor | None = None
+) -> DraftHead:
     """Return an untrained head for `base`, on its device, in float32.
 
     Args:
         algorithm: A key of `HEADS`.
         base: The base that it will draft for. It decides `hidden_size` and `vocab_size`.
         settings: Other fields of the algorithm's configuration.
+        token_counts: `[V]` how often each token occurs in the texts to learn from. It decides which tokens a draft
+            vocabulary has, so it is needed with a `draft_vocab_size` and only then.
 
     Raises:
         LoadError: There is no such algorithm or field, or a value is not allowed.
+        ValueError: There is a `draft_vocab_size`, but no `token_counts`.
     """
     if algorithm not in HEADS:
         raise LoadError(f"no draft head {algorithm!r}: known are {', '.join(HEADS)}")
     sizes = {"hidden_size": base.hidden_size, "vocab_size": base.vocab_size}
     head = HEADS[algorithm](head_config(algorithm, HEADS[algorithm].config_class, {**settings, **sizes}))
+    head.to(base.device)
+    if head.vocabulary is not None:
+        if token_counts is None:
+            raise ValueError("a draft vocabulary is chosen by how often tokens occur: give token_counts")
+        head.vocabulary.choose(token_counts)
+        head.vocabulary.borrow(base)
     head.start_from(base)
-    return head.to(base.device)
+    return head

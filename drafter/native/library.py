@@ -90,6 +90,51 @@ class ForwardStruct(ctypes.Structure):
     )
 
 
+class JointLayerStruct(ctypes.Structure):
+    """`JointLayer` of joint.cpp."""
+
+    _fields_ = (
+        ("norm_weight", Pointer),
+        ("norm_bias", Pointer),
+        ("inner", MatrixStruct),
+        ("out", MatrixStruct),
+    )
+
+
+class JointStruct(ctypes.Structure):
+    """`Joint` of joint.cpp."""
+
+    _fields_ = (
+        ("out", MatrixStruct),
+        ("layers", ctypes.POINTER(JointLayerStruct)),
+        ("norm_weight", Pointer),
+        ("norm_bias", Pointer),
+        ("blank_weight", Pointer),
+        ("blank_bias", Pointer),
+        ("head", MatrixStruct),
+        ("layer_count", _I64),
+        ("terms", _I64),
+        ("hidden", _I64),
+    )
+
+
+class ScoreStruct(ctypes.Structure):
+    """`Score` of joint.cpp."""
+
+    _fields_ = (
+        ("frame_states", Pointer),
+        ("frame_terms", Pointer),
+        ("state_stride", _I64),
+        ("term_stride", _I64),
+        ("rows", Pointer),
+        ("label_terms", Pointer),
+        ("count", _I64),
+        ("shares", Pointer),
+        ("blanks", Pointer),
+        ("threads", _I64),
+    )
+
+
 @cache
 def library() -> ctypes.CDLL:
     """Return the library; the first call in a process loads it, and compiles it if that was never done.
@@ -107,6 +152,8 @@ def library() -> ctypes.CDLL:
     loaded.drafter_pack.argtypes = [Pointer, _I64, Pointer, _I64, _I32, Pointer]
     loaded.drafter_forward.restype = _I32
     loaded.drafter_forward.argtypes = [ctypes.POINTER(DecoderStruct), ctypes.POINTER(ForwardStruct)]
+    loaded.drafter_score.restype = None
+    loaded.drafter_score.argtypes = [ctypes.POINTER(JointStruct), ctypes.POINTER(ScoreStruct)]
     return loaded
 
 

@@ -23,9 +23,12 @@ class LabelModel(Protocol):
             state: `[M, ...]` state of each path.
 
         Returns:
-            Logits of the tokens `[M, stop - first, V]` and the blank's probability `[M, stop - first]`. The tokens
-            share the probability that is left.
+            Shares of the V tokens that may be drafted, fp32 `[M, stop - first, V]`, which sum to 1, and the blank's
+            probability `[M, stop - first]`. The tokens share the probability that is left.
         """
 
     def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
-        """Return the state `[M, ...]` of paths that are each one of `tokens` `[M]` longer."""
+        """Return the state `[M, ...]` of paths that are each one of `tokens` `[M]` longer.
+
+        Tokens are known by the place of their share, as in the trees that the search makes.
+        """

@@ -36,8 +36,7 @@ class OnDevice:
 
     def ask(self, model: LabelModel, band: range, paths: Paths) -> Ask:
         """Score all frames at once: few large kernels take less time than many small ones."""
-        logits, blank = model.score(band.start, band.stop, paths.rows, paths.state)
-        shares = logits.float().softmax(-1)
+        shares, blank = model.score(band.start, band.stop, paths.rows, paths.state)
         return lambda frame, arrived: (shares[:, frame - band.start], blank[:, frame - band.start])
 
     def by_row(self, scores: Tensor, paths: Paths, batch: int) -> tuple[Tensor, Tensor]:

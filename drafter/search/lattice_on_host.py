@@ -52,14 +52,13 @@ class OnHost:
         def ask(frame: int, reached: _Floats) -> tuple[Tensor, _Floats] | None:
             asked = None if frame == band.start else (reached > self.least).nonzero()[0]
             if asked is None or len(asked) == len(reached):
-                logits, blank = model.score(frame, frame + 1, rows, paths.state)
-                return logits[:, 0].float().softmax(-1), blank[:, 0].numpy()
+                shares, blank = model.score(frame, frame + 1, rows, paths.state)
+                return shares[:, 0], blank[:, 0].numpy()
             if not len(asked) and frame == band[-1]:
                 return None
             which = torch.from_numpy(asked)
-            logits, blank = model.score(frame, frame + 1, rows[which], paths.state[which])
-            shares = logits[:, 0].float().softmax(-1)
-            every_share = shares.new_zeros(len(reached), shares.shape[1]).index_copy_(0, which, shares)
+            shares, blank = model.score(frame, frame + 1, rows[which], paths.state[which])
+            every_share = shares.new_zeros(len(reached), shares.shape[2]).index_copy_(0, which, shares[:, 0])
             every_blank = np.zeros(len(reached), dtype=np.float32)
             every_blank[asked] = blank[:, 0].numpy()
             return every_share, every_blank

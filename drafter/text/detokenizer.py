@@ -1,14 +1,18 @@
-"""Text from tokens as they arrive, and stop strings in it."""
+"""Text from tokens as they arrive."""
 
 from __future__ import annotations
 
 from typing import Any
 
 _INCOMPLETE = "\ufffd"
+_LONGEST_CHARACTER = 8
+"""Tokens of a character, at most: UTF-8 has no more than four bytes for one."""
 
 
 class Detokenizer:
     """Decodes one sequence's tokens incrementally. It never returns half a character.
+
+    A token costs the same wherever in a text it is, also where many before it made no character.
 
     Args:
         tokenizer: A transformers tokeniser.
@@ -16,37 +20,28 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._start = 0  # Tokens before it are in `text` and not needed as context either.
-        self._read = 0  # Tokens before it are in `text`.
-        self.text = ""
+        self._context: list[int] = []  # The tokens whose text was returned last.
+        self._new: list[int] = []  # Tokens after them, whose text has not been returned.
 
     def push(self, token: int) -> str:
-        """Add a token and return `text`: all complete characters so far."""
-        self._ids.append(token)
+        """Add a token and return the complete characters that it adds."""
+        self._new.append(token)
+        if len(self._new) > _LONGEST_CHARACTER and self._half(self._decode(self._new[-_LONGEST_CHARACTER:])):
+            return ""
         # Some tokenisers put a space between words only when they decode them together, so decoding begins a few tokens
         # back.
-        before = self._decode(self._ids[self._start : self._read])
-        after = self._decode(self._ids[self._start :])
-        if len(after) > len(before) and not after.endswith(_INCOMPLETE):
-            self.text += after[len(before) :]
-            self._start, self._read = self._read, len(self._ids)
-        return self.text
+        before, after = self._decode(self._context), self._decode(self._context + self._new)
+        if after == before:  # special tokens have no text
+            self._new = self._new[-_LONGEST_CHARACTER:]
+        if len(after) <= len(before) or self._half(after):
+            return ""
+        self._context, self._new = self._new, []
+        return after[len(before) :]
+
+    @staticmethod
+    def _half(text: str) -> bool:
+        """Whether a text may end inside a character."""
+        return text.endswith(_INCOMPLETE)
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)  # type: ignore[no-any-return]
-
-
-def cut_at_stop(text: str, stop: tuple[str, ...]) -> str | None:
-    """Return the part of `text` before the first stop string in it; None if there is none."""
-    found = [at for at in (text.find(one) for one in stop) if at >= 0]
-    return text[: min(found)] if found else None
-
-
-def safe_length(text: str, stop: tuple[str, ...]) -> int:
-    """Return how many characters of `text` can be shown: all but an end that may be the beginning of a stop string."""
-    longest = max(map(len, stop), default=0)
-    for start in range(max(0, len(text) - longest + 1), len(text)):
-        if any(one.startswith(text[start:]) for one in stop):
-            return start
-    return len(text)

@@ -37,6 +37,12 @@ class RegeneratedText:
         return range(self.prompt_length - 1, len(self.tokens) - 1)
 
 
+def count_targets(texts: Iterable[RegeneratedText], vocab_size: int) -> Tensor:
+    """Return how often each token occurs in the continuations of texts, `[vocab_size]` int64."""
+    tokens = [token for text in texts for token in text.tokens[text.prompt_length :]]
+    return torch.bincount(torch.tensor(tokens, dtype=torch.long), minlength=vocab_size)
+
+
 def anchor_draws(seed: int, step: int, places: Iterable[int]) -> list[random.Random]:
     """Return the random generators that draw the anchors of texts. They are the same on any worker.
 

@@ -35,7 +35,7 @@ class TrainingStep(nn.Module):
             hidden = base_hidden_states(base, batch.tokens) if batch.hidden is None else batch.hidden.to(base.dtype)
             labels = hard_labels(batch.targets)
             if settings.teacher:
-                labels = teacher_labels(base, batch, hidden, settings.teacher, settings.teacher_temperature)
+                labels = teacher_labels(base, self.head, batch, hidden, settings.teacher, settings.teacher_temperature)
             loss = self.head(base, batch, hidden, labels)
         return loss.total, loss.weight
 

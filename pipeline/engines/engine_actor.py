@@ -113,7 +113,7 @@ class EngineActor:
 
         Raises:
             LoadError: The models could not be loaded.
-            JobError: The engine's process ends again and again.
+            JobError: The engine's process ends again and again, or has a part twice.
         """
         if self._failure is not None:
             raise self._failure
@@ -125,6 +125,8 @@ class EngineActor:
         errors = sum(problem is not None for problem in problems)
         try:
             outcomes = self._feeder.generate(part, self._requests(rows, problems), partial(self._report, part, errors))
+        except JobError:  # another process would be given the same parts
+            raise
         except Exception as error:
             traceback.print_exc()
             self._end(error)

@@ -18,7 +18,7 @@ from drafter.engine.sequences.handle import Handle
 from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
 from drafter.requests import Generation, Request
 from pipeline.engines.ledger import RowKey, RowOutcome
-from pipeline.errors import ProblemType, RowError
+from pipeline.errors import JobError, ProblemType, RowError
 
 _PULSE_SECONDS = 0.01
 """While the engine is full, the feeder waits this long, to tell the ledger of several rows at once."""
@@ -108,10 +108,29 @@ class Feeder:
             report: Called now and then with the outcomes that are there by then, and once with all.
 
         Raises:
+            JobError: The part is being generated already: its rows would never all come back to both calls.
             Exception: The engine failed, or the ledger cannot be reached.
         """
+        opened = _OpenPart(len(requests), {})
+        with self._changed:
+            if part in self._open:
+                raise JobError(f"part {part} was given to an engine twice at once")
+            self._open[part] = opened
+        try:
+            return self._generate(part, opened, requests, report)
+        finally:
+            del self._open[part]
+
+    def _generate(
+        self,
+        part: str,
+        opened: _OpenPart,
+        requests: Mapping[str, Request],
+        report: Callable[[Mapping[str, RowOutcome]], None],
+    ) -> dict[str, RowOutcome]:
+        """Generate a part that has been opened; see `generate`."""
         known, deaths = self._ledger.open_part(part, len(requests))
-        opened = _OpenPart(len(requests), {name: known[name] for name in requests if name in known})
+        opened.outcomes.update({name: known[name] for name in requests if name in known})
         rows = [
             _Row(RowKey(part, name), request, deaths.get(name, 0))
             for name, request in requests.items()
@@ -120,7 +139,6 @@ class Feeder:
         # Long rows that begin early end with the others; rows of one length also read about as much of the KV cache.
         rows.sort(key=lambda row: -_longest(row.request))
         with self._changed:
-            self._open[part] = opened
             for row in rows:
                 (self._suspects if row.deaths >= self._alone_from else self._waiting).append(row)
             self._changed.notify_all()
@@ -132,7 +150,6 @@ class Feeder:
                     raise self._failure
                 outcomes, done = dict(opened.outcomes), opened.done
             report(outcomes)
-        del self._open[part]
         return outcomes
 
     def _run(self) -> None:

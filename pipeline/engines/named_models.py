@@ -8,10 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
+from drafter.errors import one_line
+from pipeline.engines.model_files import folder_fingerprint
 from pipeline.errors import InputError
-from pipeline.io.fingerprints import folder_fingerprint
 
 _PATH_BEGINNINGS = ("/", "./", "../", "~")
+_CONFIG = "config.json"
 
 
 def model_name(model: str | None) -> str:
@@ -20,26 +22,26 @@ def model_name(model: str | None) -> str:
 
 
 def model_fingerprint(name: str) -> str:
-    """Return what tells a base from others: the fingerprint of its folder, or its hub id.
+    """Return what tells a base from others: the fingerprint of its folder, or its hub id and commit.
 
     Raises:
-        InputError: There is no model at the path.
+        InputError: There is no model at the path, or on the hub.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise InputError(f"model {name} is not a model's folder: it has no config.json")
+        if not (folder / _CONFIG).is_file():
+            raise InputError(f"model {name} is not a model's folder: it has no {_CONFIG}")
         return folder_fingerprint(folder)
     if folder.exists() or name.startswith(_PATH_BEGINNINGS) or name.count("/") > 1:
         raise InputError(f"model {name} is not a folder with a model")
-    return name
+    return _on_hub("model", name)
 
 
 def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:
-    """Return the fingerprints of the draft heads in folders, embedded ones included, that `drafter` names for `model`.
+    """Return the fingerprints of the draft heads, embedded ones included, that `drafter` names for `model`.
 
     Raises:
-        InputError: There is no head at a path.
+        InputError: There is no head at a path, or on the hub.
     """
     if drafter == "auto" and model is None:
         drafter = "ctc"
@@ -48,9 +50,26 @@ def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:
         embedded = EMBEDDED_HEADS / name
         folder = embedded if embedded.is_dir() else Path(name).expanduser()
         if folder.is_dir():
-            if not (folder / "config.json").is_file():
-                raise InputError(f"drafter {name} is not a draft head's folder: it has no config.json")
+            if not (folder / _CONFIG).is_file():
+                raise InputError(f"drafter {name} is not a draft head's folder: it has no {_CONFIG}")
             found[name] = folder_fingerprint(folder)
         elif folder.exists() or name.startswith(_PATH_BEGINNINGS):
             raise InputError(f"drafter {name} is not a folder with a draft head")
+        elif "/" in name:  # other drafters have names without
+            found[name] = _on_hub("drafter", name)
     return found
+
+
+def _on_hub(what: str, name: str) -> str:
+    """Return a hub id with the commit that it stands for now, or in the local cache where the hub is not asked."""
+    from huggingface_hub import hf_hub_download  # most jobs need no hub, and do not wait for this import
+
+    try:
+        file = hf_hub_download(name, _CONFIG)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"{what} {name} is no folder, and as a hub id: {one_line(error)} (give a folder, or a hub id that this "
+            "machine can reach or has in its cache)"
+        ) from error
+    # The cache keeps each commit's files in a folder of its name.
+    return f"{name}@{Path(file).parent.name}"

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+
 import pyarrow as pa
 import pyarrow.parquet
 from pyarrow import fs
 
 from pipeline.engines.ledger import SavedRow
+from pipeline.io.table_files import parquet_rows
 from pipeline.output.output_folder import OutputFolder
 
 
 def read_unfinished(output: OutputFolder) -> list[SavedRow]:
-    """Read what an earlier submission left."""
+    """Read what an earlier submission left; nothing, and a line that says so, where the file is damaged."""
     if output.unfinished.type != fs.FileType.File:
+        return []
+    if parquet_rows(output.unfinished) is None:
+        print(f"{output.unfinished.path} is damaged: its rows are generated again", file=sys.stderr, flush=True)
         return []
     table = pa.parquet.read_table(output.unfinished.path, filesystem=output.root.filesystem)
     return [SavedRow(**row) for row in table.to_pylist()]

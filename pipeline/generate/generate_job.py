@@ -17,7 +17,7 @@ from pipeline.io.files import locate
 from pipeline.io.listing import list_input
 from pipeline.io.prompt_source import PromptSource, find_prompts
 from pipeline.output.output_folder import OutputFolder
-from pipeline.output.run_file import save_run
+from pipeline.output.run_file import mend_run, save_run
 from pipeline.output.same_job import check_output
 
 
@@ -99,8 +99,10 @@ def open_output(config: GenerateConfig, meaning: dict[str, Any]) -> OutputFolder
     source = locate(config.input)
     if f"{output.root.path}/".startswith(f"{source.path}/") and source.filesystem.equals(output.root.filesystem):
         raise InputError(f"output {config.output} lies in the input: results would become input")
-    check_output(config.output, output.root, meaning)
+    check_output(config.output, output, meaning)
     output.create()
-    if output.run_file.type != fs.FileType.File:
+    if output.run_file.type == fs.FileType.File:
+        mend_run(output.run_file)
+    else:
         save_run(output.run_file, config.as_dict(), meaning, state="running")
     return output

@@ -7,9 +7,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from drafter.errors import RequestError
+from drafter.errors import RequestError, shown
 from drafter.requests import SamplingParams
-from drafter.text.chat import render_chat
+from drafter.text.chat import Chat, render_chat
 from pipeline.errors import RowError
 from pipeline.generate.row_sampling import row_sampling, row_seed
 from pipeline.io.prompt_source import PromptSource
@@ -30,6 +30,7 @@ class PromptSettings:
         source: Where a row's prompt is.
         reading: Whether prompts are chats, and where a row's own settings are.
         sampling: The run's settings; a row's own override them.
+        max_length: Tokens that no engine of the run takes more of, prompt and output together.
     """
 
     tokenizer: str
@@ -37,6 +38,7 @@ class PromptSettings:
     source: PromptSource
     reading: ReadingConfig
     sampling: SamplingParams
+    max_length: int
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,11 @@ class RowRequest:
     """What a row asks for.
 
     Args:
-        prompt: A text to tokenise, or token ids.
-        templated: Whether a chat template has written the special tokens.
+        prompt: A text or a chat to tokenise, or token ids.
         sampling: The row's settings.
     """
 
-    prompt: str | list[int]
-    templated: bool
+    prompt: str | Chat | list[int]
     sampling: SamplingParams
 
 
@@ -73,12 +73,12 @@ def row_request(request_id: str, row: dict[str, Any], settings: PromptSettings, 
     sampling = row_sampling(settings.sampling, request_id, row, reading.sampling_column, sample)
     value = row.get(column)
     if settings.source.kind == "messages":
-        return RowRequest(_chat_text(row_messages(value, column), tokenizer), True, sampling)
+        return RowRequest(_chat(row_messages(value, column), tokenizer), sampling)
     if not isinstance(value, str) or not value.strip():
         raise RowError("BadPrompt", f"column {column!r} is empty")
     if tokenizer.chat_template is None if reading.chat is None else not reading.chat:
-        return RowRequest(value, False, sampling)
-    return RowRequest(_chat_text([{"role": "user", "content": value}], tokenizer), True, sampling)
+        return RowRequest(value, sampling)
+    return RowRequest(_chat([{"role": "user", "content": value}], tokenizer), sampling)
 
 
 def _batch_request(request_id: str, line: dict[str, Any], defaults: SamplingParams, tokenizer: Any) -> RowRequest:
@@ -94,8 +94,8 @@ def _batch_request(request_id: str, line: dict[str, Any], defaults: SamplingPara
     sampling = dataclasses.replace(sampling, seed=seed)
     prompt = asked.prompts[sample // asked.n]
     if is_messages(prompt):
-        return RowRequest(_chat_text(prompt, tokenizer), True, sampling)
-    return RowRequest(prompt, False, sampling)
+        return RowRequest(_chat(prompt, tokenizer), sampling)
+    return RowRequest(prompt, sampling)
 
 
 def row_messages(value: Any, column: str) -> list[dict[str, Any]]:
@@ -112,21 +112,39 @@ def row_messages(value: Any, column: str) -> list[dict[str, Any]]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise RowError("BadPrompt", f"column {column!r} is not JSON: {error}") from error
-    if not value:
+            raise RowError("BadPrompt", f"column {column!r} is not JSON, but {shown(value)}: {error}") from error
+    if value is None or value == []:
         raise RowError("BadPrompt", f"column {column!r} has no messages")
-    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise RowError("BadPrompt", f"column {column!r} must be a list of messages with role and content")
+    if not isinstance(value, list):
+        raise RowError(
+            "BadPrompt", f"column {column!r} must be a list of messages with role and content, not {shown(value)}"
+        )
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict):
+            raise RowError(
+                "BadPrompt", f"message {number} must be an object with role and content, not {shown(message)}"
+            )
     messages = [{name: field for name, field in message.items() if field is not None} for message in value]
     for number, message in enumerate(messages, start=1):
-        if not isinstance(message.get("role"), str):
-            raise RowError("BadPrompt", f"message {number} has no role")
-        if not isinstance(message.get("content"), str | list):
-            raise RowError("BadPrompt", f"message {number} has no content")
+        for name in ("role", "content"):
+            if name not in message:
+                raise RowError("BadPrompt", f"message {number} has no {name}")
+        if not isinstance(role := message["role"], str):
+            raise RowError("BadPrompt", f"role of message {number} must be text, not {shown(role)}")
+        if not _is_content(content := message["content"]):
+            what = "text or a list of typed parts"
+            raise RowError("BadPrompt", f"content of message {number} must be {what}, not {shown(content)}")
     return messages
 
 
-def _chat_text(messages: list[dict[str, Any]], tokenizer: Any) -> str:
+def _is_content(value: Any) -> bool:
+    """Whether a chat template may know what to do with a message's content."""
+    if isinstance(value, list):
+        return all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in value)
+    return isinstance(value, str)
+
+
+def _chat(messages: list[dict[str, Any]], tokenizer: Any) -> Chat:
     try:
         return render_chat(tokenizer, messages)
     except RequestError as error:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
-from drafter.errors import RequestError
+from drafter.errors import RequestError, shown
 from drafter.requests import SamplingParams
 from pipeline.errors import RowError
-from pipeline.staging.samples import SEEDS, hashed_seed, sample_seed
+from pipeline.staging.samples import SEED_COLUMN, SEEDS, hashed_seed, sample_seed
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
-_SEED_COLUMN = "seed"
+_INTEGER = re.compile(r"-?[0-9]{1,20}")
+_EXACT_FLOATS = 2**53
+"""Integers below this are exact as floats; beyond, a float stands for several."""
 
 
 def row_seed(run_seed: int, request_id: str) -> int:
@@ -36,17 +39,14 @@ def row_sampling(
         RowError: The row's settings are not an object, have an unknown name, or a value that cannot be used.
     """
     own = _own_settings(row.get(column), column)
-    seed = row.get(_SEED_COLUMN)
-    if isinstance(seed, str):  # as in a CSV
-        seed = int(seed) if seed.isascii() and seed.isdigit() else seed or None
-    own_seed = own.get("seed", seed)
+    own_seed = own.get("seed", _column_seed(row.get(SEED_COLUMN)))
     own["seed"] = row_seed(defaults.seed, request_id) if own_seed is None else own_seed
     try:
         sampling = dataclasses.replace(defaults, **own)
     except (RequestError, TypeError) as error:
         raise RowError("BadSampling", str(error)) from error
     if sampling.seed >= SEEDS:
-        raise RowError("BadSampling", f"seed must be less than 2**63, not {sampling.seed}")
+        raise RowError("BadSampling", f"seed must be less than 2**63, not {shown(sampling.seed)}")
     return sampling if own_seed is None else dataclasses.replace(sampling, seed=sample_seed(own_seed, sample))
 
 
@@ -58,9 +58,17 @@ def _own_settings(value: Any, column: str) -> dict[str, Any]:
         except (ValueError, RecursionError) as error:
             raise RowError("BadSampling", f"column {column!r} is not JSON: {error}") from error
     if value is not None and not isinstance(value, dict):
-        raise RowError("BadSampling", f"column {column!r} must be an object of sampling settings, not {value!r}")
+        raise RowError("BadSampling", f"column {column!r} must be an object of sampling settings, not {shown(value)}")
     own = {name: setting for name, setting in (value or {}).items() if setting is not None}
     if unknown := sorted(own.keys() - _FIELDS):
         known = ", ".join(sorted(_FIELDS))
-        raise RowError("BadSampling", f"unknown sampling settings {', '.join(unknown)} (there are {known})")
+        names = ", ".join(shown(name).strip("'") for name in unknown)
+        raise RowError("BadSampling", f"unknown sampling settings {names} (there are {known})")
     return own
+
+
+def _column_seed(value: Any) -> Any:
+    """Return the seed that a column has: in a CSV it is text, and pandas makes integers floats where one is missing."""
+    if isinstance(value, str):
+        return int(value) if _INTEGER.fullmatch(value) else value or None
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT_FLOATS else value

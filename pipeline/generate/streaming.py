@@ -75,7 +75,12 @@ def prompt_settings(job: JobContext) -> PromptSettings:
     """Return how rows of this job become requests."""
     config = job.config
     return PromptSettings(
-        model_name(config.model), config.loading.trust_remote_code, job.prompts, config.reading, config.sampling
+        model_name(config.model),
+        config.loading.trust_remote_code,
+        job.prompts,
+        config.reading,
+        config.sampling,
+        config.engine.longest,
     )
 
 

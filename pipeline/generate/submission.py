@@ -14,19 +14,21 @@ from pipeline.engines.named_models import model_name
 from pipeline.engines.unfinished_rows import delete_unfinished
 from pipeline.errors import InputError, JobError, JobStopped
 from pipeline.generate.job_context import JobContext, Work
-from pipeline.generate.stopping import Stopping, StopRequestedError
 from pipeline.generate.supervision import generate_missing
 from pipeline.output.compaction import compact
 from pipeline.output.lease import Lease
 from pipeline.output.openai_batch_results import write_batch
 from pipeline.output.output_folder import OutputFolder
 from pipeline.output.run_file import read_run
+from pipeline.output.same_job import take_output
 from pipeline.output.summary import count_rows, read_totals, summarise
+from pipeline.output.whole_parts import discard_torn, is_whole
 from pipeline.progress.job_progress import Progress
 from pipeline.progress.status_file import StatusFile
 from pipeline.staging.stage_files import StagingPlan
 from pipeline.staging.stage_input import stage
-from pipeline.staging.staged_input import StagedInput
+from pipeline.staging.staged_input import Part, StagedInput, mend_list
+from pipeline.stopping import Stopping, StopRequestedError
 
 
 def run(job: JobContext) -> None:
@@ -43,6 +45,8 @@ def run(job: JobContext) -> None:
         if not is_finished(job.output):
             lease = Lease(job.output.lease, lost=lambda by: stopping.stop(f"{by} works on the output now"))
             with stopping, lease, StatusFile(job.output.status_file) as status:
+                if take_output(job.config.output, job.output, job.meaning):
+                    job.save_run("running")
                 last = finish(job, stopping, status)
     except StopRequestedError as stop:
         raise JobStopped(str(stop)) from None
@@ -50,11 +54,19 @@ def run(job: JobContext) -> None:
 
 
 def is_finished(output: OutputFolder) -> bool:
-    """Return whether an earlier submission completed the output, and nothing was taken away since."""
-    if output.run_file.type != fs.FileType.File or read_run(output.run_file)["state"] != "finished":
+    """Return whether an earlier submission completed the output, and nothing was taken away or damaged since."""
+    if output.run_file.type != fs.FileType.File:
+        return False
+    run = read_run(output.run_file)
+    if run["state"] != "finished" or run.get("batch_bytes") != batch_bytes(output):
         return False
     staged = StagedInput.load(output.staged)
-    return staged is not None and not staged.without(output.committed())
+    return staged is not None and is_whole(output, staged.parts)
+
+
+def batch_bytes(output: OutputFolder) -> dict[str, int]:
+    """Return the sizes of the files that answer an OpenAI batch, by name; other jobs have none of them."""
+    return {place.name: place.info.size for place in output.batch_files if place.type == fs.FileType.File}
 
 
 def finish(job: JobContext, stopping: Stopping, status: StatusFile) -> Progress:
@@ -69,8 +81,11 @@ def finish(job: JobContext, stopping: Stopping, status: StatusFile) -> Progress:
     staged = StagedInput.load(output.staged)
     if staged is None and output.committed():
         raise InputError(f"output {job.config.output} has results but no list of their rows (_staged): choose another")
+    if staged is not None:
+        mend_list(output.staged)
+        discard_torn(output, staged.parts)
     last = Progress()
-    if staged is None or staged.without(output.committed()):
+    if staged is None or staged.without(output.committed()) or staged.damaged(needed(job, staged)):
         staged, last = stage_and_generate(job, staged, stopping, status)
     compact_mb = job.config.writing.compact_mb
     compact(output, None if compact_mb is None else int(compact_mb * 2**20))
@@ -85,8 +100,13 @@ def finish(job: JobContext, stopping: Stopping, status: StatusFile) -> Progress:
         write_batch(output, staged, partial(load_tokenizer, model_name(job.config.model)))
     output.delete_temporary()
     delete_unfinished(output)
-    job.save_run("finished", rows=staged.rows, **job.engine_facts())
+    job.save_run("finished", rows=staged.rows, batch_bytes=batch_bytes(output), **job.engine_facts())
     return last
+
+
+def needed(job: JobContext, staged: StagedInput) -> list[Part]:
+    """Return the parts whose staged rows are still to be read: those to generate, and all for a batch's answers."""
+    return list(staged.parts) if job.prompts.kind == "openai" else staged.without(job.output.committed())
 
 
 def stage_and_generate(
@@ -104,8 +124,11 @@ def stage_and_generate(
     stopping.take_over()
     resources = share_out(config.resources, cluster)
     status.takes(resources)
-    if staged is None:
-        plan = StagingPlan(job.output.staged, config.reading, job.prompts, config.writing.rows_per_file)
-        staged = stage(job.listing, plan)
+    if staged is None or staged.damaged(needed(job, staged)):
+        rows = config.writing.rows_per_file if staged is None else staged.rows_per_part
+        plan = StagingPlan(job.output.staged, config.reading, job.prompts, rows)
+        staged = stage(job.listing, plan, staged)
     work = Work(staged, staged.without(job.output.committed()), resources)
+    if not work.missing:
+        return staged, Progress()
     return staged, generate_missing(job, work, stopping, status)

@@ -18,7 +18,6 @@ from pipeline.engines.ledger import Ledger, LedgerCounts, SavedRow
 from pipeline.engines.unfinished_rows import read_unfinished, write_unfinished
 from pipeline.errors import InputError, JobError
 from pipeline.generate.job_context import JobContext, Work
-from pipeline.generate.stopping import Stopping
 from pipeline.generate.streaming import stream
 from pipeline.output.output_folder import OutputFolder
 from pipeline.progress.board import ProgressBoard
@@ -30,6 +29,7 @@ from pipeline.progress.status_file import StatusFile
 from pipeline.progress.tally import Tally
 from pipeline.progress.watch import ProgressWatch
 from pipeline.staging.staged_input import Part
+from pipeline.stopping import Stopping
 
 _DRAIN_PULSE_SECONDS = 0.2
 _SAVE_SECONDS = 60

@@ -1,15 +1,21 @@
-"""Files on any file system: local paths and URIs through `pyarrow.fs`."""
+"""Files on any file system: local paths and URIs through `pyarrow.fs`.
+
+A file appears as a whole or not at all, also where the machine loses its power: on a local disk its bytes are synced
+before the rename that shows them, and the folder after it. An object store does both by itself.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from pyarrow import fs
@@ -20,6 +26,11 @@ from pipeline.io.path_patterns import split_query
 
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 _COPY_BYTES = 8 << 20
+_COPY = ".copy"
+_NOTHING_TO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+"""What a mounted store answers that is no disk and cannot sync, folders above all."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,9 +74,27 @@ class Location:
             return bytes(stream.readall()).decode("utf-8")
 
     def write_text(self, text: str) -> None:
-        """Write a small UTF-8 file, as a whole or not at all."""
-        with self.open_whole() as stream:
-            stream.write(text.encode("utf-8"))
+        """Write a small UTF-8 file, as a whole or not at all; of two who write it at once, one wins."""
+        partial = Location(self.filesystem, f"{self.path}.{uuid.uuid4().hex[:8]}.partial")
+        try:
+            with self.open_whole(partial) as stream:
+                stream.write(text.encode("utf-8"))
+        except OSError:
+            if partial.type == fs.FileType.File:
+                self.filesystem.delete_file(partial.path)
+            raise
+
+    def make_folder(self) -> None:
+        """Make a folder and those that it is in, unless they are there."""
+        if self.type != fs.FileType.Directory:
+            self.filesystem.create_dir(self.path, recursive=True)
+            sync(self.filesystem, _parent(self.path))
+
+    def empty(self, first: str) -> None:
+        """Delete what the folder holds, and before the rest the file `first`, which says what the rest is."""
+        if (self / first).type == fs.FileType.File:
+            self.filesystem.delete_file((self / first).path)
+        self.filesystem.delete_dir_contents(self.path, missing_dir_ok=True)
 
     def copy_from(self, file: Path) -> None:
         """Copy a local file here, as a whole or not at all."""
@@ -81,7 +110,8 @@ class Location:
         once.
 
         Args:
-            aside: Where a file system keeps the bytes until the rename; by default beside the file.
+            aside: Where a file system keeps the bytes until the rename; by default beside the file. Two who may write
+                the file at once must name different places.
         """
         if self.filesystem.type_name in _OBJECT_STORES:
             with tempfile.TemporaryFile() as collected:
@@ -93,7 +123,72 @@ class Location:
         partial = f"{self.path}.partial" if aside is None else aside.path
         with self.filesystem.open_output_stream(partial, compression=None) as stream:
             yield stream
+        sync(self.filesystem, partial)
         self.filesystem.move(partial, self.path)
+        sync(self.filesystem, _parent(self.path))
+
+
+def sync(filesystem: fs.FileSystem, path: str) -> None:
+    """Wait until a file's bytes, or a folder's list of names, are on the disk, where `filesystem` is that of a disk."""
+    if not isinstance(filesystem, fs.LocalFileSystem):
+        return
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    except OSError as error:
+        if error.errno not in _NOTHING_TO_SYNC:
+            raise
+    finally:
+        os.close(opened)
+
+
+def _parent(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[0] or "/"
+
+
+def write_twice(file: Location, text: str) -> None:
+    """Write a small file that nothing else can replace, and a copy of it beside it; see `read_either`."""
+    _copy_of(file).write_text(text)
+    file.write_text(text)
+
+
+def read_either(file: Location, parse: Callable[[str], T]) -> T:
+    """Read what `write_twice` wrote, from the copy where the file is damaged.
+
+    Args:
+        file: The file.
+        parse: Returns what a text means, or raises `ValueError`, `KeyError` or `TypeError` for a damaged one.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file is damaged, and there is no copy or it is damaged, too.
+    """
+    try:
+        return parse(file.read_text())
+    except (ValueError, KeyError, TypeError) as damage:
+        try:
+            return parse(_copy_of(file).read_text())
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            raise ValueError(f"{file.path} is damaged ({one_line(damage)})") from damage
+
+
+def mend(file: Location, parse: Callable[[str], Any]) -> None:
+    """Write a file of `write_twice` again from its copy, if it is damaged and the copy is not."""
+    try:
+        parse(file.read_text())
+    except (ValueError, KeyError, TypeError):
+        text = _copy_of(file).read_text()
+        parse(text)
+        file.write_text(text)
+
+
+def is_copy(name: str, of: str) -> bool:
+    """Return whether a file's name is that of a copy of the file `of`, or of one of the two that was not completed."""
+    return name == f"{of}{_COPY}" or (name.startswith(of) and name.endswith(".partial"))
+
+
+def _copy_of(file: Location) -> Location:
+    return Location(file.filesystem, f"{file.path}{_COPY}")
 
 
 def make_folders(output: Location, folders: Sequence[Location], probe_in: Location) -> None:
@@ -109,7 +204,7 @@ def make_folders(output: Location, folders: Sequence[Location], probe_in: Locati
     """
     try:
         for folder in folders:
-            folder.filesystem.create_dir(folder.path, recursive=True)
+            folder.make_folder()
         probe = probe_in / f"probe-{uuid.uuid4().hex}"
         probe.write_text("")
         probe.filesystem.delete_file(probe.path)

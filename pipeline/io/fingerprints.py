@@ -1,10 +1,9 @@
-"""Fingerprints of files: enough of their content to tell them from others, without reading large files whole."""
+"""Fingerprints of input files: enough of their content to tell them from others, without reading large files whole."""
 
 from __future__ import annotations
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from drafter.errors import one_line
@@ -13,19 +12,6 @@ from pipeline.io.listing import InputFile, InputListing
 
 _SAMPLE_BYTES = 1 << 20
 _READERS = 16
-
-
-def folder_fingerprint(folder: Path) -> str:
-    """Return 16 hex digits for a model's folder: of names, sizes and samples of its files."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.suffix not in (".json", ".jinja", ".safetensors", ".model", ".txt"):
-            continue
-        size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
-            digest.update(_sample(file, size))
-    return digest.hexdigest()[:16]
 
 
 def input_fingerprints(listing: InputListing) -> list[list[Any]]:

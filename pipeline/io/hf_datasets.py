@@ -28,6 +28,8 @@ _KEYWORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 _SHARD = re.compile(r"(?:.*/)?([\w.]+?)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.[\w.]+")
+_NUMBERED = re.compile(r"(.+?)-(\d{5})-of-(\d{5})(?:-[0-9a-f]+)?\.[\w.]+")
+_SAVE_AGAIN = "Copy the whole folder, or save the dataset again"
 _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(?:\n|\Z)", re.DOTALL)
 
 
@@ -47,25 +49,32 @@ def dataset_files(
         Names of the files; None where nothing says that the folder is more than its files.
 
     Raises:
-        InputError: There is no such split or subset, or there are several and none was asked for.
+        InputError: There is no such split or subset, there are several and none was asked for, or files are missing.
     """
     if "dataset_dict.json" in names:
         _refuse_subset(uri, subset)
         splits = {name: f"{name}/" for name in json.loads((root / "dataset_dict.json").read_text())["splits"]}
         folder = splits[_choose(uri, "split", splits, split)]
-        return [f"{folder}{name}" for name in _saved_files(root / folder.rstrip("/"))]
+        if f"{folder}state.json" not in names:
+            raise InputError(f"input {uri} is incomplete: it has no {folder}state.json. {_SAVE_AGAIN}")
+        return _all_there(uri, names, [f"{folder}{name}" for name in _saved_files(root / folder.rstrip("/"))])
     if "state.json" in names:
         _refuse_subset(uri, subset)
         own = json.loads((root / "state.json").read_text()).get("_split")
         if split is not None and split != own:
             raise InputError(f"input {uri} is one split, {own or 'which has no name'}: leave out reading.split")
-        return _saved_files(root)
+        return _all_there(uri, names, _saved_files(root))
     subsets = _declared_subsets(root) if "README.md" in names else {}
     if subsets:
         chosen = subsets[_choose(uri, "subset", subsets, subset)]
         patterns = chosen[_choose(uri, "split", chosen, split)]
-        expressions = [pattern_regex(pattern) for pattern in patterns]
-        return [name for name in names if any(expression.fullmatch(name) for expression in expressions)]
+        matches = {pattern: [name for name in names if pattern_regex(pattern).fullmatch(name)] for pattern in patterns}
+        if nothing := [pattern for pattern, matching in matches.items() if not matching]:
+            raise InputError(
+                f"input {uri} has no {nothing[0]}, which its README.md lists: fetch all files of the split"
+            )
+        chosen_names = {name for matching in matches.values() for name in matching}
+        return [name for name in names if name in chosen_names]
     _refuse_subset(uri, subset)
     found: dict[str, list[str]] = {}
     for name in names:
@@ -74,7 +83,41 @@ def dataset_files(
     # A folder on disk may just hold files; on the hub, a repository with several splits is never meant as a whole.
     if split is None and not (uri.startswith(HUB) and len(found) > 1):
         return None
-    return found[_choose(uri, "split", found, split)]
+    chosen_split = found[_choose(uri, "split", found, split)]
+    _refuse_missing_shards(uri, chosen_split)
+    return chosen_split
+
+
+def _all_there(uri: str, names: Sequence[str], listed: list[str]) -> list[str]:
+    """Return the files that a saved dataset lists.
+
+    Raises:
+        InputError: Some of them are missing.
+    """
+    if missing := sorted(set(listed).difference(names)):
+        raise InputError(
+            f"input {uri} is incomplete: it has no {missing[0]}, and {len(missing)} of the {len(listed)} files that "
+            f"state.json lists are missing. {_SAVE_AGAIN}"
+        )
+    return listed
+
+
+def _refuse_missing_shards(uri: str, names: Sequence[str]) -> None:
+    """Refuse a split whose files say that there are more of them, as `train-00000-of-00002` does.
+
+    Raises:
+        InputError: Some are missing.
+    """
+    shards: dict[tuple[str, int], set[int]] = {}
+    for name in names:
+        if numbered := _NUMBERED.fullmatch(name):
+            shards.setdefault((numbered[1], int(numbered[3])), set()).add(int(numbered[2]))
+    for (prefix, count), there in shards.items():
+        if missing := sorted(set(range(count)).difference(there)):
+            raise InputError(
+                f"input {uri} is incomplete: it has no {prefix}-{missing[0]:05d}-of-{count:05d}, and {len(missing)} of "
+                f"{count} such files are missing. Fetch them, or give a pattern of the files that are meant"
+            )
 
 
 def split_of(name: str) -> str | None:

@@ -26,6 +26,7 @@ class ReadingConfig:
         id_column: Column whose value names a row, each value once; by default a row is named by its file and line.
         sampling_column: Column with a row's own sampling settings: an object, or that object as JSON text.
         chat: Send a text prompt as a user's message through the chat template; by default wherever the model has one.
+        special_tokens: Let the text of a special token in a chat message be that token; by default it is text.
         skip: Leave out this many rows at the beginning.
         limit: Take at most this many rows.
         samples: Texts to generate for each row, each with its own seed, in rows named `ID#0`, `ID#1`, ….
@@ -39,6 +40,7 @@ class ReadingConfig:
     id_column: str | None = None
     sampling_column: str = "sampling"
     chat: bool | None = None
+    special_tokens: bool = False
     skip: int = 0
     limit: int | None = None
     samples: int = 1

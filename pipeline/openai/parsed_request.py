@@ -43,6 +43,11 @@ class ParsedRequest:
         """Number of texts to generate: `n` of the first prompt, then `n` of the next."""
         return self.n * len(self.prompts)
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has log-probabilities."""
+        return self.settings.get("logprobs") is not None
+
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
         """Return the settings of one text: `defaults`, changed by what the body decides.
 

@@ -11,11 +11,16 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from drafter.requests import LONGEST_STOP
 from pipeline.openai.api_error import OpenAIError, bad_request, missing, shown
 from pipeline.openai.parsed_request import ParsedRequest, Prompt
 from pipeline.openai.prompts import chat_messages, completion_prompts
 
 _SEEDS = 2**63
+MOST_STOPS = 4
+"""OpenAI's limit; rows of other formats may have more."""
+MOST_BIASES = 1024
+"""Tokens of `logit_bias`; each is checked for each choice."""
 _COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for text completions."""
 
@@ -193,7 +198,8 @@ def _refusal(error: ValidationError) -> OpenAIError:
     if first["type"] == "extra_forbidden":
         return bad_request(f"Unknown parameter: '{path}'.", path, "unknown_parameter")
     code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
-    return bad_request(f"Invalid '{path}': {first['msg']}.", path, code)
+    found = "" if ", not " in first["msg"] else f", not {shown(first['input'])}"
+    return bad_request(f"Invalid '{path}': {first['msg']}{found}.", path, code)
 
 
 def _unsupported(name: str, value: Any) -> OpenAIError:
@@ -221,10 +227,19 @@ def _stop(value: Any) -> tuple[str, ...]:
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         message = f"Invalid 'stop': it must be a non-empty string or a list of such, not {shown(value)}."
         raise bad_request(message, "stop", "invalid_value")
+    if len(texts) > MOST_STOPS:
+        message = f"Invalid 'stop': up to {MOST_STOPS} strings are allowed, not {len(texts)}."
+        raise bad_request(message, "stop", "array_above_max_length")
+    if (longest := max(map(len, texts), default=0)) > LONGEST_STOP:
+        message = f"Invalid 'stop': a string may have up to {LONGEST_STOP} characters, not {longest}."
+        raise bad_request(message, "stop", "string_above_max_length")
     return tuple(texts)
 
 
 def _logit_bias(value: dict[str, float]) -> dict[int, float]:
+    if len(value) > MOST_BIASES:
+        message = f"Invalid 'logit_bias': up to {MOST_BIASES} tokens are allowed, not {len(value)}."
+        raise bad_request(message, "logit_bias", "object_above_max_properties")
     for token, bias in value.items():
         if not (token.isascii() and token.isdigit() and len(token) < 10) or not -100 <= bias <= 100:
             message = f"Invalid 'logit_bias': token ids with numbers of -100 to 100, not {shown({token: bias})}."

@@ -110,8 +110,10 @@ def usage(generations: Sequence[Generation], n: int = 1) -> dict[str, Any]:
     }
 
 
-def chat_logprobs(logprobs: Sequence[TokenLogprob] | None, token_text: TokenText) -> dict[str, Any] | None:
-    """Return log-probabilities as a choice of a chat, or a chunk of one, has them.
+def chat_logprobs(
+    logprobs: Sequence[TokenLogprob] | None, token_text: TokenText, _offset: int = 0
+) -> dict[str, Any] | None:
+    """Return log-probabilities as a choice of a chat, or a chunk of one, has them; see `completion_logprobs`.
 
     Raises:
         OpenAIError: One is not a number.

@@ -16,7 +16,7 @@ from itertools import chain
 import pyarrow as pa
 import pyarrow.parquet
 
-from pipeline.io.files import Location
+from pipeline.io.files import Location, write_twice
 from pipeline.output.output_folder import CompactionPlan, OutputFolder
 
 _ROW_GROUP_BYTES = 64 << 20
@@ -36,7 +36,7 @@ def compact(output: OutputFolder, target_bytes: int | None) -> None:
         if target_bytes is None:
             return
         plan = CompactionPlan(*(merges(_sizes(folder), target_bytes) for folder in (output.data, output.errors)))
-        output.compaction_file.write_text(json.dumps(vars(plan)))
+        write_twice(output.compaction_file, json.dumps(vars(plan)))
     with ThreadPoolExecutor(_THREADS) as threads:
         for folder, planned in ((output.data, plan.data), (output.errors, plan.errors)):
             merge = partial(_merge, folder, {name for name, _ in _sizes(folder)}, output.temporary)

@@ -15,7 +15,7 @@ from drafter.requests import Generation
 from drafter.statistics import DecodeCounts
 from pipeline.errors import ProblemType
 from pipeline.io.files import Location
-from pipeline.openai.api_error import OpenAIError
+from pipeline.openai.api_error import OpenAIError, not_finite
 from pipeline.openai.batch import answer_line, failure_line, parse_line, refusal_line
 from pipeline.openai.response_body import token_text
 from pipeline.openai.strict_json import to_json
@@ -116,6 +116,8 @@ def _error_line(row: Row, created: int) -> dict[str, Any]:
         line, custom_id = {}, None
     if not isinstance(custom_id, str) or not custom_id:
         return failure_line(None, place, created, "invalid_line", f"{place}: {row['message']}")
+    if row["error_type"] == "NotFinite":
+        return refusal_line(custom_id, created, not_finite())
     if row["error_type"] not in _REFUSED:
         return failure_line(custom_id, place, created, row["error_type"], row["message"])
     try:

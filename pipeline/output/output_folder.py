@@ -5,10 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from pipeline.io.files import Location, make_folders
+from pyarrow import fs
 
+from pipeline.errors import InputError
+from pipeline.io.files import Location, make_folders, read_either
+
+STAGED_LIST = "parts.json"
+"""Lists the staged parts. It is written last: where it is, staging is complete."""
 RUN_FILE = "run.json"
 """Says what was run, in every job's output."""
+LEASE_FILE = "_lease.json"
+"""Says which submission works on an output."""
 STATUS_FILE = "status.json"
 """Says how far a generation job is, in its output."""
 
@@ -64,7 +71,7 @@ class OutputFolder:
     @property
     def lease(self) -> Location:
         """Says which submission works on the output."""
-        return self.root / "_lease.json"
+        return self.root / LEASE_FILE
 
     @property
     def compaction_file(self) -> Location:
@@ -91,6 +98,11 @@ class OutputFolder:
         """Requests of an OpenAI batch that were not answered, and why, one a line."""
         return self.root / "batch_errors.jsonl"
 
+    @property
+    def batch_files(self) -> tuple[Location, Location]:
+        """The two files that answer an OpenAI batch."""
+        return self.batch_output, self.batch_errors
+
     def create(self) -> None:
         """Make the folders.
 
@@ -103,12 +115,27 @@ class OutputFolder:
         """Delete what earlier submissions were writing when they ended; only the holder of the lease may do so."""
         self.temporary.filesystem.delete_dir_contents(self.temporary.path, missing_dir_ok=True)
 
+    def has_results(self) -> bool:
+        """Return whether any row has been generated that is kept: of a committed part, or left by who was stopped."""
+        return bool(self.committed()) or self.unfinished.type == fs.FileType.File
+
+    def forget_job(self) -> None:
+        """Delete what a job without results has left, but `run.json`; only the holder of the lease may do so."""
+        self.staged.empty(first=STAGED_LIST)
+        self.errors.filesystem.delete_dir_contents(self.errors.path, missing_dir_ok=True)
+
     def compaction(self) -> CompactionPlan | None:
-        """Read which parts' files become one; None where none do."""
+        """Read which parts' files become one; None where none do.
+
+        Raises:
+            InputError: The plan is damaged, and so is its copy.
+        """
         try:
-            return CompactionPlan(**json.loads(self.compaction_file.read_text()))
+            return read_either(self.compaction_file, lambda text: CompactionPlan(**json.loads(text)))
         except FileNotFoundError:
             return None
+        except ValueError as error:
+            raise InputError(f"{error}, and so is its copy: choose another output") from error
 
     def committed(self) -> set[str]:
         """Return the names of the parts that are in the output."""

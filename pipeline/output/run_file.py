@@ -10,14 +10,33 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pipeline.io.files import Location
+from pipeline.io.files import Location, mend, read_either, write_twice
 
+FORMAT = 2
+"""Rises where this release must not go on with the outputs of earlier ones. In format 1, fingerprints of models did not
+cover every tensor."""
 _PACKAGES = ("drafter", "torch", "transformers", "tokenizers", "ray", "pyarrow")
 
 
 def read_run(run_file: Location) -> dict[str, Any]:
-    """Read what `save_run` wrote; `state` is `running` or `finished`."""
-    run: dict[str, Any] = json.loads(run_file.read_text())
+    """Read what `save_run` wrote; `state` is `running` or `finished`.
+
+    Raises:
+        FileNotFoundError: There is no `run.json`.
+        ValueError: It is damaged, and so is its copy.
+    """
+    return read_either(run_file, _parse)
+
+
+def mend_run(run_file: Location) -> None:
+    """Write `run.json` again from its copy, if it is damaged and the copy is not."""
+    mend(run_file, _parse)
+
+
+def _parse(text: str) -> dict[str, Any]:
+    run: dict[str, Any] = json.loads(text)
+    if not isinstance(run, dict) or not {"meaning", "state"} <= run.keys():
+        raise ValueError("it is not what a job wrote")
     return run
 
 
@@ -31,6 +50,7 @@ def save_run(run_file: Location, config: dict[str, Any], meant: dict[str, Any], 
         facts: What else is known by now.
     """
     run = {
+        "format": FORMAT,
         "config": config,
         "meaning": meant,
         "versions": versions(),
@@ -38,7 +58,7 @@ def save_run(run_file: Location, config: dict[str, Any], meant: dict[str, Any], 
         "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
         **facts,
     }
-    run_file.write_text(json.dumps(run, indent=2, ensure_ascii=False) + "\n")
+    write_twice(run_file, json.dumps(run, indent=2, ensure_ascii=False) + "\n")
 
 
 def versions(*more: str) -> dict[str, str | None]:

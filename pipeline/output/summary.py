@@ -88,7 +88,7 @@ def summarise(output: OutputFolder, found: OutputTotals, new_tokens: int, new_ro
     lines.append(f"results     {output.data.path}")
     if found.errors:
         lines.append(f"errors      {output.errors.path}")
-    for place in (output.batch_output, output.batch_errors):
+    for place in output.batch_files:
         if place.type == fs.FileType.File:
             lines.append(f"batch       {place.path}")
     lines.append(f"run         {output.run_file.path}")

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.output.run_file import read_run
 from pipeline.report.cost import Cost
-from pipeline.report.output_files import open_output, output_cost, read_status
+from pipeline.report.output_files import open_output, output_cost, read_run_of, read_status
 from pipeline.report.row_scan import RowSummary, open_rows, read_errors, read_full, read_rows
 
 COMPARED_ROWS = 100
@@ -49,7 +48,7 @@ def compare(against: str, run: Mapping[str, Any], rows: RowSummary, drawn: Seque
         InputError: The other output cannot be used.
     """
     output = open_output(against)
-    other_run = read_run(output.run_file)
+    other_run = read_run_of(output)
     other_rows = read_rows(open_rows(output), None, False, 0, COMPARED_ROWS)
     tokens = {row["request_id"]: row["token_ids"] for row in read_full(output, other_rows)}
     both = [row for row in drawn if row["request_id"] in tokens]

@@ -12,6 +12,7 @@ from drafter.errors import one_line
 from pipeline.errors import InputError
 from pipeline.io.files import locate
 from pipeline.output.output_folder import OutputFolder
+from pipeline.output.run_file import read_run
 from pipeline.report.cost import Cost, cost_of
 from pipeline.report.row_scan import RowSummary
 
@@ -32,12 +33,27 @@ def open_output(uri: str) -> OutputFolder:
     return output
 
 
+def read_run_of(output: OutputFolder) -> dict[str, Any]:
+    """Return `run.json`.
+
+    Raises:
+        InputError: It is damaged.
+    """
+    try:
+        return read_run(output.run_file)
+    except ValueError as error:
+        raise InputError(one_line(error)) from error
+
+
 def read_status(output: OutputFolder) -> dict[str, Any]:
-    """Return `status.json`; empty where there is none."""
+    """Return `status.json`; empty where there is none, or it is damaged."""
     if output.status_file.type != fs.FileType.File:
         return {}
-    found: dict[str, Any] = json.loads(output.status_file.read_text())
-    return found
+    try:
+        found = json.loads(output.status_file.read_text())
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def output_cost(status: Mapping[str, Any], rows: RowSummary, errors: int) -> Cost | str:

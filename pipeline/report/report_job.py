@@ -14,11 +14,10 @@ from pipeline.engines.named_models import model_name
 from pipeline.errors import InputError
 from pipeline.io.files import locate
 from pipeline.output.output_folder import OutputFolder
-from pipeline.output.run_file import read_run
 from pipeline.report.comparison import COMPARED_ROWS, compare
 from pipeline.report.examples import make_examples
 from pipeline.report.html_page import Report, render
-from pipeline.report.output_files import open_output, output_cost, read_status
+from pipeline.report.output_files import open_output, output_cost, read_run_of, read_status
 from pipeline.report.row_scan import RowSummary, open_rows, read_errors, read_full, read_rows
 
 PAGE = "report.html"
@@ -83,7 +82,7 @@ def report(config: ReportConfig) -> None:
         InputError: One of the outputs or the page cannot be used.
     """
     output = open_output(config.output)
-    run = read_run(output.run_file)
+    run = read_run_of(output)
     rows, category = _rows(config, output, run)
     errors = read_errors(output, _ERRORS_EACH)
     status = read_status(output)

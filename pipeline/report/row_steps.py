@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from drafter.text.detokenizer import Detokenizer
@@ -51,8 +50,7 @@ def text_pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
         return [f"{token} " for token in token_ids]
     special = set(tokenizer.all_special_ids)
     detokenizer = Detokenizer(tokenizer)
-    lengths = [0, *(len(detokenizer.push(token)) for token in token_ids)]
-    pieces = [detokenizer.text[before:after] for before, after in pairwise(lengths)]
+    pieces = [detokenizer.push(token) for token in token_ids]
     names = tokenizer.convert_ids_to_tokens(list(token_ids))
     return [
         str(name) if token in special else piece for token, piece, name in zip(token_ids, pieces, names, strict=True)

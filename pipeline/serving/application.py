@@ -20,7 +20,7 @@ from pipeline.cluster.resources_config import ResourcesConfig
 from pipeline.cluster.shares import HELPER_CPUS, ActorResources, Cluster, share_out
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.errors import InputError
-from pipeline.serving.ingress.direct_ingress import share_port
+from pipeline.serving.ingress.direct_ingress import before_listening
 from pipeline.serving.ingress.engine_handles import Engines
 from pipeline.serving.ingress.http_app import create_app
 from pipeline.serving.ingress.keys import KeyRule, read_keys, settle
@@ -46,20 +46,27 @@ class Ingress:
         keys_file: File of keys on this machine; None for no file.
         rule: Whether clients need a key.
         limits: What clients may ask for.
+        loopback: Whether Ray Serve listens on a loopback address.
 
     Raises:
         InputError: The keys cannot be used, or a key is needed and there is none.
     """
 
     def __init__(
-        self, engines: Mapping[str, DeploymentHandle], keys_file: str | None, rule: KeyRule, limits: LimitsConfig
+        self,
+        engines: Mapping[str, DeploymentHandle],
+        keys_file: str | None,
+        rule: KeyRule,
+        limits: LimitsConfig,
+        *,
+        loopback: bool,
     ):
         try:
             digests = read_keys(keys_file, rule)
         except InputError as error:
             raise InputError(f"{error} (the ingress runs on {socket.gethostname()})") from None
-        self._app = create_app(Engines(engines), digests, limits)
-        share_port()
+        self._app = create_app(Engines(engines), digests, limits, loopback=loopback)
+        before_listening(limits)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app
@@ -74,15 +81,17 @@ def build(args: dict[str, Any]) -> serve.Application:
         InputError: The `args` cannot be used.
     """
     config = parse_application(args)
-    return application(replace(config, keys=settle(config.keys, config.keys_file, loopback=False)), connect())
+    config = replace(config, keys=settle(config.keys, config.keys_file, loopback=False))
+    return application(config, connect(), loopback=False)
 
 
-def application(config: ApplicationConfig, cluster: Cluster) -> serve.Application:
+def application(config: ApplicationConfig, cluster: Cluster, *, loopback: bool) -> serve.Application:
     """Return the application, its replicas cut to the cluster's size.
 
     Args:
         config: What is served; `keys` as `settle` returned it.
         cluster: Where it is to run.
+        loopback: Whether Ray Serve listens on a loopback address.
 
     Raises:
         InputError: The cluster is too small.
@@ -106,7 +115,7 @@ def application(config: ApplicationConfig, cluster: Cluster) -> serve.Applicatio
         graceful_shutdown_timeout_s=config.limits.seconds,
         ray_actor_options={"num_cpus": HELPER_CPUS},
     )
-    return deployment.bind(engines, config.keys_file, config.keys, config.limits)
+    return deployment.bind(engines, config.keys_file, config.keys, config.limits, loopback=loopback)
 
 
 def _engines(config: ApplicationConfig, drafter: str, name: str, share: ActorResources) -> serve.Application:
@@ -135,4 +144,4 @@ def _engines(config: ApplicationConfig, drafter: str, name: str, share: ActorRes
         ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
         **scaled,
     )
-    return deployment.bind(spec, limits.seconds)
+    return deployment.bind(spec, limits.seconds, special_tokens=config.special_tokens)

@@ -57,7 +57,7 @@ class Failure:
 
 
 Reply = str | Failure
-"""Events of a stream, or a whole JSON body; or, before anything else, a failure."""
+"""A part of a stream's events, or of a JSON body; or, before anything else, a failure."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,11 @@ class LimitsConfig:
         queue: Requests that may wait for a slot of a replica; further ones are told to try again later.
         choices: Texts that one request may ask for: its prompts times its `n`.
         body_bytes: Largest body of a request, in bytes.
+        connections: Connections that may be open; for a further one, that which has waited for its client the longest
+            is closed. Like `receive_seconds` it holds where `jobs.serve` starts the cluster itself; Ray Serve's own
+            proxy, which listens on others, has no such limits.
+        receive_seconds: Longest time in which a request may come, once it has begun, and in which a connection may
+            begin one.
         seconds: Longest time a request may take; then it ends with an error. An update waits that long for open
             streams.
     """
@@ -29,12 +34,15 @@ class LimitsConfig:
     queue: int = 64
     choices: int = 16
     body_bytes: int = 1 << 20
+    connections: int = 1000
+    receive_seconds: float = 30.0
     seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("queue", "choices", "body_bytes"):
+        for name in ("queue", "choices", "body_bytes", "connections"):
             at_least(f"limits.{name}", getattr(self, name), 1)
-        at_least("limits.seconds", self.seconds, 0, above=True)
+        for name in ("receive_seconds", "seconds"):
+            at_least(f"limits.{name}", getattr(self, name), 0, above=True)
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,7 @@ class ApplicationConfig:
             unless `jobs.serve` listens on a loopback address and is given no keys.
         keys_file: File with a key on each line, to be found where the ingress runs. Keys may also be in the ingress's
             environment variable DRAFTER_API_KEYS, separated by commas.
+        special_tokens: Let the text of a special token in a chat message be that token; by default it is text.
         loading: How the models are loaded.
         engine: How much an engine does at once.
         limits: What clients may ask for.
@@ -91,6 +100,7 @@ class ApplicationConfig:
     plain: bool = False
     keys: KeyRule = "auto"
     keys_file: str | None = None
+    special_tokens: bool = False
     loading: LoadingConfig = field(default_factory=LoadingConfig)
     engine: EngineSettings = field(default_factory=_default_engine)
     limits: LimitsConfig = field(default_factory=LimitsConfig)

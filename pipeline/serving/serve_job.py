@@ -25,6 +25,7 @@ from pipeline.serving.ingress.keys import ENVIRONMENT, read_keys, settle
 from pipeline.serving.serve_config import ServeConfig, parse_config
 
 _NAME = "drafter"
+_POLL_SECONDS = 0.2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,10 +55,9 @@ def serve_until_signal(config: ServeConfig) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # not before Ray has set its own
         signal.signal(number, lambda *_: stop.set())
     stop.wait()
-    print("stopping: open requests may end", file=sys.stderr, flush=True)
-    from ray import serve
-
-    serve.shutdown()
+    stop.clear()
+    print("stopping: open requests may end; a second signal ends them", file=sys.stderr, flush=True)
+    take_down(stop)
 
 
 def start(config: ServeConfig, *, own_cluster: bool) -> None:
@@ -85,15 +85,32 @@ def start(config: ServeConfig, *, own_cluster: bool) -> None:
     try:
         serve.start(http_options={"host": config.host, "port": proxy_port})
         check_address(config.host, proxy_port)
-        serve.run(application(config, cluster), name=_NAME, route_prefix="/", blocking=False)
+        serve.run(application(config, cluster, loopback=config.loopback), name=_NAME, route_prefix="/", blocking=False)
     except InputError:
         raise
     except Exception as error:  # Ray raises bare ones
         refusal = re.search(r"(?:InputError|LoadError): (.+)", f"{error}\n{deployment_messages()}")
-        serve.shutdown()
+        take_down(threading.Event())
         if refusal:
             raise InputError(refusal[1]) from error
         raise JobError(f"the endpoint cannot be started: {one_line(error)}") from error
+
+
+def take_down(at_once: threading.Event) -> None:
+    """Take the endpoint's application down, and wait until its requests have ended.
+
+    Ray Serve stays: on a cluster that was there before, it may have applications of others. A cluster of the endpoint's
+    own ends with this process.
+
+    Args:
+        at_once: Ends the waiting once it is set.
+    """
+    from ray import serve
+
+    if _NAME in serve.status().applications:
+        serve.delete(_NAME, _blocking=False)  # the other way gives up after a minute
+    while _NAME in serve.status().applications and not at_once.wait(_POLL_SECONDS):
+        pass
 
 
 def deployment_messages() -> str:

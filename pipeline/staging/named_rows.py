@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -54,17 +55,23 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def with_samples(rows: pa.Table, prompts: PromptSource, samples: int) -> pa.Table:
+def with_samples(rows: pa.Table, prompts: PromptSource, samples: int, piece_bytes: int) -> Iterator[pa.Table]:
     """Repeat each row for the texts that are wanted of it; a row with a problem stays one.
 
     Args:
         rows: Named rows.
         prompts: Lines of an OpenAI batch say themselves how many texts they want.
         samples: Texts of each other row.
+        piece_bytes: See `expand`.
+
+    Yields:
+        All these rows, in pieces.
     """
     problems = rows["problem"].to_pylist()
     if prompts.kind != "openai":
-        return rows if samples == 1 else expand(rows, [samples if one is None else 1 for one in problems])
+        counts = [samples if one is None else 1 for one in problems]
+        yield from [rows] if samples == 1 else expand(rows, counts, piece_bytes)
+        return
     counts = [1] * rows.num_rows
     for index, line in enumerate(rows["row"].to_pylist()):
         if problems[index] is None:
@@ -72,7 +79,7 @@ def with_samples(rows: pa.Table, prompts: PromptSource, samples: int) -> pa.Tabl
                 counts[index] = parse_line(line).choices
             except OpenAIError as error:
                 problems[index] = vars(RowProblem("BadRequest", error.message))
-    return expand(with_problems(rows, problems), counts)
+    yield from expand(with_problems(rows, problems), counts, piece_bytes)
 
 
 def with_row_type(table: pa.Table, row_type: pa.StructType) -> pa.Table:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-import numpy as np
 import pyarrow as pa
 
 from pipeline.io.column_types import free_name, replace_column
 
 SAMPLE_COLUMN = "sample"
 """Which of its row's texts a row is, from 0."""
+SEED_COLUMN = "seed"
+"""The column of a row's own seed."""
 SEEDS = 2**63
 """Seeds are below this, so that they fit a column."""
 
@@ -37,18 +38,43 @@ def row_name(sample: str) -> str:
     return sample.rpartition("#")[0]
 
 
-def expand(table: pa.Table, counts: Sequence[int]) -> pa.Table:
+def expand(table: pa.Table, counts: Sequence[int], piece_bytes: int) -> Iterator[pa.Table]:
     """Repeat each staged row as often as `counts` says, as rows named `ID#0`, `ID#1`, ….
 
     The number goes to the column `sample`; a column of that name in the input becomes `input_sample`.
+
+    Args:
+        table: Staged rows.
+        counts: How often each of them is repeated.
+        piece_bytes: A piece closes when it has this many bytes: large rows, often repeated, would not fit in memory.
+
+    Yields:
+        All these rows, in pieces.
     """
-    samples = [sample for count in counts for sample in range(count)]
-    table = table.take(pa.array(np.repeat(np.arange(len(counts)), counts)))
+    sizes = [table.slice(row, 1).nbytes for row in range(table.num_rows)]
+    rows: list[int] = []
+    samples: list[int] = []
+    size = 0
+    for row, count in enumerate(counts):
+        for sample in range(count):
+            rows.append(row)
+            samples.append(sample)
+            size += sizes[row]
+            if size >= piece_bytes:
+                yield _repeated(table, rows, samples)
+                rows, samples, size = [], [], 0
+    if rows:
+        yield _repeated(table, rows, samples)
+
+
+def _repeated(table: pa.Table, rows: Sequence[int], samples: Sequence[int]) -> pa.Table:
+    """Return these rows of a table, named by their samples."""
+    table = table.take(pa.array(rows))
     names = [sample_name(*named) for named in zip(table["request_id"].to_pylist(), samples, strict=True)]
-    rows = table["row"].combine_chunks()
-    theirs = [field.name for field in rows.type]
-    fields = [field.with_name(free_name(field.name, {SAMPLE_COLUMN}, theirs)) for field in rows.type]
-    rows = pa.StructArray.from_arrays(
-        [*rows.flatten(), pa.array(samples, pa.int64())], fields=[*fields, pa.field(SAMPLE_COLUMN, pa.int64())]
+    structs = table["row"].combine_chunks()
+    theirs = [field.name for field in structs.type]
+    fields = [field.with_name(free_name(field.name, {SAMPLE_COLUMN}, theirs)) for field in structs.type]
+    structs = pa.StructArray.from_arrays(
+        [*structs.flatten(), pa.array(samples, pa.int64())], fields=[*fields, pa.field(SAMPLE_COLUMN, pa.int64())]
     )
-    return replace_column(replace_column(table, "row", rows), "request_id", pa.array(names, pa.string()))
+    return replace_column(replace_column(table, "row", structs), "request_id", pa.array(names, pa.string()))

@@ -1,21 +1,31 @@
-"""Some files of the input become parts: a task that runs on a worker."""
+"""Some files of the input become parts: a task that runs on a worker.
+
+A part has so many rows as are asked for, or fewer where rows are large: engines, Ray's object store and a failure that
+is done again all hold whole parts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from pipeline.io.column_types import unify_fields
+from pipeline.io.column_types import known_type, stored_struct, unify_fields
 from pipeline.io.files import Location
 from pipeline.io.listing import InputListing
 from pipeline.io.prompt_source import PromptSource, check_types
 from pipeline.io.reading import read_file
 from pipeline.io.reading_config import ReadingConfig
 from pipeline.staging.named_rows import named_rows, with_row_type, with_samples
+from pipeline.staging.samples import SEED_COLUMN
 from pipeline.staging.staged_input import Part
+
+PART_BYTES = 32 << 20
+"""A part closes before it has more bytes than this; one row may have more. Ray Data's blocks have up to 128 MiB, and
+what is generated comes on top."""
 
 
 @dataclass(frozen=True)
@@ -26,32 +36,35 @@ class StagingPlan:
         folder: Where the parts go.
         reading: How rows become prompts.
         prompts: Where the prompts are.
-        rows_per_part: Rows of each part but the last of a task.
+        rows_per_part: Rows of each part but the last of a task, and those that close by their bytes.
+        part_bytes: A part with several rows has at most this many bytes.
     """
 
     folder: Location
     reading: ReadingConfig
     prompts: PromptSource
     rows_per_part: int
+    part_bytes: int = PART_BYTES
 
 
 def stage_files(listing: InputListing, group: str, plan: StagingPlan) -> tuple[list[Part], list[pa.Field]]:
     """Stage the files of `listing` as parts named after `group`.
 
     Returns:
-        The parts, and the fields that hold every row of them.
+        The parts, and the fields that hold every row of them, before `stored_struct`.
 
     Raises:
         InputError: A file is damaged, or lacks a column.
     """
     parts: list[Part] = []
     fields: list[list[pa.Field]] = []
-    for table in _cut(_rows(listing, plan), plan.rows_per_part):
+    for table in cut(_rows(listing, plan), plan.rows_per_part, plan.part_bytes):
         part = Part(f"{group}-{len(parts):06d}", table.num_rows, table.nbytes)
+        row_type = table.schema.field("row").type
         with (plan.folder / f"{part.name}.parquet").open_whole() as stream:
-            pa.parquet.write_table(table, stream, compression="zstd")
+            pa.parquet.write_table(with_row_type(table, stored_struct(row_type)), stream, compression="zstd")
         parts.append(part)
-        fields.append(list(table.schema.field("row").type))
+        fields.append([field.with_type(known_type(field.type)) for field in row_type])
     return parts, unify_fields(fields)
 
 
@@ -61,31 +74,52 @@ def _rows(listing: InputListing, plan: StagingPlan) -> Iterator[pa.Table]:
     text_column = {"text": prompts.column, "openai": prompts.id_column}.get(prompts.kind)
     json_column = prompts.column if prompts.kind == "openai" else plan.reading.sampling_column
     for file in listing.files:
-        for chunk in read_file(listing.filesystem, file, plan.rows_per_part, text_column, json_column):
+        for chunk in read_file(
+            listing.filesystem, file, plan.rows_per_part, text_column, json_column, integer_column=SEED_COLUMN
+        ):
             check_types(file, chunk.columns.schema, prompts)
             rows = named_rows(file, chunk, prompts.id_column)
             skipped, skip = skip, max(skip - rows.num_rows, 0)
             rows = rows.slice(skipped)
-            yield with_samples(rows if left is None else rows.slice(0, left), prompts, plan.reading.samples)
+            rows_taken = rows if left is None else rows.slice(0, left)
+            yield from with_samples(rows_taken, prompts, plan.reading.samples, plan.part_bytes)
             if left is not None:
                 left -= rows.num_rows
                 if left <= 0:
                     return
 
 
-def _cut(tables: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:
-    """Cut the same rows to tables of exactly `rows` rows, but for the last."""
+def cut(tables: Iterable[pa.Table], most_rows: int, most_bytes: int) -> Iterator[pa.Table]:
+    """Cut the same rows to tables of `most_rows` rows, or of fewer, where another row would make it too large.
+
+    Args:
+        tables: The rows, however they come.
+        most_rows: Rows of a table.
+        most_bytes: Bytes of a table; one that has a single row may have more.
+    """
     held: list[pa.Table] = []
-    count = 0
+    rows = size = 0
     for table in tables:
-        held.append(table)
-        count += table.num_rows
-        while count >= rows:
-            whole = _concatenate(held)
-            yield whole.slice(0, rows)
-            held, count = [whole.slice(rows)], count - rows
-    if count:
+        while table.num_rows:
+            fitting = _fitting(table, most_rows - rows, most_bytes - size)
+            if fitting or not held:
+                held.append(table.slice(0, fitting or 1))
+                rows, size = rows + held[-1].num_rows, size + held[-1].nbytes
+                table = table.slice(held[-1].num_rows)
+            if table.num_rows or rows == most_rows:
+                yield _concatenate(held)
+                held, rows, size = [], 0, 0
+    if held:
         yield _concatenate(held)
+
+
+def _fitting(table: pa.Table, most_rows: int, most_bytes: int) -> int:
+    """Return how many rows at the beginning of a table are within both limits."""
+    table = table.slice(0, most_rows)
+    if table.nbytes <= most_bytes:
+        return int(table.num_rows)
+    sizes = np.cumsum([table.slice(row, 1).nbytes for row in range(table.num_rows)])
+    return int(np.searchsorted(sizes, most_bytes, side="right"))
 
 
 def _concatenate(tables: list[pa.Table]) -> pa.Table:

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import ray
 
 from pipeline.errors import InputError
-from pipeline.io.column_types import unify_fields
+from pipeline.io.column_types import stored_struct, unify_fields
 from pipeline.io.listing import InputFile, InputListing
 from pipeline.staging.samples import row_name
 from pipeline.staging.stage_files import StagingPlan, stage_files
@@ -26,13 +26,19 @@ _EXAMPLES = 3
 """Ids that an error shows."""
 
 
-def stage(listing: InputListing, plan: StagingPlan) -> StagedInput:
+def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None = None) -> StagedInput:
     """Stage an input.
 
+    Args:
+        listing: The input's files.
+        plan: How it is staged.
+        before: What an earlier submission staged, where some of its files are damaged and all are to be written again.
+
     Raises:
-        InputError: A file is damaged or lacks a column, an id stands for several rows, or there are no rows.
+        InputError: A file is damaged or lacks a column, an id stands for several rows, there are no rows, or the parts
+            are not those that were staged before.
     """
-    plan.folder.filesystem.create_dir(plan.folder.path, recursive=True)
+    plan.folder.make_folder()
     task = ray.remote(num_cpus=_TASK_CPUS, max_retries=-1)(stage_files)
     # `skip` and `limit` count rows over all files, so one task has to read them all.
     groups = [list(listing.files)] if plan.reading.limit or plan.reading.skip else _groups(listing.files)
@@ -49,7 +55,15 @@ def stage(listing: InputListing, plan: StagingPlan) -> StagedInput:
     parts = tuple(part for parts, _ in done for part in parts)
     if not parts:
         raise InputError("the input has no rows")
-    staged = StagedInput(plan.folder, parts, pa.struct(unify_fields(fields for _, fields in done)))
+    if before is not None:
+        if [(part.name, part.rows) for part in parts] != [(part.name, part.rows) for part in before.parts]:
+            raise InputError(
+                f"the staged input in {plan.folder.path} is damaged, and the input is no longer what was staged: "
+                "choose another output"
+            )
+        return before
+    row_type = stored_struct(unify_fields(fields for _, fields in done))
+    staged = StagedInput(plan.folder, parts, row_type, plan.rows_per_part)
     if plan.prompts.id_column is not None:
         _refuse_shared_ids(staged, plan)
     staged.save()

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
 
-from pipeline.io.files import Location
+from pipeline.io.files import Location, mend, read_either, write_twice
+from pipeline.io.table_files import parquet_rows
+from pipeline.output.output_folder import STAGED_LIST
 
-_LIST = "parts.json"
-"""Written last: where it is, staging is complete."""
+_READERS = 16
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,13 @@ class StagedInput:
             the input's columns) and `problem`.
         parts: The files.
         row_type: The type that holds every `row`.
+        rows_per_part: Rows of each part but the last of a task; 0 where the input will not be staged again.
     """
 
     folder: Location
     parts: tuple[Part, ...]
     row_type: pa.StructType
+    rows_per_part: int = 0
 
     @property
     def rows(self) -> int:
@@ -58,7 +63,7 @@ class StagedInput:
     @property
     def created(self) -> int:
         """When the input was staged, in seconds since 1970."""
-        return int((self.folder / _LIST).info.mtime_ns // 10**9)
+        return int((self.folder / STAGED_LIST).info.mtime_ns // 10**9)
 
     def without(self, committed: Collection[str]) -> list[Part]:
         """Return the parts whose names are not in `committed`."""
@@ -67,6 +72,13 @@ class StagedInput:
     def file(self, part: Part) -> Location:
         """Return where a part is."""
         return self.folder / f"{part.name}.parquet"
+
+    def damaged(self, parts: Iterable[Part]) -> list[Part]:
+        """Return those of these parts whose file is not there, or not as a whole."""
+        parts = list(parts)
+        with ThreadPoolExecutor(_READERS) as pool:
+            rows = pool.map(parquet_rows, map(self.file, parts))
+            return [part for part, found in zip(parts, rows, strict=True) if found != part.rows]
 
     def request_ids(self) -> Iterator[str]:
         """Read the `request_id` of every row, in order."""
@@ -80,14 +92,28 @@ class StagedInput:
         """Write the list of parts: from now on the input is staged."""
         row_type = base64.b64encode(pa.schema(list(self.row_type)).serialize().to_pybytes()).decode()
         parts = [[part.name, part.rows, part.nbytes] for part in self.parts]
-        (self.folder / _LIST).write_text(json.dumps({"row_type": row_type, "parts": parts}))
+        saved = {"row_type": row_type, "rows_per_part": self.rows_per_part, "parts": parts}
+        write_twice(self.folder / STAGED_LIST, json.dumps(saved))
 
     @classmethod
     def load(cls, folder: Location) -> StagedInput | None:
-        """Read what an earlier submission staged; None if it did not complete it."""
+        """Read what an earlier submission staged; None if it did not complete it, or if its list is lost."""
         try:
-            saved = json.loads((folder / _LIST).read_text())
-        except FileNotFoundError:
+            saved = read_either(folder / STAGED_LIST, _parse)
+        except (FileNotFoundError, ValueError):
             return None
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(saved["row_type"])))
-        return cls(folder, tuple(Part(*part) for part in saved["parts"]), pa.struct(list(schema)))
+        parts = tuple(Part(*part) for part in saved["parts"])
+        return cls(folder, parts, pa.struct(list(schema)), saved["rows_per_part"])
+
+
+def mend_list(folder: Location) -> None:
+    """Write the list of parts again from its copy, if it is damaged and the copy is not."""
+    mend(folder / STAGED_LIST, _parse)
+
+
+def _parse(text: str) -> dict[str, Any]:
+    saved: dict[str, Any] = json.loads(text)
+    if not isinstance(saved, dict) or not {"row_type", "rows_per_part", "parts"} <= saved.keys():
+        raise ValueError("it is no list of parts")
+    return saved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,8 +19,11 @@ from drafter.errors import one_line
 from pipeline.cluster.ray_cluster import connect, quiet_ray_data
 from pipeline.cluster.resources_config import ResourcesConfig
 from pipeline.cluster.shares import ActorResources, Cluster, share_out
-from pipeline.errors import InputError, JobError
+from pipeline.errors import InputError, JobError, JobStopped
+from pipeline.output.lease import Lease
 from pipeline.output.run_file import read_run, save_run, versions
+from pipeline.output.same_job import take_output
+from pipeline.stopping import Stopping, StopRequestedError
 from pipeline.training.metrics_log import Record, read_metrics
 from pipeline.training.metrics_plot import plot_run
 from pipeline.training.texts.distilled_texts import DistilledTexts
@@ -27,7 +31,7 @@ from pipeline.training.texts.staged_texts import StagedTexts, stage_texts
 from pipeline.training.train_config import TrainConfig, WorkersConfig
 from pipeline.training.training_board import TrainingBoard, TrainingDisplay
 from pipeline.training.training_folder import TrainingFolder
-from pipeline.training.workers.checkpoints import forget_torn_list
+from pipeline.training.workers.checkpoints import go_back, tidy
 from pipeline.training.workers.worker_entry import train_worker
 from pipeline.training.workers.worker_task import WorkerTask
 
@@ -41,13 +45,13 @@ class Texts:
     Args:
         data: Texts to learn from.
         held_out: Texts that β is measured on; None if they are some of `data`.
-        base_fingerprint: Fingerprint of the base that generated the texts.
+        base_fingerprints: Fingerprints of the base that generated the texts; see `same_base`.
         vocab_size: Size of the vocabulary of the head's base.
     """
 
     data: Sequence[DistilledTexts]
     held_out: DistilledTexts | None
-    base_fingerprint: str
+    base_fingerprints: tuple[str, ...]
     vocab_size: int
 
 
@@ -64,34 +68,84 @@ def run(config: TrainConfig, model: str, texts: Texts, folder: TrainingFolder, m
     Raises:
         InputError: The texts, the base, the head or the cluster cannot be used.
         JobError: The job failed on the way.
+        JobStopped: It was told to stop.
     """
-    if not finished(folder):
-        facts: dict[str, Any] = {"base_fingerprint": texts.base_fingerprint}
-        save_run(folder.run_file, config.as_dict(), meant, state="running", **facts)
-        resources = share_workers(config.workers, connect())
-        quiet_ray_data()
-        staged = StagedTexts.load(folder.staged)
-        if staged is None:
-            settings = config.training
-            staged = stage_texts(
-                texts.data,
-                texts.held_out,
-                folder.staged,
-                config.texts,
-                texts.vocab_size,
-                settings.texts_per_step,
-                settings.seed,
-            )
-        execute(config, model, texts.base_fingerprint, folder, staged, resources)
-        draw(folder)
-        facts["texts"] = asdict(staged.counts)
-        save_run(folder.run_file, config.as_dict(), meant, state="finished", **facts)
+    stopping = Stopping()
+    try:
+        if not finished(folder):
+            lease = Lease(folder.lease, lost=lambda by: stopping.stop(f"{by} works on the output now"))
+            with stopping, lease:
+                finish(config, model, texts, folder, meant, stopping)
+    except StopRequestedError as stop:
+        raise JobStopped(str(stop)) from None
     print(summarise(folder, config), flush=True)
 
 
+def finish(
+    config: TrainConfig,
+    model: str,
+    texts: Texts,
+    folder: TrainingFolder,
+    meant: dict[str, Any],
+    stopping: Stopping,
+) -> None:
+    """Do what earlier submissions have left, and make again what is damaged; for the one that holds the lease.
+
+    Raises:
+        InputError: The texts, the base, the head or the cluster cannot be used.
+        JobError: The job failed on the way.
+    """
+    facts: dict[str, Any] = {"base_fingerprints": list(texts.base_fingerprints)}
+    take_output(config.output, folder, meant)
+    save_run(folder.run_file, config.as_dict(), meant, state="running", **facts)
+    resources = share_workers(config.workers, connect())
+    stopping.take_over()
+    quiet_ray_data()
+    staged = StagedTexts.load(folder.staged)
+    if staged is None:
+        settings = config.training
+        staged = stage_texts(
+            texts.data,
+            texts.held_out,
+            folder.staged,
+            config.texts,
+            texts.vocab_size,
+            settings.texts_per_step,
+            settings.seed,
+        )
+    prepare_checkpoints(folder, str(config.training.chosen_by))
+    execute(config, model, texts.base_fingerprints, folder, staged, resources)
+    draw(folder)
+    facts |= {"texts": asdict(staged.counts), "products": folder.products()}
+    save_run(folder.run_file, config.as_dict(), meant, state="finished", **facts)
+
+
 def finished(folder: TrainingFolder) -> bool:
-    """Return whether an earlier submission has finished the job."""
-    return folder.run_file.type == fs.FileType.File and bool(read_run(folder.run_file)["state"] == "finished")
+    """Return whether an earlier submission has finished the job, and nothing was taken away or damaged since."""
+    if folder.run_file.type != fs.FileType.File:
+        return False
+    run = read_run(folder.run_file)
+    if run["state"] != "finished":
+        return False
+    found = folder.products()
+    torn = [name for name, size in run["products"].items() if found.get(name) != size]
+    if torn:
+        print(f"what is not whole is made again: {', '.join(torn)}", file=sys.stderr, flush=True)
+    return not torn
+
+
+def prepare_checkpoints(folder: TrainingFolder, chosen_by: str) -> None:
+    """Leave the checkpoints that training can go on from.
+
+    Args:
+        folder: The job's output.
+        chosen_by: Number of draft nodes at which the best head has the highest β.
+    """
+    tidy(folder.checkpoints, _CHECKPOINTS_KEPT)
+    if not folder.has_head():
+        best = go_back(folder.checkpoints, chosen_by)
+        if best is not None:
+            print(f"{folder.head.path} is damaged: step {best}, which it is of, is taken again", file=sys.stderr)
 
 
 def share_workers(config: WorkersConfig, cluster: Cluster) -> ActorResources:
@@ -107,7 +161,7 @@ def share_workers(config: WorkersConfig, cluster: Cluster) -> ActorResources:
 def execute(
     config: TrainConfig,
     model: str,
-    base_fingerprint: str,
+    base_fingerprints: tuple[str, ...],
     folder: TrainingFolder,
     staged: StagedTexts,
     resources: ActorResources,
@@ -119,22 +173,26 @@ def execute(
         JobError: Training failed, or cannot go on.
     """
     board = ray.remote(num_cpus=0)(TrainingBoard).remote()
+    provenance: dict[str, Any] = {
+        "recipe": "jobs.train",
+        "data": asdict(staged.counts),
+        "settings": asdict(config.training),
+        "versions": versions("deepspeed"),
+    }
+    if size := config.draft_vocab_size:
+        share = round(staged.coverage(size), 4)
+        provenance["draft_vocabulary"] = {"tokens": size, "coverage": share}
+        print(f"draft vocabulary: {size:,} tokens, {share:.2%} of those in the answers", file=sys.stderr, flush=True)
     task = WorkerTask(
         config=config,
         model=model,
-        base_fingerprint=base_fingerprint,
+        base_fingerprints=base_fingerprints,
         folder=folder,
         staged=staged,
-        provenance={
-            "recipe": "jobs.train",
-            "data": asdict(staged.counts),
-            "settings": asdict(config.training),
-            "versions": versions("deepspeed"),
-        },
+        provenance=provenance,
         board=board,
         threads=resources.threads,
     )
-    forget_torn_list(folder.checkpoints)
     failure: Exception | None = None
     with TrainingDisplay(board):
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +28,25 @@ class MetricsLog:
 
     Args:
         folder: Output of the job.
-        done: Steps taken before. Records of later steps are dropped, because these steps will be taken again.
+        records: Records of the steps that were taken before; they come from the checkpoint that the run goes on from.
+
+    Attributes:
+        records: All records so far.
 
     Raises:
         OSError: A file cannot be written, for instance because the disk is full. All methods raise it.
     """
 
-    def __init__(self, folder: TrainingFolder, done: int) -> None:
+    def __init__(self, folder: TrainingFolder, records: Sequence[Record]) -> None:
         self._folder = folder
-        self._lines: list[str] = []
-        before = [record for record in read_metrics(folder.metrics) if record["step"] <= done]
+        self.records: list[Record] = []
         folder.events.filesystem.delete_dir_contents(folder.events.path, missing_dir_ok=True)
         # TensorBoard follows a growing file. Where files cannot be appended to, a local file grows and is copied.
         self._grows = isinstance(folder.events.filesystem, fs.LocalFileSystem)
         self._scratch = Path(folder.events.path if self._grows else tempfile.mkdtemp())
         # A full disk silently ends the thread of tensorboardX's SummaryWriter. This writer has no thread.
         self._events = EventsWriter(str(self._scratch / "events"))
-        for record in before:
+        for record in records:
             self._put(record)
         self.flush()
 
@@ -55,13 +57,13 @@ class MetricsLog:
             self.flush()
 
     def _put(self, record: Record) -> None:
-        self._lines.append(json.dumps(record) + "\n")
+        self.records.append(record)
         for name, value in _scalars(record):
             self._events.write_event(Event(wall_time=record["time"], step=record["step"], summary=scalar(name, value)))
 
     def flush(self) -> None:
         """Write all records."""
-        self._folder.metrics.write_text("".join(self._lines))
+        self._folder.metrics.write_text("".join(json.dumps(record) + "\n" for record in self.records))
         self._events.flush()
         if not self._grows:
             for file in self._scratch.iterdir():
@@ -70,9 +72,7 @@ class MetricsLog:
 
 
 def read_metrics(file: Location) -> list[Record]:
-    """Return the records in a file; none if there is no file."""
-    if file.type != fs.FileType.File:
-        return []
+    """Return the records in a file that `MetricsLog` wrote."""
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 

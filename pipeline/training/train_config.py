@@ -20,14 +20,15 @@ class TextsConfig:
 
     Args:
         held_out: Output of another distillation to measure β on; by default some prompts of `data` are held out.
-        held_out_texts: Number of texts that β is measured on.
+        held_out_texts: Number of texts that β is measured on; by default 64, or an eighth of the texts where these are
+            fewer than 512.
         max_length: Tokens of a text; longer texts are cut.
         store_hidden: Compute the base's hidden states once and store them, instead of computing them in each step. The
             job shows their size first.
     """
 
     held_out: str | None = None
-    held_out_texts: int = 64
+    held_out_texts: int | None = None
     max_length: int = 2_048
     store_hidden: bool = False
 
@@ -101,7 +102,9 @@ class TrainConfig:
         model: The base that generated the texts, as a hub id or folder; by default the embedded demonstration model.
         trust_remote_code: Run modeling code that comes with the base.
         algorithm: Kind of draft head: `ctc`, `medusa` or `hydra`.
-        head: Fields of the head's configuration, such as `{num_frames: 10, depth: 8}`.
+        head: Fields of the head's configuration, such as `{num_frames: 10, depth: 8}`. With `draft_vocab_size: 8192` it
+            drafts only the 8,192 tokens that are the most frequent in the answers, which is much cheaper if the base's
+            vocabulary is large.
         texts: Which texts the head learns from.
         training: How the head is trained.
         sharding: How a step is divided among workers.
@@ -141,6 +144,11 @@ class TrainConfig:
     def folders(self) -> list[str]:
         """`data` as a list."""
         return [self.data] if isinstance(self.data, str) else list(self.data)
+
+    @property
+    def draft_vocab_size(self) -> int | None:
+        """Number of tokens that the head may draft; None for all."""
+        return self.head.get("draft_vocab_size")
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for YAML and JSON."""

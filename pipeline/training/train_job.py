@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from pyarrow import fs
+
 from drafter.errors import one_line
 from pipeline.command_line import run_job
 from pipeline.engines.named_models import model_fingerprint, model_name
 from pipeline.errors import InputError, JobError
 from pipeline.io.files import locate
+from pipeline.output.run_file import mend_run
 from pipeline.output.same_job import check_output
 from pipeline.training.texts.distilled_texts import DistilledTexts, open_texts, same_base
 from pipeline.training.train_config import TrainConfig, parse_config
@@ -29,6 +32,7 @@ def train(config: TrainConfig) -> None:
     Raises:
         InputError: The configuration or the texts cannot be used.
         JobError: The job failed on the way.
+        JobStopped: The job was told to stop.
     """
     data = [open_texts(uri) for uri in config.folders]
     held_out = open_texts(config.texts.held_out) if config.texts.held_out is not None else None
@@ -37,8 +41,10 @@ def train(config: TrainConfig) -> None:
     meant = meaning(config, data, held_out, model_fingerprint(model))
     vocab_size = check_head(config, model)
     folder = TrainingFolder(locate(config.output))
-    check_output(config.output, folder.root, meant)
+    check_output(config.output, folder, meant)
     folder.create()
+    if folder.run_file.type == fs.FileType.File:
+        mend_run(folder.run_file)
     print(config.as_yaml(), end="", file=sys.stderr, flush=True)
     from pipeline.training.cluster_training import Texts, run  # Importing Ray takes seconds.
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from pyarrow import fs
+
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import DraftHead
 from drafter.heads.head_files import CONFIG_FILE, WEIGHTS_FILE
+from pipeline.engines.model_files import tensor_spans
 from pipeline.io.files import Location, make_folders
-from pipeline.output.output_folder import RUN_FILE
+from pipeline.output.output_folder import LEASE_FILE, RUN_FILE
+
+STAGED_TEXTS_LIST = "texts.json"
+"""Lists the staged texts. It is written last: where it is, staging is complete."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,11 @@ class TrainingFolder:
         return self.root / "_checkpoints"
 
     @property
+    def lease(self) -> Location:
+        """Says which submission works on the output."""
+        return self.root / LEASE_FILE
+
+    @property
     def run_file(self) -> Location:
         """Configuration and state of the job."""
         return self.root / RUN_FILE
@@ -65,6 +77,33 @@ class TrainingFolder:
             InputError: They cannot be created or written to.
         """
         make_folders(self.root, [self.head, self.events, self.staged, self.checkpoints], self.root)
+
+    def has_results(self) -> bool:
+        """Return whether a head or a checkpoint has been saved."""
+        saved = any(info.type == fs.FileType.Directory for info in self.checkpoints.children())
+        return saved or (self.head / WEIGHTS_FILE).type == fs.FileType.File
+
+    def forget_job(self) -> None:
+        """Delete what a job without results has left, but `run.json`."""
+        self.staged.empty(first=STAGED_TEXTS_LIST)
+        self.checkpoints.filesystem.delete_dir_contents(self.checkpoints.path, missing_dir_ok=True)
+
+    def products(self) -> dict[str, int]:
+        """Return the sizes in bytes of the files that a run leaves to its user, by their names in the output."""
+        found = [self.metrics.info, self.plot.info, *self.head.children(), *self.events.children()]
+        files = [info for info in found if info.type == fs.FileType.File]
+        return {info.path.removeprefix(f"{self.root.path}/"): info.size for info in files}
+
+    def has_head(self) -> bool:
+        """Return whether there is a head whose files are whole."""
+        config, weights = self.head / CONFIG_FILE, self.head / WEIGHTS_FILE
+        try:
+            json.loads(config.read_text())
+            with weights.filesystem.open_input_file(weights.path) as stream:
+                tensor_spans(stream, stream.size())
+        except (FileNotFoundError, ValueError):
+            return False
+        return True
 
     def save_head(self, head: DraftHead) -> None:
         """Replace the best head so far by `head`."""

@@ -35,7 +35,7 @@ from drafter.heads.registry import new_head
 from drafter.training.optimiser import TorchOptimiser
 from drafter.training.settings import TrainingSettings
 from drafter.training.simulated_walk import simulated_beta
-from drafter.training.targets import RegeneratedText, anchor_draws, draft_batch
+from drafter.training.targets import RegeneratedText, anchor_draws, count_targets, draft_batch
 from drafter.training.train_loop import train
 from drafter.training.training_step import TrainingStep, base_hidden_states
 
@@ -133,7 +133,7 @@ def train_head(
     texts = sorted((text for part in parts.values() for text in part), key=lambda text: len(text.tokens))
     texts = with_hidden_states(base, texts, output)
     torch.manual_seed(settings.seed)
-    head = new_head(recipe.algorithm, base, recipe.head)
+    head = new_head(recipe.algorithm, base, recipe.head, count_targets(texts, base.vocab_size))
     print(f"{name}: {sum(p.numel() for p in head.parameters()):,} parameters, {len(texts):,} texts", flush=True)
     optimiser = TorchOptimiser(TrainingStep(base, head, settings), settings)
     history: list[dict[str, Any]] = []

@@ -30,7 +30,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "context 1": ("ctc", {**_CTC, "label_context": 1}),
     "context 2": ("ctc", {**_CTC, "label_context": 2, "band": 3, "joint_layers": 2}),
     "context 4": ("ctc", {**_CTC, "label_context": 4, "band": 1}),
+    "context 2, in part": ("ctc", {**_CTC, "label_context": 2, "draft_vocab_size": 90}),
     "medusa": ("medusa", {}),
+    "medusa, in part": ("medusa", {"draft_vocab_size": 90}),
     "hydra": ("hydra", _ATTENTION),
     "hydra++": ("hydra", {**_ATTENTION, "prefix_attention": True, "num_layers": 4}),
 }
@@ -41,12 +43,15 @@ STATIC = tuple(
 )
 """The kinds that have the published tree too."""
 
+COUNTS = torch.ones(97, dtype=torch.long)
+"""How often each token occurs: draft vocabularies have the lowest ids."""
+
 
 def untrained_head(base: BaseModel, kind: str, seed: int = 0, **settings: Any) -> DraftHead:
     """Return a head of depth `DEPTH` as it is before training."""
     torch.manual_seed(seed)
     algorithm, own = KINDS[kind]
-    return new_head(algorithm, base, {"depth": DEPTH, **own, **settings})
+    return new_head(algorithm, base, {"depth": DEPTH, **own, **settings}, COUNTS)
 
 
 def make_head(base: BaseModel, kind: str, seed: int = 0, **settings: Any) -> DraftHead:

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
+from pipeline.serving.ingress.connections import limited_http
 from pipeline.serving.ingress.engine_handles import Answer, Engines, Method
 from pipeline.serving.ingress.http_app import create_app
 from pipeline.serving.messages import Call, Reply, Snapshot
@@ -60,9 +62,17 @@ def served(
     answers: Mapping[str, Answers], digests: Sequence[bytes] = (), limits: LimitsConfig | None = None
 ) -> Iterator[str]:
     """Serve on a free port of the loopback; gives the server's address."""
-    app = create_app(LocalEngines(answers), digests, limits or LimitsConfig())
+    limits = limits or LimitsConfig()
+    with listening(create_app(LocalEngines(answers), digests, limits, loopback=True), limits) as address:
+        yield address
+
+
+@contextmanager
+def listening(app: ASGIApp, limits: LimitsConfig) -> Iterator[str]:
+    """Have any application answer, with the endpoint's limits of connections; gives the server's address."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
+    http = limited_http(limits.connections, limits.receive_seconds)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", http=http, ws="none"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

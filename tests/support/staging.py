@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
+from pipeline.io.column_types import stored_struct
 from pipeline.io.files import locate
 from pipeline.io.listing import list_input
 from pipeline.io.prompt_source import find_prompts
@@ -48,7 +49,7 @@ def staged(
     plan = StagingPlan(locate(str(folder)), reading, find_prompts(listing, reading), rows_per_part)
     folder.mkdir(exist_ok=True)
     parts, fields = stage_files(listing, "00000", plan)
-    read = StagedParts(StagedInput(plan.folder, tuple(parts), pa.struct(fields)), parts).get_read_tasks(1)
+    read = StagedParts(StagedInput(plan.folder, tuple(parts), stored_struct(fields)), parts).get_read_tasks(1)
     tables = [rows for task in read for block in task() for _, rows in unpack(block)]
     whole = pa.concat_tables(tables).to_pylist()
     problems = {row["request_id"]: row["problem"]["message"] for row in whole if row["problem"] is not None}

@@ -139,7 +139,7 @@ def _is_to_do(layer: nn.Linear) -> bool:
     """Return whether a layer is PyTorch's own, not quantised, or has changed since it was prepacked."""
     if isinstance(layer, PrepackedLinear):
         return layer.weight._version != layer.version
-    if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter:
+    if type(layer) is not nn.Linear or type(layer.weight) not in (nn.Parameter, Tensor):
         return False
     if layer.out_features == 1:
         return False  # One row of weights has only one layout.

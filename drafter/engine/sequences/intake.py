@@ -25,17 +25,30 @@ def refuse_unusable(request: Request, base: BaseModel, max_length: int) -> None:
     ids = request.prompt_ids
     if len(ids) == 0:
         raise RequestError("the prompt is empty: give at least one token")
-    if len(ids) >= max_length:
-        raise RequestError(
-            f"the prompt has {len(ids)} tokens, but prompt and output together may have {max_length}: "
-            "shorten the prompt or raise max_length"
-        )
+    refuse_long(len(ids), max_length)
     if not all(isinstance(one, int) for one in ids):
         raise RequestError("the prompt must be token ids: integers")
     if min(ids) < 0 or max(ids) >= base.vocab_size:
         raise RequestError(f"the prompt has token ids outside the vocabulary of {base.vocab_size}")
     if (beyond := max(dict(request.sampling.logit_bias), default=0)) >= base.vocab_size:
         raise RequestError(f"logit_bias has token {beyond}, outside the vocabulary of {base.vocab_size}")
+
+
+def refuse_long(prompt_tokens: int, max_length: int) -> None:
+    """Refuse a prompt that leaves no room for output.
+
+    Args:
+        prompt_tokens: Its length.
+        max_length: Tokens that prompt and output may have together.
+
+    Raises:
+        RequestError: It leaves none.
+    """
+    if prompt_tokens >= max_length:
+        raise RequestError(
+            f"the prompt has {prompt_tokens} tokens, but prompt and output together may have {max_length}: "
+            "shorten the prompt or raise max_length"
+        )
 
 
 def new_sequence(handle: Handle, base: BaseModel, tokenizer: Any, max_length: int, *, lossless: bool) -> Sequence:

@@ -13,7 +13,8 @@ from drafter.engine.sequences.handle import Handle
 from drafter.errors import NotFiniteError, RequestTimeoutError
 from drafter.requests import FinishReason, Generation, SamplingParams, Timing, TokenDelta, TokenLogprob
 from drafter.statistics import DecodeCounts
-from drafter.text.detokenizer import Detokenizer, cut_at_stop, safe_length
+from drafter.text.detokenizer import Detokenizer
+from drafter.text.stop_strings import StopSearch, cut_at_stop
 
 
 @dataclass(eq=False)
@@ -61,12 +62,15 @@ class Sequence:
     borrowed: bool = False
     alone: bool = False
     plain: bool = False
-    _shown: int = 0
+    _shown: int = 0  # characters that the caller has
+    _unshown: str = ""  # and those that came after them
     _detokenizer: Detokenizer | None = None
+    _stops: StopSearch = field(init=False)
 
     def __post_init__(self) -> None:
         if self.handle.streams or self.sampling.stop:
             self._detokenizer = Detokenizer(self.tokenizer)
+        self._stops = StopSearch(self.sampling.stop)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -110,9 +114,12 @@ class Sequence:
         for token in tokens:
             self.output.append(token)
             if self._detokenizer is not None:
-                text = self._detokenizer.push(token)
-                if cut_at_stop(text, self.sampling.stop) is not None:
+                piece = self._detokenizer.push(token)
+                self._stops.push(piece)
+                if self._stops.found:
                     self.finish_reason = "stop"
+                if self.handle.streams:
+                    self._unshown += piece
             if token in self.eos:
                 self.finish_reason = "stop"
             if self.finish_reason is None and len(self.output) == self.limit:
@@ -161,12 +168,10 @@ class Sequence:
         """The result for the caller; `finish_reason` must be set."""
         assert self.finish_reason is not None
         request = self.handle.request
-        text = self.tokenizer.decode(self.output, skip_special_tokens=True)
-        cut = cut_at_stop(text, self.sampling.stop)
         return Generation(
             request_id=request.request_id,
             token_ids=self.output,
-            text=text if cut is None else cut,
+            text=cut_at_stop(self.tokenizer.decode(self.output, skip_special_tokens=True), self.sampling.stop),
             finish_reason=self.finish_reason,
             prompt_tokens=len(request.prompt_ids),
             counts=self.counts,
@@ -184,10 +189,9 @@ class Sequence:
         )
 
     def _new_text(self) -> str:
-        assert self._detokenizer is not None
         if self.finish_reason is not None:
-            text = self.generation().text
-            return text[self._shown :]
-        text = self._detokenizer.text
-        shown, self._shown = self._shown, max(self._shown, safe_length(text, self.sampling.stop))
-        return text[shown : self._shown]
+            return self.generation().text[self._shown :]
+        safe = len(self._unshown) - self._stops.held_back
+        new, self._unshown = self._unshown[:safe], self._unshown[safe:]
+        self._shown += len(new)
+        return new

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from drafter.heads.contract import check_sizes
+from drafter.heads.contract import check_draft_vocab, check_sizes
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class CTCHeadConfig:
         loss: `prefix` weights prefix probabilities by depth. `ctc` is the paper's loss; its labels are the text itself,
             whatever the teacher finds likely. `ce` is cross-entropy of frame `u` on token `u`: no blank and no CTC.
         depth_decay: Weight of a label relative to the label before it, in the prefix loss and in cross-entropy.
+        draft_vocab_size: Number of tokens that may be drafted, the most frequent ones; None for all.
 
     Raises:
         ValueError: The sizes do not fit together.
@@ -54,10 +55,12 @@ class CTCHeadConfig:
     blank_bias: float = -3.0
     loss: Literal["prefix", "ctc", "ce"] = "prefix"
     depth_decay: float = 0.8
+    draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "vocab_size", "num_frames", "depth", "num_layers", "num_heads", "intermediate_size")
         check_sizes(self, *sizes, "band", "joint_size", "joint_layers")
+        check_draft_vocab(self)
         if self.module == "attention" and self.hidden_size % (2 * self.num_heads):
             raise ValueError(f"hidden_size {self.hidden_size} does not split into {self.num_heads} heads of even width")
         if self.depth > self.num_frames:

@@ -6,13 +6,13 @@ the last labels, and the search is that of a lattice.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from drafter import devices
 from drafter.base.causal_lm import BaseModel
 from drafter.heads.chosen_log_probs import chosen_log_probs
 from drafter.heads.contract import Tree
@@ -24,12 +24,15 @@ from drafter.heads.ctc.prepared_lattice import PreparedLattices
 from drafter.heads.draft_batch import DraftBatch
 from drafter.heads.frame_head import Search, last_tokens
 from drafter.heads.losses import Labels, LossSum, cross_entropy
+from drafter.native.build import BuildError
 from drafter.search.contract import LabelModel
 from drafter.search.ctc_prefix import best_trie
 from drafter.search.lattice import LATTICE_BEAM, best_lattice_trie
 from drafter.search.product import best_product_trie
 from drafter.search.static import static_tree
 from drafter.tree.token_tree import TokenTree
+
+_log = logging.getLogger(__name__)
 
 _CANDIDATES = 64
 """Tokens of each row that the prefix search considers; see `best_trie`."""
@@ -44,23 +47,27 @@ class CTCHead(CTCFrames):
     def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
         """Return the loss that the configuration names; see `DraftHead.forward`."""
         config = self.config
-        real = batch.lengths > 0
+        told = self.draft_targets(batch, labels)
+        # Cross-entropy treats each place by itself; the other losses end with what a tree can reach.
+        lengths = batch.lengths if config.loss == "ce" else told.lengths
+        real = lengths > 0
         count = self.frames_for(config.depth + 1, "exact")
         states = self.module(base.embed(batch.tokens), hidden, batch.anchors, count)[real]
-        targets, lengths, labels = batch.targets[real], batch.lengths[real], labels[real]
+        targets, lengths, labels = told.tokens[real], lengths[real], told.labels[real]
         if config.label_context:
             known = last_tokens(batch.tokens, batch.anchors, config.label_context)[real]
-            return self._lattice_loss(base, states, torch.cat([known, targets], 1), lengths, labels)
+            text = torch.cat([known, batch.targets[real]], 1)
+            return self._lattice_loss(base, states, text, targets, lengths, labels)
         states = self.norm(states)
         if config.loss == "ce":
-            log_probs = chosen_log_probs(base, states, labels.tokens)
+            log_probs = chosen_log_probs(self.output(base), states, labels.tokens)
             return cross_entropy(log_probs, labels, lengths, config.depth_decay)
         # Each row has a small alphabet of its own: its targets and labels, then the blank. A token that occurs several
         # times is known by its first place.
         names = torch.cat([targets, labels.tokens.flatten(1)], 1)
         places = (names[:, :, None] == names[:, None]).int().argmax(2)
         blank, emit = self.blank_log_probs(states)
-        chosen = chosen_log_probs(base, states, names[:, None].expand(-1, states.shape[1], -1))
+        chosen = chosen_log_probs(self.output(base), states, names[:, None].expand(-1, states.shape[1], -1))
         log_probs = torch.cat([chosen + emit, blank], 2)
         target_places, label_places = places.tensor_split([targets.shape[1]], 1)
         if config.loss == "ctc":
@@ -68,15 +75,18 @@ class CTCHead(CTCFrames):
         labels = Labels(label_places.view(labels.tokens.shape), labels.probs)
         return prefix_loss(log_probs, target_places, lengths, config.depth_decay, labels)
 
-    def _lattice_loss(self, base: BaseModel, states: Tensor, text: Tensor, lengths: Tensor, labels: Labels) -> LossSum:
+    def _lattice_loss(
+        self, base: BaseModel, states: Tensor, text: Tensor, targets: Tensor, lengths: Tensor, labels: Labels
+    ) -> LossSum:
         """Return the prefix loss of frames that know the last labels.
 
         Args:
             base: Lends its embedding and LM head.
             states: `[N, F, d]` frame states.
             text: `[N, c + U]` tokens around each anchor: `c` up to the pending token, then the targets.
+            targets: `[N, U]` draft ids of the targets.
             lengths: `[N]` number of valid targets.
-            labels: `[N, U, K]`.
+            labels: `[N, U, K]` in draft ids.
         """
         config = self.config
         depth, frames = config.depth, states.shape[1]
@@ -88,8 +98,8 @@ class CTCHead(CTCFrames):
         terms = self.joint_frames(states)[:, band] + label_terms[:, :, None]
         states = self.norm(self.joint(states[:, band], terms))
         blank, emit = self.blank_log_probs(states)
-        tokens = torch.cat([text[:, config.label_context :, None], labels.tokens], 2)
-        chosen = chosen_log_probs(base, states, tokens[:, :, None].expand(-1, -1, config.band, -1)) + emit
+        tokens = torch.cat([targets[:, :, None], labels.tokens], 2)
+        chosen = chosen_log_probs(self.output(base), states, tokens[:, :, None].expand(-1, -1, config.band, -1)) + emit
         choices = (chosen[..., 1:], labels.probs)
         return lattice_prefix_loss(chosen[..., 0], blank[..., 0], lengths, frames, config.depth_decay, choices)
 
@@ -99,20 +109,26 @@ class CTCHead(CTCFrames):
         if config.label_context:
             return self._search_lattice(partial(FrameLattice, self, base), states, recent, size, 0.0)
         if config.loss == "ce":
-            log_probs = self.token_log_probs(states, base.lm_head)
+            log_probs = self.token_log_probs(states, self.output(base).lm_head)
             if tree == "static":
                 return static_tree(log_probs, pending, config.depth, size, blank=False)
             return best_product_trie(log_probs, pending, size)
-        log_probs = self.log_probs(states, base.lm_head)
+        log_probs = self.log_probs(states, self.output(base).lm_head)
         if tree == "static":
             return static_tree(log_probs, pending, config.depth, size)
         return best_trie(log_probs, pending, config.depth, size, _CANDIDATES)
 
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
         """See `FrameHead.prepared_search`."""
-        if not self.config.label_context or devices.is_asynchronous(base.device):
+        if not self.config.label_context or base.device.type != "cpu" or base.dtype != torch.float32:
             return super().prepared_search(base, tree)
-        return partial(self._search_lattice, PreparedLattices(self, base))
+        lattices: Callable[[Tensor, Tensor], LabelModel]
+        try:
+            lattices = PreparedLattices(self, base)
+        except BuildError as reason:
+            _log.warning("the CTC head drafts without the native library, which is slower: %s", reason)
+            lattices = partial(FrameLattice, self, base)
+        return partial(self._search_lattice, lattices)
 
     def _search_lattice(
         self, lattices: Callable[[Tensor, Tensor], LabelModel], states: Tensor, recent: Tensor, size: int, least: float

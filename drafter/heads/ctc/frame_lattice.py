@@ -9,27 +9,8 @@ from drafter.base.causal_lm import BaseModel
 from drafter.heads.ctc.ctc_frames import CTCFrames
 
 
-class LastTokens:
-    """Half of a `LabelModel`: the state of a path is its last `c` tokens.
-
-    Args:
-        recent: `[B, c]` last tokens of each text, the pending token last.
-    """
-
-    def __init__(self, recent: Tensor) -> None:
-        self._recent = recent
-
-    def start(self) -> Tensor:
-        """Return the last tokens of the text."""
-        return self._recent
-
-    def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
-        """Let the newest token take the place of the oldest."""
-        return torch.cat([state[:, 1:], tokens[:, None]], 1)
-
-
-class FrameLattice(LastTokens):
-    """`LabelModel` that computes with the head as it is.
+class FrameLattice:
+    """`LabelModel` that computes with the head as it is. The state of a path is its last `c` tokens, in the base's ids.
 
     Args:
         head: A head with a label context.
@@ -39,13 +20,26 @@ class FrameLattice(LastTokens):
     """
 
     def __init__(self, head: CTCFrames, base: BaseModel, states: Tensor, recent: Tensor) -> None:
-        super().__init__(recent)
-        self._head, self._base = head, base
+        self._head, self._base, self._recent = head, base, recent
         self._states, self._frame_terms = states, head.joint_frames(states)
+
+    def start(self) -> Tensor:
+        """Return the last tokens of the text."""
+        return self._recent
+
+    def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
+        """See `LabelModel.extend`."""
+        return shifted(state, self._head.base_tokens(tokens))
 
     def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """See `LabelModel.score`."""
         head = self._head
         terms = self._frame_terms[rows, first:stop] + head.label_terms(self._base, state)[:, None]
         states = head.norm(head.joint(self._states[rows, first:stop], terms))
-        return self._base.lm_head(states), head.blank(states)[..., 0].float().sigmoid()
+        shares = head.output(self._base).lm_head(states).float().softmax(-1)
+        return shares, head.blank(states)[..., 0].float().sigmoid()
+
+
+def shifted(state: Tensor, tokens: Tensor) -> Tensor:
+    """Return last labels `[M, c]` in which one of `tokens` `[M]`, as the newest, takes the place of the oldest."""
+    return torch.cat([state[:, 1:], tokens[:, None]], 1)

@@ -29,6 +29,7 @@ struct Matrix {
 enum class End {
     kStore,  // out = sum
     kAdd,    // out += sum
+    kSilu,   // out = silu(sum)
     kGated,  // out = silu(first half of the block) * second half
 };
 
@@ -67,6 +68,10 @@ inline void finish(Vec first, Vec second, const float* bias, float* out, int64_t
     if (end == End::kGated) {
         store(out + column / 2, silu(first) * second);
         return;
+    }
+    if (end == End::kSilu) {
+        first = silu(first);
+        second = silu(second);
     }
     if (column + kBlock <= outputs) {
         float* to = out + column;

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeline.serving.ingress.connections import limited_http
+from pipeline.serving.serve_config import LimitsConfig
+
 
 def short_ways(port: int) -> dict[str, str]:
     """Return environment variables that have the ingress listen on `port`, with no proxy in front of it.
@@ -28,17 +31,24 @@ def short_ways(port: int) -> dict[str, str]:
     }
 
 
-def share_port() -> None:
-    """Let this process listen on the port of an ingress that has just died; called before it listens.
+def before_listening(limits: LimitsConfig) -> None:
+    """Change how Ray (2.60) has this process listen, which it has no settings for.
 
-    For a minute the kernel keeps the dead one's connections. Ray (2.60) would then think that another program has the
-    port, and would not try it again.
+    An ingress may share its port: for a minute the kernel keeps the connections of one that has died, and Ray would
+    think that another program has the port, and would not try it again. And connections are limited.
+
+    Args:
+        limits: Of connections.
     """
     from ray.serve._private import replica
 
     listen = replica.start_asgi_http_server
 
-    def listen_again(*args: Any, **kwargs: Any) -> Any:
-        return listen(*args, **kwargs | {"enable_so_reuseport": True})
+    async def listen_with_limits(*args: Any, **kwargs: Any) -> Any:
+        task, server = await listen(*args, **kwargs | {"enable_so_reuseport": True})
+        # The task has not begun: what it finds here is what it goes by.
+        server.config.http = limited_http(limits.connections, limits.receive_seconds)
+        server.config.ws = "none"
+        return task, server
 
-    replica.start_asgi_http_server = listen_again
+    replica.start_asgi_http_server = listen_with_limits

@@ -10,6 +10,7 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
+from pipeline.openai.api_error import OpenAIError
 from pipeline.openai.stream_events import error_event
 from pipeline.serving.messages import Call, Reply, Snapshot, interrupted, overloaded, unavailable
 
@@ -36,14 +37,32 @@ class Answer:
 
     async def __aiter__(self) -> AsyncIterator[str]:
         """Yield the events of a stream; the last one is an error if the replica dies on the way."""
+        try:
+            async for events in self._parts():
+                yield events
+        except OpenAIError as error:
+            yield error_event(error)
+
+    async def whole(self) -> str:
+        """Return the body of an answer that is not streamed.
+
+        Raises:
+            OpenAIError: The replica has died on the way.
+        """
+        try:
+            return "".join([part async for part in self._parts()])
+        finally:
+            self.cancel()
+
+    async def _parts(self) -> AsyncIterator[str]:
         assert isinstance(self.first, str)
         yield self.first
         try:
-            async for events in self._rest:
-                yield events
-        except Exception:
+            async for part in self._rest:
+                yield part
+        except Exception as error:
             logger.exception("A replica failed while it answered")
-            yield error_event(interrupted())
+            raise interrupted() from error
 
     def cancel(self) -> None:
         """Free what the answer holds in the replica; nothing happens if it is complete."""

@@ -21,6 +21,7 @@ from pipeline.openai.speculation import wants_speculation
 from pipeline.serving.ingress import openapi
 from pipeline.serving.ingress.engine_handles import Engines, Method
 from pipeline.serving.ingress.event_stream import EventStream
+from pipeline.serving.ingress.hosts import LoopbackHosts
 from pipeline.serving.ingress.json_body import read_json
 from pipeline.serving.ingress.keys import may_ask
 from pipeline.serving.ingress.metrics_page import metrics_page
@@ -31,13 +32,14 @@ from pipeline.serving.serve_config import LimitsConfig
 logger = logging.getLogger("ray.serve")
 
 
-def create_app(engines: Engines, digests: Sequence[bytes], limits: LimitsConfig) -> FastAPI:
+def create_app(engines: Engines, digests: Sequence[bytes], limits: LimitsConfig, *, loopback: bool) -> FastAPI:
     """Return the application.
 
     Args:
         engines: Who answers.
         digests: Digests of the keys, see `pipeline.serving.ingress.keys`; none answers everybody.
         limits: What clients may ask for.
+        loopback: Whether only this machine can connect; then requests for other hosts are refused.
     """
     app = FastAPI(
         title="drafter",
@@ -49,6 +51,8 @@ def create_app(engines: Engines, digests: Sequence[bytes], limits: LimitsConfig)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(Exception, _failed)
+    if loopback:
+        app.add_middleware(LoopbackHosts)
     started = int(time.time())
 
     def check_key(request: Request) -> None:
@@ -73,8 +77,8 @@ def create_app(engines: Engines, digests: Sequence[bytes], limits: LimitsConfig)
         match found.first:
             case Failure(status, error, headers):
                 return JSONResponse(error, status, headers)
-            case str(text) if not parsed.stream:
-                return Response(text, media_type="application/json")
+            case str() if not parsed.stream:
+                return Response(await found.whole(), media_type="application/json")
         return EventStream(found)
 
     @app.post("/v1/chat/completions", dependencies=keyed, **openapi.chat(engines.names, limits))

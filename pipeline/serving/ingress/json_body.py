@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from pipeline.openai.api_error import OpenAIError
 
@@ -22,19 +22,24 @@ async def read_json(request: Request, limit: int) -> Any:
         limit: Most bytes that it may have.
 
     Raises:
-        OpenAIError: 413 for more bytes, 415 for another kind of content, 400 for what is not JSON.
+        OpenAIError: 413 for more bytes, 415 for another kind of content, 400 for what is not JSON, 408 if the rest of
+            it does not come.
     """
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    # A web page may have a browser post any other kind of content to any address, this machine's own among them.
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise OpenAIError(415, "The Content-Type must be application/json.", code="unsupported_media_type")
     body = bytearray()
     size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size <= limit:
-            body += chunk
-        elif size > _DISCARDED * limit:
-            break
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size <= limit:
+                body += chunk
+            elif size > _DISCARDED * limit:
+                break
+    except ClientDisconnect as error:
+        raise OpenAIError(408, "The body has not come.", code="timeout") from error
     if size > limit:
         raise OpenAIError(413, f"The body is larger than {limit} bytes.", code="request_too_large")
     return parse_json(bytes(body))

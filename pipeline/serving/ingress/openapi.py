@@ -13,7 +13,8 @@ from openai.types.chat import ChatCompletion
 from pydantic import BaseModel
 from starlette.responses import PlainTextResponse
 
-from pipeline.openai.request_body import Body, ChatBody, CompletionBody
+from drafter.requests import LONGEST_STOP
+from pipeline.openai.request_body import MOST_BIASES, MOST_STOPS, Body, ChatBody, CompletionBody
 from pipeline.openai.speculation import FIELD
 from pipeline.serving.serve_config import LimitsConfig
 
@@ -77,9 +78,11 @@ _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItem
 _TEXT = {"type": "string", "minLength": 1}
 _PROMPT = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}, _TOKENS]}
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-_STOP = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]}
+_STOP_TEXT = _TEXT | {"maxLength": LONGEST_STOP}
+_STOP = {"anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": MOST_STOPS}]}
 _LOGIT_BIAS = {
     "type": "object",
+    "maxProperties": MOST_BIASES,
     "propertyNames": {"pattern": "^[0-9]+$"},
     "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
 }

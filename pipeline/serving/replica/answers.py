@@ -12,8 +12,9 @@ import os
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 from drafter.engine.sequences.handle import Handle
@@ -21,8 +22,15 @@ from drafter.errors import EngineError, NotFiniteError, QueueFullError, RequestE
 from drafter.llm import SpeculativeLM
 from drafter.requests import Generation, Request, SamplingParams, TokenDelta
 from pipeline.openai.api_error import OpenAIError, not_finite
+from pipeline.openai.long_answer import LogprobsOf, long_answer
 from pipeline.openai.parsed_request import ParsedRequest
-from pipeline.openai.response_body import chat_response, completion_response, token_text
+from pipeline.openai.response_body import (
+    chat_logprobs,
+    chat_response,
+    completion_logprobs,
+    completion_response,
+    token_text,
+)
 from pipeline.openai.speculation import FIELD, generation_statistics, lossless_mark
 from pipeline.openai.stream_events import ChatChunks, Chunks, CompletionChunks, error_event
 from pipeline.openai.strict_json import to_json
@@ -38,6 +46,11 @@ computes on the same cores each of them stops it: more events would cost it more
 
 logger = logging.getLogger("ray.serve")
 
+_LARGEST_MESSAGE = 1 << 19
+"""Characters of a reply. Ray Serve's messages may have up to 4 MiB, and a character up to four bytes."""
+_REST = 3.0
+"""Pause between two pieces of a long answer, for each second that a piece took."""
+
 Arrival = tuple[int, TokenDelta | Generation | Exception]
 """What came of a choice: its index, and the tokens of a step, its end, or an error."""
 
@@ -49,20 +62,22 @@ class Answers:
         lm: The engine, whose thread schedules all requests that come here.
         name: The replica's name.
         seconds: How long a request may take.
+        special_tokens: Whether the text of a special token in a message is that token; by default it is text.
     """
 
-    def __init__(self, lm: SpeculativeLM, name: str, seconds: float) -> None:
-        self._lm, self._name, self._seconds = lm, name, seconds
+    def __init__(self, lm: SpeculativeLM, name: str, seconds: float, *, special_tokens: bool = False) -> None:
+        self._lm, self._name, self._seconds, self._special_tokens = lm, name, seconds, special_tokens
         self._metrics = ReplicaMetrics()
+        self._token_text = cache(partial(token_text, lm.tokenizer))
 
     async def chat(self, call: Call) -> AsyncIterator[Reply]:
         """Answer a request to `/v1/chat/completions`."""
-        async for reply in self._answer(call, "chatcmpl", chat_response, ChatChunks):
+        async for reply in self._answer(call, "chatcmpl", chat_response, chat_logprobs, ChatChunks):
             yield reply
 
     async def completions(self, call: Call) -> AsyncIterator[Reply]:
         """Answer a request to `/v1/completions`."""
-        async for reply in self._answer(call, "cmpl", completion_response, CompletionChunks):
+        async for reply in self._answer(call, "cmpl", completion_response, completion_logprobs, CompletionChunks):
             yield reply
 
     def snapshot(self) -> Snapshot:
@@ -87,7 +102,12 @@ class Answers:
             raise EngineError(f"a step has taken more than {_STALLED_SECONDS:g} seconds")
 
     async def _answer(
-        self, call: Call, kind: str, respond: Callable[..., dict[str, Any]], chunks: type[Chunks]
+        self,
+        call: Call,
+        kind: str,
+        respond: Callable[..., dict[str, Any]],
+        logprobs_of: LogprobsOf,
+        chunks: type[Chunks],
     ) -> AsyncIterator[Reply]:
         """Answer a call.
 
@@ -95,6 +115,7 @@ class Answers:
             call: The call.
             kind: What the answer's id begins with.
             respond: Makes the body of an answer that is not streamed.
+            logprobs_of: Makes its log-probabilities.
             chunks: Makes the events of one that is.
         """
         handles: list[Handle] = []
@@ -106,15 +127,22 @@ class Answers:
                 handles.append(self._lm.submit(each, stream=request.stream))
             if request.stream:
                 stream = chunks(request, name, created, self._token_text, speculation=call.speculation)
-                async for events in self._stream(stream, handles):
-                    yield events
-                    sent = True
+                async for events in self._stream(stream, handles, apart=request.wants_logprobs):
+                    for part in _messages(events):
+                        yield part
+                        sent = True
             else:
                 generations = [self._finished(await handle.outcome()) for handle in handles]
-                body = respond(request, generations, name, created, self._token_text)
+                short = [replace(generation, logprobs=None) for generation in generations]
+                body = respond(request, short, name, created, self._token_text) | lossless_mark(*generations)
                 if call.speculation:
                     body[FIELD] = [generation_statistics(generation) for generation in generations]
-                yield to_json(body | lossless_mark(*generations))
+                if request.wants_logprobs:
+                    text = await _written(long_answer(body, generations, logprobs_of, self._token_text))
+                else:
+                    text = to_json(body)
+                for part in _messages(text):
+                    yield part
         except Exception as error:
             # Once a chunk is out so is the status: then the stream itself must say that it failed.
             told = self._told(error)
@@ -124,32 +152,42 @@ class Answers:
             for handle in handles:
                 handle.cancel()
 
-    async def _stream(self, chunks: Chunks, handles: list[Handle]) -> AsyncIterator[str]:
-        """Yield the events of all choices as they come; those that are there together are sent together."""
+    async def _stream(self, chunks: Chunks, handles: list[Handle], *, apart: bool) -> AsyncIterator[str]:
+        """Yield the events of all choices as they come; those that are there together are sent together.
+
+        Args:
+            chunks: Makes the events.
+            handles: The choices.
+            apart: Whether events are much work, which is then done in another thread.
+        """
         arrived: asyncio.Queue[Arrival] = asyncio.Queue()
         readers = [asyncio.create_task(self._read(index, handle, arrived)) for index, handle in enumerate(handles)]
         finished: dict[int, Generation] = {}
         begun: set[int] = set()
+
+        def events_of(arrivals: list[Arrival]) -> str:
+            events = ""
+            for index, arrival in arrivals:
+                if isinstance(arrival, Exception):
+                    raise arrival
+                if index not in begun:
+                    begun.add(index)
+                    events += chunks.begin(index)
+                if isinstance(arrival, TokenDelta):
+                    events += chunks.step(index, arrival)
+                else:
+                    finished[index] = self._finished(arrival)
+                    events += chunks.finish(index, arrival)
+            if len(finished) == len(handles):
+                events += chunks.end([finished[index] for index in range(len(handles))])
+            return events
+
         try:
             while len(finished) < len(handles):
                 arrivals = [await arrived.get()]
                 while not arrived.empty():
                     arrivals.append(arrived.get_nowait())
-                events = ""
-                for index, arrival in arrivals:
-                    if isinstance(arrival, Exception):
-                        raise arrival
-                    if index not in begun:
-                        begun.add(index)
-                        events += chunks.begin(index)
-                    if isinstance(arrival, TokenDelta):
-                        events += chunks.step(index, arrival)
-                    else:
-                        finished[index] = self._finished(arrival)
-                        events += chunks.finish(index, arrival)
-                if len(finished) == len(handles):
-                    events += chunks.end([finished[index] for index in range(len(handles))])
-                yield events
+                yield await asyncio.to_thread(events_of, arrivals) if apart else events_of(arrivals)
         finally:
             for reader in readers:
                 reader.cancel()
@@ -194,10 +232,7 @@ class Answers:
         return requests
 
     def _encode(self, prompt: Any) -> list[int]:
-        return self._lm.encode(prompt)
-
-    def _token_text(self, token: int) -> str:
-        return token_text(self._lm.tokenizer, token)
+        return self._lm.encode(prompt, special_tokens=self._special_tokens)
 
     def _finished(self, generation: Generation) -> Generation:
         self._metrics.finished(generation)
@@ -222,3 +257,21 @@ class Answers:
                 return interrupted()
         logger.exception("A request failed")
         return OpenAIError(500, "The server had an error.", code="internal_error")
+
+
+def _messages(text: str) -> Iterator[str]:
+    """Yield a text in parts that one message can have."""
+    for start in range(0, len(text), _LARGEST_MESSAGE):
+        yield text[start : start + _LARGEST_MESSAGE]
+
+
+async def _written(pieces: Iterator[str]) -> str:
+    """Return a long answer's text. While it is written, everybody else has this process for most of the time."""
+    text: list[str] = []
+    while True:
+        begun = time.monotonic()
+        piece = await asyncio.to_thread(next, pieces, None)
+        if piece is None:
+            return "".join(text)
+        text.append(piece)
+        await asyncio.sleep(_REST * (time.monotonic() - begun))

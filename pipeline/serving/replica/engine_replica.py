@@ -20,9 +20,11 @@ class EngineReplica(Answers):
     Args:
         spec: What to load; the engine gets as many threads as the replica has cores.
         seconds: How long a request may take.
+        special_tokens: Whether the text of a special token in a message is that token.
     """
 
-    def __init__(self, spec: EngineSpec, seconds: float) -> None:
+    def __init__(self, spec: EngineSpec, seconds: float, *, special_tokens: bool) -> None:
         cores = ray.get_runtime_context().get_assigned_resources().get("CPU", 1.0)
         lm = replace(spec, threads=math.ceil(cores)).load()
-        super().__init__(lm, serve.get_replica_context().replica_id.unique_id, seconds)
+        name = serve.get_replica_context().replica_id.unique_id
+        super().__init__(lm, name, seconds, special_tokens=special_tokens)

@@ -14,7 +14,8 @@ from pyarrow import fs
 
 from drafter.errors import one_line
 from pipeline.errors import InputError
-from pipeline.io.files import locate
+from pipeline.io.files import Location, locate
+from pipeline.io.table_files import parquet_rows
 from pipeline.output.output_folder import OutputFolder
 from pipeline.output.run_file import read_run
 
@@ -49,7 +50,7 @@ def open_texts(uri: str) -> DistilledTexts:
     """Open the output of a distillation.
 
     Raises:
-        InputError: It is not the output of a distillation, is not finished, or has no rows.
+        InputError: It is not the output of a distillation, is not finished, is not lossless, or has no rows.
     """
     output = OutputFolder(locate(uri))
     try:
@@ -57,7 +58,10 @@ def open_texts(uri: str) -> DistilledTexts:
         files = tuple((info.path, info.size) for info in output.data.children() if info.path.endswith(".parquet"))
         rows = sum(_rows(output.data.filesystem, path) for path, _ in files)
     except (OSError, pa.ArrowException) as error:
-        raise InputError(f"data {uri} cannot be read: {one_line(error)}") from error
+        raise InputError(
+            f"data {uri} cannot be read: {one_line(error)} (submit its distillation again: it makes again what is "
+            "damaged)"
+        ) from error
     if not rows:
         raise InputError(f"data {uri} has no rows: see {output.errors.path} for why none was generated")
     return DistilledTexts(uri, output.data.filesystem, files, run["base_fingerprint"])
@@ -75,11 +79,19 @@ def _read_run(uri: str, output: OutputFolder) -> dict[str, Any]:
         raise InputError(f"data {uri} is not finished: submit its distillation again")
     if not isinstance(base, str):
         raise InputError(f"data {uri} does not say which base made it: distil again into a new folder")
+    # An output from before verifiers were noted does not say it: there was only the exact one.
+    if run.get("lossless") is False:
+        raise InputError(
+            f"data {uri} was decoded by the verifier {run.get('verifier')!r}, which is not lossless: distil again with "
+            "the exact one, because a head learns from its own base's answers"
+        )
     return run
 
 
 def _rows(filesystem: fs.FileSystem, path: str) -> int:
     """Check a file's columns and return its number of rows."""
+    if parquet_rows(Location(filesystem, path)) is None:
+        raise pa.ArrowInvalid(f"{path} is damaged")
     with filesystem.open_input_file(path) as stream:
         file = pa.parquet.ParquetFile(stream)
         schema = file.schema_arrow
@@ -94,14 +106,18 @@ def _rows(filesystem: fs.FileSystem, path: str) -> int:
         return int(file.metadata.num_rows)
 
 
-def same_base(texts: Iterable[DistilledTexts]) -> str:
+def same_base(texts: Iterable[DistilledTexts]) -> tuple[str, ...]:
     """Return the fingerprint of the base that generated all `texts`.
+
+    There are two of them where texts of an earlier release, whose fingerprint is of an earlier scheme, come with newer
+    ones. Only the loaded base can tell whether both are its own.
 
     Raises:
         InputError: Different bases generated them.
     """
     by_base = {one.base_fingerprint: one.uri for one in texts}
-    if len(by_base) > 1:
+    schemes = [base.rpartition("-")[0] for base in by_base]
+    if len(set(schemes)) < len(schemes):
         named = ", ".join(f"{uri} ({base})" for base, uri in by_base.items())
         raise InputError(f"data of different bases cannot be used together: {named}")
-    return next(iter(by_base))
+    return tuple(by_base)

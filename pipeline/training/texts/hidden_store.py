@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 import pyarrow as pa
 import pyarrow.parquet
 import torch
-from pyarrow import fs
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -19,6 +18,7 @@ from drafter.base.causal_lm import BaseModel
 from drafter.training.settings import TrainingSettings
 from drafter.training.training_step import base_hidden_states
 from pipeline.io.files import Location
+from pipeline.io.table_files import parquet_rows
 from pipeline.staging.staged_input import Part
 from pipeline.training.texts.staged_texts import StagedTexts, read_part
 
@@ -34,7 +34,7 @@ def store_hidden(
     workers: int,
     show: Callable[[str], None],
 ) -> None:
-    """Compute the missing parts, each worker its share, and wait until all parts are there.
+    """Compute the parts that are missing or damaged, each worker its share, and wait until all parts are there.
 
     Args:
         base: The base, not partitioned.
@@ -44,19 +44,19 @@ def store_hidden(
         workers: Number of workers.
         show: Shows the user a line about the size of the store.
     """
-    files = [_file(staged, part) for part in staged.parts]
-    if rank == 0 and not all(map(_exists, files)):
+    missing = [part for part in staged.parts if not _is_stored(staged, part)]
+    if rank == 0 and missing:
         show(size_line(staged.counts.tokens, base.hidden_size, _dtype(settings).itemsize))
-    for part, file in list(zip(staged.parts, files, strict=True))[rank::workers]:
-        if _exists(file):
+    for part in staged.parts[rank::workers]:
+        if part not in missing:
             continue
         texts = read_part(staged.folder, part.name)["tokens"].to_pylist()
         rows = [_bytes(states) for states in _states(base, texts, settings)]
         table = pa.table({"hidden": pa.array(rows, pa.large_binary())})
-        pa.parquet.write_table(table, f"{file.path}.partial", filesystem=file.filesystem, compression="none")
-        file.filesystem.move(f"{file.path}.partial", file.path)
+        with _file(staged, part).open_whole() as stream:
+            pa.parquet.write_table(table, stream, compression="none")
     # A barrier of the process group would time out long before a large store is complete.
-    while not all(map(_exists, files)):
+    while missing := [part for part in missing if not _is_stored(staged, part)]:
         time.sleep(_POLL_SECONDS)
 
 
@@ -99,8 +99,8 @@ def _dtype(settings: TrainingSettings) -> torch.dtype:
     return torch.bfloat16 if settings.precision == "bf16" else torch.float32
 
 
-def _exists(file: Location) -> bool:
-    return bool(file.type == fs.FileType.File)
+def _is_stored(staged: StagedTexts, part: Part) -> bool:
+    return parquet_rows(_file(staged, part)) == part.rows
 
 
 def _file(staged: StagedTexts, part: Part) -> Location:

@@ -18,19 +18,27 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet
 import ray
+import torch
+from numpy.typing import NDArray
 from ray.data.expressions import col
+from torch import Tensor
 
 from drafter.training.targets import RegeneratedText
 from pipeline.cluster.shares import HELPER_CPUS
 from pipeline.errors import InputError
 from pipeline.io.files import Location
+from pipeline.io.table_files import parquet_rows
 from pipeline.staging.staged_input import Part
 from pipeline.training.texts.distilled_texts import COLUMNS, DistilledTexts
 from pipeline.training.train_config import TextsConfig
+from pipeline.training.training_folder import STAGED_TEXTS_LIST
 
 STEPS_PER_PART = 64
 """Least number of steps of a part. Texts of different parts never come together in a step."""
-_HELD_OUT = "held-out"
+_HELD_OUT, _COUNTS = "held-out", "token-counts"
+_USUAL_HELD_OUT = 64
+_LARGEST_SHARE = 8
+"""By default no more than one in so many texts is held out."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,8 @@ class StagedTexts:
     """The staged texts of a job.
 
     Args:
-        folder: Holds a file for each part and one of held-out texts, with columns `tokens` and `prompt_length`.
+        folder: Holds a file for each part and one of held-out texts, with columns `tokens` and `prompt_length`, and a
+            file of how often each token occurs in the answers to learn from.
         parts: The files to learn from.
         counts: What is in the files.
     """
@@ -69,20 +78,39 @@ class StagedTexts:
     def save(self) -> None:
         """Write the list of parts, which completes the staging."""
         parts = [[part.name, part.rows] for part in self.parts]
-        (self.folder / "texts.json").write_text(json.dumps({"parts": parts, "counts": asdict(self.counts)}))
+        (self.folder / STAGED_TEXTS_LIST).write_text(json.dumps({"parts": parts, "counts": asdict(self.counts)}))
 
     @classmethod
     def load(cls, folder: Location) -> StagedTexts | None:
-        """Return what an earlier submission staged; None if it did not complete the staging."""
+        """Return what an earlier submission staged; None if it did not complete the staging, or a file is damaged.
+
+        Staging the same texts again gives the same parts.
+        """
         try:
-            saved = json.loads((folder / "texts.json").read_text())
-        except FileNotFoundError:
+            saved = json.loads((folder / STAGED_TEXTS_LIST).read_text())
+            parts = tuple(Part(name, rows) for name, rows in saved["parts"])
+            counts = TextCounts(**saved["counts"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
-        return cls(folder, tuple(Part(name, rows) for name, rows in saved["parts"]), TextCounts(**saved["counts"]))
+        rows = {_HELD_OUT: counts.held_out, **{part.name: part.rows for part in parts}}
+        if parquet_rows(folder / f"{_COUNTS}.parquet") is None or any(
+            parquet_rows(folder / f"{name}.parquet") != count for name, count in rows.items()
+        ):
+            return None
+        return cls(folder, parts, counts)
 
     def held_out(self) -> list[RegeneratedText]:
         """Read the texts that β is measured on."""
         return [RegeneratedText(**row) for row in read_part(self.folder, _HELD_OUT).to_pylist()]
+
+    def token_counts(self) -> Tensor:
+        """Read how often each token occurs in the answers to learn from, `[V]` int64."""
+        return torch.tensor(read_part(self.folder, _COUNTS)["count"].to_numpy())
+
+    def coverage(self, size: int) -> float:
+        """Return the share of the answers' tokens that the `size` most frequent ones make up."""
+        counts = self.token_counts().sort(descending=True).values
+        return float(counts[:size].sum() / counts.sum())
 
 
 def read_part(folder: Location, name: str) -> pa.Table:
@@ -119,12 +147,14 @@ def stage_texts(
     prompts = prompts[unusable:]
     if held_out is None:
         # Whole prompts are held out: the last one comes with all of its answers.
-        bound = int(prompts[: config.held_out_texts].max(initial=-1))
+        wanted = config.held_out_texts or usual_held_out(len(prompts))
+        bound = int(prompts[:wanted].max(initial=-1))
         chosen = rows.filter(expr=(col("prompt_key") >= 0) & (col("prompt_key") <= bound))
     else:
+        wanted = config.held_out_texts or _USUAL_HELD_OUT
         bound = -1
         chosen = _read([held_out], config.max_length, vocab_size, seed).filter(expr=col("prompt_key") >= 0)
-    test = _table(chosen).sort_by("key").slice(0, config.held_out_texts)
+    test = _table(chosen).sort_by("key").slice(0, wanted)
     count = int(np.count_nonzero(prompts > bound))
     if not test.num_rows:
         raise InputError("no text is left to measure β on: no held-out row has both a prompt and an answer")
@@ -133,22 +163,36 @@ def stage_texts(
             f"data holds {count} texts to learn from ({unusable} rows have no prompt or no answer, {test.num_rows} are "
             f"held out), and a step takes {texts_per_step}: distil more, or lower training.texts_per_step"
         )
-    _write(folder, _HELD_OUT, test)
+    _write(folder, _HELD_OUT, test.select(_TEXT))
     size = STEPS_PER_PART * texts_per_step
     cuts = list(range(size, count - size + 1, size))  # the last part takes the rest
     train = rows.filter(expr=col("prompt_key") > bound).sort("key")
-    parts, tokens, prompted = [], 0, 0
+    parts, tokens, counted = [], 0, np.zeros(vocab_size, np.int64)
     for number, piece in enumerate(train.split_at_indices(cuts) if cuts else [train]):
         table = _table(piece)
         part = Part(f"part-{number:06d}", table.num_rows)
-        _write(folder, part.name, table)
+        _write(folder, part.name, table.select(_TEXT))
         parts.append(part)
-        tokens += sum(map(len, table["tokens"]))
-        prompted += pa.compute.sum(table["prompt_length"]).as_py()
-    counts = TextCounts(count, tokens, tokens - prompted, test.num_rows, unusable)
+        tokens += pa.compute.sum(pa.compute.list_value_length(table["tokens"])).as_py()
+        counted += count_answers(table, vocab_size)
+    _write(folder, _COUNTS, pa.table({"count": counted}))
+    counts = TextCounts(count, tokens, int(counted.sum()), test.num_rows, unusable)
     staged = StagedTexts(folder, tuple(parts), counts)
     staged.save()
     return staged
+
+
+def usual_held_out(texts: int) -> int:
+    """Return how many of these texts are held out by default: an eighth, at least one and at most 64."""
+    return min(_USUAL_HELD_OUT, max(1, texts // _LARGEST_SHARE))
+
+
+def count_answers(table: pa.Table, vocab_size: int) -> NDArray[np.int64]:
+    """Return how often each token occurs in the answers, `[V]`, of texts with columns `tokens` and `prompt_length`."""
+    lengths = pa.compute.list_value_length(table["tokens"]).to_numpy()
+    place = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
+    answered = place >= np.repeat(table["prompt_length"].to_numpy(), lengths)
+    return np.bincount(pa.compute.list_flatten(table["tokens"]).to_numpy()[answered], minlength=vocab_size)
 
 
 def _read(data: Sequence[DistilledTexts], max_length: int, vocab_size: int, seed: int) -> Any:
@@ -200,6 +244,7 @@ def key_texts(table: pa.Table, max_length: int, vocab_size: int, seed: int) -> p
     return pa.Table.from_pylist(rows, _SCHEMA)
 
 
+_TEXT = ["tokens", "prompt_length"]
 _SCHEMA = pa.schema(
     [
         ("tokens", pa.list_(pa.int32())),
@@ -225,6 +270,5 @@ def _table(rows: Any) -> pa.Table:
 
 
 def _write(folder: Location, name: str, table: pa.Table) -> None:
-    path = (folder / f"{name}.parquet").path
-    table = table.select(["tokens", "prompt_length"])
-    pa.parquet.write_table(table, path, filesystem=folder.filesystem, compression="zstd")
+    with (folder / f"{name}.parquet").open_whole() as stream:
+        pa.parquet.write_table(table, stream, compression="zstd")

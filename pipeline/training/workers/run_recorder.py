@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from drafter.base.causal_lm import BaseModel
 from drafter.heads.contract import DraftHead, Provenance
@@ -22,13 +22,13 @@ class RunRecorder:
         task: Names the folder and the board.
         head: The head in training. Its kind and configuration are read; its weights may be partitioned.
         base: The head's base.
-        done: Steps that were taken before.
+        records: Metrics of the steps that were taken before.
     """
 
-    def __init__(self, task: WorkerTask, head: DraftHead, base: BaseModel, done: int) -> None:
-        self.metrics = MetricsLog(task.folder, done)
+    def __init__(self, task: WorkerTask, head: DraftHead, base: BaseModel, records: Sequence[Record]) -> None:
+        self.metrics = MetricsLog(task.folder, records)
         self._task, self._head = task, head
-        self._base_name, self._base_fingerprint = base.name, task.base_fingerprint
+        self._base_name, self._base_fingerprint = base.name, base.fingerprint
         self._tokens, self._since = 0, time.monotonic()
 
     def log(self, done: StepDone, tokens: int) -> None:
@@ -56,12 +56,20 @@ class RunRecorder:
             }
         )
 
-    def evaluated(self, evaluations: list[dict[str, Any]], state: TrainingState) -> None:
-        """Record the last evaluation, and save the head if its β is the highest so far."""
-        latest = evaluations[-1]
-        self._record({**latest, "time": time.time()})
+    def evaluated(self, step: int, beta: Mapping[int, float], state: TrainingState) -> None:
+        """Record an evaluation, and save the head if its β is the highest so far.
+
+        Args:
+            step: Number of steps taken.
+            beta: Held-out β by number of draft nodes.
+            state: The run after that step.
+        """
+        self._record({"step": step, "beta": {str(nodes): one for nodes, one in beta.items()}, "time": time.time()})
+        evaluations = [
+            {"step": record["step"], "beta": record["beta"]} for record in self.metrics.records if "beta" in record
+        ]
         chosen_by = str(self._task.config.training.chosen_by)
-        if latest["beta"][chosen_by] >= max(one["beta"][chosen_by] for one in evaluations):
+        if evaluations[-1]["beta"][chosen_by] >= max(one["beta"][chosen_by] for one in evaluations):
             training = {**self._task.provenance, "history": evaluations}
             whole = head_of(self._head, state.weights)
             whole.provenance = Provenance(self._base_name, self._base_fingerprint, training)

@@ -122,7 +122,9 @@ class ShardedOptimiser:
 
     def state(self) -> TrainingState:
         """Gather the whole state. All workers take part."""
+        buffers = self._step_of.head.state_dict().keys() - self._parameters.keys()
         weights = {name: self._whole(parameter) for name, parameter in self._parameters.items()}
+        weights |= {name: self._step_of.head.get_buffer(name).to("cpu", copy=True) for name in sorted(buffers)}
         moments = {key: {name: self._whole(p, key) for name, p in self._parameters.items()} for key in MOMENTS}
         return TrainingState(self.steps, weights, moments)
 

@@ -16,7 +16,7 @@ class TrainingState:
 
     Args:
         steps: Number of steps taken.
-        weights: The head's weights by name, in float32, on the CPU.
+        weights: The head's weights by name, in float32, and its draft vocabulary, on the CPU.
         moments: AdamW's moments by name of the moment and name of the parameter.
     """
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import ray.train
 import ray.train.torch
 import torch
+from ray.train.collective import broadcast_from_rank_zero
 
 from drafter.base.causal_lm import BaseModel
 from drafter.base.loading import load_base
@@ -42,11 +43,13 @@ def run(task: WorkerTask) -> None:
     device = ray.train.torch.get_device() if torch.cuda.is_available() else torch.device("cpu")
     base = load_task_base(task, device)
     rank, workers = context.get_world_rank(), context.get_world_size()
+    show = task.board.show.remote
     if config.texts.store_hidden:
-        store_hidden(base, task.staged, settings, rank, workers, lambda line: task.board.show.remote(line))
-    saved = restore(task.folder.checkpoints)
+        store_hidden(base, task.staged, settings, rank, workers, show)
+    saved = restore(task.folder.checkpoints, rank == 0, broadcast_from_rank_zero, show)
     torch.manual_seed(settings.seed)
-    head = new_head(config.algorithm, base, config.head)
+    counts = task.staged.token_counts() if config.draft_vocab_size else None
+    head = new_head(config.algorithm, base, config.head, counts)
     if saved is not None:
         head.load_state_dict(saved.state.weights)
     step_of = TrainingStep(base, head, settings)
@@ -60,25 +63,21 @@ def run(task: WorkerTask) -> None:
 
     share = Share(rank, workers, config.sharding.micro_batches, config.texts.store_hidden)
     feed = BatchFeed(task, head.config.depth, device, stream_steps(task.staged, settings, share, optimiser.steps))
-    evaluations = list(saved.evaluations) if saved else []
-    recorder = RunRecorder(task, head, base, optimiser.steps) if rank == 0 else None
+    recorder = RunRecorder(task, head, base, saved.records if saved else []) if rank == 0 else None
     for done in train(optimiser, feed.batches(), settings, evaluate, optimiser.steps):
-        if done.beta is not None:
-            evaluations.append({"step": done.step, "beta": {str(nodes): beta for nodes, beta in done.beta.items()}})
         checkpoint = done.step == settings.steps or done.step % config.checkpoint_every == 0
         # All workers take part in gathering the state.
         state = optimiser.state() if checkpoint or done.beta is not None else None
         if recorder is not None:
             recorder.log(done, feed.tokens)
             if done.beta is not None and state is not None:
-                recorder.evaluated(evaluations, state)
+                recorder.evaluated(done.step, done.beta, state)
         if checkpoint:
             assert state is not None
             to_save = None
             if recorder is not None:
-                # A run that goes on from this checkpoint does not take these steps, and log them, again.
                 recorder.metrics.flush()
-                to_save = SavedRun(state, evaluations)
+                to_save = SavedRun(state, recorder.metrics.records)
             report(to_save, done.step, task.folder.checkpoints, task.board)
 
 
@@ -97,11 +96,12 @@ def load_task_base(task: WorkerTask, device: torch.device) -> BaseModel:
         device="cpu" if config.sharding.zero_stage == 3 else device,
         trust_remote_code=config.trust_remote_code,
     )
-    if base.fingerprint != task.base_fingerprint:
-        raise InputError(
-            f"data was made by another base (fingerprint {task.base_fingerprint}) than {base.name} "
-            f"({base.fingerprint}): a head learns from its own base's answers; distil with this base"
-        )
+    for one in task.base_fingerprints:
+        if not base.has_fingerprint(one):
+            raise InputError(
+                f"data was made by another base (fingerprint {one}) than {base.name} ({base.fingerprint}): "
+                "a head learns from its own base's answers; distil with this base"
+            )
     return base
 
 

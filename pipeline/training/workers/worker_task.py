@@ -17,7 +17,7 @@ class WorkerTask:
     Args:
         config: The job's configuration.
         model: Hub id or folder of the base.
-        base_fingerprint: Fingerprint of the base that generated the texts.
+        base_fingerprints: Fingerprints of the base that generated the texts; see `same_base`.
         folder: The job's output.
         staged: The texts.
         provenance: How the head is trained. It is stored with the head.
@@ -27,7 +27,7 @@ class WorkerTask:
 
     config: TrainConfig
     model: str
-    base_fingerprint: str
+    base_fingerprints: tuple[str, ...]
     folder: TrainingFolder
     staged: StagedTexts
     provenance: dict[str, Any]

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from drafter.base.causal_lm import BaseModel
+from drafter.base.fingerprint import fingerprint, first_fingerprint
 from drafter.base.loading import load_base, load_tokenizer, pick_device, pick_dtype
 from drafter.errors import LoadError
 from tests.support.models import random_model
@@ -62,15 +63,43 @@ def test_longrope_is_decoded_only_where_texts_do_not_hang_on_each_other() -> Non
 
 def test_fingerprint_of_an_embedding_whose_last_place_float32_cannot_name() -> None:
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 8}
-    assert len(BaseModel(build("llama", vocab_size=1 << 17, hidden_size=256, **sizes)).fingerprint) == 16
+    base = BaseModel(build("llama", vocab_size=1 << 17, hidden_size=256, **sizes))
+    shape = ["llama", 1, 256, 1 << 17]
+    first = first_fingerprint(base.model, base.model.get_input_embeddings().weight, shape)
+    assert len(first) == 16
+    assert base.has_fingerprint(first)
 
 
 def test_fingerprint_tells_bases_apart_but_not_precisions(tmp_path: Path) -> None:
     random_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
-    half = load_base(tmp_path, device="cpu", dtype="bfloat16")
-    full = load_base(tmp_path, device="cpu", dtype="float32")
-    assert half.fingerprint == full.fingerprint
-    assert full.fingerprint != BaseModel(random_model("llama", seed=1)).fingerprint
+    found = {load_base(tmp_path, device="cpu", dtype=dtype).fingerprint for dtype in ("float32", "bfloat16", "float16")}
+    assert len(found) == 1
+    assert BaseModel(random_model("llama", seed=1)).fingerprint not in found
+
+
+def test_every_tensor_takes_part_in_the_fingerprint() -> None:
+    """A low-rank change that is merged into one matrix makes another base; the first scheme saw none of these."""
+    model = random_model("llama").requires_grad_(False)
+    unchanged = fingerprint(model, [])
+    seen = {unchanged}
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    for matrix in matrices:
+        before = matrix.clone()
+        torch.manual_seed(3)
+        matrix += torch.randn(len(matrix), 1) @ torch.randn(1, matrix.shape[1]) * 0.02
+        seen.add(fingerprint(model, []))
+        matrix.copy_(before)
+    assert len(seen) == 1 + len(matrices)
+    assert fingerprint(model, []) == unchanged
+
+
+def test_large_tensors_are_sampled_from_end_to_end() -> None:
+    layer = torch.nn.Linear(300, 200, bias=False).requires_grad_(False)
+    seen = {fingerprint(layer, [])}
+    for place in (0, 300 * 200 - 1):
+        layer.weight.view(-1)[place] += 1.0
+        seen.add(fingerprint(layer, []))
+    assert len(seen) == 3
 
 
 def test_missing_and_damaged_models_are_named(tmp_path: Path) -> None:

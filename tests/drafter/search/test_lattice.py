@@ -35,7 +35,7 @@ class LastLabels:
 
     def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         log_probs = torch.stack([self.table[j][state.unbind(-1)] for j in range(first, stop)], 1)
-        return log_probs[..., :-1], log_probs[..., -1].exp()
+        return log_probs[..., :-1].softmax(-1), log_probs[..., -1].exp()
 
     def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
         return torch.cat([state[:, 1:], tokens[:, None]], 1)

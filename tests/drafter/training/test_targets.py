@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafter.training.targets import RegeneratedText, anchor_draws, draft_batch
+from drafter.training.targets import RegeneratedText, anchor_draws, count_targets, draft_batch
 
 
 def test_anchors_have_only_the_bases_own_targets() -> None:
@@ -11,6 +11,11 @@ def test_anchors_have_only_the_bases_own_targets() -> None:
     # The first pending token is the last prompt token; the last text token has nothing after it.
     assert list(text.anchors) == [2, 3, 4]
     assert list(RegeneratedText([1, 2], prompt_length=2).anchors) == []
+
+
+def test_continuations_are_counted_and_prompts_are_not() -> None:
+    texts = [RegeneratedText([4, 4, 1, 1, 2], prompt_length=2), RegeneratedText([3, 1], prompt_length=1)]
+    assert count_targets(texts, 5).tolist() == [0, 3, 1, 0, 0]
 
 
 def test_literal_batch() -> None:

@@ -10,19 +10,20 @@ from drafter.training import teacher
 from drafter.training.targets import RegeneratedText, draft_batch
 from drafter.training.teacher import teacher_labels
 from drafter.training.training_step import base_hidden_states
-from tests.support.heads import random_texts
+from tests.support.heads import make_head, random_texts
 from tests.support.models import random_prompts, run_engine
 
 
-@pytest.mark.parametrize("chunk", [512, 5])
+@pytest.mark.parametrize("portion", [1 << 20, 500])
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_labels_are_the_likeliest_tokens_of_the_model(
-    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, chunk: int, temperature: float
+    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, portion: int, temperature: float
 ) -> None:
     """Place by place, from the model's own logits after the tokens before the target."""
-    monkeypatch.setattr(teacher, "_CHUNK", chunk)
-    batch = draft_batch(random_texts(2), 3, 16)
-    labels = teacher_labels(tiny_base, batch, base_hidden_states(tiny_base, batch.tokens), 4, temperature)
+    monkeypatch.setattr(teacher, "_PORTION", portion)
+    batch, head = draft_batch(random_texts(2), 3, 16), make_head(tiny_base, "ctc")
+    hidden = base_hidden_states(tiny_base, batch.tokens)
+    labels = teacher_labels(tiny_base, head, batch, hidden, 4, temperature)
     assert labels.tokens.shape == labels.probs.shape == (*batch.targets.shape, 4)
     for row, anchors in enumerate(batch.anchors.tolist()):
         for place, anchor in enumerate(anchors):
@@ -41,8 +42,21 @@ def test_in_a_greedy_text_the_likeliest_token_is_the_text(tiny_base: BaseModel) 
     made = run_engine(tiny_base, PlainDecoding(), [Request(prompt, settings) for prompt in prompts], slots=4)
     texts = [RegeneratedText(p + m.token_ids, len(p)) for p, m in zip(prompts, made, strict=True)]
     batch = draft_batch(texts, 4, 32)
-    labels = teacher_labels(tiny_base, batch, base_hidden_states(tiny_base, batch.tokens), 1, 1.0)
+    hidden = base_hidden_states(tiny_base, batch.tokens)
+    labels = teacher_labels(tiny_base, make_head(tiny_base, "ctc"), batch, hidden, 1, 1.0)
     real = torch.arange(4) < batch.lengths[:, :, None]
     assert int(real.sum()) > 100
     assert torch.equal(labels.tokens[..., 0][real], batch.targets[real])
     assert labels.probs.unique().tolist() == [1.0]
+
+
+def test_a_draft_vocabulary_has_labels_of_its_own_tokens(tiny_base: BaseModel) -> None:
+    """With the weights that the base gives them if one of its tokens follows."""
+    head = make_head(tiny_base, "ctc", draft_vocab_size=20)
+    batch = draft_batch(random_texts(1), 3, 4)
+    hidden = base_hidden_states(tiny_base, batch.tokens)
+    labels = teacher_labels(tiny_base, head, batch, hidden, 20, 1.0)
+    probs = tiny_base.lm_head(hidden)[0, batch.anchors[0]].softmax(1)[:, :20]
+    best = (probs / probs.sum(1, keepdim=True)).sort(descending=True)
+    assert torch.equal(labels.tokens[0, :, 0], best.indices)
+    assert torch.allclose(labels.probs[0, :, 0], best.values, atol=1e-5)

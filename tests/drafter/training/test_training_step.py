@@ -28,7 +28,7 @@ def test_labels_are_the_text_or_the_teachers(tiny_base: BaseModel, kind: str) ->
     assert (total.item(), weight.item()) == (expected.total.item(), expected.weight.item())
 
     hidden = base_hidden_states(tiny_base, BATCH.tokens)
-    labels = teacher_labels(tiny_base, BATCH, hidden, 3, 0.5)
+    labels = teacher_labels(tiny_base, head, BATCH, hidden, 3, 0.5)
     soft, _ = TrainingStep(tiny_base, head, TrainingSettings(teacher=3, teacher_temperature=0.5))(BATCH)
     assert soft.item() == head(tiny_base, BATCH, hidden, labels).total.item()
     assert soft.item() != pytest.approx(total.item(), rel=1e-3)

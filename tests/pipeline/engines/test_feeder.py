@@ -15,6 +15,7 @@ from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
 from pipeline.engines.feeder import Feeder, alone_from, capacity
 from pipeline.engines.ledger import Ledger, RowKey, RowOutcome
+from pipeline.errors import JobError
 from tests.support.waiting import PATIENCE
 
 SLOTS = 2
@@ -152,3 +153,18 @@ def test_a_row_whose_time_is_up_is_an_error_and_a_failed_engine_fails_the_call(p
 @pytest.mark.parametrize(("attempts", "first"), [(2, 1), (3, 1), (4, 2), (7, 5)])
 def test_the_last_two_attempts_are_alone(attempts: int, first: int) -> None:
     assert alone_from(attempts) == first
+
+
+def test_a_part_that_is_given_twice_at_once_is_an_error(pool: ThreadPoolExecutor) -> None:
+    engine, ledger = SlowEngine(SLOTS), LocalLedger(4)
+    feeder = Feeder(engine.submit, columns, ledger, SLOTS, 4)
+    first = pool.submit(feeder.generate, "p", requests({"a": 1, "b": 1}), lambda outcomes: None)
+    engine.end("a")
+    second = pool.submit(feeder.generate, "p", requests({"a": 1, "b": 1}), lambda outcomes: None)
+    with pytest.raises(JobError, match="part p was given to an engine twice at once"):
+        second.result(PATIENCE)
+    # The first is unharmed, and afterwards the part may come again, as after an engine's death.
+    engine.end("b")
+    assert set(first.result(PATIENCE)) == {"a", "b"}
+    again = pool.submit(feeder.generate, "p", requests({"a": 1, "b": 1}), lambda outcomes: None)
+    assert set(again.result(PATIENCE)) == {"a", "b"}

@@ -281,3 +281,26 @@ def test_a_row_that_overflows_the_model_harms_no_other(run: Run, model: Path, tm
     assert tokens["all"] == tokens["good"]
     assert {row["request_id"] for row in done["all"].errors} == {prompt for prompt in prompts if "z" in prompt}
     assert {row["error_type"] for row in done["all"].errors} == {"NotFinite"}
+
+
+def test_columns_that_parquet_cannot_hold_are_written_as_json(run: Run, tmp_path: Path) -> None:
+    deep: Any = 1
+    for _ in range(58):
+        deep = {"x": deep}
+    rows = [{"prompt": f"how many {n}", "meta": {}, "deep": deep, "late": {"a": n} if n > 1 else {}} for n in range(4)]
+    done = run(write_jsonl(tmp_path / "in.jsonl", rows), "--writing.rows_per_file", 2)
+    assert done.code == 0, done.stderr
+    assert [(row["meta"], json.loads(row["deep"])) for row in done.rows] == [("{}", deep)] * 4
+    assert [row["late"] for row in done.rows] == [{"a": None}, {"a": None}, {"a": 2}, {"a": 3}]
+
+
+@pytest.mark.slow
+def test_rows_of_megabytes_are_written_in_parts_of_their_own(run: Run, tmp_path: Path) -> None:
+    """Parts close by bytes; a prompt of megabytes is refused, and images beside it pass through."""
+    rows = [{"prompt": f"how many {n}", "image": chr(97 + n) * (13 << 20)} for n in range(16)]
+    rows += [{"prompt": "how many " * (1 << 20)}]
+    done = run(write_jsonl(tmp_path / "in.jsonl", rows))
+    assert done.code == 0, done.stderr
+    assert [len(part) for part in done.parts.values()] == [2] * 8 + [0]
+    assert [row["image"] for row in done.rows] == [row["image"] for row in rows[:16]]
+    assert [row["error_type"] for row in done.errors] == ["Refused"]

@@ -18,10 +18,11 @@ from pipeline.generate.row_requests import row_messages
         ([], "no messages"),
         ("hello", "is not JSON"),
         ('{"role": "user"}', "must be a list"),
-        (["hello"], "must be a list"),
+        (["hello"], "message 1 must be an object with role and content, not 'hello'"),
         ([{"content": "x"}], "message 1 has no role"),
         ([{"role": "user", "content": "x"}, {"role": "user"}], "message 2 has no content"),
-        ([{"role": "user", "content": 5}], "message 1 has no content"),
+        ([{"role": "user", "content": 5}], "content of message 1 must be text or a list of typed parts"),
+        ([{"role": "user", "content": ["x"]}], "content of message 1 must be text or a list of typed parts"),
     ],
 )
 def test_bad_messages(value: Any, message: str) -> None:

@@ -37,6 +37,14 @@ def test_a_row_changes_the_run_settings(own: Any) -> None:
     assert sampling == expected
 
 
+@pytest.mark.parametrize("name", ["temperature", "repetition_penalty"])
+def test_an_integer_that_only_a_float_holds_is_one(name: str) -> None:
+    """As a tensor's value it would end the engine's process."""
+    value = getattr(row_sampling(DEFAULTS, "r", {"sampling": {name: 10**300}}, "sampling"), name)
+    assert isinstance(value, float)
+    assert value == 1e300
+
+
 @pytest.mark.parametrize(
     ("row", "seed"),
     [
@@ -65,7 +73,9 @@ def test_where_a_seed_comes_from(row: dict[str, Any], seed: int) -> None:
         ({"sampling": {"temperature": "hot"}}, "temperature must be a finite number"),
         ({"sampling": {"max_new_tokens": 1.5}}, "max_new_tokens must be an integer"),
         ({"sampling": {"stop": "x"}}, "stop must be a list"),
-        ({"sampling": {"stop": 5}}, "not iterable"),
+        ({"sampling": {"stop": ["x"] * 17}}, "stop may have up to 16 strings, not 17"),
+        ({"sampling": {"stop": ["x", "y" * 1001]}}, "stop may have strings of up to 1000 characters, not 1001"),
+        ({"sampling": {"stop": 5}}, "stop must be a list"),
         ({"seed": -1}, "seed must be an integer of at least 0"),
         ({"seed": "many"}, "seed must be an integer"),
         ({"seed": 2**63}, "less than 2**63"),

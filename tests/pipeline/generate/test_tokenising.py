@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from drafter.requests import SamplingParams
+from pipeline.errors import RowError
 from pipeline.generate.row_requests import PromptSettings
-from pipeline.generate.tokenising import make_requests
+from pipeline.generate.tokenising import make_requests, refuse_endless
 from pipeline.io.prompt_source import PromptSource
 from pipeline.io.reading_config import ReadingConfig
 from pipeline.staging.row_problems import PROBLEM_TYPE
@@ -27,7 +31,7 @@ def requests(model: Path, rows: list[dict[str, Any]], source: PromptSource, **re
             "problem": pa.nulls(len(rows), PROBLEM_TYPE),
         }
     )
-    settings = PromptSettings(str(model), False, source, ReadingConfig(**reading), DEFAULTS)
+    settings = PromptSettings(str(model), False, source, ReadingConfig(**reading), DEFAULTS, max_length=200)
     made: list[dict[str, Any]] = make_requests(table, settings).to_pylist()
     return made
 
@@ -62,6 +66,55 @@ def test_rows_that_cannot_be_requests_keep_their_place(model: Path) -> None:
     assert "no such role" in made[1]["problem"]["message"]
 
 
+def test_a_prompt_that_no_engine_takes_does_not_travel_to_one(model: Path) -> None:
+    long, short = requests(model, [{"prompt": "x" * 200}, {"prompt": "x" * 199}], PromptSource("prompt"), chat=False)
+    assert long["prompt_ids"] is None
+    assert long["problem"]["type"] == "Refused"
+    assert "the prompt has 200 tokens, but prompt and output together may have 200" in long["problem"]["message"]
+    assert (len(short["prompt_ids"]), short["problem"]) == (199, None)
+
+
+def test_a_text_that_cannot_be_short_enough_is_not_even_tokenised(model: Path) -> None:
+    refuse_endless("x" * 4_000, max_length=100, longest_token=10)
+    refuse_endless([1] * 4_001, max_length=100, longest_token=10)
+    with pytest.raises(RowError, match="the prompt has 4001 characters, but prompt and output together may have 100"):
+        refuse_endless("x" * 4_001, max_length=100, longest_token=10)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 1_000_000}}
+    rows = [{"messages": json.dumps([{"role": "user", "content": [image]}])}]
+    (made,) = requests(model, rows, PromptSource("messages", "messages"))
+    assert made["problem"]["type"] == "Refused"
+    assert "characters" in made["problem"]["message"]
+
+
 def test_sampling_survives_its_trip_as_json() -> None:
     sampling = SamplingParams(temperature=0.3, top_k=4, stop=("a", "b"), seed=2**63 - 1, ignore_eos=True)
     assert SamplingParams(**json.loads(json.dumps(dataclasses.asdict(sampling)))) == sampling
+
+
+def test_what_a_message_says_is_text_unless_the_run_says_otherwise(model: Path) -> None:
+    rows = [{"prompt": text} for text in ("how many", "how<|end|>many", "<|user|>")]
+    user, end, assistant = 2, 0, 3
+    for found, ids in (([], {}), ([end, user], {"special_tokens": True})):
+        made = [row["prompt_ids"] for row in requests(model, rows, PromptSource("prompt"), **ids)]
+        inside = [token for row in made for token in row[1:-2] if token in (user, end, assistant)]
+        assert inside == found
+        assert all((row[0], *row[-2:]) == (user, end, assistant) for row in made)
+    # A prompt that goes through no template is taken as it is.
+    (bare,) = requests(model, rows[1:2], PromptSource("prompt"), chat=False)
+    assert end in bare["prompt_ids"]
+
+
+def test_a_row_that_cannot_be_text_costs_no_other(tmp_path: Path) -> None:
+    """The tokeniser knows whole words only."""
+    words = {word: place for place, word in enumerate(["<unk>", "<|end|>", "how", "many"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    wrapped.chat_template = "{% for message in messages %}{{ message['content'] }} <|end|> {% endfor %}"
+    wrapped.save_pretrained(tmp_path)
+    rows = [{"prompt": text} for text in ("how many", "how <|end|> many", "many")]
+    first, refused, last = requests(tmp_path, rows, PromptSource("prompt"))
+    assert (first["prompt_ids"], last["prompt_ids"]) == ([2, 3, 1], [3, 1])
+    assert (refused["prompt_ids"], refused["sampling"]) == (None, None)
+    assert refused["problem"]["type"] == "BadPrompt"
+    assert "a message has the text of a special token of the model ('<|end|>')" in refused["problem"]["message"]

@@ -9,16 +9,18 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow.parquet
 import pytest
 from pyarrow import fs
 
-from pipeline.io.files import Location, locate
+from pipeline.io.files import Location, is_copy, locate, mend, read_either, write_twice
 from pipeline.output.output_columns import TIMING_COLUMNS
 from pipeline.output.output_folder import OutputFolder
 from tests.pipeline.conftest import Run
+from tests.support.damage import Damage, cut, empty, files_below
 from tests.support.waiting import wait_until
 
 PROMPTS = [f"how many apples {n}" for n in range(6)]
@@ -69,7 +71,8 @@ def test_a_job_from_bucket_to_bucket(run: Run, bucket: str, tmp_path: Path) -> N
     assert done.code == 0, done.stderr
     parts = [f"data/00000-{n:06d}.parquet" for n in range(3)]
     staged = [f"_staged/{Path(part).name}" for part in parts]
-    assert names(place) == sorted([*parts, *staged, "_staged/parts.json", "run.json", "status.json"])
+    kept_twice = [f"{name}{suffix}" for name in ("run.json", "_staged/parts.json") for suffix in ("", ".copy")]
+    assert names(place) == sorted([*parts, *staged, *kept_twice, "status.json"])
     written = pyarrow.parquet.read_table((place / "data").path, filesystem=place.filesystem)
     assert written["prompt"].to_pylist() == PROMPTS
 
@@ -137,6 +140,61 @@ def test_the_folders_of_a_job(bucket: str) -> None:
     (output.data / "p1.parquet").write_text("")
     assert output.committed() == {"p1"}
     assert names(output.root) == ["data/p1.parquet"]
+
+
+def test_a_file_is_synced_before_it_is_shown_and_its_folder_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[tuple[str, bool]] = []
+    shown = tmp_path / "new" / "file"
+
+    def fsync(opened: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{opened}"))
+        steps.append(("folder" if path.is_dir() else path.read_text(), shown.exists()))
+
+    monkeypatch.setattr("os.fsync", fsync)
+    folder = locate(str(tmp_path / "new"))
+    folder.make_folder()
+    assert steps == [("folder", False)]  # the new folder's name
+    with (folder / "file").open_whole() as stream:
+        stream.write(b"bytes")
+    assert steps[1:] == [("bytes", False), ("folder", True)]
+
+
+def test_two_who_write_a_text_at_once_do_not_share_its_partial_file(tmp_path: Path) -> None:
+    file = locate(str(tmp_path / "x.json"))
+    texts = [letter * 100_000 for letter in "abcd"]
+    with ThreadPoolExecutor(len(texts)) as pool:
+        for _ in range(20):
+            list(pool.map(file.write_text, texts))
+            assert file.read_text() in texts
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_text_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "x.json").mkdir()  # nothing can be renamed to it
+    with pytest.raises(OSError, match=r"x\.json"):
+        locate(str(tmp_path / "x.json")).write_text("text")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+@pytest.mark.parametrize("damage", [empty, cut])
+def test_a_file_that_is_kept_twice_survives_the_damage_of_one(tmp_path: Path, damage: Damage) -> None:
+    file = locate(str(tmp_path / "x.json"))
+    with pytest.raises(FileNotFoundError):
+        read_either(file, json.loads)
+    write_twice(file, json.dumps({"a": "first"}))
+    write_twice(file, json.dumps({"a": "second"}))
+    assert is_copy("x.json.copy", "x.json")
+    assert files_below(tmp_path) == {"x.json", "x.json.copy"}
+    damage(tmp_path / "x.json")
+    assert read_either(file, json.loads) == {"a": "second"}
+    mend(file, json.loads)
+    assert json.loads(file.read_text()) == {"a": "second"}
+    for path in tmp_path.iterdir():
+        damage(path)
+    with pytest.raises(ValueError, match=r"x\.json is damaged"):
+        read_either(file, json.loads)
 
 
 def test_text_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

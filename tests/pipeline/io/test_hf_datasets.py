@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,31 @@ def test_splits_of_a_saved_dataset(saved: Path, tmp_path: Path) -> None:
     assert staged(saved / "splits" / "test", tmp_path / "other")[1] == rows("t")
 
 
+@pytest.mark.parametrize(
+    ("folder", "lost", "message"),
+    [
+        (
+            "one",
+            "data-00001-of-00002.arrow",
+            "it has no data-00001-of-00002.arrow, and 1 of the 2 files that state.json lists are missing",
+        ),
+        (
+            "splits",
+            "train/data-00000-of-00001.arrow",
+            "it has no train/data-00000-of-00001.arrow, and 1 of the 1 files",
+        ),
+        ("splits", "train/state.json", "it has no train/state.json"),
+    ],
+)
+def test_a_saved_dataset_without_one_of_its_files(
+    saved: Path, tmp_path: Path, folder: str, lost: str, message: str
+) -> None:
+    copy = shutil.copytree(saved / folder, tmp_path / folder)
+    (copy / lost).unlink()
+    with pytest.raises(InputError, match=f"is incomplete: {message}"):
+        list_input(str(copy), split="train" if folder == "splits" else None)
+
+
 def repository(folder: Path, *files: str, readme: str | None = None) -> Path:
     """Parquet files whose only prompt is their own name."""
     for name in files:
@@ -83,6 +109,16 @@ def test_a_repository_by_the_names_of_its_files(tmp_path: Path) -> None:
         list_input(str(source), subset="main")
     with pytest.raises(InputError, match=r"leave out reading\.split"):
         list_input(f"{source}/data/*.parquet", split="train")
+
+
+def test_a_split_without_one_of_its_files(tmp_path: Path) -> None:
+    files = ["data/train-00000-of-00003.parquet", "data/train-00002-of-00003.parquet"]
+    source = repository(tmp_path / "repository", *files)
+    with pytest.raises(InputError, match=r"has no data/train-00001-of-00003, and 1 of 3 such files are missing"):
+        list_input(str(source), split="train")
+    # Who gives a folder or a pattern means the files that are there.
+    assert names(source) == files
+    assert names(f"{source}/data/train-*.parquet") == [file.removeprefix("data/") for file in files]
 
 
 @pytest.mark.parametrize(
@@ -134,6 +170,9 @@ def test_a_repository_that_declares_subsets_and_splits(tmp_path: Path) -> None:
         list_input(str(source), subset="main")
     with pytest.raises(InputError, match="no subset 'other'"):
         list_input(str(source), subset="other")
+    (source / "main" / "t2.parquet").unlink()
+    with pytest.raises(InputError, match=r"has no main/t2\.parquet, which its README\.md lists"):
+        list_input(str(source), subset="main", split="test")
 
 
 @pytest.mark.parametrize("readme", ["# No front matter", "---\nconfigs: 5\n---\n", "---\n[\n---\n", "---\nx\n---\n"])

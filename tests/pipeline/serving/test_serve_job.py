@@ -77,6 +77,16 @@ def test_a_mixed_load_changes_no_answer(endpoint: Endpoint, plain: SpeculativeLM
     assert asyncio.run(ask_all()) == wanted
 
 
+@pytest.mark.slow
+def test_an_answer_may_be_long(endpoint: Endpoint) -> None:
+    """Longer than a message of Ray Serve's, which is 4 MiB."""
+    asked = LONG | {"n": 16, "logprobs": True, "top_logprobs": 20, "max_tokens": 240}
+    answer = client(endpoint).chat.completions.with_raw_response.create(**asked)
+    assert len(answer.content) > 4 << 20
+    lengths = [len(choice.logprobs.content or []) for choice in answer.parse().choices if choice.logprobs]
+    assert lengths == [240] * 16
+
+
 def test_clients_that_leave_free_their_slots(endpoint: Endpoint) -> None:
     """Streamed and not, while they wait and while they are answered."""
     endpoint.wait_until_idle()
@@ -219,6 +229,8 @@ def test_the_server_ends_in_good_order_and_has_logged_no_key(endpoint: Endpoint)
     assert not alive
     log = endpoint.log.read_text(encoding="utf-8")
     assert "Traceback" not in log
+    stopping = "stopping: open requests may end; a second signal ends them\n"
+    assert log.endswith(stopping), log  # and no error after it
     assert any(endpoint.session.rglob("replica_*.log"))
     for folder in (endpoint.log.parent, endpoint.session):
         found = subprocess.run(["grep", "-rlE", f"{KEY}|sk-wrong-key", folder], capture_output=True, text=True)

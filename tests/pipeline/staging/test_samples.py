@@ -23,7 +23,10 @@ def test_each_row_as_often_as_it_is_wanted() -> None:
             "problem": pa.nulls(3, PROBLEM_TYPE),
         }
     )
-    made = expand(table, [2, 0, 1])
+    pieces = list(expand(table, [2, 0, 1], piece_bytes=1))
+    assert [piece.num_rows for piece in pieces] == [1, 1, 1]  # each row has more bytes than a piece
+    made = pa.concat_tables(pieces)
+    assert made.equals(pa.concat_tables(expand(table, [2, 0, 1], piece_bytes=1 << 20)))
     assert made["request_id"].to_pylist() == ["a#0", "a#1", "c#0"]
     assert made["row"].to_pylist() == [
         {"x": 1, "input_sample": "theirs", "sample": 0},

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
+import pyarrow as pa
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.staging.stage_files import cut
 from tests.pipeline.conftest import write_jsonl
 from tests.support.staging import staged, write_input
 
@@ -32,3 +38,31 @@ def test_ids_of_their_own(tmp_path: Path) -> None:
     ids, _, problems = staged(path, tmp_path / "staged", id_column="id")
     assert ids == [["7", "b", "a.jsonl:3"]]
     assert problems == {"a.jsonl:3": "the id column 'id' is empty"}
+
+
+def table(*lengths: int) -> pa.Table:
+    """Rows as `cut` takes them, each with so many bytes of text and four for where it begins."""
+    texts = pa.array(["x" * length for length in lengths])
+    return pa.table({"row": pa.StructArray.from_arrays([texts], names=["text"])})
+
+
+def test_a_part_closes_by_its_rows_or_by_its_bytes() -> None:
+    parts = list(cut([table(6, 6, 6), table(0, 96, 6), table(496, 6, 6, 6)], most_rows=3, most_bytes=100))
+    lengths = [[len(row["text"]) for row in part["row"].to_pylist()] for part in parts]
+    assert lengths == [[6, 6, 6], [0], [96], [6], [496], [6, 6, 6]]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=6), min_size=1, max_size=6),
+    st.integers(1, 7),
+    st.integers(1, 200),
+)
+def test_parts_hold_the_same_rows_however_they_come(tables: list[list[int]], rows: int, nbytes: int) -> None:
+    parts = list(cut([table(*lengths) for lengths in tables], rows, nbytes))
+    whole = table(*[length for lengths in tables for length in lengths])
+    assert pa.concat_tables(parts).equals(whole)
+    assert parts == list(cut([whole], rows, nbytes))
+    assert all(part.num_rows == 1 or (part.num_rows <= rows and part.nbytes <= nbytes) for part in parts)
+    # None could have taken the next one's first row.
+    for part, following in pairwise(parts):
+        assert part.num_rows == rows or part.nbytes + following.slice(0, 1).nbytes > nbytes

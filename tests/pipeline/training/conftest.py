@@ -21,7 +21,7 @@ SETTINGS = {
     "training.anchors_per_text": 6,
     "training.warmup_steps": 2,
     "training.evaluate_every": 12,
-    "head": json.dumps({"num_frames": 5, "depth": 3, "num_heads": 2, "intermediate_size": 48}),
+    "head": json.dumps({"num_frames": 5, "depth": 3, "num_heads": 2, "intermediate_size": 48, "draft_vocab_size": 64}),
     "log_every": 1,
     "checkpoint_every": 4,
 }
@@ -73,6 +73,14 @@ def arguments_of(data: Any, output: Path, model: Path, **settings: Any) -> list[
     chosen = {"data": data, "output": output, "model": model, **SETTINGS}
     chosen |= {name.replace("__", "."): value for name, value in settings.items()}
     return [str(word) for name, value in chosen.items() for word in (f"--{name}", value)]
+
+
+@pytest.fixture(scope="session")
+def unbroken(local_ray: None, model: Path, distilled: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """An undisturbed run of one worker; tests must leave it as it is."""
+    folder = tmp_path_factory.mktemp("unbroken") / "trained"
+    assert main(arguments_of(distilled, folder, model)) == 0
+    return Training(0, "", "", folder)
 
 
 @pytest.fixture

@@ -95,6 +95,11 @@ def with_tokens(table: pa.Table, tokens: list[int]) -> pa.Table:
         (rewrite_rows(lambda table: table.slice(0, 0)), {}, "has no rows"),
         (rewrite_run(state="running"), {}, "is not finished"),
         (rewrite_run(base_fingerprint=None), {}, "does not say which base made it"),
+        (
+            rewrite_run(lossless=False, verifier="typical"),
+            {},
+            "was decoded by the verifier 'typical', which is not lossless: distil again with the exact one",
+        ),
         (rewrite_rows(lambda table: table.drop_columns(["token_ids"])), {}, "has no column 'token_ids'"),
         (
             rewrite_rows(lambda table: table.set_column(2, "token_ids", table["request_id"])),
@@ -147,3 +152,21 @@ def test_an_output_that_holds_something_else_is_refused(train: Train, tmp_path: 
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("")
     assert "is not empty and has no run.json" in train(output=tmp_path / "mine").error
+
+
+def test_a_job_that_failed_on_its_settings_is_mended_in_place(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = train(texts__held_out_texts=40)
+    assert refused.code == 2
+    assert "data holds 0 texts to learn from" in refused.error
+
+    def began(*_: Any) -> None:
+        raise InputError("this one began to train")
+
+    monkeypatch.setattr("pipeline.training.cluster_training.execute", began)
+    mended = train(texts__held_out_texts="null")
+    assert mended.error == "error: this one began to train"
+    # By default an eighth of few texts is held out.
+    counts = json.loads((mended.folder / "_staged" / "texts.json").read_text())["counts"]
+    assert (counts["texts"], counts["held_out"]) == (35, 5)
+    # It has made no head either, so that other settings may follow.
+    assert train(training__learning_rate=1e-4).error == "error: this one began to train"

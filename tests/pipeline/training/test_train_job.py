@@ -22,16 +22,6 @@ from tests.pipeline.training.conftest import Train, Training, arguments_of
 from tests.support.waiting import wait_until
 
 
-@pytest.fixture(scope="module")
-def unbroken(local_ray: None, model: Path, distilled: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """An undisturbed run of one worker."""
-    from pipeline.training.train_job import main
-
-    folder = tmp_path_factory.mktemp("unbroken") / "trained"
-    assert main(arguments_of(distilled, folder, model)) == 0
-    return Training(0, "", "", folder)
-
-
 def test_the_best_head_is_kept_and_everything_is_told(
     unbroken: Training, model: Path, train: Train, run: Run, tmp_path: Path
 ) -> None:
@@ -45,6 +35,14 @@ def test_the_best_head_is_kept_and_everything_is_told(
     history = head.provenance.training["history"]
     assert history[-1]["beta"]["16"] == max(beta["16"] for beta in unbroken.betas.values())
     assert {entry["step"]: entry["beta"] for entry in history}.items() <= unbroken.betas.items()
+    assert head.vocabulary is not None
+    staged = pyarrow.parquet.read_table(sorted((unbroken.folder / "_staged").glob("part-*[0-9].parquet")))
+    answers = [token for row in staged.to_pylist() for token in row["tokens"][row["prompt_length"] :]]
+    frequent = sorted(sorted(range(320), key=lambda token: -answers.count(token))[:64])
+    assert head.vocabulary.tokens.tolist() == frequent
+    covered = sum(token in frequent for token in answers) / len(answers)
+    known = head.provenance.training["draft_vocabulary"]
+    assert known == {"tokens": 64, "coverage": pytest.approx(covered, abs=1e-4)}
     counts = head.provenance.training["data"]
     assert (counts["texts"] + counts["held_out"], counts["held_out"], counts["unusable"]) == (40, 6, 0)
     ran = json.loads((unbroken.folder / "run.json").read_text())

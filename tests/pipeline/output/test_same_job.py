@@ -1,0 +1,73 @@
+"""An output belongs to a job as soon as it has a result of it, and not before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import InputError
+from pipeline.io.files import locate
+from pipeline.output.output_folder import OutputFolder
+from pipeline.output.run_file import save_run
+from pipeline.output.same_job import check_output, take_output
+from pipeline.training.training_folder import TrainingFolder
+from tests.pipeline.conftest import Run, write_jsonl
+
+OURS, THEIRS = {"seed": 1, "sampling": {"top_k": 5}}, {"seed": 1, "sampling": {"top_k": 7}}
+FOLDERS: dict[str, Any] = {"generation": OutputFolder, "training": TrainingFolder}
+LEFT = {"generation": ["_staged/parts.json", "errors/a.parquet"], "training": ["_staged/texts.json"]}
+RESULTS = [
+    ("generation", "data/00000-000000.parquet"),
+    ("generation", "_unfinished.parquet"),
+    ("training", "head/model.safetensors"),
+    ("training", "_checkpoints/step-00000004/progress.json"),
+]
+
+
+def make(kind: str, root: Path, *files: str) -> Any:
+    """Make the output of a job that means `THEIRS`, and put files into it."""
+    folder = FOLDERS[kind](locate(str(root)))
+    folder.create()
+    save_run(folder.run_file, {}, THEIRS, state="running")
+    for name in files:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_an_output_without_results_is_taken_over(kind: str, tmp_path: Path) -> None:
+    folder = make(kind, tmp_path, *LEFT[kind])
+    check_output("out", folder, OURS)
+    assert take_output("out", folder, OURS)
+    # What the other job had prepared is of no use to this one.
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"run.json", "run.json.copy"}
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_what_the_same_job_has_prepared_stays(kind: str, tmp_path: Path) -> None:
+    folder = make(kind, tmp_path, *LEFT[kind])
+    assert not take_output("out", folder, THEIRS)
+    assert all((tmp_path / name).exists() for name in LEFT[kind])
+
+
+@pytest.mark.parametrize(("kind", "result"), RESULTS)
+def test_an_output_with_a_result_is_refused(kind: str, result: str, tmp_path: Path) -> None:
+    folder = make(kind, tmp_path, result)
+    for refuse in (check_output, take_output):
+        with pytest.raises(InputError, match=r"output out belongs to another job \(sampling\.top_k was 7, is now 5\)"):
+            refuse("out", folder, OURS)
+    assert (tmp_path / result).exists()
+
+
+def test_a_generation_that_failed_on_its_settings_is_mended_in_place(run: Run, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"how many {n}", "id": 1} for n in range(3)])
+    refused = run(source, "--reading.id_column", "id")
+    assert "1 ids stand for several rows" in refused.error
+    mended = run(source)
+    assert mended.code == 0, mended.stderr
+    assert [row["request_id"] for row in mended.rows] == [f"in.jsonl:{line}" for line in (1, 2, 3)]
+    # Now there are results.
+    assert "belongs to another job (reading.limit was None, is now 2)" in run(source, "--reading.limit", 2).error

@@ -1,0 +1,24 @@
+"""Files that a machine which lost its power, or a copy that broke off, leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+Damage = Callable[[Path], None]
+
+
+def empty(file: Path) -> None:
+    """The name is there, and no bytes."""
+    file.write_bytes(b"")
+
+
+def cut(file: Path) -> None:
+    """Only the first half is there."""
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+
+
+def files_below(folder: Path) -> set[str]:
+    """Paths of all files in a folder, as the folder sees them."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
