@@ -164,33 +164,34 @@ def base_choices(logits: Tensor, tree: TokenTree, ancestors: Tensor, sampling: R
     return choose(logits, sampling.table, sampling.mode, positions, history, sampling.rows)
 
 
-def filter_logits(
-    scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, ranked: bool, floored: bool
-) -> Tensor:
-    """Scores of the tokens that the filters keep, -inf elsewhere. Ties at a threshold are kept.
+def keep_ranked(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Scores of the tokens that top-k and then top-p keep, -inf elsewhere. Ties at a threshold are kept.
 
     Args:
         scores: `[R, V]` after temperature.
         top_k: `[R]`, 0 keeps all.
         top_p: `[R]` in (0, 1].
-        min_p: `[R]` in [0, 1].
-        ranked: Whether any row uses `top_k` or `top_p`; the sort is left out otherwise.
-        floored: Whether any row uses `min_p`; that stage is left out otherwise.
     """
-    if ranked:
-        ordered = scores.sort(dim=-1, descending=True).values
-        size = scores.shape[-1]
-        kept = torch.arange(size, device=scores.device) < torch.where(top_k > 0, top_k, size)[:, None]
-        # Ties with the k-th score are kept, so that the choice does not hang on the sort's order.
-        kept = kept | (ordered == ordered.gather(1, (kept.sum(1, keepdim=True) - 1)))
-        mass = ordered.masked_fill(~kept, -torch.inf).softmax(-1)
-        above = mass.cumsum(-1) - mass
-        kept = kept & ((above < top_p[:, None]) | (top_p >= 1)[:, None])
-        lowest = ordered.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
-        scores = scores.masked_fill(scores < lowest, -torch.inf)
-    if floored:
-        scores = scores.masked_fill(scores < scores.amax(-1, keepdim=True) + min_p[:, None].log(), -torch.inf)
-    return scores
+    ordered = scores.sort(dim=-1, descending=True).values
+    size = scores.shape[-1]
+    kept = torch.arange(size, device=scores.device) < torch.where(top_k > 0, top_k, size)[:, None]
+    # Ties with the k-th score are kept, so that the choice does not hang on the sort's order.
+    kept = kept | (ordered == ordered.gather(1, (kept.sum(1, keepdim=True) - 1)))
+    mass = ordered.masked_fill(~kept, -torch.inf).softmax(-1)
+    above = mass.cumsum(-1) - mass
+    kept = kept & ((above < top_p[:, None]) | (top_p >= 1)[:, None])
+    lowest = ordered.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
+    return scores.masked_fill(scores < lowest, -torch.inf)
+
+
+def keep_probable(scores: Tensor, min_p: Tensor) -> Tensor:
+    """Scores of the tokens with at least `min_p` `[R]` times the best one's probability, -inf elsewhere.
+
+    Args:
+        scores: `[R, V]` after temperature.
+        min_p: `[R]` in [0, 1].
+    """
+    return scores.masked_fill(scores < scores.amax(-1, keepdim=True) + min_p[:, None].log(), -torch.inf)
 
 
 def choose(
@@ -241,8 +242,10 @@ def choose(
     temperature = per_node(table.temperature)
     # The best score becomes 0 first, so that even the smallest temperature divides it to a number.
     scores = (scores - scores.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1)[:, None]
-    filters = per_node(table.top_k), per_node(table.top_p), per_node(table.min_p)
-    scores = filter_logits(scores, *filters, ranked=mode.ranked, floored=mode.floored)
+    if mode.ranked:
+        scores = keep_ranked(scores, per_node(table.top_k), per_node(table.top_p))
+    if mode.floored:
+        scores = keep_probable(scores, per_node(table.min_p))
     outputs = (positions - table.prompt_lengths[:, None]).flatten()
     drawn = draw(scores, per_node(table.keys), outputs).view(batch, nodes)
     return torch.where(table.temperature[:, None] > 0, drawn, greedy)

@@ -19,7 +19,7 @@ from drafter.errors import RequestError
 from drafter.requests import SamplingParams
 from drafter.tree.token_tree import TokenTree, root_only
 from drafter.tree.trie import from_nodes
-from drafter.verifiers.choices import SamplingMode, SamplingTable, choose, filter_logits
+from drafter.verifiers.choices import SamplingMode, SamplingTable, choose, keep_probable, keep_ranked
 from drafter.verifiers.keyed_draw import draw, seed_key
 from drafter.verifiers.penalties import History, penalise
 
@@ -67,9 +67,8 @@ def test_filters_keep_what_transformers_keeps(
     history = history_of(context.tolist(), root_only(context[:, -1]))
     penalised = penalise(logits[None], history, torch.tensor([0]), torch.tensor([penalty]), none, none)[0]
     scores = penalised / temperature
-    filters = torch.tensor([top_k]), torch.tensor([top_p]).double(), torch.tensor([min_p]).double()
-    ours = filter_logits(scores, *filters, ranked=True, floored=True)
-    assert torch.equal(ours, filter_logits(scores, *filters, ranked=top_k > 0 or top_p < 1, floored=min_p > 0))
+    ours = keep_ranked(scores, torch.tensor([top_k]), torch.tensor([top_p]).double())
+    ours = keep_probable(ours, torch.tensor([min_p]).double())
     assert torch.equal(ours.isfinite(), expected.isfinite())
     assert torch.allclose(ours.softmax(-1), expected.softmax(-1))
 
