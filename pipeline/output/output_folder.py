@@ -9,9 +9,8 @@ from pyarrow import fs
 
 from pipeline.errors import InputError
 from pipeline.io.files import Location, make_folders, read_either
+from pipeline.staging.staged_input import STAGED_LIST
 
-STAGED_LIST = "parts.json"
-"""Lists the staged parts. It is written last: where it is, staging is complete."""
 RUN_FILE = "run.json"
 """Says what was run, in every job's output."""
 LEASE_FILE = "_lease.json"

@@ -18,9 +18,11 @@ import pyarrow.parquet
 
 from pipeline.io.files import Location, mend, read_either, write_twice
 from pipeline.io.table_files import parquet_rows
-from pipeline.output.output_folder import STAGED_LIST
 
 _READERS = 16
+
+STAGED_LIST = "parts.json"
+"""Lists the staged parts. It is written last: where it is, staging is complete."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from drafter import devices
 from drafter.base.causal_lm import BaseModel
 from drafter.heads.chosen_log_probs import chosen_log_probs
 from drafter.heads.contract import Tree
@@ -120,7 +121,7 @@ class CTCHead(CTCFrames):
 
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
         """See `FrameHead.prepared_search`."""
-        if not self.config.label_context or base.device.type != "cpu" or base.dtype != torch.float32:
+        if not self.config.label_context or devices.is_asynchronous(base.device) or base.dtype != torch.float32:
             return super().prepared_search(base, tree)
         lattices: Callable[[Tensor, Tensor], LabelModel]
         try:

@@ -176,7 +176,8 @@ def test_bad_input_of_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
     assert "is not the output of a generation job" in error(tmp_path)
     output = write_output(tmp_path / "out", [[{"id": "a", "accepted": [1]}]], [])
-    run = {"config": {"model": None, "reading": {"id_column": None}}, "meaning": {}, "versions": {}}
+    config = {"model": None, "reading": {"id_column": None}}
+    run = {"config": config, "meaning": {}, "state": "finished", "versions": {}}
     output.run_file.write_text(json.dumps(run))
     assert "no column 'topic' to group by (it has request_id, category" in error(
         tmp_path / "out", "--category", "topic"

@@ -28,6 +28,7 @@ FINISHED = [
     "_staged/texts.json",
     "_staged/held-out.parquet",
     "_staged/part-000000.parquet",
+    "_staged/token-counts.parquet",
     "_checkpoints/checkpoint_manager_snapshot.json",
     *(f"_checkpoints/step-000000{step}/{name}" for step in (20, 24) for name in ("progress.json", "state.safetensors")),
 ]

@@ -30,7 +30,7 @@ def saved(steps: int) -> SavedRun:
     weights = {"w": torch.full((300,), float(steps))}
     records: list[dict[str, Any]] = [{"step": step, "loss": 1.0 / step, "time": 0.0} for step in range(1, steps + 1)]
     records += [{"step": step, "beta": {"16": 2.0 - abs(step - 8)}, "time": 0.0} for step in range(4, steps + 1, 4)]
-    return SavedRun(TrainingState(steps, weights, dict.fromkeys(MOMENTS, weights)), records)
+    return SavedRun(TrainingState(steps, weights, {moment: {"w": weights["w"] + 1} for moment in MOMENTS}), records)
 
 
 @pytest.fixture
