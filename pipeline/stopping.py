@@ -53,10 +53,13 @@ class Stopping:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Give the signal handler back, and raise a request to stop that compiled code has made another error of."""
         with self._lock:
             active, self._active = self._active, False
         if active:
             signal.signal(signal.SIGTERM, self._before)
+        if error is not None and (request := _request_behind(error)) not in (None, error):
+            raise request
 
     def take_over(self) -> None:
         """Handle SIGTERM again: Ray installs its own handler when it starts."""
@@ -76,3 +79,10 @@ class Stopping:
             drain()
         finally:
             self.stop(_BY_SIGNAL)
+
+
+def _request_behind(error: BaseException | None) -> StopRequestedError | None:
+    """Return the request that an error came from: Ray's compiled code turns what interrupts it into a SystemError."""
+    while error is not None and not isinstance(error, StopRequestedError):
+        error = error.__cause__ or error.__context__
+    return error
