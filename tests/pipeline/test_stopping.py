@@ -18,11 +18,14 @@ def test_a_request_ends_the_block() -> None:
 
 
 def test_a_request_that_compiled_code_turned_into_another_error_is_still_a_request() -> None:
-    with pytest.raises(StopRequestedError, match="by SIGTERM"), Stopping():
+    def compiled() -> None:
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         except StopRequestedError as request:
             raise SystemError("returned a result with an exception set") from request
+
+    with pytest.raises(StopRequestedError, match="by SIGTERM"), Stopping():
+        compiled()
 
 
 def test_another_error_stays_what_it_is() -> None:
