@@ -95,10 +95,6 @@ class SamplingTable:
             self.biased_tokens[slot, : len(biases)] = send(torch.tensor(list(biases)), device)
             self.biases[slot, : len(biases)] = send(torch.tensor(list(biases.values()), dtype=torch.float64), device)
 
-    def rows(self, rows: slice) -> SamplingTable:
-        """The settings of these slots, as they are now."""
-        return SamplingTable(*(tensor[rows] for tensor in vars(self).values()))
-
     def move(self, source: int, target: int) -> None:
         """The row of slot `source` goes on in slot `target`."""
         for tensor in vars(self).values():
@@ -107,11 +103,15 @@ class SamplingTable:
 
 @dataclass(frozen=True)
 class SamplingMode:
-    """Which work a batch needs, known on the host; a stage that no row asks for is left out."""
+    """Which work a batch needs, known on the host; a stage that no row asks for is left out.
+
+    `mixed` says that some rows are random and some are not.
+    """
 
     biased: bool
     penalties: bool
     random: bool
+    mixed: bool
     ranked: bool
     floored: bool
 
@@ -123,6 +123,7 @@ class SamplingMode:
             biased=any(p.logit_bias for p in params),
             penalties=any(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty for p in params),
             random=bool(drawn),
+            mixed=0 < len(drawn) < len(params),
             ranked=any(p.top_k > 0 or p.top_p < 1 for p in drawn),
             floored=any(p.min_p > 0 for p in drawn),
         )
@@ -215,29 +216,28 @@ def choose(
     batch, nodes, _ = logits.shape
     if not (mode.biased or mode.penalties or mode.random):
         return logits.argmax(-1)
-    table = table.rows(rows)
 
     def per_node(setting: Tensor) -> Tensor:
-        return setting[:, None].expand(batch, nodes).flatten()
+        return setting[rows, None].expand(batch, nodes).flatten()
 
     scores = logits.double()
     if mode.biased:
         every_node = (batch, nodes, table.biases.shape[1])
-        tokens, biases = table.biased_tokens[:, None], table.biases[:, None]
+        tokens, biases = table.biased_tokens[rows, None], table.biases[rows, None]
         scores = scores.scatter_add(2, tokens.expand(every_node), biases.expand(every_node))
     if history is not None:
         scores = penalise(
             scores,
             history,
-            table.prompt_lengths,
-            table.repetition_penalty,
-            table.frequency_penalty,
-            table.presence_penalty,
+            table.prompt_lengths[rows],
+            table.repetition_penalty[rows],
+            table.frequency_penalty[rows],
+            table.presence_penalty[rows],
         )
-    greedy = scores.argmax(-1)
     if not mode.random:
-        return greedy
+        return scores.argmax(-1)
     assert positions is not None
+    greedy = scores.argmax(-1) if mode.mixed else None
     scores = scores.flatten(0, 1)
     temperature = per_node(table.temperature)
     # The best score becomes 0 first, so that even the smallest temperature divides it to a number.
@@ -246,6 +246,6 @@ def choose(
         scores = keep_ranked(scores, per_node(table.top_k), per_node(table.top_p))
     if mode.floored:
         scores = keep_probable(scores, per_node(table.min_p))
-    outputs = (positions - table.prompt_lengths[:, None]).flatten()
+    outputs = (positions - table.prompt_lengths[rows, None]).flatten()
     drawn = draw(scores, per_node(table.keys), outputs).view(batch, nodes)
-    return torch.where(table.temperature[:, None] > 0, drawn, greedy)
+    return drawn if greedy is None else torch.where(table.temperature[rows, None] > 0, drawn, greedy)
