@@ -36,6 +36,8 @@ _LEAST_NOISE = -math.log(-math.log(_STEP / 2))
 _REACH = 8.0
 """How far below the best token a token may be to be looked at whatever its noise is. A token farther below needs more
 noise than `_REACH + _LEAST_NOISE`, which one in 130 has."""
+_PORTION = 1 << 18
+"""Tokens of all rows that are hashed together on the host, so that their numbers stay in a core's cache."""
 
 
 def seed_key(seed: int) -> int:
@@ -54,7 +56,10 @@ def draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
     """
     if devices.is_asynchronous(scores.device):
         return gumbel(noise_bits(keys, positions, scores.shape[1])).add_(scores).argmax(-1)
-    return torch.from_numpy(_draw_on_host(scores.numpy(), keys.numpy(), positions.numpy()))
+    numbers = (scores.numpy(), keys.numpy(), positions.numpy())
+    portion = max(_PORTION // scores.shape[1], 1)
+    drawn = [_draw_on_host(*(part[at : at + portion] for part in numbers)) for at in range(0, len(scores), portion)]
+    return torch.from_numpy(np.concatenate(drawn))
 
 
 def _draw_on_host(scores: npt.NDArray[np.float64], keys: _Integers, positions: _Integers) -> _Integers:

@@ -117,6 +117,15 @@ def test_leaving_out_tokens_that_cannot_win_changes_nothing(
     assert torch.equal(draw_densely(scores, keys, positions), expected)
 
 
+def test_a_row_of_many_draws_as_it_does_alone() -> None:
+    scores = scores_of(torch.randn(9, 60_001, generator=torch.Generator().manual_seed(8)) * 3)
+    keys, positions = keys_of(*range(9)), torch.arange(9)
+    together = draw(scores, keys, positions)
+    assert torch.equal(together, draw_densely(scores, keys, positions))
+    alone = [draw(scores[row : row + 1], keys[row : row + 1], positions[row : row + 1]) for row in range(9)]
+    assert torch.equal(together, torch.cat(alone))
+
+
 def test_draws_have_the_exact_distribution() -> None:
     """Also of tokens that are so improbable that they have to be lucky to be looked at."""
     probabilities = torch.tensor([0.55, 0.3, 0.1, 0.04, 0.0085, 0.001, 0.0004, 0.0001], dtype=torch.float64)
