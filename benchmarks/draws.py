@@ -1,7 +1,7 @@
 """How many draws rounding changes, and how long a draw takes: keyed Gumbel noise beside an inverse CDF.
 
     python -m benchmarks.draws --output benchmarks/results/draws
-    python -m benchmarks.draws --model build/smollm2/base --seeds 16 --output benchmarks/results/draws-smollm2
+    python -m benchmarks.draws --model build/smollm2/base --tokens 24 --output benchmarks/results/draws-smollm2
 
 The base's own answers to GSM8K's test questions are read again, in fp32 and in bf16: token by token, eight tokens in a
 forward as when drafts are verified, and in a batch. The logits differ by rounding alone. From each pair, the same seeds
@@ -37,7 +37,7 @@ from drafter.verifiers.keyed_draw import draw, seed_key
 
 DRAWS_FILE, TABLE_FILE = "draws.json", "draws.md"
 TEMPERATURES = (0.7, 1.0)
-_TEXTS, _NEW_TOKENS = 16, 64
+_TEXTS = 16
 _PLACES = 128
 """Places whose distributions are in memory at once."""
 _ROWS = (1, 4, 17, 64)
@@ -116,22 +116,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, write the record and its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(EMBEDDED_BASE), help="the base (default: the embedded one)")
+    parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=64, help="seeds that draw at every place (default: %(default)s)")
     parser.add_argument("--output", type=Path, required=True, help=f"folder for {DRAWS_FILE} and {TABLE_FILE}")
     given = list(sys.argv[1:] if arguments is None else arguments)
     args = parser.parse_args(given)
     command = shlex.join(["python", "-m", "benchmarks.draws", *given])
-    record = in_passing_thread(lambda: measure(args.model, args.seeds, command))
+    record = in_passing_thread(lambda: measure(args.model, args.tokens, args.seeds, command))
     args.output.mkdir(parents=True, exist_ok=True)
     write_json(args.output / DRAWS_FILE, record)
     print(write_table(args.output))
 
 
 @torch.inference_mode()
-def measure(model: str, seeds: int, command: str) -> dict[str, object]:
+def measure(model: str, tokens: int, seeds: int, command: str) -> dict[str, object]:
     """Return the record of all measurements."""
     exact = load_base(model, dtype=EXACT.dtype, device="cpu")
-    texts = answers(exact, load_tokenizer(model), _TEXTS, _NEW_TOKENS)
+    texts = answers(exact, load_tokenizer(model), _TEXTS, tokens)
     rounded = load_base(model, dtype=ALONE.dtype, device="cpu")
     logits = {one: read(exact if one is EXACT else rounded, texts, one) for one in READINGS}
     return {
