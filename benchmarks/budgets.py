@@ -1,0 +1,270 @@
+"""What the adaptive budget is worth: whole runs against fixed numbers of nodes, a simple policy, and parts left out.
+
+    python -m benchmarks.budgets --output benchmarks/results/budgets
+
+Decoding is greedy, of GSM8K's test questions and of chat prompts, half of each. Every policy has an engine of its own;
+they take turns, in another order each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from drafter.base.causal_lm import BaseModel
+from drafter.base.loading import load_base, load_tokenizer
+from drafter.budget import adaptive, calibration, cost_model
+from drafter.budget.adaptive import AdaptiveBudget
+from drafter.budget.contract import Budget, Counts, Floats, StepObservation
+from drafter.budget.fixed import FixedBudget
+from drafter.budget.latency_table import LatencyTable
+from drafter.drafters.contract import Ask
+from drafter.drafters.registry import load_drafter, useful_nodes
+from drafter.embedded import EMBEDDED_BASE
+from drafter.engine.engine_config import EngineConfig
+from drafter.engine.loop import Engine
+from drafter.evaluation.decoders import decode_all
+from drafter.evaluation.environment import environment, machine
+from drafter.evaluation.prepared_prompts import encode
+from drafter.evaluation.questions import read_questions
+from drafter.evaluation.results import write_json
+from drafter.evaluation.tables import markdown_table
+from drafter.requests import Request, SamplingParams
+from drafter.threads import in_passing_thread
+
+RECORD_FILE, TABLE_FILE = "budgets.json", "budgets.md"
+BATCHES = (1, 4, 16, 64)
+FIXED = (0, 3, 7, 11, 15, 23, 31)
+_FEWEST = 24
+"""Least number of prompts of a run. A larger batch has twice as many as fill it."""
+_DATA = Path(__file__).resolve().parents[1] / "data"
+_QUESTIONS = (_DATA / "gsm8k" / "test.jsonl", _DATA / "chat-prompts" / "questions.jsonl")
+
+
+@dataclass
+class SimpleBudget:
+    """The policy to beat, of few lines: expected accepted tokens ÷ measured latency, with exponential averages.
+
+    Args:
+        table: Latencies of this machine.
+    """
+
+    table: LatencyTable
+    _pace: float = 0.1
+    _look_every: int = 32
+    _truth: float = 1.0
+    _bands: dict[int, tuple[Floats, Floats]] = field(default_factory=dict)
+    _steps: int = 0
+
+    def plan(self, rows: int) -> Ask:
+        """The number with the most expected tokens a second, or, now and then, the best but none."""
+        gain, seconds = self._band(rows)
+        rates = (1 + self._truth * gain) / seconds
+        best = int(rates.argmax())
+        self._steps += 1
+        if not best and self._steps % self._look_every == 0:
+            best = 1 + int(rates[1:].argmax())
+        nodes = self.table.nodes[best]
+        return Ask(nodes, 1 / (nodes + 1) if nodes else 0.0)
+
+    def trim(self, log_probs: Floats) -> Counts:
+        """All that was drafted."""
+        return np.full(len(log_probs), log_probs.shape[1])
+
+    def observe(self, step: StepObservation) -> None:
+        """Average what was promised, what came true, and the latency."""
+        gain, seconds = self._band(step.rows)
+        index = self.table.nodes.index(step.asked)
+        if step.seconds is not None:
+            seconds[index] += self._pace * (sum(step.seconds) - seconds[index])
+        if step.asked:
+            promised = np.concatenate([[0.0], np.exp(step.promised).mean(0).cumsum()])
+            known = np.minimum(self.table.nodes, step.asked)
+            gain += self._pace * (promised[known] - gain)
+            self._truth += self._pace * (step.accepted.sum() / step.rows / max(promised[-1], 1e-9) - self._truth)
+
+    def _band(self, rows: int) -> tuple[Floats, Floats]:
+        if rows not in self._bands:
+            verify, draft = self.table.at(rows)
+            self._bands[rows] = np.log1p(np.array(self.table.nodes)) / 2, verify + draft
+        return self._bands[rows]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A budget to measure.
+
+    Args:
+        make: Of the table of this machine's latencies.
+        constants: Module, name and value of constants that are other while it decides.
+    """
+
+    make: Callable[[LatencyTable], Budget]
+    constants: tuple[tuple[Any, str, Any], ...] = ()
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Change the constants for a while."""
+        before = [(module, name, getattr(module, name)) for module, name, _ in self.constants]
+        try:
+            for module, name, value in self.constants:
+                setattr(module, name, value)
+            yield
+        finally:
+            for module, name, value in before:
+                setattr(module, name, value)
+
+
+def _adaptive(*constants: tuple[Any, str, Any]) -> Policy:
+    return Policy(AdaptiveBudget, constants)
+
+
+POLICIES: dict[str, Policy] = {
+    "adaptive": _adaptive(),
+    "simple": Policy(SimpleBudget),
+    **{f"fixed {nodes}": Policy(lambda _, nodes=nodes: FixedBudget(nodes)) for nodes in FIXED},  # type: ignore[misc]
+    "adaptive, never trims": Policy(lambda table: AdaptiveBudget(table, "never")),
+    "adaptive, trims all alike": Policy(lambda table: AdaptiveBudget(table, "alike")),
+    "adaptive, believes the drafter": _adaptive((calibration, "_PRIOR", 1e9)),
+    "adaptive, believes the table": _adaptive((cost_model, "_PACE", 0.0)),
+    "adaptive, no margin": _adaptive((adaptive, "_MARGIN", 0.0)),
+    "adaptive, pauses of 8 steps": _adaptive((adaptive, "_FIRST_PAUSE", 8), (adaptive, "_LONGEST_PAUSE", 8)),
+    "adaptive, no looks": _adaptive((adaptive, "_LOOK_EVERY", 10**9)),
+    "adaptive, whole searches": _adaptive((adaptive, "_SLACK", 0.0)),
+    "adaptive, pace 0.3": _adaptive((adaptive, "_PACE", 0.3)),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One policy at one batch size, in one round: tokens, seconds, steps of the engine, and accepted draft tokens."""
+
+    policy: str
+    batch: int
+    round: int
+    tokens: int
+    seconds: float
+    beta: float
+    nodes: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, write the record and its table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help=f"folder for {RECORD_FILE} and {TABLE_FILE}")
+    parser.add_argument("--model", default=str(EMBEDDED_BASE), help="base (default: the embedded one)")
+    parser.add_argument("--drafter", default="ctc", help="(default: %(default)s)")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    args = parser.parse_args(given)
+    base, tokenizer = in_passing_thread(lambda: load_base(args.model)), load_tokenizer(args.model)
+    command = shlex.join(["python", "-m", "benchmarks.budgets", *given])
+    record: dict[str, Any] = {"environment": environment(base, command), "drafter": args.drafter, "cells": []}
+    for batch in args.batches:
+        cells = measure(base, tokenizer, args, batch)
+        record["cells"] += [asdict(cell) for cell in cells]
+        print(f"batch {batch}\n\n{policy_table(cells)}\n", flush=True)
+    args.output.mkdir(parents=True, exist_ok=True)
+    write_json(args.output / RECORD_FILE, record)
+    write_table(args.output)
+
+
+def measure(base: BaseModel, tokenizer: Any, args: argparse.Namespace, batch: int) -> list[Cell]:
+    """Decode the same prompts by every policy, all of them in every round, and check that the tokens are the same."""
+    requests = requests_of(tokenizer, max(_FEWEST, 2 * batch), args.max_new_tokens)
+    longest = max(len(one.prompt_ids) for one in requests) + args.max_new_tokens
+    config = EngineConfig(batch, longest, max_queue=len(requests))
+
+    def engine(budget: Budget | None) -> Engine:
+        drafter = load_drafter(args.drafter, base, useful_nodes(base.device))
+        return Engine(base, drafter, tokenizer, config, budget=budget)
+
+    default = engine(None).budget
+    assert isinstance(default, AdaptiveBudget)
+    engines = {name: engine(POLICIES[name].make(default.table)) for name in args.policies}
+    cells, order, expected = [], list(engines), None
+    for turn in range(-1, args.rounds):  # the first one warms up
+        random.Random(turn).shuffle(order)
+        for name in order:
+            before = engines[name].state()
+            with POLICIES[name].applied():
+                seconds, made = decode_all(engines[name], requests)
+            after = engines[name].state()
+            tokens = [one.token_ids for one in made]
+            expected = expected or tokens
+            if tokens != expected:
+                raise AssertionError(f"{name} gave other tokens at batch {batch}")
+            steps = after.row_steps - before.row_steps
+            nodes = (after.draft_tokens - before.draft_tokens) / steps
+            count = sum(map(len, tokens))
+            if turn >= 0:
+                cells.append(Cell(name, batch, turn, count, seconds, count / steps, nodes))
+    return cells
+
+
+def requests_of(tokenizer: Any, count: int, max_new_tokens: int) -> list[Request]:
+    """Return `count` greedy requests, of all files in turn."""
+    files = [[one.turns[0] for one in read_questions(file, None)] for file in _QUESTIONS]
+    texts = [files[place % len(files)][place // len(files) % len(files[place % len(files)])] for place in range(count)]
+    prompts = [encode(tokenizer, [{"role": "user", "content": text}]) for text in texts]
+    return [Request(ids, SamplingParams(max_new_tokens)) for ids in prompts]
+
+
+def policy_table(cells: Sequence[Cell]) -> str:
+    """Return the policies of one batch size: medians over the rounds, and of ratios within a round."""
+    by_policy = {
+        name: [cell for cell in cells if cell.policy == name] for name in dict.fromkeys(c.policy for c in cells)
+    }
+    by_policy = {name: sorted(some, key=lambda cell: cell.round) for name, some in by_policy.items()}
+    first = by_policy.get("adaptive") or next(iter(by_policy.values()))
+    return markdown_table(
+        [
+            {
+                "policy": name,
+                "tokens/s": f"{median(cell.rate for cell in some):.0f}",
+                "÷ adaptive": f"{median(one.rate / other.rate for one, other in zip(some, first, strict=True)):.3f}",
+                "β": f"{median(cell.beta for cell in some):.2f}",
+                "nodes a row and step": f"{median(cell.nodes for cell in some):.1f}",
+            }
+            for name, some in by_policy.items()
+        ]
+    )
+
+
+def write_table(folder: Path) -> None:
+    """Write `budgets.md` from `budgets.json` in `folder`."""
+    record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
+    cells = [Cell(**cell) for cell in record["cells"]]
+    about = record["environment"]
+    parts = [
+        "# Budgets",
+        f"{machine(about)}, {about['threads']} threads, {about['dtype']}; greedy; drafter `{record['drafter']}`; "
+        f"medians of {1 + max(cell.round for cell in cells)} rounds, ratios within a round. `{about['command']}`, commit "
+        f"{about['commit']}. All policies gave the same tokens.",
+    ]
+    for batch in dict.fromkeys(cell.batch for cell in cells):
+        parts += [f"## Batch {batch}", policy_table([cell for cell in cells if cell.batch == batch])]
+    (folder / TABLE_FILE).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
