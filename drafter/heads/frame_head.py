@@ -46,6 +46,7 @@ class FrameHead(DraftHead):
         A head may compute here, once, whatever follows from the weights alone. The search that it returns may use
         `Ask.least_probability` to leave out improbable prefixes.
         """
+        prepack(self)
         return lambda states, recent, size, least: self.search(states, recent, base, size, tree)
 
     def frames_for(self, size: int, tree: Tree) -> int | None:
@@ -72,7 +73,6 @@ class FrameHead(DraftHead):
     def drafter(self, base: BaseModel, nodes: int, tree: Tree = "exact") -> FrameDrafter:
         """See `DraftHead.drafter`."""
         self.refuse_tree(tree)
-        prepack(self)
         return FrameDrafter(self, base, nodes, tree)
 
 

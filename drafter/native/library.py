@@ -1,4 +1,4 @@
-"""The compiled library as Python sees it: its structures and functions, and weights laid out for it."""
+"""The compiled library as Python sees it: its functions, and weights laid out for it."""
 
 from __future__ import annotations
 
@@ -7,132 +7,19 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from drafter.native.build import library_path
-
-Pointer = ctypes.c_void_p
-_I64, _I32, _F32 = ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-
-
-class MatrixStruct(ctypes.Structure):
-    """`Matrix` of products.h."""
-
-    _fields_ = (
-        ("weights", Pointer),
-        ("bias", Pointer),
-        ("inputs", _I64),
-        ("outputs", _I64),
-        ("half", _I32),
-        ("unused", _I32),
-    )
-
-
-class LayerStruct(ctypes.Structure):
-    """`Layer` of decoder.cpp."""
-
-    _fields_ = (
-        ("attention_norm", Pointer),
-        ("mlp_norm", Pointer),
-        ("query_norm", Pointer),
-        ("key_norm", Pointer),
-        ("qkv", MatrixStruct),
-        ("output", MatrixStruct),
-        ("gate_up", MatrixStruct),
-        ("down", MatrixStruct),
-    )
-
-
-class DecoderStruct(ctypes.Structure):
-    """`Decoder` of decoder.cpp."""
-
-    _fields_ = (
-        ("layers", ctypes.POINTER(LayerStruct)),
-        ("embedding", Pointer),
-        ("final_norm", Pointer),
-        ("head", MatrixStruct),
-        ("cosines", Pointer),
-        ("sines", Pointer),
-        ("layer_count", _I64),
-        ("positions", _I64),
-        ("hidden", _I64),
-        ("heads", _I64),
-        ("kv_heads", _I64),
-        ("head_size", _I64),
-        ("intermediate", _I64),
-        ("vocabulary", _I64),
-        ("epsilon", _F32),
-        ("scale", _F32),
-    )
-
-
-class ForwardStruct(ctypes.Structure):
-    """`Forward` of decoder.cpp."""
-
-    _fields_ = (
-        ("keys", ctypes.POINTER(Pointer)),
-        ("values", ctypes.POINTER(Pointer)),
-        ("capacity", _I64),
-        ("first_slot", _I64),
-        ("rows", _I64),
-        ("nodes", _I64),
-        ("tokens", Pointer),
-        ("lengths", Pointer),
-        ("depths", Pointer),
-        ("ancestors", Pointer),
-        ("which", Pointer),
-        ("count", _I64),
-        ("taps", Pointer),
-        ("tap_count", _I64),
-        ("hidden", Pointer),
-        ("logits", Pointer),
-        ("logits_from", _I64),
-        ("threads", _I64),
-    )
-
-
-class JointLayerStruct(ctypes.Structure):
-    """`JointLayer` of joint.cpp."""
-
-    _fields_ = (
-        ("norm_weight", Pointer),
-        ("norm_bias", Pointer),
-        ("inner", MatrixStruct),
-        ("out", MatrixStruct),
-    )
-
-
-class JointStruct(ctypes.Structure):
-    """`Joint` of joint.cpp."""
-
-    _fields_ = (
-        ("out", MatrixStruct),
-        ("layers", ctypes.POINTER(JointLayerStruct)),
-        ("norm_weight", Pointer),
-        ("norm_bias", Pointer),
-        ("blank_weight", Pointer),
-        ("blank_bias", Pointer),
-        ("head", MatrixStruct),
-        ("layer_count", _I64),
-        ("terms", _I64),
-        ("hidden", _I64),
-    )
-
-
-class ScoreStruct(ctypes.Structure):
-    """`Score` of joint.cpp."""
-
-    _fields_ = (
-        ("frame_states", Pointer),
-        ("frame_terms", Pointer),
-        ("state_stride", _I64),
-        ("term_stride", _I64),
-        ("rows", Pointer),
-        ("label_terms", Pointer),
-        ("count", _I64),
-        ("shares", Pointer),
-        ("blanks", Pointer),
-        ("threads", _I64),
-    )
+from drafter.native.structures import (
+    DecoderStruct,
+    ForwardStruct,
+    FrameLayersStruct,
+    FramesStruct,
+    JointStruct,
+    MatrixStruct,
+    Pointer,
+    SearchStruct,
+)
 
 
 @cache
@@ -143,17 +30,19 @@ def library() -> ctypes.CDLL:
         BuildError: It cannot be compiled here.
     """
     loaded = ctypes.CDLL(str(library_path()))
-    loaded.drafter_lanes.restype = _I64
-    loaded.drafter_takes_heads_of.restype = _I32
-    loaded.drafter_takes_heads_of.argtypes = [_I64]
-    loaded.drafter_packed_bytes.restype = _I64
-    loaded.drafter_packed_bytes.argtypes = [_I64, _I64, _I32]
+    loaded.drafter_lanes.restype = ctypes.c_int64
+    loaded.drafter_takes_heads_of.restype = ctypes.c_int32
+    loaded.drafter_takes_heads_of.argtypes = [ctypes.c_int64]
+    loaded.drafter_packed_bytes.restype = ctypes.c_int64
+    loaded.drafter_packed_bytes.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int32]
     loaded.drafter_pack.restype = None
-    loaded.drafter_pack.argtypes = [Pointer, _I64, Pointer, _I64, _I32, Pointer]
-    loaded.drafter_forward.restype = _I32
+    loaded.drafter_pack.argtypes = [Pointer, ctypes.c_int64, Pointer, ctypes.c_int64, ctypes.c_int32, Pointer]
+    loaded.drafter_forward.restype = ctypes.c_int32
     loaded.drafter_forward.argtypes = [ctypes.POINTER(DecoderStruct), ctypes.POINTER(ForwardStruct)]
-    loaded.drafter_score.restype = None
-    loaded.drafter_score.argtypes = [ctypes.POINTER(JointStruct), ctypes.POINTER(ScoreStruct)]
+    loaded.drafter_search.restype = None
+    loaded.drafter_search.argtypes = [ctypes.POINTER(JointStruct), ctypes.POINTER(SearchStruct)]
+    loaded.drafter_frames.restype = None
+    loaded.drafter_frames.argtypes = [ctypes.POINTER(FrameLayersStruct), ctypes.POINTER(FramesStruct)]
     return loaded
 
 
@@ -206,3 +95,32 @@ def gated_order(size: int) -> Tensor:
     columns = torch.arange(-(-size // lanes) * lanes).view(-1, 1, lanes)
     both = torch.cat([columns, columns + size], 1)
     return torch.where(columns < size, both, -1).flatten()
+
+
+class PackedWeights:
+    """Weights that the library reads, kept alive as long as this object is."""
+
+    def __init__(self) -> None:
+        self._kept: list[object] = []
+
+    def matrix(self, weight: Tensor, bias: Tensor | None = None, order: Tensor | None = None) -> MatrixStruct:
+        """Lay out a matrix; see `PackedMatrix`."""
+        packed = PackedMatrix(weight, bias, order)
+        self._kept.append(packed)
+        return packed.struct()
+
+    def gated(self, weight: Tensor, bias: Tensor | None = None) -> MatrixStruct:
+        """Lay out the first matrix `[2 m, d]` of a gated MLP, whose first half is the gate."""
+        return self.matrix(weight, bias, gated_order(len(weight) // 2))
+
+    def after_gate(self, weight: Tensor, bias: Tensor | None = None) -> MatrixStruct:
+        """Lay out the second matrix `[d, m]` of a gated MLP, with inputs that are always zero up to whole vectors."""
+        return self.matrix(F.pad(weight, (0, -weight.shape[1] % library().drafter_lanes())), bias)
+
+    def address(self, tensor: Tensor | None) -> int | None:
+        """Return where a tensor's numbers are; None for None."""
+        if tensor is None:
+            return None
+        tensor = tensor.detach().contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()

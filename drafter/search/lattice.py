@@ -10,7 +10,9 @@ There is no repeat rule, so "00" is an ordinary path. Frame `j` may hold label `
 `u ≤ j < u + band`. Mass that leaves the band is lost to longer prefixes, so `π` still falls along a path. With a band
 of 1 only the tokens matter, and the search finds the best trie of conditional distributions, one for each depth.
 
-The search goes level by level with a beam. It is written once, over two backends (see `lattice_backend`).
+The search goes level by level with a beam. On a GPU it does the same work whatever the tensors hold, so it can be
+recorded as a graph, and the host never waits for a result. On a CPU it leaves out what cannot be in the tree.
+`heads.ctc.native_search` is the same search for a CTC head on a CPU, in one call.
 """
 
 from __future__ import annotations
@@ -23,9 +25,6 @@ from torch import Tensor
 
 from drafter import devices
 from drafter.search.contract import LabelModel
-from drafter.search.lattice_backend import Array, Backend, Paths
-from drafter.search.lattice_on_device import OnDevice
-from drafter.search.lattice_on_host import OnHost
 from drafter.tree.token_tree import TokenTree, root_only
 from drafter.tree.trie import from_nodes
 
@@ -43,7 +42,6 @@ def best_lattice_trie(
     size: int,
     beam: int | None = None,
     least: float = 0.0,
-    backend: Backend | None = None,
 ) -> TokenTree:
     """Find the `size`-node trie of the most probable prefixes.
 
@@ -55,29 +53,57 @@ def best_lattice_trie(
         depth: Longest prefix.
         size: Nodes of each tree, root included.
         beam: Prefixes kept at each depth. None keeps as many as the tree could hold, which makes the search exact.
-        least: On a CPU, paths of no higher probability are not extended, and frames are not asked about paths that
-            reach them with no more mass. A GPU ignores it, because its work must not depend on the tensors.
-        backend: None takes `OnDevice` on an asynchronous device and `OnHost` on a CPU.
+        least: On a CPU, prefixes of no higher probability are not extended.
 
     Returns:
         Trees `[B, size]`; rows with fewer possible prefixes are padded.
     """
-    if backend is None:
-        backend = OnDevice(pending.device) if devices.is_asynchronous(pending.device) else OnHost(least)
-    search = _Search(model, backend, len(pending))
-    paths = search.roots(pending)
+    paths = _roots(model, len(pending), pending.device)
     levels: list[_Level] = []
     for level in range(min(depth, frames)):
         keep = min(size - 1 - level, beam or size)
         if keep < 1:
             break
-        emissions = search.emissions(range(level, min(level + band, frames)), paths)
-        levels.append(search.best_of_rows(emissions, paths, keep))
-        chosen = backend.promising([one.probs for one in levels], size)
-        if chosen is None:
+        emissions = _emissions(model, range(level, min(level + band, frames)), paths)
+        levels.append(_best_of_rows(emissions, paths, len(pending), keep))
+        chosen = None if devices.is_asynchronous(pending.device) else _promising(levels, size, least)
+        if chosen is not None and not len(chosen):
             break
-        paths = search.extended(paths, emissions, levels[-1], chosen)
-    return search.tree(pending, levels, size)
+        paths = _extended(model, paths, emissions, levels[-1], chosen)
+    if not levels:
+        return root_only(pending)
+    tokens, parents, probs = (
+        torch.cat(parts, 1) for parts in zip(*((one.tokens, one.parents, one.probs) for one in levels), strict=True)
+    )
+    widths = [one.tokens.shape[1] for one in levels]
+    depths = [torch.full((width,), at, device=pending.device) for at, width in enumerate(widths, start=1)]
+    return from_nodes(pending, tokens, parents, torch.cat(depths), probs.log(), size)
+
+
+@dataclass(frozen=True)
+class _Paths:
+    """The paths of one level that the next level extends: M of the B · W there are, by row.
+
+    Args:
+        rows: `[M]` row of each path.
+        places: `[M]` place of each path among the B · W; None if M is all of them.
+        width: W.
+        nodes: `[M]` index of its last node among all candidates of its row; -1 for the root.
+        probs: `[M]` prefix probability of the path.
+        arrival: One `[M]` for each frame of the band: the mass that arrives at the frame with the path's last token.
+            Frames past the end of the list have none.
+        state: `[M, ...]` state of the label model.
+        before: Candidates of each row at this level and the levels above.
+    """
+
+    rows: Tensor
+    places: Tensor | None
+    width: int
+    nodes: Tensor
+    probs: Tensor
+    arrival: Sequence[Tensor]
+    state: Tensor
+    before: int
 
 
 @dataclass(frozen=True)
@@ -86,11 +112,11 @@ class _Emissions:
 
     Args:
         masses: K times `[M]`: probability that the path is complete before the frame and that the frame emits a token.
-        shares: K times `[M, V]`: each token's share of that mass.
+        shares: `[M, K, V]`: each token's share of that mass.
     """
 
-    masses: Sequence[Array]
-    shares: Sequence[Tensor]
+    masses: Sequence[Tensor]
+    shares: Tensor
 
 
 @dataclass(frozen=True)
@@ -104,103 +130,79 @@ class _Level:
         paths: `[B, K]` the path that it extends.
     """
 
-    tokens: Array
-    parents: Array
-    probs: Array
-    paths: Array
+    tokens: Tensor
+    parents: Tensor
+    probs: Tensor
+    paths: Tensor
 
 
-class _Search:
-    """The steps of the search at one level.
+def _roots(model: LabelModel, batch: int, device: torch.device) -> _Paths:
+    """Return the empty path of each row. All its mass arrives before the first frame."""
+    rows, whole = torch.arange(batch, device=device), torch.ones(batch, device=device)
+    return _Paths(rows, None, 1, torch.full_like(rows, -1), whole, [whole], model.start(), before=0)
 
-    Args:
-        model: Gives each token's probability after a path.
-        backend: Computes.
-        batch: B.
+
+def _emissions(model: LabelModel, band: range, paths: _Paths) -> _Emissions:
+    """Run the recursion over a band: a blank leaves mass to the next frame, a token takes it away."""
+    # All frames are scored at once: few large kernels take less time than many small ones.
+    shares, blanks = model.score(band.start, band.stop, paths.rows, paths.state)
+    masses: list[Tensor] = []
+    reached = paths.arrival[0]
+    for place, blank in enumerate(blanks.unbind(1), start=1):
+        masses.append(reached * (1.0 - blank))
+        reached = reached * blank
+        if place < len(paths.arrival):
+            reached = reached + paths.arrival[place]
+    return _Emissions(masses, shares)
+
+
+def _best_of_rows(emissions: _Emissions, paths: _Paths, batch: int, keep: int) -> _Level:
+    """Find the best continuations of each row: first the best of each path, because that is far less to sort."""
+    scores = emissions.shares[:, 0] * emissions.masses[0][:, None]
+    for place, mass in enumerate(emissions.masses[1:], start=1):
+        scores = torch.addcmul(scores, mass[:, None], emissions.shares[:, place])
+    best, names = scores.topk(min(keep, scores.shape[1]))
+    options = best.shape[1]
+    path_at = torch.arange(batch * paths.width, device=best.device)
+    if paths.places is not None:
+        best = best.new_zeros(batch * paths.width, options).index_copy_(0, paths.places, best)
+        path_at = torch.zeros_like(path_at).index_copy_(0, paths.places, torch.arange(len(names), device=best.device))
+    by_row = best.view(batch, -1)
+    probs, index = by_row.topk(min(keep, by_row.shape[1]))
+    row = torch.arange(batch, device=index.device)[:, None]
+    path = path_at[row * paths.width + index // options]
+    # Rounding must not lift a sure token above the token before it.
+    probs = torch.minimum(probs, paths.probs[path])
+    return _Level(names[path, index % options], paths.nodes[path], probs, path)
+
+
+def _promising(levels: Sequence[_Level], size: int, least: float) -> Tensor:
+    """Return which nodes of the last level may have children in the tree, as places in it `[B * K]`.
+
+    They are in the best tree of all candidates so far: no other node can have a child in a tree of that size.
     """
+    last = levels[-1].probs
+    wanted = last > least
+    found = torch.cat([level.probs for level in levels], 1)
+    if found.shape[1] >= size - 1:
+        wanted &= last > found.topk(size - 1).values[:, -1:]
+    return wanted.flatten().nonzero()[:, 0]
 
-    def __init__(self, model: LabelModel, backend: Backend, batch: int) -> None:
-        self._model, self._backend, self._batch = model, backend, batch
-        self._each = backend.arange(batch)[:, None]
 
-    def roots(self, pending: Tensor) -> Paths:
-        """Return the empty path of each row. All its mass arrives before the first frame."""
-        whole = self._backend.array(torch.ones_like(pending, dtype=torch.float32))
-        places = self._backend.array(torch.zeros_like(pending))
-        return Paths(self._each[:, 0], places, whole, [whole], self._model.start(), width=1, before=-1)
-
-    def emissions(self, band: range, paths: Paths) -> _Emissions:
-        """Run the recursion over a band: a blank leaves mass to the next frame, a token takes it away."""
-        ask = self._backend.ask(self._model, band, paths)
-        masses: list[Array] = []
-        shares: list[Tensor] = []
-        reached = paths.arrival[0]
-        for place, frame in enumerate(band, start=1):
-            answer = ask(frame, reached)
-            if answer is None:
-                break
-            share, blank = answer
-            masses.append(reached * (1.0 - blank))
-            shares.append(share)
-            reached = reached * blank
-            if place < len(paths.arrival):
-                reached = reached + paths.arrival[place]
-        return _Emissions(masses, shares)
-
-    def best_of_rows(self, emissions: _Emissions, paths: Paths, keep: int) -> _Level:
-        """Find the best continuations of each row: first the best of each path, because that is far less to sort."""
-        scores, names = self._best_of_paths(emissions, keep)
-        by_row, path_at = self._backend.by_row(scores, paths, self._batch)
-        _, width, options = by_row.shape
-        probs, index = map(self._backend.array, by_row.flatten(1).topk(min(keep, width * options)))
-        path = path_at[self._each * width + index // options]
-        # Rounding must not lift a sure token above the token before it.
-        probs = self._backend.minimum(probs, paths.probs[path])
-        return _Level(names[path, index % options], paths.nodes[path], probs, path)
-
-    def _best_of_paths(self, emissions: _Emissions, keep: int) -> tuple[Array, Array]:
-        """Return prefix probabilities and tokens `[M, k]` of the likeliest continuations of each path."""
-        array, tensor = self._backend.array, self._backend.tensor
-        masses, shares = emissions.masses, emissions.shares
-        keep = min(keep, shares[0].shape[1])
-        if len(shares) == 1:
-            # The order of one frame's tokens does not depend on its mass. On a CPU this is the usual case, because
-            # blanks are rare.
-            best, tokens = map(array, shares[0].topk(keep))
-            return best * masses[0][:, None], tokens
-        scores = shares[0] * tensor(masses[0])[:, None]
-        for mass, share in zip(masses[1:], shares[1:], strict=True):
-            scores.addcmul_(tensor(mass)[:, None], share)
-        best, tokens = map(array, scores.topk(keep))
-        return best, tokens
-
-    def extended(self, paths: Paths, emissions: _Emissions, level: _Level, chosen: Array | slice) -> Paths:
-        """Return the paths to the `chosen` candidates of a level."""
-        array, tensor = self._backend.array, self._backend.tensor
-        width = level.paths.shape[1]
-        path, token = level.paths.reshape(-1)[chosen], level.tokens.reshape(-1)[chosen]
-        state = paths.state.index_select(0, tensor(path))
-        return Paths(
-            rows=paths.rows[path],
-            places=self._backend.arange(self._batch * width)[chosen] % width,
-            probs=level.probs.reshape(-1)[chosen],
-            arrival=[
-                mass[path] * array(share)[path, token]
-                for mass, share in zip(emissions.masses, emissions.shares, strict=True)
-            ],
-            state=self._model.extend(state, tensor(token)),
-            width=width,
-            before=paths.before + paths.width,
-        )
-
-    def tree(self, pending: Tensor, levels: Sequence[_Level], size: int) -> TokenTree:
-        """Return the best tree of all candidates."""
-        if not levels:
-            return root_only(pending)
-        tokens, parents, probs = (
-            torch.cat([self._backend.tensor(part) for part in parts], 1)
-            for parts in zip(*((one.tokens, one.parents, one.probs) for one in levels), strict=True)
-        )
-        widths = [one.tokens.shape[1] for one in levels]
-        depths = [torch.full((width,), depth, device=pending.device) for depth, width in enumerate(widths, start=1)]
-        return from_nodes(pending, tokens, parents, torch.cat(depths), probs.log(), size)
+def _extended(model: LabelModel, paths: _Paths, emissions: _Emissions, level: _Level, chosen: Tensor | None) -> _Paths:
+    """Return the paths to the `chosen` candidates of a level; to all for None."""
+    batch, width = level.paths.shape
+    nodes = (paths.before + torch.arange(width, device=level.paths.device)).repeat(batch)
+    path, token, probs = level.paths.flatten(), level.tokens.flatten(), level.probs.flatten()
+    if chosen is not None:
+        path, token, probs, nodes = path[chosen], token[chosen], probs[chosen], nodes[chosen]
+    return _Paths(
+        rows=paths.rows[path],
+        places=chosen,
+        width=width,
+        nodes=nodes,
+        probs=probs,
+        arrival=[mass[path] * emissions.shares[path, at, token] for at, mass in enumerate(emissions.masses)],
+        state=model.extend(paths.state.index_select(0, path), token),
+        before=paths.before + width,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,7 @@ class NotLlamaLikeError(Exception):
     """A model has another structure; the message says what differs."""
 
 
-@dataclass(frozen=True)
-class Linear:
+class Linear(NamedTuple):
     """Weights `[outputs, inputs]` and bias `[outputs]` of linear layers with the same input, one after another."""
 
     weight: Tensor

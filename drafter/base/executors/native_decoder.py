@@ -14,20 +14,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from drafter.base.executors.contract import TreeNodes
-from drafter.base.executors.llama_like import Linear, LlamaLike, NotLlamaLikeError
+from drafter.base.executors.llama_like import LlamaLike, NotLlamaLikeError
 from drafter.base.kv_cache import KVCache
-from drafter.native.library import (
-    DecoderStruct,
-    ForwardStruct,
-    LayerStruct,
-    PackedMatrix,
-    Pointer,
-    gated_order,
-    library,
-)
+from drafter.native.library import PackedWeights, library
+from drafter.native.structures import DecoderStruct, ForwardStruct, LayerStruct, Pointer
 
 
 @dataclass(frozen=True)
@@ -69,24 +61,24 @@ class NativeDecoder:
         if not library().drafter_takes_heads_of(decoder.head_size):
             raise NotLlamaLikeError(f"its heads have {decoder.head_size} numbers")
         self._decoder = decoder
-        self._kept: list[object] = []
+        self._weights = weights = PackedWeights()
         layers = (LayerStruct * len(decoder.layers))()
         for struct, layer in zip(layers, decoder.layers, strict=True):
-            struct.attention_norm = self._address(layer.attention_norm)
-            struct.mlp_norm = self._address(layer.mlp_norm)
-            struct.query_norm = self._address(layer.query_norm)
-            struct.key_norm = self._address(layer.key_norm)
-            struct.qkv = self._matrix(layer.qkv)
-            struct.output = self._matrix(layer.output)
-            struct.gate_up = self._matrix(layer.gate_up, gated_order(len(layer.gate_up.weight) // 2))
-            struct.down = self._matrix(_whole_vectors(layer.down))
+            struct.attention_norm = weights.address(layer.attention_norm)
+            struct.mlp_norm = weights.address(layer.mlp_norm)
+            struct.query_norm = weights.address(layer.query_norm)
+            struct.key_norm = weights.address(layer.key_norm)
+            struct.qkv = weights.matrix(*layer.qkv)
+            struct.output = weights.matrix(*layer.output)
+            struct.gate_up = weights.gated(*layer.gate_up)
+            struct.down = weights.after_gate(*layer.down)
         self._layers = layers
         self._vocabulary, self._hidden = decoder.embedding.shape
         self._struct = DecoderStruct(
             layers=layers,
-            embedding=self._address(decoder.embedding),
-            final_norm=self._address(decoder.final_norm),
-            head=self._matrix(decoder.head),
+            embedding=weights.address(decoder.embedding),
+            final_norm=weights.address(decoder.final_norm),
+            head=weights.matrix(*decoder.head),
             positions=0,
             layer_count=len(decoder.layers),
             hidden=self._hidden,
@@ -202,21 +194,3 @@ class NativeDecoder:
             self._rotations = self._decoder.rotations(count)
             self._struct.cosines, self._struct.sines = (part.data_ptr() for part in self._rotations)
             self._struct.positions = count
-
-    def _matrix(self, linear: Linear, order: Tensor | None = None) -> object:
-        packed = PackedMatrix(linear.weight, linear.bias, order)
-        self._kept.append(packed)
-        return packed.struct()
-
-    def _address(self, tensor: Tensor | None) -> int | None:
-        if tensor is None:
-            return None
-        tensor = tensor.contiguous()
-        self._kept.append(tensor)
-        return tensor.data_ptr()
-
-
-def _whole_vectors(linear: Linear) -> Linear:
-    """Return a layer with inputs, which are always zero, added up to a multiple of the library's vectors."""
-    missing = -linear.weight.shape[1] % library().drafter_lanes()
-    return Linear(F.pad(linear.weight, (0, missing)), linear.bias)

@@ -7,8 +7,6 @@ the last labels, and the search is that of a lattice.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,12 +19,11 @@ from drafter.heads.ctc.ctc_config import CTCHeadConfig
 from drafter.heads.ctc.ctc_frames import CTCFrames
 from drafter.heads.ctc.ctc_losses import ctc_loss, lattice_prefix_loss, prefix_loss
 from drafter.heads.ctc.frame_lattice import FrameLattice
-from drafter.heads.ctc.prepared_lattice import PreparedLattices
+from drafter.heads.ctc.native_search import NativeSearch, TooLargeError
 from drafter.heads.draft_batch import DraftBatch
 from drafter.heads.frame_head import Search, last_tokens
 from drafter.heads.losses import Labels, LossSum, cross_entropy
 from drafter.native.build import BuildError
-from drafter.search.contract import LabelModel
 from drafter.search.ctc_prefix import best_trie
 from drafter.search.lattice import LATTICE_BEAM, best_lattice_trie
 from drafter.search.product import best_product_trie
@@ -108,7 +105,8 @@ class CTCHead(CTCFrames):
         """Return the best trie of the frames, or the published tree; see `FrameHead.search`."""
         config, pending = self.config, recent[:, -1]
         if config.label_context:
-            return self._search_lattice(partial(FrameLattice, self, base), states, recent, size, 0.0)
+            frames, model = states.shape[1], FrameLattice(self, base, states, recent)
+            return best_lattice_trie(model, pending, frames, config.band, config.depth, size, LATTICE_BEAM)
         if config.loss == "ce":
             log_probs = self.token_log_probs(states, self.output(base).lm_head)
             if tree == "static":
@@ -121,22 +119,12 @@ class CTCHead(CTCFrames):
 
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
         """See `FrameHead.prepared_search`."""
-        if not self.config.label_context or devices.is_asynchronous(base.device) or base.dtype != torch.float32:
-            return super().prepared_search(base, tree)
-        lattices: Callable[[Tensor, Tensor], LabelModel]
-        try:
-            lattices = PreparedLattices(self, base)
-        except BuildError as reason:
-            _log.warning("the CTC head drafts without the native library, which is slower: %s", reason)
-            lattices = partial(FrameLattice, self, base)
-        return partial(self._search_lattice, lattices)
-
-    def _search_lattice(
-        self, lattices: Callable[[Tensor, Tensor], LabelModel], states: Tensor, recent: Tensor, size: int, least: float
-    ) -> TokenTree:
-        config, frames = self.config, states.shape[1]
-        model = lattices(states, recent)
-        return best_lattice_trie(model, recent[:, -1], frames, config.band, config.depth, size, LATTICE_BEAM, least)
+        if self.config.label_context and not devices.is_asynchronous(base.device) and base.dtype == torch.float32:
+            try:
+                return NativeSearch(self, base, LATTICE_BEAM)
+            except (BuildError, TooLargeError) as reason:
+                _log.warning("the CTC head drafts without the native library, which is slower: %s", reason)
+        return super().prepared_search(base, tree)
 
     def frames_for(self, size: int, tree: Tree) -> int | None:
         """Return the frames that some level of the tree can use; see `FrameHead.frames_for`."""

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
+from drafter import devices
 from drafter.base.causal_lm import BaseModel
+from drafter.base.executors.prepacked import prepack
 from drafter.heads.modules.attention_layers import AttentionLayers
 from drafter.heads.modules.attention_reader import AttentionReader
 from drafter.heads.modules.contract import DraftModule, FrameReader
+from drafter.heads.modules.native_attention_reader import NativeAttentionReader
+from drafter.native.build import BuildError
+
+_log = logging.getLogger(__name__)
 
 
 class AttentionModule(AttentionLayers, DraftModule):
@@ -33,4 +41,10 @@ class AttentionModule(AttentionLayers, DraftModule):
 
     def reader(self, base: BaseModel, fresh: int) -> FrameReader:
         """Return a reader with a KV cache of every slot's fused context."""
+        if not devices.is_asynchronous(base.device) and base.dtype == torch.float32:
+            try:
+                return NativeAttentionReader(self, base, fresh)
+            except (BuildError, ValueError) as reason:
+                _log.warning("the head drafts without the native library, which is slower: %s", reason)
+        prepack(self)
         return AttentionReader(self, base, fresh)

@@ -22,7 +22,7 @@ _PROMPT_ENTRIES = 4096
 
 
 @dataclass(frozen=True)
-class _Entries:
+class Entries:
     """Entries of the texts of several slots, in one list.
 
     Args:
@@ -120,7 +120,7 @@ class AttentionReader(FrameReader):
         rotation = self._rotation[torch.cat([positions, ahead.flatten()])]
         return module.frames(fused[None], fused[None, ends], frames, rotation[None], mask, memory)[0]
 
-    def _remember(self, context: DraftContext, entries: _Entries) -> None:
+    def _remember(self, context: DraftContext, entries: Entries) -> None:
         """Read entries without computing frames after them."""
         positions, fused = self._fused(context, entries)
         store = partial(self._store, positions + entries.slots * self._length)
@@ -131,27 +131,32 @@ class AttentionReader(FrameReader):
         self._cache[layer, 0].index_copy_(0, places, keys[0])
         self._cache[layer, 1].index_copy_(0, places, values[0])
 
-    def _fused(self, context: DraftContext, entries: _Entries) -> tuple[Tensor, Tensor]:
+    def _fused(self, context: DraftContext, entries: Entries) -> tuple[Tensor, Tensor]:
         """Return the positions `[E]` of entries and the fused entries `[E, d]`."""
+        positions, embeddings, hidden = self._inputs(context, entries)
+        return positions, self._module.fuse(embeddings, hidden)
+
+    def _inputs(self, context: DraftContext, entries: Entries) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the positions `[E]` of entries, and `[E, d]` their embeddings and the hidden states before them."""
         assert context.hidden is not None
         slots = entries.slots
         # A text shorter than `_usual` has its first entry asked for several times; it is the same each time.
         positions = (context.lengths[slots] - entries.back).clamp_min(0)
         hidden = context.hidden[slots, (positions - 1).clamp_min(0)].to(self._base.dtype) * (positions > 0)[:, None]
-        return positions, self._module.fuse(self._base.embed(context.tokens[slots, positions]), hidden)
+        return positions, self._base.embed(context.tokens[slots, positions]), hidden
 
-    def _recent(self, rows: int) -> tuple[_Entries, Tensor]:
+    def _recent(self, rows: int) -> tuple[Entries, Tensor]:
         """Return the entries that `rows` rows may have new, and which of them belong to pending tokens, `[rows]`."""
         if not self._behind:
             return self._sent(*_last_entries(np.arange(rows), self._new)), torch.from_numpy(self._new.cumsum() - 1)
         back = torch.arange(self._usual - 1, -1, -1, device=self._slot.device)
         slots = self._slot[:rows, None].expand(-1, self._usual)
-        return _Entries(slots.flatten(), back.repeat(rows)), (self._slot[:rows] + 1) * self._usual - 1
+        return Entries(slots.flatten(), back.repeat(rows)), (self._slot[:rows] + 1) * self._usual - 1
 
-    def _sent(self, slots: Ids, back: Ids) -> _Entries:
+    def _sent(self, slots: Ids, back: Ids) -> Entries:
         """Return entries on the device."""
         device = self._base.device
-        return _Entries(*(devices.send(torch.from_numpy(part), device) for part in (slots, back)))
+        return Entries(*(devices.send(torch.from_numpy(part), device) for part in (slots, back)))
 
 
 def _last_entries(slots: Ids, counts: Ids) -> tuple[Ids, Ids]:

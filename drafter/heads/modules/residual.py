@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafter.base.causal_lm import BaseModel
+from drafter.base.executors.prepacked import prepack
 from drafter.drafters.contract import DraftContext
 from drafter.heads.modules.contract import DraftModule, FrameReader, hidden_before, newest_hidden
 
@@ -42,6 +43,7 @@ class ResidualBlocks(DraftModule):
 
     def reader(self, base: BaseModel, fresh: int) -> FrameReader:
         """Return a reader without memory."""
+        prepack(self)
         return _ResidualReader(self, base.dtype)
 
 

@@ -10,7 +10,21 @@
 
 #include "vectors.h"
 
+// Sizes of a head, in vectors, that attention is compiled for.
+#define DRAFTER_HEAD_SIZES                                                                                        \
+    DRAFTER_HEAD(1) DRAFTER_HEAD(2) DRAFTER_HEAD(3) DRAFTER_HEAD(4) DRAFTER_HEAD(5) DRAFTER_HEAD(6) DRAFTER_HEAD(8) \
+    DRAFTER_HEAD(10) DRAFTER_HEAD(12) DRAFTER_HEAD(16)
+
 namespace drafter {
+
+// Rotate the halves of a head against each other (RoPE, arXiv 2104.09864, in the layout of Llama).
+inline void rotate(float* head, const float* cosines, const float* sines, int64_t half) {
+    for (int64_t i = 0; i < half; ++i) {
+        const float low = head[i], high = head[half + i];
+        head[i] = low * cosines[i] - high * sines[i];
+        head[half + i] = high * cosines[i] + low * sines[i];
+    }
+}
 
 // Keys or values of one slot and one head: `size` numbers at each position.
 struct Lane {

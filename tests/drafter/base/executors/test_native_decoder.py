@@ -20,6 +20,7 @@ from drafter.base.executors.llama_like import NotLlamaLikeError, read_llama_like
 from drafter.base.executors.native_decoder import NativeDecoder
 from drafter.base.hidden_states import LM_HEAD_INPUT
 from drafter.base.packing import Packing
+from drafter.native import library
 from drafter.native.build import BuildError
 from drafter.native.library import gated_order
 from drafter.tree.token_tree import TokenTree
@@ -243,7 +244,7 @@ def test_without_a_compiler_the_models_own_code_runs_and_a_warning_says_so(
 
 
 def test_other_numbers_are_found_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(native_decoder, "gated_order", lambda size: gated_order(size).flip(0))
+    monkeypatch.setattr(library, "gated_order", lambda size: gated_order(size).flip(0))
     base = BaseModel(model_of("llama"))
     assert base._executor is base._model_code
     assert "gives other numbers" in caplog.text
