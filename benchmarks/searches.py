@@ -1,4 +1,4 @@
-"""Time of a CTC head's lattice search on a CPU, with each backend and each label model.
+"""Time of a CTC head's lattice search on a CPU: in PyTorch, and by our own C++ code.
 
     python -m benchmarks.searches --output benchmarks/results/searches
 
@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -32,15 +31,10 @@ from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.heads.checkpoint import load_head
 from drafter.heads.ctc.ctc_head import CTCHead
-from drafter.heads.ctc.frame_lattice import FrameLattice
-from drafter.heads.ctc.prepared_lattice import PreparedLattices
+from drafter.heads.ctc.native_search import NativeSearch
 from drafter.heads.frame_head import last_tokens
 from drafter.heads.registry import HEADS
-from drafter.search.contract import LabelModel
-from drafter.search.lattice import LATTICE_BEAM, best_lattice_trie
-from drafter.search.lattice_backend import Backend
-from drafter.search.lattice_on_device import OnDevice
-from drafter.search.lattice_on_host import OnHost
+from drafter.search.lattice import LATTICE_BEAM
 from drafter.threads import in_passing_thread
 from drafter.training.targets import draft_batch
 from drafter.training.training_step import base_hidden_states
@@ -51,8 +45,8 @@ _QUESTIONS, _NEW_TOKENS, _ANCHORS = 16, 96, 16
 _REPEATS = 3
 """A search is timed this often for each group of anchors. The least time counts."""
 
-Lattices = Callable[[Tensor, Tensor], LabelModel]
-"""Makes the label model of frame states `[B, F, d]` and last tokens `[B, c]`."""
+Way = Callable[[Tensor, Tensor], object]
+"""Searches with frame states `[B, F, d]` and last tokens `[B, c]`."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +56,16 @@ class Search:
     Args:
         nodes: Number of draft nodes of a tree.
         rows: Number of trees searched together.
-        least: Probability below which `OnHost` may leave out prefixes.
-        on_device: Seconds with `OnDevice` and `FrameLattice`.
-        on_host: Seconds with `OnHost` and `FrameLattice`.
-        prepared: Seconds with `OnHost` and `PreparedLattices`, as decoding on a CPU searches.
+        least: Probability below which the native search may leave out prefixes.
+        in_pytorch: Seconds in PyTorch.
+        native: Seconds in C++, as decoding on a CPU searches.
     """
 
     nodes: int
     rows: int
     least: float
-    on_device: float
-    on_host: float
-    prepared: float
+    in_pytorch: float
+    native: float
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -128,28 +120,21 @@ def frames(head: CTCHead, base: BaseModel, nodes: int) -> tuple[Tensor, Tensor]:
 
 
 def _timed(head: CTCHead, base: BaseModel, nodes: int, least: float, groups: Sequence[tuple[Tensor, Tensor]]) -> Search:
-    plain: Lattices = partial(FrameLattice, head, base)
-    ways: list[tuple[Lattices, Backend]] = [
-        (plain, OnDevice(base.device)),
-        (plain, OnHost(least)),
-        (PreparedLattices(head, base), OnHost(least)),
+    native = NativeSearch(head, base, LATTICE_BEAM)
+    ways: list[Way] = [
+        lambda states, recent: head.search(states, recent, base, nodes + 1, "exact"),
+        lambda states, recent: native(states, recent, nodes + 1, least),
     ]
     seconds: list[list[float]] = [[] for _ in ways]
     for turn, (states, recent) in enumerate(groups):
         for way in [*range(turn % len(ways), len(ways)), *range(turn % len(ways))]:
-            lattices, backend = ways[way]
-            times = [_seconds(head, lattices, backend, states, recent, nodes) for _ in range(_REPEATS)]
-            seconds[way].append(min(times))
+            seconds[way].append(min(_seconds(ways[way], states, recent) for _ in range(_REPEATS)))
     return Search(nodes, len(groups[0][0]), least, *map(median, seconds))
 
 
-def _seconds(head: CTCHead, lattices: Lattices, backend: Backend, states: Tensor, recent: Tensor, nodes: int) -> float:
-    config = head.config
+def _seconds(way: Way, states: Tensor, recent: Tensor) -> float:
     start = time.perf_counter()
-    model = lattices(states, recent)
-    best_lattice_trie(
-        model, recent[:, -1], states.shape[1], config.band, config.depth, nodes + 1, LATTICE_BEAM, backend=backend
-    )
+    way(states, recent)
     return time.perf_counter() - start
 
 
@@ -163,19 +148,16 @@ def write_table(folder: Path) -> str:
                 "draft nodes": one.nodes,
                 "rows": one.rows,
                 "least probability": f"{one.least:.3f}",
-                "OnDevice ms": f"{1e3 * one.on_device:.2f}",
-                "OnHost ms": f"{1e3 * one.on_host:.2f}",
-                "OnHost, prepared ms": f"{1e3 * one.prepared:.2f}",
-                "OnDevice ÷ OnHost": f"{one.on_device / one.on_host:.2f}",
-                "OnHost ÷ prepared": f"{one.on_host / one.prepared:.2f}",
+                "PyTorch ms": f"{1e3 * one.in_pytorch:.2f}",
+                "native ms": f"{1e3 * one.native:.2f}",
+                "PyTorch ÷ native": f"{one.in_pytorch / one.native:.1f}",
             }
             for one in (Search(**search) for search in record["searches"])
         ]
     )
     page = (
         f"# Lattice searches on a CPU\n\n{machine(about)}, {about['threads']} threads, {about['dtype']}; medians. "
-        f"`OnDevice` extends every path and asks every frame. `OnHost` leaves out what is improbable or cannot be in "
-        f"the tree. With prepared lattices it is the search of decoding. `{about['command']}`, commit "
+        f"The native search is that of decoding. `{about['command']}`, commit "
         f"{about['commit']}.\n\n"
         f"{table}\n"
     )
