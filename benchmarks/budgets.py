@@ -3,9 +3,9 @@
     python -m benchmarks.budgets --output benchmarks/results/budgets
     python -m benchmarks.budgets --model-code --rounds 4 --output benchmarks/results/budgets-model-code
 
-Decoding is greedy, of GSM8K's test questions and of chat prompts, half of each. The policies take turns with one engine,
-in another order each round. The native decoder makes plain steps of a small base so cheap that drafting hardly pays;
-with the model's own code it does.
+Decoding is greedy, of GSM8K's test questions and of chat prompts, half of each. The policies share an engine,
+in another order each round. The native decoder makes plain steps of a small base so cheap that drafting hardly pays.
+With the model's own code it does.
 """
 
 from __future__ import annotations
@@ -55,6 +55,17 @@ _QUESTIONS = (_DATA / "gsm8k" / "test.jsonl", _DATA / "chat-prompts" / "question
 
 
 @dataclass
+class _Known:
+    """What the simple policy has seen of steps of about the same number of rows: gain and seconds `[M]` by nodes."""
+
+    gain: Floats
+    seconds: Floats
+    truth: float = 1.0
+    seen: int = 0
+    pause: int = 0
+
+
+@dataclass
 class SimpleBudget:
     """The policy to beat, of few lines: expected accepted tokens ÷ measured latency, with exponential averages.
 
@@ -64,21 +75,18 @@ class SimpleBudget:
 
     table: LatencyTable
     _pace: float = 0.1
-    _look_every: int = 32
-    _truth: float = 1.0
-    _bands: dict[int, tuple[Floats, Floats]] = field(default_factory=dict)
-    _steps: int = 0
+    _share: float = 0.02
+    _bands: dict[int, _Known] = field(default_factory=dict)
 
     def plan(self, rows: int) -> Ask:
-        """The number with the most expected tokens a second, or, now and then, the best but none."""
-        gain, seconds = self._band(rows)
-        rates = (1 + self._truth * gain) / seconds
-        best = int(rates.argmax())
-        self._steps += 1
-        if not best and self._steps % self._look_every == 0:
-            best = 1 + int(rates[1:].argmax())
-        nodes = self.table.nodes[best]
-        return Ask(nodes, 1 / (nodes + 1) if nodes else 0.0)
+        """The number with the most expected tokens a second; now and then the best but none, if that is none."""
+        known = self._known(rows)
+        rates = (1 + known.truth * known.gain) / known.seconds
+        best, drafted = int(rates.argmax()), 1 + int(rates[1:].argmax())
+        if best == 0 and known.seen >= 8 and known.pause > 0:
+            return Ask(0)
+        nodes = self.table.nodes[drafted]
+        return Ask(nodes, 1 / (nodes + 1))
 
     def trim(self, log_probs: Floats) -> Counts:
         """All that was drafted."""
@@ -86,21 +94,27 @@ class SimpleBudget:
 
     def observe(self, step: StepObservation) -> None:
         """Average what was promised, what came true, and the latency."""
-        gain, seconds = self._band(step.rows)
+        known = self._known(step.rows)
         index = self.table.nodes.index(step.asked)
         if step.seconds is not None:
-            seconds[index] += self._pace * (sum(step.seconds) - seconds[index])
-        if step.asked:
-            promised = np.concatenate([[0.0], np.exp(step.promised).mean(0).cumsum()])
-            known = np.minimum(self.table.nodes, step.asked)
-            gain += self._pace * (promised[known] - gain)
-            self._truth += self._pace * (step.accepted.sum() / step.rows / max(promised[-1], 1e-9) - self._truth)
+            known.seconds[index] += self._pace * (sum(step.seconds) - known.seconds[index])
+        if not step.asked:
+            known.pause -= 1
+            return
+        known.seen += 1
+        pace = max(self._pace, 1 / known.seen)
+        promised = np.concatenate([[0.0], np.exp(step.promised).mean(0).cumsum()])
+        size = np.minimum(self.table.nodes, step.asked)
+        known.gain += pace * (promised[size] - known.gain)
+        known.truth += pace * (step.accepted.sum() / step.rows / max(promised[-1], 1e-9) - known.truth)
+        known.pause = int(known.seconds[index] / (self._share * known.seconds[0]))
 
-    def _band(self, rows: int) -> tuple[Floats, Floats]:
-        if rows not in self._bands:
-            verify, draft = self.table.at(rows)
-            self._bands[rows] = np.log1p(np.array(self.table.nodes)) / 2, verify + draft
-        return self._bands[rows]
+    def _known(self, rows: int) -> _Known:
+        band = int(np.abs(np.log(self.table.batches / rows)).argmin())
+        if band not in self._bands:
+            verify, draft = self.table.at(int(self.table.batches[band]))
+            self._bands[band] = _Known(np.log1p(np.array(self.table.nodes)) / 2, verify + draft)
+        return self._bands[band]
 
 
 @dataclass
@@ -163,7 +177,7 @@ POLICIES: dict[str, Policy] = {
     "adaptive, believes the drafter": _adaptive((calibration, "_PRIOR", 1e9)),
     "adaptive, believes the table": _adaptive((cost_model, "_PACE", 0.0)),
     "adaptive, no margin": _adaptive((adaptive, "_MARGIN", 0.0)),
-    "adaptive, pauses of 8 steps": _adaptive((adaptive, "_FIRST_PAUSE", 8), (adaptive, "_LONGEST_PAUSE", 8)),
+    "adaptive, a tenth of the time for looks": _adaptive((adaptive, "_LOOKS", 0.1)),
     "adaptive, no looks": _adaptive((adaptive, "_LOOK_EVERY", 10**9)),
     "adaptive, whole searches": _adaptive((adaptive, "_SLACK", 0.0)),
     "adaptive, pace 0.3": _adaptive((adaptive, "_PACE", 0.3)),

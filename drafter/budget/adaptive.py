@@ -26,8 +26,8 @@ _PACE = 0.1
 """Weight of the newest step in the averages."""
 _MARGIN = 0.03
 """Drafting must promise to be this much faster than plain decoding."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 32, 256
-"""Plain steps before drafting is tried again; each pause is twice as long as the one before it."""
+_LOOKS = 0.02
+"""Share of the time that may go into steps that try drafting again where it did not pay."""
 _LOOK_EVERY = 16
 """Of so many drafted trees one is verified as a whole."""
 _SLACK = 0.75
@@ -41,15 +41,13 @@ class _Band:
     Args:
         gain: `[M]` accepted tokens a row to expect of the best so many nodes.
         seen: Steps that this follows from; fewer count after a pause, as the text has gone on.
-        pause: Plain steps of the next pause.
-        left: Plain steps that are left of this one.
+        left: Plain steps that are left of a pause.
         looking: Whether all of the next tree is verified, to see what its nodes are worth: after a pause, and now and
             then, or what is trimmed would never be known to have become better.
     """
 
     gain: Floats
     seen: int = 0
-    pause: int = _FIRST_PAUSE
     left: int = 0
     looking: bool = True
 
@@ -122,11 +120,9 @@ class AdaptiveBudget:
         band.gain[known] += max(_PACE, 1 / band.seen) * (promised - band.gain[known])
         largest = int(known.sum()) - 1
         band.gain[~known] = band.gain[largest] * self._growth[~known] / self._growth[largest]
-        if self._pays(band, step.rows):
-            band.pause = _FIRST_PAUSE
-        else:
+        if not self._pays(band, step.rows):
             band.seen = min(band.seen, 1)
-            band.left, band.pause = band.pause, min(2 * band.pause, _LONGEST_PAUSE)
+            band.left = self._pause(step.rows, largest)
 
     def _rates(self, band: _Band, rows: int) -> Floats:
         """Tokens per second and row `[M]` to expect of each number of nodes."""
@@ -140,6 +136,11 @@ class AdaptiveBudget:
     def _pays(self, band: _Band, rows: int) -> bool:
         rates = self._rates(band, rows)
         return bool(rates[1:].max() > (1.0 + _MARGIN) * rates[0])
+
+    def _pause(self, rows: int, size: int) -> int:
+        """Plain steps that make up for a step that looks what nodes of the `size`-th number are worth."""
+        verify, draft = self._costs.seconds(rows)
+        return math.ceil((verify[size] + draft[size]) / (_LOOKS * verify[0]))
 
     def _monotone(self, log_probs: Floats) -> Floats:
         """Calibrated probabilities `[B, N]`, made to fall along each row: a node is no likelier than its parent."""

@@ -95,13 +95,13 @@ def test_speculation_is_hardly_slower_than_plain_decoding_where_it_cannot_pay(ri
         assert rate > 0.97 * dear.plain_rate
 
 
-def test_pauses_grow_where_it_does_not_pay_and_end_where_it_does_again() -> None:
+def test_looks_take_little_time_where_drafting_does_not_pay_and_it_drafts_again_where_it_does() -> None:
     budget = AdaptiveBudget(TABLE)
-    asked, _ = World(8, right=0.05, said=0.3).run(budget, 2000)
-    tries = [step for step, nodes in enumerate(asked) if nodes]
-    pauses = np.diff(tries)
-    assert pauses[-1] > 7 * pauses[pauses > 1][0]
-    assert len(tries) < 40
+    world = World(8, right=0.05, said=0.3)
+    world.run(budget, 100)
+    asked, rate = world.run(budget, 2000)
+    assert any(asked)
+    assert rate > 0.97 * world.plain_rate
     asked, _ = World(8, right=0.9, said=0.3).run(budget, 2000)
     assert all(asked[-300:])
 
