@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from drafter import devices
 from drafter.base.packing import Packing
 
 
@@ -110,6 +113,13 @@ class KVCache:
             for (heads, dim, dtype, place), count in members.items()
         ]
         self._starts = torch.arange(slots, device=device) * length
+        # On a CPU the positions that move are few, and numpy takes less time to move them than PyTorch to be called.
+        self._on_host: list[npt.NDArray[np.uint8]] | None = None
+        if all(one.device.type == "cpu" and not devices.is_asynchronous(one.device) for one in self.buffers):
+            self._on_host = [
+                buffer.flatten(1).view(torch.uint8).unflatten(0, (count, -1)).numpy()
+                for buffer, count in zip(self.buffers, members.values(), strict=True)
+            ]
         # `[members, 1]` of each buffer: where its members begin.
         self._members = [torch.arange(count, device=device)[:, None] * (slots * length) for count in members.values()]
 
@@ -171,8 +181,16 @@ class KVCache:
 
         Args:
             lengths: `[B]` committed positions before the step.
-            path: `[B, K]` node ids, rising along each path; entries past a path's end may be anything valid.
+            path: `[B, K]` node ids, rising along each path; entries past a path's end are 0.
         """
+        if self._on_host is not None:
+            starts = (self._starts[: path.shape[0]] + lengths).numpy()
+            nodes = path.numpy()
+            rows, steps_to = (nodes > np.arange(nodes.shape[1])).nonzero()
+            sources, targets = starts[rows] + nodes[rows, steps_to], starts[rows] + steps_to
+            for view in self._on_host:
+                view[:, targets] = view[:, sources]
+            return
         steps = torch.arange(path.shape[1], device=path.device)
         base = self._starts[: path.shape[0]] + lengths
         source, target = (base[:, None] + path).flatten(), (base[:, None] + steps).flatten()

