@@ -43,13 +43,32 @@ def _text_column(values: Iterable[Any]) -> pa.Array:
 
 def unify_types(types: Sequence[pa.DataType]) -> pa.DataType:
     """Return the type that holds values of all `types`: a wider number, a struct with all fields, or else text."""
-    if _have_no_common_number(types):
+    if _have_nothing_in_common(types):
         return pa.string()
     schemas = [pa.schema([("x", one)]) for one in types]
     try:
         return pa.unify_schemas(schemas, promote_options="permissive").field("x").type
     except pa.ArrowException:
         return pa.string()
+
+
+def _have_nothing_in_common(types: Sequence[pa.DataType]) -> bool:
+    """Whether pyarrow has a type for these, or for fields or items of these, that does not hold all values."""
+    structs = [one for one in types if pa.types.is_struct(one)]
+    names = {one.field(index).name for one in structs for index in range(one.num_fields)}
+    inner = [[one.field(name).type for one in structs if one.get_field_index(name) >= 0] for name in sorted(names)]
+    inner.append([one.value_type for one in types if pa.types.is_list(one) or pa.types.is_large_list(one)])
+    return (
+        _have_no_common_number(types)
+        or _have_no_common_time(types)
+        or any(_have_nothing_in_common(some) for some in inner if some)
+    )
+
+
+def _have_no_common_time(types: Sequence[pa.DataType]) -> bool:
+    """Whether some are in nanoseconds, which reach from 1677 to 2262, and others are coarser and reach farther."""
+    units = {getattr(one, "unit", "day") for one in types if pa.types.is_temporal(one)}
+    return "ns" in units and len(units) > 1
 
 
 def _have_no_common_number(types: Sequence[pa.DataType]) -> bool:
@@ -124,6 +143,8 @@ def conform(column: pa.Array, target: pa.DataType) -> pa.Array:
         return column
     if pa.types.is_null(column.type):
         return pa.nulls(len(column), target)
+    if pa.types.is_string(target) and pa.types.is_temporal(column.type):
+        return column.cast(target)
     if pa.types.is_string(target) and not pa.types.is_large_string(column.type):
         return _text_column(column.to_pylist())
     if pa.types.is_string(column.type) and pa.types.is_nested(target):  # see `known_type`

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 import pyarrow as pa
@@ -114,3 +116,26 @@ def test_dates_that_json_does_not_tell_make_the_column_text() -> None:
 def test_numbers_that_differ_in_kind_stop_no_job(one: pa.Array, other: pa.Array, unified: list[Any]) -> None:
     target = unify_types([one.type, other.type])
     assert [conform(column, target)[0].as_py() for column in (one, other)] == unified
+
+
+_YEAR_1 = datetime(1, 1, 1)
+
+
+@pytest.mark.parametrize("wrap", [lambda kind: kind, pa.list_, lambda kind: pa.struct([("at", kind)])])
+def test_times_that_no_type_holds_become_text(wrap: Callable[[pa.DataType], pa.DataType]) -> None:
+    """Nanoseconds reach back to 1677 only, and microseconds to the year 1."""
+    kinds = [wrap(pa.timestamp("us")), wrap(pa.timestamp("ns"))]
+    values: list[Any] = [_YEAR_1, datetime(2026, 1, 1)]
+    if pa.types.is_list(kinds[0]):
+        values = [[value] for value in values]
+    if pa.types.is_struct(kinds[0]):
+        values = [{"at": value} for value in values]
+    columns = [pa.array([value], kind) for value, kind in zip(values, kinds, strict=True)]
+    target = unify_types(kinds)
+    for column, day in zip(columns, ("0001-01-01", "2026-01-01"), strict=True):
+        assert day in conform(column, target)[0].as_py()
+
+
+def test_times_of_coarse_units_stay_times() -> None:
+    assert unify_types([pa.timestamp("ms"), pa.timestamp("us")]) == pa.timestamp("us")
+    assert unify_types([pa.timestamp("ns"), pa.null()]) == pa.timestamp("ns")
