@@ -1,0 +1,51 @@
+"""The stages after the rounds: which jobs are run, on what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import InputError
+from pipeline.evaluation.evaluate_config import EvaluateConfig
+from pipeline.training.train_config import TrainConfig
+from recipes.smollm2 import head
+from recipes.smollm2.__main__ import main
+from recipes.smollm2.rounds import Round
+
+
+def test_the_head_learns_from_the_rounds_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[TrainConfig] = []
+    monkeypatch.setattr(head, "run_training", asked.append)
+    for number in (1, 2, 3):
+        Round(number, tmp_path).answers.mkdir(parents=True)
+    head.train(Path("base"), tmp_path, 2, ["--training.steps", "7"])
+    (config,) = asked
+    assert config.folders == [str(Round(number, tmp_path).answers) for number in (1, 2)]
+    assert (config.model, config.output) == ("base", str(tmp_path / "training"))
+    assert (config.algorithm, config.draft_vocab_size, config.training.steps) == ("ctc", 8192, 7)
+
+
+def test_a_round_without_answers_is_named(tmp_path: Path) -> None:
+    Round(1, tmp_path).answers.mkdir(parents=True)
+    with pytest.raises(InputError, match="round-02/answers: run the stage distil first"):
+        head.train(Path("base"), tmp_path, 2, [])
+
+
+def test_the_head_that_was_trained_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[EvaluateConfig, str]] = []
+    monkeypatch.setattr(head, "run_evaluation", lambda config, command: asked.append((config, command)))
+    with pytest.raises(InputError, match="run the stage train first"):
+        head.evaluate(Path("base"), tmp_path, [])
+    trained = tmp_path / "training" / "head"
+    trained.mkdir(parents=True)
+    head.evaluate(Path("base"), tmp_path, [])
+    ((config, command),) = asked
+    assert (config.model, config.drafters, config.output) == ("base", str(trained), str(tmp_path / "evaluation"))
+    assert sorted(config.questions) == ["chat", "gsm8k"]
+    assert command.startswith("python -m jobs.evaluate --config ")
+
+
+def test_settings_go_to_one_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["distil", "train", "--model", str(tmp_path), "--", "--training.steps", "7"]) == 2
+    assert "name one stage beside fetch" in capsys.readouterr().err
