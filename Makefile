@@ -43,9 +43,9 @@ benchmark: $(INSTALLED) ## Measure β and speed of the embedded heads, then make
 	$(BIN)/python -m benchmarks.report
 
 chaos: $(INSTALLED) ## Kill the processes of a generation job again and again; measure what Ray and a resume cost.
-	$(BIN)/python -m benchmarks.chaos --output benchmarks/results/chaos.json
-	$(BIN)/python -m benchmarks.overhead --output benchmarks/results/overhead.json
-	$(BIN)/python -m benchmarks.resume --output benchmarks/results/resume.json
+	$(BIN)/python -m benchmarks.generation_jobs.chaos --output benchmarks/results/chaos.json
+	$(BIN)/python -m benchmarks.generation_jobs.overhead --output benchmarks/results/overhead.json
+	$(BIN)/python -m benchmarks.generation_jobs.resume --output benchmarks/results/resume.json
 
 clean: ## Remove the environment and what the tools cache.
 	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -219,7 +219,7 @@ def write_table(folder: Path) -> str:
         f"budget `auto`; medians of {1 + max(cell.round for cell in cells)} rounds, ratios within a round. "
         f"`{about['command']}`, commit {about['commit']}.",
         "Prefills are part of the time. `generate_batch` (continuous batching) starts anew with every call, which "
-        "takes some seconds; `benchmarks.serving` measures it while it runs.",
+        "takes some seconds; `benchmarks.endpoint.serving` measures it while it runs.",
     ]
     for context in dict.fromkeys(cell.context for cell in cells):
         for batch in sorted({cell.batch for cell in cells}):

@@ -1,6 +1,6 @@
 """What Ray costs: the same prompts go through `jobs.generate` and through the bare engine, in turns and in one process.
 
-    python -m benchmarks.overhead --output benchmarks/results/overhead.json
+    python -m benchmarks.generation_jobs.overhead --output benchmarks/results/overhead.json
 
 Both engines' states are recorded while they run. The steady state is the time with all slots taken and rows waiting.
 Both engines generate the same tokens, so tokens a second compare as rows a second do. The number of draft nodes is
@@ -40,7 +40,7 @@ from drafter.requests import SamplingParams
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.generate.generate_job import main as generate
 
-_QUESTIONS = Path(__file__).resolve().parents[1] / "data" / "gsm8k" / "train.jsonl"
+_QUESTIONS = Path(__file__).resolve().parents[2] / "data" / "gsm8k" / "train.jsonl"
 _LOOK_SECONDS = 0.1
 
 
@@ -164,7 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given_arguments = sys.argv[1:] if arguments is None else list(arguments)
     base = SpeculativeLM.from_pretrained(None, "none", config=EngineConfig(slots=1))
     record = {
-        "environment": environment(base.base, shlex.join(["python", "-m", "benchmarks.overhead", *given_arguments]))
+        "environment": environment(
+            base.base, shlex.join(["python", "-m", "benchmarks.generation_jobs.overhead", *given_arguments])
+        )
         | {"threads": args.threads},
         "ray": ray.__version__,
         "rows": args.rows,

@@ -1,6 +1,6 @@
 """The endpoint under load: against `transformers serve` with its continuous batching, and against no drafter.
 
-    python -m benchmarks.serving --output benchmarks/results/serving
+    python -m benchmarks.endpoint.serving --output benchmarks/results/serving
 
 Each server runs alone, with the same model, dtype and questions, greedy. A level is a number of clients, each of which
 asks its next question as soon as the last answer is complete. All is measured by the clients: seconds to the first
@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx2
 
-from benchmarks.servers import Server, endpoint, transformers_serve
+from benchmarks.endpoint.servers import Server, endpoint, transformers_serve
 from drafter.base.loading import load_base
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import LoadError
@@ -37,7 +37,7 @@ SERVING_FILE = "serving.json"
 TABLE_FILE = "serving.md"
 LEVELS = (1, 8, 32)
 OURS, PLAIN, TRANSFORMERS = "this endpoint", "this endpoint, drafter=none", "transformers serve"
-_QUESTIONS = Path(__file__).resolve().parents[1] / "data" / "gsm8k" / "test.jsonl"
+_QUESTIONS = Path(__file__).resolve().parents[2] / "data" / "gsm8k" / "test.jsonl"
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"error: {error}") from error
     given = sys.argv[1:] if arguments is None else arguments
     record: dict[str, Any] = {
-        "environment": environment(base, shlex.join(["python", "-m", "benchmarks.serving", *given])),
+        "environment": environment(base, shlex.join(["python", "-m", "benchmarks.endpoint.serving", *given])),
         "max_tokens": args.max_tokens,
         "cells": [],
     }

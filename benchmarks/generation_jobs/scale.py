@@ -1,6 +1,6 @@
 """What a generation job costs beside its engines: seconds and bytes for each part, as the number of parts grows.
 
-    python -m benchmarks.scale --output benchmarks/results/scale
+    python -m benchmarks.generation_jobs.scale --output benchmarks/results/scale
 
 Everything is measured with the job's own code, on local disk and in one driver. A second table multiplies it up to a
 job of many rows on many GPUs, to show on paper what would break first.
@@ -107,7 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         costs = measure(Path(name), args)
     record = {
-        "environment": environment(load_base(EMBEDDED_BASE), shlex.join(["python", "-m", "benchmarks.scale", *given])),
+        "environment": environment(
+            load_base(EMBEDDED_BASE), shlex.join(["python", "-m", "benchmarks.generation_jobs.scale", *given])
+        ),
         "rows_per_part": ROWS_PER_PART,
         "parts": {
             "staged": args.staged_parts,

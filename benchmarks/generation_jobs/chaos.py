@@ -1,6 +1,6 @@
 """A generation job whose processes are killed again and again, compared with the same job undisturbed.
 
-    python -m benchmarks.chaos --output benchmarks/results/chaos.json
+    python -m benchmarks.generation_jobs.chaos --output benchmarks/results/chaos.json
 
 The job runs unchanged: its processes are found by their names and killed by SIGKILL, and the results are read from the
 files. Losses of machines are in `tests/pipeline/generate/test_chaos.py`.
@@ -30,7 +30,7 @@ from drafter.embedded import EMBEDDED_BASE
 from drafter.evaluation.environment import environment
 from drafter.evaluation.results import write_json
 
-_QUESTIONS = Path(__file__).resolve().parents[1] / "data" / "gsm8k" / "train.jsonl"
+_QUESTIONS = Path(__file__).resolve().parents[2] / "data" / "gsm8k" / "train.jsonl"
 _ENGINE = "EngineActor"
 """Part of the title of an engine's process."""
 _KEPT = {"data", "errors", "run.json", "status.json", "_staged", "_temporary"}
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run("drivers", drivers)
 
     given = sys.argv[1:] if arguments is None else list(arguments)
-    command = shlex.join(["python", "-m", "benchmarks.chaos", *given])
+    command = shlex.join(["python", "-m", "benchmarks.generation_jobs.chaos", *given])
     args.output.parent.mkdir(parents=True, exist_ok=True)
     write_json(args.output, {"environment": environment(load_base(EMBEDDED_BASE), command), **record})
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from benchmarks.scale import Costs, on_paper, tables
+from benchmarks.generation_jobs.scale import Costs, on_paper, tables
 
 
 def test_a_job_on_paper() -> None:

@@ -1,6 +1,6 @@
 """The endpoint is updated while clients ask: does anybody notice?
 
-    python -m benchmarks.live_update
+    python -m benchmarks.endpoint.live_update
 
 A cluster on this machine runs the endpoint from a file; clients stream answers from it without a pause. Then a changed
 file is deployed, by which both ingress and engine are replaced. Every answer must be complete and what it was, whoever
@@ -26,7 +26,7 @@ import httpx2
 from pipeline.cluster.local_cluster import LocalCluster, NodeType
 from pipeline.cluster.ports import LOOPBACK, free_ports
 
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 _PATIENCE = 120.0
 _CHOICES = {"before": 4, "after": 8}
 """What the update changes: how many choices a request may ask for."""

@@ -1,6 +1,6 @@
 """How much time and memory a job of very many rows takes to go on when nearly all of them are done.
 
-    python -m benchmarks.resume --output benchmarks/results/resume.json
+    python -m benchmarks.generation_jobs.resume --output benchmarks/results/resume.json
 
 The job itself stages the input. The finished rows are made up, but written and committed as the job does it.
 """
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else list(arguments)
     base = load_base(EMBEDDED_BASE)
     record = {
-        "environment": environment(base, shlex.join(["python", "-m", "benchmarks.resume", *given])),
+        "environment": environment(base, shlex.join(["python", "-m", "benchmarks.generation_jobs.resume", *given])),
         "resumes": results,
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)

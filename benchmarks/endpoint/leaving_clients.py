@@ -1,6 +1,6 @@
 """Clients of the endpoint that leave at random moments: do slots or memory leak, are later answers unharmed?
 
-    python -m benchmarks.leaving_clients
+    python -m benchmarks.endpoint.leaving_clients
 
 Half of the clients stream; they ask for one to three texts each and leave after a random time, before their answer is
 complete. Then every slot must be free, answers must be what they were, and memory after the last round what it was
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import httpx2
 import psutil
 
-from benchmarks.servers import Server, endpoint
+from benchmarks.endpoint.servers import Server, endpoint
 
 _CLIENTS_AT_ONCE = 50
 _GROWTH = 1.1

@@ -1,0 +1,1 @@
+"""What the generation job costs and survives: Ray, resuming, killed processes, large inputs."""
