@@ -10,7 +10,9 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import costs, draws, scale, searches, serving, speed
+from benchmarks import budgets, costs, draws, searches, speed
+from benchmarks.endpoint import serving
+from benchmarks.generation_jobs import scale
 from benchmarks.heads import HEADS_FILE, write_table
 from drafter.evaluation.report_files import write_report
 from drafter.evaluation.results import RESULTS_FILE, Results
@@ -22,6 +24,7 @@ _REPORTS: dict[str, Callable[[Path], object]] = {
     scale.SCALE_FILE: scale.write_table,
     serving.SERVING_FILE: serving.write_table,
     speed.SPEED_FILE: speed.write_table,
+    budgets.RECORD_FILE: budgets.write_table,
     costs.COSTS_FILE: costs.write_report,
     draws.DRAWS_FILE: draws.write_table,
     searches.SEARCHES_FILE: searches.write_table,

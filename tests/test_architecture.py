@@ -120,7 +120,7 @@ def test_drafters_are_named_at_the_edge_only() -> None:
             assert module.startswith(NAMES_DRAFTERS), module
 
 
-@pytest.mark.parametrize("package", ["drafter", "pipeline", "jobs"])
+@pytest.mark.parametrize("package", ["drafter", "pipeline", "jobs", "benchmarks", "recipes"])
 def test_rooms_are_small(package: str) -> None:
     by_folder: dict[Path, list[str]] = defaultdict(list)
     for file in files(package):

@@ -140,7 +140,7 @@ class AdaptiveBudget:
     def _pause(self, rows: int, size: int) -> int:
         """Plain steps that make up for a step that looks what nodes of the `size`-th number are worth."""
         verify, draft = self._costs.seconds(rows)
-        return math.ceil((verify[size] + draft[size]) / (_LOOKS * verify[0]))
+        return math.ceil(float(verify[size] + draft[size]) / (_LOOKS * float(verify[0])))
 
     def _monotone(self, log_probs: Floats) -> Floats:
         """Calibrated probabilities `[B, N]`, made to fall along each row: a node is no likelier than its parent."""
