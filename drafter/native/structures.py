@@ -197,6 +197,7 @@ class FramesStruct(ctypes.Structure):
         ("length", _I64),
         ("embeddings", Pointer),
         ("hidden", Pointer),
+        ("hidden_stride", _I64),
         ("slot", Pointer),
         ("position", Pointer),
         ("entries", _I64),

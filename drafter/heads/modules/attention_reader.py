@@ -133,17 +133,12 @@ class AttentionReader(FrameReader):
 
     def _fused(self, context: DraftContext, entries: Entries) -> tuple[Tensor, Tensor]:
         """Return the positions `[E]` of entries and the fused entries `[E, d]`."""
-        positions, embeddings, hidden = self._inputs(context, entries)
-        return positions, self._module.fuse(embeddings, hidden)
-
-    def _inputs(self, context: DraftContext, entries: Entries) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the positions `[E]` of entries, and `[E, d]` their embeddings and the hidden states before them."""
         assert context.hidden is not None
         slots = entries.slots
         # A text shorter than `_usual` has its first entry asked for several times; it is the same each time.
         positions = (context.lengths[slots] - entries.back).clamp_min(0)
         hidden = context.hidden[slots, (positions - 1).clamp_min(0)].to(self._base.dtype) * (positions > 0)[:, None]
-        return positions, self._base.embed(context.tokens[slots, positions]), hidden
+        return positions, self._module.fuse(self._base.embed(context.tokens[slots, positions]), hidden)
 
     def _recent(self, rows: int) -> tuple[Entries, Tensor]:
         """Return the entries that `rows` rows may have new, and which of them belong to pending tokens, `[rows]`."""

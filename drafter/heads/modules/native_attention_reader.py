@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -73,8 +74,13 @@ class NativeAttentionReader(AttentionReader):
 
     def _run(self, context: DraftContext, entries: Entries, ends: Tensor, frames: int) -> Tensor:
         """Read entries, and return frames `[B, F, d]` after those of `ends` `[B]`."""
-        positions, embeddings, hidden = self._inputs(context, entries)
-        slots, embeddings, hidden = entries.slots.contiguous(), embeddings.contiguous(), hidden.contiguous()
+        hidden = context.hidden
+        assert hidden is not None
+        assert hidden.stride()[1:] == (self._module.width, 1)
+        # On a CPU the host knows all lengths, and numpy takes less time than PyTorch to index with a few numbers.
+        slots = entries.slots.numpy()
+        positions = (np.array(context.host_lengths)[slots] - entries.back.numpy()).clip(0)
+        embeddings = self._base.embed(torch.from_numpy(context.tokens.numpy()[slots, positions])).contiguous()
         states = torch.empty(len(ends), frames, self._module.width)
         asked = FramesStruct(
             cache=self._cache.data_ptr(),
@@ -82,8 +88,9 @@ class NativeAttentionReader(AttentionReader):
             length=self._length,
             embeddings=embeddings.data_ptr(),
             hidden=hidden.data_ptr(),
-            slot=slots.data_ptr(),
-            position=positions.data_ptr(),
+            hidden_stride=hidden.stride(0),
+            slot=slots.ctypes.data,
+            position=positions.ctypes.data,
             entries=len(slots),
             ends=ends.data_ptr(),
             rows=len(ends),

@@ -36,7 +36,9 @@ struct FrameLayers {
 struct Frames {
     float* cache;  // `[layers, 2, slots, length, H, D]`
     int64_t slots, length;
-    const float *embeddings, *hidden;    // `[E, d]`
+    const float* embeddings;             // `[E, d]`
+    const float* hidden;                 // of slot s at position p: `hidden + s * hidden_stride + p * d`
+    int64_t hidden_stride;
     const int64_t *slot, *position;      // `[E]`
     int64_t entries;                     // E
     const int64_t* ends;                 // `[B]` entry of each row's pending token
@@ -83,15 +85,19 @@ class FrameRun {
         });
     }
 
-    // Entries of tokens and of the hidden states before them; frames begin from their row's last entry.
+    // Entries of tokens and of the hidden states before them, which are zero before a text; frames begin from their
+    // row's last entry.
     void fuse() {
         const int64_t d = net_->width;
         both_.reserve(entries_, 2 * d);
+        nothing_.assign(d, 0.0f);
         share(0, entries_, [&](int e) {
             normalise_layer(asked_->embeddings + e * d, net_->embedding_norm.weight, net_->embedding_norm.bias,
                             both_.rows[e], d);
-            normalise_layer(asked_->hidden + e * d, net_->hidden_norm.weight, net_->hidden_norm.bias, both_.rows[e] + d,
-                            d);
+            const int64_t before = asked_->position[e] - 1;
+            const float* hidden = asked_->hidden + asked_->slot[e] * asked_->hidden_stride + before * d;
+            normalise_layer(before < 0 ? nothing_.data() : hidden, net_->hidden_norm.weight, net_->hidden_norm.bias,
+                            both_.rows[e] + d, d);
         });
         multiply_all<End::kStore>(*team_, {&net_->fusion, both_.numbers.data(), stream_.rows.data(), entries_});
         for (int f = 0; f < frames_; ++f) {
@@ -174,6 +180,7 @@ class FrameRun {
     const Frames* asked_ = nullptr;
     Team* team_ = nullptr;
     int entries_ = 0, frames_ = 0;
+    std::vector<float> nothing_;
     Rows both_, stream_, normed_, qkv_, mixed_, gated_;
 };
 
