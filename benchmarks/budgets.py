@@ -97,7 +97,7 @@ class SimpleBudget:
         known = self._known(step.rows)
         index = self.table.nodes.index(step.asked)
         if step.seconds is not None:
-            known.seconds[index] += self._pace * (sum(step.seconds) - known.seconds[index])
+            known.seconds[index] += self._pace * (step.seconds.drafting + step.seconds.rest - known.seconds[index])
         if not step.asked:
             known.pause -= 1
             return

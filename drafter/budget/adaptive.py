@@ -122,7 +122,7 @@ class AdaptiveBudget:
         band.gain[~known] = band.gain[largest] * self._growth[~known] / self._growth[largest]
         if not self._pays(band, step.rows):
             band.seen = min(band.seen, 1)
-            band.left = self._pause(step.rows, largest)
+            band.left = self._pause(step, largest)
 
     def _rates(self, band: _Band, rows: int) -> Floats:
         """Tokens per second and row `[M]` to expect of each number of nodes."""
@@ -137,10 +137,11 @@ class AdaptiveBudget:
         rates = self._rates(band, rows)
         return bool(rates[1:].max() > (1.0 + _MARGIN) * rates[0])
 
-    def _pause(self, rows: int, size: int) -> int:
-        """Plain steps that make up for a step that looks what nodes of the `size`-th number are worth."""
-        verify, draft = self._costs.seconds(rows)
-        return math.ceil(float(verify[size] + draft[size]) / (_LOOKS * float(verify[0])))
+    def _pause(self, look: StepObservation, size: int) -> int:
+        """Plain steps that make up for a step that looked what nodes of the `size`-th number are worth."""
+        verify, draft = self._costs.seconds(look.rows)
+        reading = look.seconds.reading if look.seconds else 0.0
+        return math.ceil((reading + float(verify[size] + draft[size])) / (_LOOKS * float(verify[0])))
 
     def _monotone(self, log_probs: Floats) -> Floats:
         """Calibrated probabilities `[B, N]`, made to fall along each row: a node is no likelier than its parent."""

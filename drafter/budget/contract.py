@@ -15,6 +15,21 @@ Counts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class StepSeconds:
+    """Where the seconds of a step went.
+
+    Args:
+        reading: What the drafter read of texts that it had not followed; that comes once for each text.
+        drafting: The draft, with the decision how much of it to verify.
+        rest: All else.
+    """
+
+    reading: float
+    drafting: float
+    rest: float
+
+
+@dataclass(frozen=True)
 class StepObservation:
     """What a budget can learn from a step of B rows.
 
@@ -24,7 +39,7 @@ class StepObservation:
         promised: `[B, asked]` log prefix probabilities of the drafted nodes, falling; -inf in padding.
         log_probs: `[B, N]` those of the nodes that were verified, the leading ones of each row; -inf in padding.
         accepted: `[B, N]` bool: whether each of them became output.
-        seconds: Of drafting and of the rest of the step; None where the host does not know.
+        seconds: Where the time went; None where the host does not know.
     """
 
     rows: int
@@ -32,7 +47,7 @@ class StepObservation:
     promised: Floats
     log_probs: Floats
     accepted: npt.NDArray[np.bool_]
-    seconds: tuple[float, float] | None = None
+    seconds: StepSeconds | None = None
 
     @property
     def verified(self) -> Counts:

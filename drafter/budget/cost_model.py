@@ -62,7 +62,7 @@ class CostModel:
             return
         verify, draft = self.seconds(step.rows)
         corrections = self._corrections[self.band(step.rows)]
-        drafting, rest = step.seconds
+        drafting, rest = step.seconds.drafting, step.seconds.rest
         if not step.asked:
             _correct(corrections.verify, slice(0, 1), rest / float(verify[0]))
             return

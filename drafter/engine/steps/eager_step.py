@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from drafter import devices
-from drafter.budget.contract import Budget
+from drafter.budget.contract import Budget, StepSeconds
 from drafter.drafters.contract import DraftContext
 from drafter.engine.steps.device_step import DeviceStep
 from drafter.engine.steps.outcome import StepOutcome
@@ -27,14 +27,14 @@ class StepRun:
         asked: Draft nodes that were asked for, a row.
         verified: Draft nodes of the widest row that was verified.
         promised: `[B, asked]` log prefix probabilities of all drafted nodes, where not all of them are verified.
-        seconds: Of drafting, with the decision how much to draft, and of the rest; None where the host does not know.
+        seconds: Where the time went; None where the host does not know.
     """
 
     outcome: StepOutcome
     asked: int
     verified: int
     promised: npt.NDArray[np.float64] | None = None
-    seconds: tuple[float, float] | None = None
+    seconds: StepSeconds | None = None
 
 
 class EagerStep:
@@ -56,14 +56,14 @@ class EagerStep:
 
     def run(self, context: DraftContext, plain: list[bool]) -> StepRun:
         """Decode one step of the context's rows; nothing is verified of the trees of `plain` ones."""
-        rows, started, drafting = len(context.host_lengths), time.perf_counter(), 0.0
+        rows, started, reading, drafting = len(context.host_lengths), time.perf_counter(), 0.0, 0.0
         ask = self._budget.plan(rows)
         self._times.mark("host")
         promised = None
         if ask.nodes:
             begun = time.perf_counter()
             self._step.state.drafter.prepare(context)
-            started += time.perf_counter() - begun  # a prompt is read once, whatever this step costs
+            reading = time.perf_counter() - begun
             self._times.mark("draft")
         tree = self._step.draft(context, ask)
         if ask.nodes:
@@ -72,12 +72,12 @@ class EagerStep:
             sizes = np.where(plain, 0, self._budget.trim(promised))
             tree = tree.trimmed(1 + torch.from_numpy(sizes))
             self._times.mark("host")
-            drafting = time.perf_counter() - started
+            drafting = time.perf_counter() - started - reading
             self._admit()
         started = time.perf_counter()
         verified = self._step.verify(tree, context.longest + tree.size)
         self._times.mark("verify")
         outcome = self._step.accept(verified, slice(0, rows))
         self._times.mark("commit")
-        seconds = (drafting, time.perf_counter() - started) if self._timed else None
+        seconds = StepSeconds(reading, drafting, time.perf_counter() - started) if self._timed else None
         return StepRun(outcome, ask.nodes, tree.size - 1, promised, seconds)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from drafter.budget.contract import StepSeconds
 from drafter.engine.sequences.sequence import Sequence
 from drafter.engine.steps.outcome import StepOutcome
 
@@ -25,7 +26,7 @@ class Flight:
         outcome: On the host, or on its way there.
         wanted: Row → of how many of the most probable tokens it wants log-probabilities.
         promised: `[B, asked]` log prefix probabilities of all drafted nodes, where not all of them are verified.
-        seconds: Of drafting and of the rest, where the host knows them.
+        seconds: Where the time went, where the host knows.
         planned: Whether the budget planned the step; not where it came with a prompt's forward.
         landed: Happens when the outcome is there; None where it is.
     """
@@ -37,7 +38,7 @@ class Flight:
     outcome: StepOutcome
     wanted: dict[int, int]
     promised: npt.NDArray[np.float64] | None = None
-    seconds: tuple[float, float] | None = None
+    seconds: StepSeconds | None = None
     planned: bool = True
     landed: torch.cuda.Event | None = None
 

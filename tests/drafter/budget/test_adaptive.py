@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.budget.adaptive import AdaptiveBudget, Cut
-from drafter.budget.contract import Floats, StepObservation
+from drafter.budget.contract import Floats, StepObservation, StepSeconds
 from drafter.budget.latency_table import LatencyTable
 
 TABLE = LatencyTable(
@@ -54,7 +54,9 @@ class World:
         accepted = (random.random((self.rows, width)) < self.right).cumprod(1).astype(bool) & (verified > -np.inf)
         rest = float(np.interp(sizes.mean(), self.table.nodes, verify))
         drafting = float(np.interp(asked, self.table.nodes, draft))
-        budget.observe(StepObservation(self.rows, asked, promised, verified, accepted, (drafting, rest)))
+        budget.observe(
+            StepObservation(self.rows, asked, promised, verified, accepted, StepSeconds(0.0, drafting, rest))
+        )
         return asked, 1 + accepted.sum() / self.rows, drafting + rest
 
     def run(self, budget: AdaptiveBudget, steps: int, seed: int = 0) -> tuple[list[int], float]:
