@@ -53,7 +53,6 @@ def create_app(engines: Engines, digests: Sequence[bytes], limits: LimitsConfig,
     app.add_exception_handler(Exception, _failed)
     if loopback:
         app.add_middleware(LoopbackHosts)
-    started = int(time.time())
 
     def check_key(request: Request) -> None:
         if not may_ask(request.headers.get("authorization"), digests):
@@ -61,10 +60,14 @@ def create_app(engines: Engines, digests: Sequence[bytes], limits: LimitsConfig,
 
     # The first checks nothing: it has the OpenAPI document say that a key is needed.
     keyed = [Depends(HTTPBearer(auto_error=False)), Depends(check_key)] if digests else []
+    _add_generation(app, engines, keyed, limits)
+    _add_models(app, engines, keyed)
+    _add_state(app, engines, keyed)
+    add_page(app)
+    return app
 
-    def described(name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": started, "owned_by": "drafter"}
 
+def _add_generation(app: FastAPI, engines: Engines, keyed: list[Any], limits: LimitsConfig) -> None:
     async def answer(request: Request, method: Method, parse: Callable[[dict[str, Any]], ParsedRequest]) -> Response:
         body = await read_json(request, limits.body_bytes)
         speculation = wants_speculation(body)
@@ -91,6 +94,13 @@ def create_app(engines: Engines, digests: Sequence[bytes], limits: LimitsConfig,
         """Continue a text."""
         return await answer(request, "completions", parse_completion)
 
+
+def _add_models(app: FastAPI, engines: Engines, keyed: list[Any]) -> None:
+    started = int(time.time())
+
+    def described(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": started, "owned_by": "drafter"}
+
     @app.get("/v1/models", dependencies=keyed, **openapi.models())
     async def list_models() -> Response:
         """List the models."""
@@ -103,6 +113,8 @@ def create_app(engines: Engines, digests: Sequence[bytes], limits: LimitsConfig,
             raise _no_model(model)
         return JSONResponse(described(model))
 
+
+def _add_state(app: FastAPI, engines: Engines, keyed: list[Any]) -> None:
     @app.get("/health", **openapi.health())
     async def health() -> Response:
         """Say whether every model has a replica that works."""
@@ -120,9 +132,6 @@ def create_app(engines: Engines, digests: Sequence[bytes], limits: LimitsConfig,
             for snapshot in found
         ]
         return Response(metrics_page(snapshots), media_type=CONTENT_TYPE_LATEST)
-
-    add_page(app)
-    return app
 
 
 def _no_model(name: str) -> OpenAIError:
