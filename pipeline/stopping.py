@@ -83,6 +83,6 @@ class Stopping:
 
 def _request_behind(error: BaseException | None) -> StopRequestedError | None:
     """Return the request that an error came from: Ray's compiled code turns what interrupts it into a SystemError."""
-    while error is not None and not isinstance(error, StopRequestedError):
+    while isinstance(error, SystemError):
         error = error.__cause__ or error.__context__
-    return error
+    return error if isinstance(error, StopRequestedError) else None

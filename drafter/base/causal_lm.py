@@ -7,7 +7,7 @@ executor gives the numbers that the model's own code gives.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from drafter.base.executors.contract import Executor, TreeNodes
 from drafter.base.executors.llama_like import NotLlamaLikeError, read_llama_like
 from drafter.base.executors.model_code import ModelCode
 from drafter.base.executors.native_decoder import NativeDecoder
-from drafter.base.executors.prepacked import prepack, product_of
+from drafter.base.executors.prepacked import prepack
 from drafter.base.fingerprint import fingerprint, first_fingerprint, is_of_first_scheme
 from drafter.base.hidden_states import LM_HEAD_INPUT, DecoderLayers
 from drafter.base.kv_cache import KVCache
@@ -145,11 +145,6 @@ class BaseModel:
         logits: Tensor = self._head(hidden)
         self._model_code.forget_head_input()
         return logits
-
-    def prepared_lm_head(self) -> Callable[[Tensor], Tensor]:
-        """`lm_head` for weights that change no more, without gradients; see `product_of`."""
-        product = product_of(self._head)
-        return self.lm_head if product is self._head else product
 
     @property
     def lm_head_weight(self) -> Tensor:

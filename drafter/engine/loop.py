@@ -319,10 +319,7 @@ class Engine:
             return FixedBudget(0)
         if nodes != "auto":
             return FixedBudget(min(nodes, self.drafter.spec.max_nodes))
-        table = measure_steps(self._device_step, self._graphs)
-        if self._graphs is not None:
-            return AdaptiveBudget(table, "never")
-        return AdaptiveBudget(table, "each" if self._packs else "alike")
+        return AdaptiveBudget(measure_steps(self._device_step, self._graphs))
 
 
 def _refuse_mismatch(drafter: Drafter, verifier: Verifier) -> None:

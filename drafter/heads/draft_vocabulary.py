@@ -10,7 +10,6 @@ The head's weights hold the token of each draft id. All else follows from it and
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from drafter.base.causal_lm import BaseModel
-from drafter.base.executors.prepacked import product_of
 from drafter.heads.draft_batch import DraftBatch
 from drafter.heads.losses import Labels
 from drafter.tree.token_tree import TokenTree
@@ -37,9 +35,6 @@ class OutputLayer(Protocol):
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Return logits `[..., V]` of `hidden` `[..., d]`."""
-
-    def prepared_lm_head(self) -> Callable[[Tensor], Tensor]:
-        """Return `lm_head` for weights that change no more, without gradients."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +118,6 @@ class DraftVocabulary(nn.Module):
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Return logits `[..., K]` of `hidden` `[..., d]`."""
         return self._layer(hidden)  # type: ignore[no-any-return]
-
-    def prepared_lm_head(self) -> Callable[[Tensor], Tensor]:
-        """Return `lm_head` for weights that change no more, without gradients; see `product_of`."""
-        return product_of(self._layer)
 
     # ---- from tokens to draft ids and back
 

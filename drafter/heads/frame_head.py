@@ -46,8 +46,14 @@ class FrameHead(DraftHead):
         A head may compute here, once, whatever follows from the weights alone. The search that it returns may use
         `Ask.least_probability` to leave out improbable prefixes.
         """
-        prepack(self)
+        self.prepack_search()
         return lambda states, recent, size, least: self.search(states, recent, base, size, tree)
+
+    def prepack_search(self) -> None:
+        """Lay out the weights that a search in PyTorch reads. The module's reader sees to those of the module."""
+        for part in self.children():
+            if part is not self.module:
+                prepack(part)
 
     def frames_for(self, size: int, tree: Tree) -> int | None:
         """Return how many frames a tree of `size` nodes can use, counted from the first; None for all."""

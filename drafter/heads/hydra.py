@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafter.base.causal_lm import BaseModel
-from drafter.base.executors.prepacked import prepack
 from drafter.heads.chosen_log_probs import chosen_log_probs
 from drafter.heads.contract import Tree, check_draft_vocab, check_sizes
 from drafter.heads.draft_batch import DraftBatch
@@ -118,7 +117,7 @@ class HydraHead(FrameHead):
 
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
         """See `FrameHead.prepared_search`."""
-        prepack(self)
+        self.prepack_search()
         return partial(self._search, base=base)
 
     def _search(self, states: Tensor, recent: Tensor, size: int, least: float, base: BaseModel) -> TokenTree:

@@ -46,6 +46,16 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
+class UnsuitableError(Exception):
+    """The library cannot compute with these weights; the message says why."""
+
+
+def _suitable(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cpu" or tensor.dtype != torch.float32:
+        raise UnsuitableError(f"it has {tensor.dtype} on {tensor.device}, not float32 on a CPU")
+    return tensor.detach().contiguous()
+
+
 class PackedMatrix:
     """Weights of a linear layer, laid out for the library.
 
@@ -55,10 +65,13 @@ class PackedMatrix:
         weight: `[outputs, inputs]` fp32 on a CPU.
         bias: `[outputs]` or None.
         order: Which output each column holds, -1 for none; by default all outputs in their order.
+
+    Raises:
+        UnsuitableError: The weights are of another kind.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, order: Tensor | None = None) -> None:
-        weight = weight.detach().contiguous()
+        weight = _suitable(weight)
         outputs, self.inputs = weight.shape
         order = torch.arange(outputs) if order is None else order.contiguous()
         self.outputs = len(order)
@@ -72,12 +85,7 @@ class PackedMatrix:
         if bias is not None:
             width = 2 * library().drafter_lanes()
             self._bias = torch.zeros(-(-self.outputs // width) * width)
-            self._bias[: self.outputs] = torch.where(order >= 0, bias.detach()[order.clamp_min(0)], 0)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the laid out weights."""
-        return self._packed.nbytes
+            self._bias[: self.outputs] = torch.where(order >= 0, _suitable(bias)[order.clamp_min(0)], 0)
 
     def struct(self) -> MatrixStruct:
         """Return the library's view of it, which is valid as long as this object lives."""
@@ -98,7 +106,7 @@ def gated_order(size: int) -> Tensor:
 
 
 class PackedWeights:
-    """Weights that the library reads, kept alive as long as this object is."""
+    """Weights that the library reads, kept alive as long as this object is. See `PackedMatrix` for what it refuses."""
 
     def __init__(self) -> None:
         self._kept: list[object] = []
@@ -121,6 +129,6 @@ class PackedWeights:
         """Return where a tensor's numbers are; None for None."""
         if tensor is None:
             return None
-        tensor = tensor.detach().contiguous()
+        tensor = _suitable(tensor)
         self._kept.append(tensor)
         return tensor.data_ptr()

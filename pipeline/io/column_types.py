@@ -21,6 +21,9 @@ _DEEPEST = 48
 which a part's own lists and structs take some."""
 
 
+_LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
+
+
 def as_text(value: Any) -> str | None:
     """Return text and None as they are, and any other value as JSON."""
     if value is None or isinstance(value, str):
@@ -57,7 +60,8 @@ def _have_nothing_in_common(types: Sequence[pa.DataType]) -> bool:
     structs = [one for one in types if pa.types.is_struct(one)]
     names = {one.field(index).name for one in structs for index in range(one.num_fields)}
     inner = [[one.field(name).type for one in structs if one.get_field_index(name) >= 0] for name in sorted(names)]
-    inner.append([one.value_type for one in types if pa.types.is_list(one) or pa.types.is_large_list(one)])
+    inner.append([one.value_type for one in types if isinstance(one, _LISTS)])
+    inner.append([one.item_type for one in types if pa.types.is_map(one)])
     return (
         _have_no_common_number(types)
         or _have_no_common_time(types)
@@ -67,7 +71,8 @@ def _have_nothing_in_common(types: Sequence[pa.DataType]) -> bool:
 
 def _have_no_common_time(types: Sequence[pa.DataType]) -> bool:
     """Whether some are in nanoseconds, which reach from 1677 to 2262, and others are coarser and reach farther."""
-    units = {getattr(one, "unit", "day") for one in types if pa.types.is_temporal(one)}
+    timed = [one for one in types if pa.types.is_timestamp(one) or pa.types.is_duration(one) or pa.types.is_date(one)]
+    units = {getattr(one, "unit", "day") for one in timed}
     return "ns" in units and len(units) > 1
 
 
@@ -143,7 +148,7 @@ def conform(column: pa.Array, target: pa.DataType) -> pa.Array:
         return column
     if pa.types.is_null(column.type):
         return pa.nulls(len(column), target)
-    if pa.types.is_string(target) and pa.types.is_temporal(column.type):
+    if pa.types.is_string(target) and pa.types.is_timestamp(column.type):
         return column.cast(target)
     if pa.types.is_string(target) and not pa.types.is_large_string(column.type):
         return _text_column(column.to_pylist())
@@ -155,7 +160,7 @@ def conform(column: pa.Array, target: pa.DataType) -> pa.Array:
         pass
     try:
         return pa.array(column.to_pylist(), target)
-    except pa.ArrowException:
+    except (pa.ArrowException, OverflowError):
         return column.cast(options=pa.compute.CastOptions(target, allow_float_truncate=True))
 
 

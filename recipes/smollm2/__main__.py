@@ -48,11 +48,11 @@ def _run(arguments: Sequence[str] | None) -> None:
     )
     parser.add_argument("--rounds", type=int, default=4, help="rounds of about 1,000 prompts (default: %(default)s)")
     args = parser.parse_args(given[:cut])
-    if "fetch" in args.stages:
-        fetch(args.model)
     settings = given[cut + 1 :]
     if settings and len(set(args.stages) - {"fetch"}) > 1:
         raise InputError("settings after -- are those of one stage's jobs: name one stage beside fetch")
+    if "fetch" in args.stages:
+        fetch(args.model)
     if set(args.stages) - {"fetch"} and not is_fetched(args.model):
         raise InputError(f"{args.model} does not hold {NAME}: run the stage fetch first")
     # Ray and torch take seconds to import.
@@ -67,7 +67,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     if "evaluate" in args.stages:
         from recipes.smollm2.head import evaluate
 
-        evaluate(args.model, args.output, settings)
+        evaluate(args.model, args.output, args.rounds, settings)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ def train(model: Path, output: Path, rounds: int, settings: Sequence[str]) -> No
 
     Args:
         model: The model's folder.
-        output: The folder of the rounds; the training's output is `training` in it.
+        output: The folder of the rounds; the training's output is `training-ROUNDS` in it.
         rounds: How many rounds, all of which must be finished.
         settings: Settings of the job, as on its command line.
 
@@ -33,32 +34,38 @@ def train(model: Path, output: Path, rounds: int, settings: Sequence[str]) -> No
     answers = [Round(number, output).answers for number in range(1, rounds + 1)]
     if missing := [str(one) for one in answers if not one.exists()]:
         raise InputError(f"there is no {missing[0]}: run the stage distil first, or name fewer --rounds")
-    data = f"[{', '.join(map(str, answers))}]"
-    given = ["--data", data, "--output", str(output / "training"), "--model", str(model)]
+    data = json.dumps([str(one) for one in answers])
+    given = ["--data", data, "--output", str(_training(output, rounds)), "--model", str(model)]
     try:
         run_training(parse_training(["--config", str(HERE / "train.yaml"), *given, *settings]))
     finally:
         ray.shutdown()
 
 
-def evaluate(model: Path, output: Path, settings: Sequence[str]) -> None:
-    """Measure the head that `train` has made; the results are `evaluation` in the output.
+def evaluate(model: Path, output: Path, rounds: int, settings: Sequence[str]) -> None:
+    """Measure the head that `train` has made; the results are `evaluation-ROUNDS` in the output.
 
     Args:
         model: The model's folder.
         output: The folder of the rounds and of the training.
+        rounds: How many rounds the head has learned from.
         settings: Settings of the job, as on its command line.
 
     Raises:
         InputError: There is no head, or a setting is wrong.
         JobError: The job failed on the way.
     """
-    head = output / "training" / "head"
+    head = _training(output, rounds) / "head"
     if not head.exists():
         raise InputError(f"there is no {head}: run the stage train first")
-    given = ["--output", str(output / "evaluation"), "--model", str(model), "--drafters", str(head)]
+    given = ["--output", str(output / f"evaluation-{rounds}"), "--model", str(model), "--drafters", str(head)]
     given = ["--config", str(HERE / "evaluate.yaml"), *given, *settings]
     try:
         run_evaluation(parse_evaluation(given), shlex.join(["python", "-m", "jobs.evaluate", *given]))
     finally:
         ray.shutdown()
+
+
+def _training(output: Path, rounds: int) -> Path:
+    """The output of a training: another number of rounds is another training."""
+    return output / f"training-{rounds}"

@@ -89,11 +89,6 @@ class PrepackedLinear(nn.Linear):
         return (self.few if rows.numel() <= _FEW * self.in_features else self.many).of(rows)
 
 
-def product_of(layer: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return what `layer` computes, without the checks for gradients, autocast and changed weights."""
-    return layer.product if isinstance(layer, PrepackedLinear) else layer
-
-
 @torch.no_grad()
 def prepack(module: nn.Module) -> None:
     """Lay out the weights of all linear layers in `module` that are on a CPU and in float32.

@@ -7,6 +7,7 @@ the last labels, and the search is that of a lattice.
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,11 +20,12 @@ from drafter.heads.ctc.ctc_config import CTCHeadConfig
 from drafter.heads.ctc.ctc_frames import CTCFrames
 from drafter.heads.ctc.ctc_losses import ctc_loss, lattice_prefix_loss, prefix_loss
 from drafter.heads.ctc.frame_lattice import FrameLattice
-from drafter.heads.ctc.native_search import NativeSearch, TooLargeError
+from drafter.heads.ctc.native_search import NativeSearch
 from drafter.heads.draft_batch import DraftBatch
 from drafter.heads.frame_head import Search, last_tokens
 from drafter.heads.losses import Labels, LossSum, cross_entropy
 from drafter.native.build import BuildError
+from drafter.native.library import UnsuitableError
 from drafter.search.ctc_prefix import best_trie
 from drafter.search.lattice import LATTICE_BEAM, best_lattice_trie
 from drafter.search.product import best_product_trie
@@ -105,8 +107,7 @@ class CTCHead(CTCFrames):
         """Return the best trie of the frames, or the published tree; see `FrameHead.search`."""
         config, pending = self.config, recent[:, -1]
         if config.label_context:
-            frames, model = states.shape[1], FrameLattice(self, base, states, recent)
-            return best_lattice_trie(model, pending, frames, config.band, config.depth, size, LATTICE_BEAM)
+            return self._search_lattice(states, recent, size, 0.0, base)
         if config.loss == "ce":
             log_probs = self.token_log_probs(states, self.output(base).lm_head)
             if tree == "static":
@@ -119,12 +120,21 @@ class CTCHead(CTCFrames):
 
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
         """See `FrameHead.prepared_search`."""
-        if self.config.label_context and not devices.is_asynchronous(base.device) and base.dtype == torch.float32:
+        if not self.config.label_context:
+            return super().prepared_search(base, tree)
+        if not devices.is_asynchronous(base.device) and base.dtype == torch.float32:
             try:
                 return NativeSearch(self, base, LATTICE_BEAM)
-            except (BuildError, TooLargeError) as reason:
+            except (BuildError, UnsuitableError) as reason:
                 _log.warning("the CTC head drafts without the native library, which is slower: %s", reason)
-        return super().prepared_search(base, tree)
+        self.prepack_search()
+        return partial(self._search_lattice, base=base)
+
+    def _search_lattice(self, states: Tensor, recent: Tensor, size: int, least: float, base: BaseModel) -> TokenTree:
+        config, model = self.config, FrameLattice(self, base, states, recent)
+        return best_lattice_trie(
+            model, recent[:, -1], states.shape[1], config.band, config.depth, size, LATTICE_BEAM, least
+        )
 
     def frames_for(self, size: int, tree: Tree) -> int | None:
         """Return the frames that some level of the tree can use; see `FrameHead.frames_for`."""

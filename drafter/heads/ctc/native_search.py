@@ -13,16 +13,12 @@ from torch import Tensor, nn
 
 from drafter.base.causal_lm import BaseModel
 from drafter.heads.ctc.ctc_frames import CTCFrames
-from drafter.native.library import PackedWeights, library
+from drafter.native.library import PackedWeights, UnsuitableError, library
 from drafter.native.structures import JointLayerStruct, JointStruct, LabelTableStruct, SearchStruct
 from drafter.tree.token_tree import TokenTree
 
 MOST_ENTRIES = 1 << 25
-"""Numbers of the largest table of label terms. A larger one would take more memory than the base's own weights."""
-
-
-class TooLargeError(ValueError):
-    """The table of label terms would be too large."""
+"""Numbers of the largest table of label terms, which then takes 128 MiB."""
 
 
 class NativeSearch:
@@ -35,7 +31,7 @@ class NativeSearch:
 
     Raises:
         BuildError: The library cannot be compiled here.
-        TooLargeError: See there.
+        UnsuitableError: Its weights are elsewhere, or its table of label terms would be too large.
     """
 
     @torch.no_grad()
@@ -45,7 +41,7 @@ class NativeSearch:
         self._tokens = len(output.lm_head_weight)
         entries = config.label_context * self._tokens * config.joint_size
         if entries > MOST_ENTRIES:
-            raise TooLargeError(
+            raise UnsuitableError(
                 f"its table of label terms would have {entries} numbers: train it with a smaller label_context, "
                 "joint_size or draft_vocab_size"
             )
@@ -111,4 +107,4 @@ class NativeSearch:
     def _terms(self, tokens: Tensor) -> Tensor:
         """Return what each token adds at each place of the last labels, `[c, N, joint_size]`."""
         labels = self._head.label_norm(self._base.embed(tokens))
-        return torch.stack([labels @ weights.T for weights in self._label_weights.unbind(1)])
+        return torch.stack([labels.float() @ weights.T for weights in self._label_weights.unbind(1)])

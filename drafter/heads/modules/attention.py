@@ -15,6 +15,7 @@ from drafter.heads.modules.attention_reader import AttentionReader
 from drafter.heads.modules.contract import DraftModule, FrameReader
 from drafter.heads.modules.native_attention_reader import NativeAttentionReader
 from drafter.native.build import BuildError
+from drafter.native.library import UnsuitableError
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class AttentionModule(AttentionLayers, DraftModule):
         if not devices.is_asynchronous(base.device) and base.dtype == torch.float32:
             try:
                 return NativeAttentionReader(self, base, fresh)
-            except (BuildError, ValueError) as reason:
+            except (BuildError, UnsuitableError) as reason:
                 _log.warning("the head drafts without the native library, which is slower: %s", reason)
         prepack(self)
         return AttentionReader(self, base, fresh)

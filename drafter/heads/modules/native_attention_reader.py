@@ -12,7 +12,7 @@ from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import DraftContext
 from drafter.heads.modules.attention_layers import AttentionLayers, FrameLayer
 from drafter.heads.modules.attention_reader import AttentionReader, Entries
-from drafter.native.library import PackedWeights, library
+from drafter.native.library import PackedWeights, UnsuitableError, library
 from drafter.native.structures import FrameLayersStruct, FrameLayerStruct, FramesStruct, LayerNormStruct
 
 
@@ -26,14 +26,14 @@ class NativeAttentionReader(AttentionReader):
 
     Raises:
         BuildError: The library cannot be compiled here.
-        ValueError: Its heads are of a size that the library does not have.
+        UnsuitableError: Its weights are elsewhere, or its heads of a size that the library does not have.
     """
 
     def __init__(self, module: AttentionLayers, base: BaseModel, fresh: int) -> None:
         super().__init__(module, base, fresh)
         size = module.width // module.num_heads
         if not library().drafter_takes_heads_of(size):
-            raise ValueError(f"the library has no attention for heads of {size} numbers")
+            raise UnsuitableError(f"the library has no attention for heads of {size} numbers")
         self._weights = weights = PackedWeights()
         layers = (FrameLayerStruct * len(module.layers))()
         for struct, layer in zip(layers, module.layers, strict=True):
@@ -76,11 +76,12 @@ class NativeAttentionReader(AttentionReader):
         """Read entries, and return frames `[B, F, d]` after those of `ends` `[B]`."""
         hidden = context.hidden
         assert hidden is not None
+        assert hidden.dtype == torch.float32
         assert hidden.stride()[1:] == (self._module.width, 1)
         # On a CPU the host knows all lengths, and numpy takes less time than PyTorch to index with a few numbers.
         slots = entries.slots.numpy()
         positions = (np.array(context.host_lengths)[slots] - entries.back.numpy()).clip(0)
-        embeddings = self._base.embed(torch.from_numpy(context.tokens.numpy()[slots, positions])).contiguous()
+        embeddings = self._base.embed(torch.from_numpy(context.tokens.numpy()[slots, positions])).float().contiguous()
         states = torch.empty(len(ends), frames, self._module.width)
         asked = FramesStruct(
             cache=self._cache.data_ptr(),

@@ -1,6 +1,6 @@
 // Forward of a Llama-like decoder over the nodes of draft trees, on a CPU, in fp32.
 //
-// Called from Python by way of ctypes; `library.py` declares the same structures.
+// Called from Python by way of ctypes; `structures.py` declares the same structures.
 
 #include <vector>
 

@@ -1,10 +1,11 @@
 // The lattice search of a CTC head as one call: the best draft trees under frames that know the last labels.
 //
 // The algorithm is that of drafter/search/lattice.py, which says what it computes. This code leaves out what cannot be
-// in a tree. Called from Python by way of ctypes; `library.py` declares the same structures.
+// in a tree. Called from Python by way of ctypes; `structures.py` declares the same structures.
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <vector>
 
@@ -153,6 +154,7 @@ class LatticeSearch {
         Candidate* best = best_.data() + static_cast<size_t>(path) * keep;
         int found = 0;
         auto offer = [&](int64_t token, float prob) {
+            prob = prob > 0 ? prob : 0.0f;  // NaN has no order, and what is drafted from it is worth nothing
             if (found == keep && !(prob > best[keep - 1].prob)) return;
             int place = found < keep ? found++ : keep - 1;
             for (; place > 0 && best[place - 1].prob < prob; --place) best[place] = best[place - 1];

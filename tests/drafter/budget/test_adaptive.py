@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter.budget.adaptive import AdaptiveBudget, Cut
+from drafter.budget.adaptive import AdaptiveBudget
 from drafter.budget.contract import Floats, StepObservation, StepSeconds
 from drafter.budget.latency_table import LatencyTable
 
@@ -142,54 +141,21 @@ def test_what_one_row_costs_says_nothing_of_many() -> None:
     assert all(asked)
 
 
-def seasoned(cut: Cut) -> AdaptiveBudget:
-    """One that has seen a tree of one row and of eight, and believes the drafter."""
-    budget = AdaptiveBudget(TABLE, cut)
-    nothing = np.zeros((1, 0))
-    for rows in (1, 8):
-        budget.observe(StepObservation(rows, 4, np.full((rows, 4), -0.1), nothing, nothing > 0))
-    return budget
-
-
-def test_nodes_go_to_the_rows_where_they_are_worth_most() -> None:
-    log_probs = np.log(np.full((8, 8), 0.05))
-    log_probs[2] = np.log(0.9)  # eight nodes of this row
-    log_probs[5, :3] = np.log(0.8)
-    log_probs[6, 1:] = -np.inf  # padding
-    sizes = seasoned("each").trim(log_probs)
-    assert (sizes[2], sizes[5]) == (8, 3)
-    assert sizes.sum() == 11
-    # What one row has, all have to pay for.
-    assert seasoned("alike").trim(log_probs).tolist() == [0] * 8
-    assert seasoned("alike").trim(np.log(np.full((8, 8), 0.5))).tolist() == [4] * 8
-    assert seasoned("never").trim(log_probs).tolist() == [8] * 8
-
-
-@given(st.integers(1, 5), st.integers(1, 8), st.sampled_from(get_args(Cut)), st.integers(0, 2**32 - 1))
-def test_trimming_takes_the_best_nodes_and_changes_nothing(rows: int, drafted: int, cut: Cut, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    log_probs = -np.sort(random.exponential(2.0, (rows, drafted)), axis=1)
-    log_probs[np.arange(drafted) >= random.integers(drafted + 1, size=(rows, 1))] = -np.inf
-    budget = seasoned(cut)
-    asked = budget.plan(rows)
-    sizes = budget.trim(log_probs)
-    assert sizes.shape == (rows,)
-    assert sizes.min() >= 0
-    assert sizes.max() <= drafted
-    taken = np.arange(drafted) < sizes[:, None]
-    if cut == "each" and 0 < taken.sum() < taken.size:
-        assert log_probs[taken].min() >= log_probs[~taken].max(initial=-np.inf)
-    if cut != "each":
-        assert len(set(sizes.tolist())) == 1
-    assert budget.trim(log_probs).tolist() == sizes.tolist()
-    assert budget.plan(rows) == asked
-
-
-def test_what_is_hardly_verified_is_hardly_looked_for() -> None:
+@given(st.integers(1, 5), st.integers(1, 8), st.integers(0, 2**32 - 1))
+def test_planning_and_trimming_change_nothing(rows: int, drafted: int, seed: int) -> None:
+    log_probs = -np.sort(np.random.default_rng(seed).exponential(2.0, (rows, drafted)), axis=1)
     budget = AdaptiveBudget(TABLE)
-    log_probs = np.log(np.tile([0.9, 0.6], (1, 1)))
-    for _ in range(100):
-        budget.observe(
-            StepObservation(1, 4, np.pad(log_probs, ((0, 0), (0, 2)), constant_values=-9.0), log_probs, log_probs > -1)
-        )
-    assert budget.plan(1).least_probability == pytest.approx(0.45, rel=0.01)
+    asked = budget.plan(rows)
+    assert budget.trim(log_probs).tolist() == [drafted] * rows
+    assert budget.plan(rows) == asked
+    assert asked.least_probability == 1 / (asked.nodes + 1)
+
+
+def test_one_step_that_was_held_up_changes_little() -> None:
+    budget = AdaptiveBudget(TABLE)
+    world = World(1, right=0.8, said=0.8)
+    world.run(budget, 100)
+    asked = budget.plan(1).nodes
+    nothing = np.zeros((1, asked))
+    budget.observe(StepObservation(1, asked, nothing, nothing, nothing == 0, StepSeconds(100.0, 50.0, 50.0)))
+    assert all(world.run(budget, 50)[0])

@@ -22,7 +22,7 @@ def test_the_head_learns_from_the_rounds_that_are_named(tmp_path: Path, monkeypa
     head.train(Path("base"), tmp_path, 2, ["--training.steps", "7"])
     (config,) = asked
     assert config.folders == [str(Round(number, tmp_path).answers) for number in (1, 2)]
-    assert (config.model, config.output) == ("base", str(tmp_path / "training"))
+    assert (config.model, config.output) == ("base", str(tmp_path / "training-2"))
     assert (config.algorithm, config.draft_vocab_size, config.training.steps) == ("ctc", 8192, 7)
 
 
@@ -36,12 +36,12 @@ def test_the_head_that_was_trained_is_measured(tmp_path: Path, monkeypatch: pyte
     asked: list[tuple[EvaluateConfig, str]] = []
     monkeypatch.setattr(head, "run_evaluation", lambda config, command: asked.append((config, command)))
     with pytest.raises(InputError, match="run the stage train first"):
-        head.evaluate(Path("base"), tmp_path, [])
-    trained = tmp_path / "training" / "head"
+        head.evaluate(Path("base"), tmp_path, 2, [])
+    trained = tmp_path / "training-2" / "head"
     trained.mkdir(parents=True)
-    head.evaluate(Path("base"), tmp_path, [])
+    head.evaluate(Path("base"), tmp_path, 2, [])
     ((config, command),) = asked
-    assert (config.model, config.drafters, config.output) == ("base", str(trained), str(tmp_path / "evaluation"))
+    assert (config.model, config.drafters, config.output) == ("base", str(trained), str(tmp_path / "evaluation-2"))
     assert sorted(config.questions) == ["chat", "gsm8k"]
     assert command.startswith("python -m jobs.evaluate --config ")
 

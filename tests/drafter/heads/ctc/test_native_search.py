@@ -91,6 +91,20 @@ def test_the_same_trees_whatever_else_is_searched(tiny_base: BaseModel) -> None:
             assert torch.equal(value[0], getattr(together, name)[row]), name
 
 
+@torch.no_grad()
+def test_a_row_that_is_not_finite_drafts_nothing_and_harms_no_other(tiny_base: BaseModel) -> None:
+    head = sharp_head(tiny_base, "context 2", 2)
+    search = NativeSearch(head, tiny_base, 10)
+    states = torch.randn(3, head.config.num_frames, tiny_base.hidden_size)
+    recent = torch.randint(tiny_base.vocab_size, (3, 2))
+    expected = search(states, recent, 12, 0.0)
+    states[1] = torch.nan
+    found = search(states, recent, 12, 0.0)
+    assert found.tokens[1].tolist() == [recent[1, -1].item(), *[-1] * 11]
+    for name, value in vars(found).items():
+        assert torch.equal(value[[0, 2]], getattr(expected, name)[[0, 2]]), name
+
+
 def test_a_table_that_is_too_large_is_not_made(
     tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
