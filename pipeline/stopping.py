@@ -83,6 +83,7 @@ class Stopping:
 
 def _request_behind(error: BaseException | None) -> StopRequestedError | None:
     """Return the request that an error came from: Ray's compiled code turns what interrupts it into a SystemError."""
-    while isinstance(error, SystemError):
-        error = error.__cause__ or error.__context__
-    return error if isinstance(error, StopRequestedError) else None
+    came_of_it: BaseException | None = None
+    while error is not None and not isinstance(error, StopRequestedError):
+        came_of_it, error = error, error.__cause__ or error.__context__
+    return error if isinstance(came_of_it, SystemError) else None
