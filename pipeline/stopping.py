@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
 _BY_SIGNAL = "by SIGTERM"
+_INSIST_SECONDS = 15.0
 
 
 class StopRequestedError(BaseException):
@@ -30,9 +32,7 @@ class Stopping:
     def stop(self, reason: str) -> None:
         """End the block now, unless it has ended; safe from any thread."""
         self._reason = reason
-        with self._lock:
-            if self._active and self._main.ident is not None:
-                signal.pthread_kill(self._main.ident, signal.SIGTERM)  # wakes the main thread from any wait
+        threading.Thread(target=self._insist, name="stop", daemon=True).start()
 
     @contextmanager
     def draining(self, drain: Callable[[], None]) -> Iterator[None]:
@@ -65,6 +65,15 @@ class Stopping:
         """Handle SIGTERM again: Ray installs its own handler when it starts."""
         if self._active:
             signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _insist(self) -> None:
+        """Signal until the block has ended: an error that is raised inside a callback of compiled code may be lost."""
+        while True:
+            with self._lock:
+                if not self._active or self._main.ident is None:
+                    return
+                signal.pthread_kill(self._main.ident, signal.SIGTERM)  # wakes the main thread from any wait
+            time.sleep(_INSIST_SECONDS)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         drain, self._drain = self._drain, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 
@@ -14,6 +15,7 @@ def test_a_request_ends_the_block() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(StopRequestedError, match="another works on it"), Stopping() as stopping:
         stopping.stop("another works on it")
+        time.sleep(60)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
