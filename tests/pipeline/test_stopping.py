@@ -13,9 +13,14 @@ from pipeline.stopping import Stopping, StopRequestedError
 
 def test_a_request_ends_the_block() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(StopRequestedError, match="another works on it"), Stopping() as stopping:
+
+    def wait() -> None:
         stopping.stop("another works on it")
         time.sleep(60)
+
+    stopping = Stopping()
+    with pytest.raises(StopRequestedError, match="another works on it"), stopping:
+        wait()
     assert signal.getsignal(signal.SIGTERM) is before
 
 
