@@ -14,8 +14,11 @@ _BY_SIGNAL = "by SIGTERM"
 _INSIST_SECONDS = 15.0
 
 
-class StopRequestedError(BaseException):
-    """Raised in the main thread when it is time to end. As with KeyboardInterrupt, nothing on the way handles it."""
+class StopRequestedError(KeyboardInterrupt):
+    """Raised in the main thread when it is time to end.
+
+    It is a KeyboardInterrupt because Ray's compiled code, where the main thread waits, lets no other error through.
+    """
 
 
 class Stopping:
@@ -25,7 +28,7 @@ class Stopping:
         self._drain: Callable[[], None] | None = None
         self._main = threading.main_thread()
         self._reason: str | None = None
-        self._draining = self._active = False
+        self._draining = self._active = self._requested = False
         self._lock = threading.Lock()
         self._before: Any = None
 
@@ -53,13 +56,17 @@ class Stopping:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give the signal handler back, and raise a request to stop that compiled code has made another error of."""
+        """Give the signal handler back, and say of an interrupt that it was a request: Ray raises a new error for it.
+
+        Raises:
+            StopRequestedError: The block was interrupted by a request to stop.
+        """
         with self._lock:
             active, self._active = self._active, False
         if active:
             signal.signal(signal.SIGTERM, self._before)
-        if error is not None and (request := _request_behind(error)) not in (None, error):
-            raise request
+        if kind is KeyboardInterrupt and self._requested:
+            raise StopRequestedError(self._reason or _BY_SIGNAL)
 
     def take_over(self) -> None:
         """Handle SIGTERM again: Ray installs its own handler when it starts."""
@@ -67,7 +74,7 @@ class Stopping:
             signal.signal(signal.SIGTERM, self._on_signal)
 
     def _insist(self) -> None:
-        """Signal until the block has ended: an error that is raised inside a callback of compiled code may be lost."""
+        """Signal until the block has ended: an error that is raised while an object is finalised is lost."""
         while True:
             with self._lock:
                 if not self._active or self._main.ident is None:
@@ -78,6 +85,7 @@ class Stopping:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         drain, self._drain = self._drain, None
         if self._reason is not None or (drain is None and not self._draining):
+            self._requested = True
             raise StopRequestedError(self._reason or _BY_SIGNAL)
         if drain is not None:
             self._draining = True
@@ -88,11 +96,3 @@ class Stopping:
             drain()
         finally:
             self.stop(_BY_SIGNAL)
-
-
-def _request_behind(error: BaseException | None) -> StopRequestedError | None:
-    """Return the request that an error came from: Ray's compiled code turns what interrupts it into a SystemError."""
-    came_of_it: BaseException | None = None
-    while error is not None and not isinstance(error, StopRequestedError):
-        came_of_it, error = error, error.__cause__ or error.__context__
-    return error if isinstance(came_of_it, SystemError) else None

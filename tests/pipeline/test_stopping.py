@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
+import ray
 
 from pipeline.stopping import Stopping, StopRequestedError
 
@@ -24,28 +26,21 @@ def test_a_request_ends_the_block() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_request_that_compiled_code_turned_into_another_error_is_still_a_request() -> None:
-    def compiled() -> None:
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-        except StopRequestedError as request:
-            raise SystemError("returned a result with an exception set") from request
+def test_a_request_is_heard_while_ray_waits(local_ray: None) -> None:
+    def wait() -> None:
+        threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+        ray.get(ray.remote(num_cpus=0)(lambda: time.sleep(60)).remote())
 
-    with pytest.raises(StopRequestedError, match="by SIGTERM"), Stopping():
-        compiled()
+    stopping = Stopping()
+    with pytest.raises(StopRequestedError, match="by SIGTERM"), stopping:
+        stopping.take_over()
+        wait()
 
 
-def test_a_request_in_disguise_is_known_through_the_error_of_a_job() -> None:
-    def job() -> None:
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-        except StopRequestedError as request:
-            disguise = SystemError("returned a result with an exception set")
-            disguise.__cause__ = request
-            raise RuntimeError("the job failed") from disguise
-
-    with pytest.raises(StopRequestedError), Stopping():
-        job()
+def test_an_interrupt_by_the_user_stays_what_it_is() -> None:
+    with pytest.raises(KeyboardInterrupt) as raised, Stopping():
+        signal.raise_signal(signal.SIGINT)
+    assert raised.type is KeyboardInterrupt
 
 
 def test_an_error_of_the_cleanup_after_a_request_is_not_hidden() -> None:
