@@ -28,12 +28,12 @@ def test_a_request_ends_the_block() -> None:
 
 def test_a_request_is_heard_while_ray_waits(local_ray: None) -> None:
     def wait() -> None:
+        stopping.take_over()
         threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
         ray.get(ray.remote(num_cpus=0)(lambda: time.sleep(60)).remote())
 
     stopping = Stopping()
     with pytest.raises(StopRequestedError, match="by SIGTERM"), stopping:
-        stopping.take_over()
         wait()
 
 
