@@ -27,8 +27,8 @@ def test_errors_come_back() -> None:
     ("module", "given", "policy"),
     [
         ("drafter.engine.loop", {}, "PASSIVE"),
-        ("pipeline.training.cluster_training", {}, "PASSIVE"),
-        ("drafter.engine.loop", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
+        pytest.param("pipeline.training.cluster_training", {}, "PASSIVE", marks=pytest.mark.slow),
+        pytest.param("drafter.engine.loop", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE", marks=pytest.mark.slow),
     ],
 )
 def test_threads_wait_asleep(module: str, given: dict[str, str], policy: str) -> None:

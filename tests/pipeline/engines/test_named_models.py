@@ -44,6 +44,7 @@ def test_a_hub_id_that_cannot_be_found_is_named(cache: Path) -> None:
         head_fingerprints(None, "nobody/none")
 
 
+@pytest.mark.slow
 def test_an_output_is_not_gone_on_with_by_a_base_with_a_merged_adapter(
     run: Run, finished: FinishedJob, model: Path, tmp_path: Path
 ) -> None:

@@ -260,6 +260,7 @@ def test_a_job_that_fails_is_code_1(monkeypatch: pytest.MonkeyPatch, capfd: pyte
     assert capfd.readouterr().err == "error: the job failed: disk full; submit it again to go on\n"
 
 
+@pytest.mark.slow
 def test_a_row_that_overflows_the_model_harms_no_other(run: Run, model: Path, tmp_path: Path) -> None:
     """A token is finite in fp32 and infinite in fp16: rows that have it end with an error, and the others as alone."""
     overflowing = shutil.copytree(model, tmp_path / "model")
@@ -283,6 +284,7 @@ def test_a_row_that_overflows_the_model_harms_no_other(run: Run, model: Path, tm
     assert {row["error_type"] for row in done["all"].errors} == {"NotFinite"}
 
 
+@pytest.mark.slow
 def test_columns_that_parquet_cannot_hold_are_written_as_json(run: Run, tmp_path: Path) -> None:
     deep: Any = 1
     for _ in range(58):

@@ -73,6 +73,7 @@ def test_an_output_with_a_result_is_refused(kind: str, result: str, tmp_path: Pa
     assert (tmp_path / result).exists()
 
 
+@pytest.mark.slow
 def test_a_generation_that_failed_on_its_settings_is_mended_in_place(run: Run, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"how many {n}", "id": 1} for n in range(3)])
     refused = run(source, "--reading.id_column", "id")

@@ -114,6 +114,7 @@ def test_a_torn_file_of_an_unfinished_run(
     assert_same(train(output=unfinished.folder), unbroken)
 
 
+@pytest.mark.slow
 def test_a_torn_checkpoint_is_told_and_the_one_before_is_used(
     train: Train, finished: Training, unbroken: Training
 ) -> None:

@@ -154,6 +154,7 @@ def test_an_output_that_holds_something_else_is_refused(train: Train, tmp_path: 
     assert "is not empty and has no run.json" in train(output=tmp_path / "mine").error
 
 
+@pytest.mark.slow
 def test_a_job_that_failed_on_its_settings_is_mended_in_place(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = train(texts__held_out_texts=40)
     assert refused.code == 2
