@@ -25,6 +25,7 @@ from drafter.base.fingerprint import fingerprint, first_fingerprint, is_of_first
 from drafter.base.hidden_states import LM_HEAD_INPUT, DecoderLayers
 from drafter.base.kv_cache import KVCache
 from drafter.base.packing import PACKED_ATTENTION
+from drafter.base.paged_kv_cache import BLOCK, PagedKVCache, blocks_of
 from drafter.base.self_check import executors_agree, packs_alike, prove_tree_decoding, run_plainly
 from drafter.errors import LoadError
 from drafter.native.build import BuildError
@@ -173,24 +174,43 @@ class BaseModel:
                 self.model.set_attn_implementation("sdpa")
         return bool(self.model.config._attn_implementation == PACKED_ATTENTION)
 
-    def new_cache(self, slots: int, length: int) -> KVCache:
+    def new_cache(self, slots: int, length: int, memory: int | None = None) -> KVCache:
         """A KV cache for `slots` rows of up to `length` positions.
 
+        Args:
+            slots: Rows.
+            length: Positions of a row.
+            memory: Bytes that it may take at most; if this is less than all rows of full length take, rows take memory
+                as they grow. By default there is memory for all.
+
         Raises:
-            LoadError: A device has no room for it.
+            LoadError: A device has no room for it, or `memory` does not hold one row.
         """
-        wanted: dict[torch.device, int] = {}
+        by_device: dict[torch.device, int] = {}
         for shape in self._layer_shapes:
             if shape is not None:
-                wanted[shape.device] = wanted.get(shape.device, 0) + slots * length * shape.bytes_per_token
+                by_device[shape.device] = by_device.get(shape.device, 0) + shape.bytes_per_token
+        in_all = sum(by_device.values())
+        if memory is None or memory >= slots * length * in_all:
+            self._refuse_too_large({device: slots * length * size for device, size in by_device.items()}, slots, length)
+            return KVCache(self._layer_shapes, slots, length, self.device)
+        blocks = memory // (in_all * BLOCK)
+        if blocks < blocks_of(length):
+            raise LoadError(
+                f"a KV cache of {memory / 2**30:,.2f} GiB holds {blocks * BLOCK:,} positions of {self.name}, and one "
+                f"request may need {length:,}: raise kv_gib or lower max_length"
+            )
+        self._refuse_too_large({device: blocks * BLOCK * size for device, size in by_device.items()}, slots, length)
+        return PagedKVCache(self._layer_shapes, slots, length, self.device, blocks)
+
+    def _refuse_too_large(self, wanted: dict[torch.device, int], slots: int, length: int) -> None:
         for device, size in wanted.items():
             free = devices.free_bytes(device)
             if free is not None and size > free:
                 raise LoadError(
                     f"a KV cache of {slots:,} slots of {length:,} positions takes {size / 2**30:,.1f} GiB beside "
-                    f"{self.name}, and {device} has {free / 2**30:,.1f} GiB left: lower slots or max_length"
+                    f"{self.name}, and {device} has {free / 2**30:,.1f} GiB left: lower slots, max_length or kv_gib"
                 )
-        return KVCache(self._layer_shapes, slots, length, self.device)
 
     def prefill(
         self,

@@ -1,4 +1,4 @@
-"""The base's KV cache: slots of fixed size, every row with a length of its own, allocated once.
+"""The base's KV cache: slots of fixed size, every row with a length of its own, allocated once. See `paged_kv_cache`.
 
 What depends on transformers' cache classes is in this module alone, because their signatures move between releases.
 """
@@ -15,6 +15,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from drafter import devices
 from drafter.base.packing import Packing
+
+Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,16 @@ class _LayerView(CacheLayerMixin):
     Args:
         writes: `[S, H, D]` whole buffers and `[b * n]` where in them the new keys, then the new values go; `[M]` if
             they come packed.
-        reads: `[b, H, kv_length, D]` keys, then values, of the forward's rows.
+        reads: `[b, H, kv_length, D]` keys, then values, of the forward's rows; with `places` `[P, H, D]` of all rows.
         kv_length: Positions that are read.
+        places: `[b, kv_length]` where the rows' positions are; None where `reads` has them in order.
     """
 
-    def __init__(self, writes: list[tuple[Tensor, Tensor]], reads: list[Tensor], kv_length: int) -> None:
+    def __init__(
+        self, writes: list[tuple[Tensor, Tensor]], reads: list[Tensor], kv_length: int, places: Tensor | None
+    ) -> None:
         super().__init__()
-        self._writes, self._reads, self._kv_length = writes, reads, kv_length
+        self._writes, self._reads, self._kv_length, self._places = writes, reads, kv_length, places
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -61,7 +66,7 @@ class _LayerView(CacheLayerMixin):
         """Write keys and values `[b, H, n, D]`, or packed `[1, H, M, D]`; return the rows' `[b, H, kv_length, D]`."""
         for (buffer, index), states in zip(self._writes, (key_states, value_states), strict=True):
             buffer.index_copy_(0, index, states.transpose(1, 2).flatten(0, 1))
-        keys, values = self._reads
+        keys, values = self._reads if self._places is None else [_gather(one, self._places) for one in self._reads]
         return keys, values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -80,6 +85,12 @@ class _LayerView(CacheLayerMixin):
         return self._kv_length
 
 
+def _gather(states: Tensor, places: Tensor) -> Tensor:
+    """Return `[b, H, n, D]` of `[P, H, D]` at `places` `[b, n]`."""
+    flat = states.index_select(0, places.flatten().to(states.device))
+    return flat.unflatten(0, places.shape).transpose(1, 2)
+
+
 class KVCache:
     """Keys and values of `slots` rows of up to `length` positions.
 
@@ -93,13 +104,28 @@ class KVCache:
         slots: Rows.
         length: Positions a row can hold, draft nodes included.
         device: Where positions come from; a base spread over several devices has buffers on each.
+        positions: Of all slots together; by default each has `length` of its own.
+
+    Attributes:
+        block: Positions that lie together.
+        blocks: `[slots, n]` int64 on the host: where each slot's blocks are among all.
     """
 
-    def __init__(self, shapes: list[LayerShape | None], slots: int, length: int, device: torch.device) -> None:
-        self.slots, self.length = slots, length
+    def __init__(
+        self,
+        shapes: list[LayerShape | None],
+        slots: int,
+        length: int,
+        device: torch.device,
+        positions: int | None = None,
+    ) -> None:
+        self.slots, self.length, self.device = slots, length, device
+        self.block, self.blocks = length, torch.arange(slots)[:, None]
+        self._starts = torch.arange(slots, device=device) * length
+        self._positions = positions = slots * length if positions is None else positions
         members: dict[tuple[int, int, torch.dtype, torch.device], int] = {}
         # Of each layer: its keys' and its values'; none of a layer that stores nothing.
-        self._places: list[list[_Place]] = []
+        self._of_layers: list[list[_Place]] = []
         for shape in shapes:
             both = []
             if shape is not None:
@@ -107,12 +133,11 @@ class KVCache:
                     kind = (shape.heads, dim, shape.dtype, shape.device)
                     members[kind] = members.get(kind, 0) + 1
                     both.append(_Place(list(members).index(kind), members[kind] - 1))
-            self._places.append(both)
+            self._of_layers.append(both)
         self.buffers = [
-            torch.zeros(count * slots * length, heads, dim, dtype=dtype, device=place)
+            torch.zeros(count * positions, heads, dim, dtype=dtype, device=place)
             for (heads, dim, dtype, place), count in members.items()
         ]
-        self._starts = torch.arange(slots, device=device) * length
         # On a CPU the positions that move are few, and numpy takes less time to move them than PyTorch to be called.
         self._on_host: list[npt.NDArray[np.uint8]] | None = None
         if all(one.device.type == "cpu" and not devices.is_asynchronous(one.device) for one in self.buffers):
@@ -121,7 +146,7 @@ class KVCache:
                 for buffer, count in zip(self.buffers, members.values(), strict=True)
             ]
         # `[members, 1]` of each buffer: where its members begin.
-        self._members = [torch.arange(count, device=device)[:, None] * (slots * length) for count in members.values()]
+        self._members = [torch.arange(count, device=device)[:, None] * positions for count in members.values()]
 
     @property
     def nbytes(self) -> int:
@@ -129,16 +154,14 @@ class KVCache:
         return sum(buffer.nbytes for buffer in self.buffers)
 
     def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values `[slots * length, H, D]` of each layer.
+        """Keys and values `[P, H, D]` of each layer, of all positions.
 
         Raises:
             ValueError: A layer stores nothing.
         """
         pairs = []
-        for places in self._places:
-            keys, values = (
-                self.buffers[one.buffer].unflatten(0, (-1, self.slots * self.length))[one.member] for one in places
-            )
+        for places in self._of_layers:
+            keys, values = (self.buffers[one.buffer].unflatten(0, (-1, self._positions))[one.member] for one in places)
             pairs.append((keys, values))
         return pairs
 
@@ -151,27 +174,23 @@ class KVCache:
             kv_length: Positions to read, from the start of each slot; no row may be longer.
             packing: Of the new tokens, if only some of them come.
         """
-        rows = positions.shape[0]
-        index = positions + self._starts[first : first + rows, None]
+        rows = slice(first, first + positions.shape[0])
+        index = self._places(rows, positions)
         index = index.flatten() if packing is None else packing.pack(index)[0]
         # All layers' in a few calls: one by one they would cost more than the copies themselves.
-        writes, reads = [], []
-        for buffer, members in zip(self.buffers, self._members, strict=True):
-            writes.append((index + members).to(buffer.device).unbind(0))
-            heads, dim = buffer.shape[1:]
-            row = self.length * heads * dim
-            # Not slices: whether they take all of a dimension would be cases of their own to a compiler.
-            read = buffer.as_strided(
-                (len(members), rows, heads, kv_length, dim), (self.slots * row, row, dim, heads * dim, 1), first * row
-            )
-            reads.append(read.unbind(0))
+        writes = [
+            (index + members).to(buffer.device).unbind(0)
+            for buffer, members in zip(self.buffers, self._members, strict=True)
+        ]
+        reads, places = self._reads(rows, kv_length)
         layers: list[CacheLayerMixin] = []
-        for places in self._places:
+        for both in self._of_layers:
             layers.append(
                 _LayerView(
-                    [(self.buffers[one.buffer], writes[one.buffer][one.member]) for one in places],
-                    [reads[one.buffer][one.member] for one in places],
+                    [(self.buffers[one.buffer], writes[one.buffer][one.member]) for one in both],
+                    [reads[one.buffer][one.member] for one in both],
                     kv_length,
+                    places,
                 )
             )
         return Cache(layers=layers)
@@ -184,26 +203,27 @@ class KVCache:
             path: `[B, K]` node ids, rising along each path; entries past a path's end are 0.
         """
         if self._on_host is not None:
-            starts = (self._starts[: path.shape[0]] + lengths).numpy()
-            nodes = path.numpy()
+            nodes, starts = path.numpy(), lengths.numpy()
             rows, steps_to = (nodes > np.arange(nodes.shape[1])).nonzero()
-            sources, targets = starts[rows] + nodes[rows, steps_to], starts[rows] + steps_to
+            sources = self._places_on_host(rows, starts[rows] + nodes[rows, steps_to])
+            targets = self._places_on_host(rows, starts[rows] + steps_to)
             for view in self._on_host:
                 view[:, targets] = view[:, sources]
             return
-        steps = torch.arange(path.shape[1], device=path.device)
-        base = self._starts[: path.shape[0]] + lengths
-        source, target = (base[:, None] + path).flatten(), (base[:, None] + steps).flatten()
-        for buffer, members in zip(self.buffers, self._members, strict=True):
-            by_member = buffer.unflatten(0, (len(members), -1))
-            moved = by_member.index_select(1, source.to(buffer.device))
-            by_member.index_copy_(1, target.to(buffer.device), moved)
+        rows_moved, base = slice(0, path.shape[0]), lengths[:, None]
+        source = self._places(rows_moved, base + path).flatten()
+        target = self._places(rows_moved, base + torch.arange(path.shape[1], device=path.device)).flatten()
+        self._copy(source, target)
 
-    def move(self, source: int, target: int, length: int) -> None:
+    def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of slot `source` to slot `target`."""
         for buffer in self.buffers:
             rows = buffer.unflatten(0, (-1, self.slots, self.length))
             rows[:, target, :length] = rows[:, source, :length]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Let slot `target` have the first `length` positions of slot `source`, which is given up."""
+        self.copy(source, target, length)
 
     def clear(self, slot: int) -> None:
         """Set all positions of a slot to zero."""
@@ -213,7 +233,7 @@ class KVCache:
     def scrub(self, lengths: Tensor, nodes: int, which: Tensor, rows: slice) -> None:
         """Set the draft nodes of some rows to zero; the host need not know of which.
 
-        The other rows have their last position set to zero instead, which never holds a token.
+        The other rows have a position set to zero instead that never holds a token.
 
         Args:
             lengths: `[R]` committed positions of the rows.
@@ -221,8 +241,56 @@ class KVCache:
             which: `[R]` bool.
             rows: R slots.
         """
-        starts = self._starts[rows, None]
-        places = starts + lengths[:, None] + torch.arange(nodes, device=lengths.device)
-        index = torch.where(which[:, None], places, starts + self.length - 1).flatten()
+        places = self._places(rows, lengths[:, None] + torch.arange(nodes, device=lengths.device))
+        index = torch.where(which[:, None], places, self._unused_places(rows)).flatten()
         for buffer, members in zip(self.buffers, self._members, strict=True):
             buffer.unflatten(0, (len(members), -1)).index_fill_(1, index.to(buffer.device), 0)
+
+    # ---- memory: every slot of this class has all of its own from the start
+
+    def reserve(self, slot: int, positions: int) -> bool:
+        """Let a slot hold so many positions; False, and nothing done, if too little memory is left."""
+        return True
+
+    def has_room(self, positions: int, rows: int) -> bool:
+        """Whether a new row may hold so many positions, and some are left for the `rows` there are to grow."""
+        return True
+
+    def release(self, slot: int) -> None:
+        """Give up what a slot holds."""
+
+    # ---- where positions are
+
+    def _places(self, rows: slice, positions: Tensor) -> Tensor:
+        """Return where `positions` `[R, n]` of slots `rows` are among all, `[R, n]`."""
+        return positions + self._starts[rows, None]
+
+    def _places_on_host(self, rows: Places, positions: Places) -> Places:
+        """Return where `positions` `[n]` of slots `rows` `[n]` are among all, `[n]`."""
+        return rows * self.length + positions
+
+    def _unused_places(self, rows: slice) -> Tensor:
+        """Return `[R, 1]` a place for each slot that no token is ever read from."""
+        return self._starts[rows, None] + (self.length - 1)
+
+    def _reads(self, rows: slice, kv_length: int) -> tuple[list[tuple[Tensor, ...]], Tensor | None]:
+        """Return what `_LayerView` reads, by buffer and member, and its `places`."""
+        reads = []
+        for buffer, members in zip(self.buffers, self._members, strict=True):
+            heads, dim = buffer.shape[1:]
+            row = self.length * heads * dim
+            # Not slices: whether they take all of a dimension would be cases of their own to a compiler.
+            read = buffer.as_strided(
+                (len(members), rows.stop - rows.start, heads, kv_length, dim),
+                (self.slots * row, row, dim, heads * dim, 1),
+                rows.start * row,
+            )
+            reads.append(read.unbind(0))
+        return reads, None
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy the states at places `source` `[n]` to places `target` `[n]`, in all layers."""
+        for buffer, members in zip(self.buffers, self._members, strict=True):
+            by_member = buffer.unflatten(0, (len(members), -1))
+            moved = by_member.index_select(1, source.to(buffer.device))
+            by_member.index_copy_(1, target.to(buffer.device), moved)

@@ -28,6 +28,7 @@ class BatchState:
         slots: Sequences at most.
         max_length: Prompt and output tokens of a sequence.
         times: Lent to the drafter.
+        kv_bytes: Most that the KV cache may take; see `BaseModel.new_cache`.
 
     Attributes:
         tokens: `[S, L]` int64 prompt, output and the pending token of each slot.
@@ -43,12 +44,21 @@ class BatchState:
         LoadError: The device has no room for the cache.
     """
 
-    def __init__(self, base: BaseModel, drafter: Drafter, slots: int, max_length: int, times: StageTimes) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        drafter: Drafter,
+        slots: int,
+        max_length: int,
+        times: StageTimes,
+        kv_bytes: int | None = None,
+    ) -> None:
         self.base, self.drafter, self.slots, self.max_length = base, drafter, slots, max_length
         spec, device = drafter.spec, base.device
         # One position more than is ever written, for `scrub`; a multiple of eight, as a GPU's kernels want masks to be.
         self.capacity = -(-(max_length + spec.max_nodes + spec.max_depth + 2) // 8) * 8
-        self.cache = base.new_cache(slots, self.capacity)
+        self.cache = base.new_cache(slots, self.capacity, kv_bytes)
+        self._step_positions = spec.max_nodes + 1
         self.tokens = torch.zeros(slots, self.capacity, dtype=torch.long, device=device)
         self.hidden: Tensor | None = None
         if width := len(spec.hidden_layers) * base.hidden_size:
@@ -62,6 +72,14 @@ class BatchState:
 
     # ---- what is in the slots
 
+    def has_room(self, length: int, rows: int) -> bool:
+        """Whether there is memory for a text of `length` tokens beside `rows` sequences that will grow."""
+        return self.cache.has_room(length + self._step_positions, rows)
+
+    def reserve(self, slot: int, length: int) -> bool:
+        """Have memory for a step that begins with at most `length` tokens; False if too little is left."""
+        return self.cache.reserve(slot, length + self._step_positions)
+
     def enter(self, slot: int, text: Ids, sampling: SamplingParams, prompt_length: int) -> None:
         """Put a text, of which nothing has been read, into an empty slot."""
         self.tokens[slot, : len(text)] = devices.send(torch.from_numpy(text), self.base.device)
@@ -73,8 +91,9 @@ class BatchState:
         self.lengths[slot] = length
 
     def end(self, slot: int) -> None:
-        """Count the slot as empty."""
+        """Count the slot as empty, and give its memory back."""
         self.lengths[slot] = self.max_length
+        self.cache.release(slot)
 
     def restore(self, texts: Sequence[Ids]) -> None:
         """Put the first slots back to these texts `[L + 1]`, and empty the others, after a step that failed.
@@ -86,15 +105,20 @@ class BatchState:
         for slot, text in enumerate(texts):
             self.lengths[slot] = len(text) - 1
             self.drafter.enter(slot, text)
+        for slot in range(len(texts), self.slots):
+            self.cache.release(slot)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another, whose text begins with the same tokens."""
-        self._copy_positions(source, target, length)
+        self.cache.copy(source, target, length)
+        self._copy_texts(source, target, length)
         self.drafter.copy(source, target, length)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Let the sequence in slot `source`, of at most `length` tokens, go on in slot `target`."""
-        self._copy_positions(source, target, min(length, self.capacity))
+        length = min(length, self.capacity)
+        self.cache.move(source, target, length)
+        self._copy_texts(source, target, length)
         self.lengths[target] = self.lengths[source]
         self.sampling.move(source, target)
         self.drafter.move(source, target)
@@ -166,8 +190,7 @@ class BatchState:
             self.hidden[rows].scatter_(1, places[:, :, None].expand(columns), path_hidden.to(self.hidden))
         lengths += accepted.count + 1 if all_sound else (accepted.count + 1) * sound
 
-    def _copy_positions(self, source: int, target: int, length: int) -> None:
-        self.cache.move(source, target, length)
+    def _copy_texts(self, source: int, target: int, length: int) -> None:
         self.tokens[target, :length] = self.tokens[source, :length]
         if self.hidden is not None:
             self.hidden[target, :length] = self.hidden[source, :length]

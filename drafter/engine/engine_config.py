@@ -19,6 +19,8 @@ class EngineSettings:
         nodes: Draft nodes verified a step; `auto` adapts to what pays on the machine.
         compile: Compile the base's forward with torch.compile: a minute or two at start, less where it was done
             before, for faster steps.
+        kv_gib: GiB that the KV cache may take: rows then take memory as they grow, and more `slots` are worth having
+            than would fit at full length. By default every slot has memory for `max_length` tokens.
 
     Raises:
         ValueError: A value is of the wrong type or out of range.
@@ -28,6 +30,7 @@ class EngineSettings:
     max_length: int | None = None
     nodes: int | Literal["auto"] = "auto"
     compile: bool = False
+    kv_gib: float | None = None
 
     def __post_init__(self) -> None:
         _check_integer("slots", self.slots, 1)
@@ -35,6 +38,13 @@ class EngineSettings:
             _check_integer("max_length", self.max_length, 2)
         if self.nodes != "auto":
             _check_integer("nodes", self.nodes, 0)
+        if self.kv_gib is not None and not self.kv_gib > 0:
+            raise ValueError(f"kv_gib must be more than 0, not {self.kv_gib}")
+
+    @property
+    def kv_bytes(self) -> int | None:
+        """Bytes that the KV cache may take; None for what all slots of full length take."""
+        return None if self.kv_gib is None else int(self.kv_gib * 2**30)
 
     @property
     def longest(self) -> int:

@@ -85,7 +85,7 @@ class Engine:
         self.max_length = min(limit, config.longest)
         self._times = StageTimes()
         self._graphs = step_graphs(base.device, base.devices, graph_safe=drafter.spec.graph_safe)
-        self.batch = BatchState(base, drafter, config.slots, self.max_length, self._times)
+        self.batch = BatchState(base, drafter, config.slots, self.max_length, self._times, config.kv_bytes)
         self._packs = base.allow_packing()
         # A step that is repeated as a whole always has the same nodes.
         self._device_step = DeviceStep(base, verifier, self.batch, packs=self._graphs is None and self._packs)
@@ -187,6 +187,7 @@ class Engine:
         try:
             self._drop_unwanted()
             self._admission.admit()
+            self._make_room()
             if self.scheduler.active:
                 self._decode()
             self._deliver(self.flights.lag if self.scheduler.active else 0)
@@ -295,6 +296,15 @@ class Engine:
         """End the sequences that are cancelled or out of time."""
         for sequence in self.scheduler.take_unwanted(time.monotonic()):
             sequence.fail_unwanted()
+
+    def _make_room(self) -> None:
+        """Have memory for the next step; the sequences that have come last give theirs up if there is too little."""
+        while not self.scheduler.grow():
+            if self.flights:
+                self._deliver(0)  # it may end a sequence, and must not come for one that waits
+            else:
+                self.scheduler.put_youngest_back()
+                self._preemptions += 1
 
     def _preempt(self) -> None:
         """Put half of the sequences back to wait, and be content with the other half from now on."""

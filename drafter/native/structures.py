@@ -65,7 +65,9 @@ class ForwardStruct(ctypes.Structure):
     _fields_ = (
         ("keys", ctypes.POINTER(Pointer)),
         ("values", ctypes.POINTER(Pointer)),
-        ("capacity", _I64),
+        ("blocks", Pointer),
+        ("block", _I64),
+        ("slot_blocks", _I64),
         ("first_slot", _I64),
         ("rows", _I64),
         ("nodes", _I64),

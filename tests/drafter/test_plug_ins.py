@@ -142,7 +142,7 @@ class SecondModel(Drafter):
 
     def copy(self, source: int, target: int, length: int) -> None:
         self.read[target] = min(self.read[source], length)
-        self.cache.move(source, target, self.read[target])
+        self.cache.copy(source, target, self.read[target])
 
     def move(self, source: int, target: int) -> None:
         self.copy(source, target, self.read[source])

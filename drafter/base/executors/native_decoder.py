@@ -155,10 +155,13 @@ class NativeDecoder:
         ancestors = None if texts.ancestors is None else texts.ancestors.contiguous()
         taps = (ctypes.c_int64 * len(hidden_layers))(*hidden_layers)
         keys, values = self._addresses(cache)
+        blocks = cache.blocks
         forward = ForwardStruct(
             keys=keys,
             values=values,
-            capacity=cache.length,
+            blocks=blocks.data_ptr(),
+            block=cache.block,
+            slot_blocks=blocks.shape[1],
             first_slot=texts.slot,
             rows=rows,
             nodes=size,

@@ -48,17 +48,22 @@ class Scheduler:
         return [slots[id(sequence)] for sequence in sequences]
 
     def enter(self) -> bool:
-        """Give the next sequence that waits the slot behind all others; False if there is none, or no slot.
+        """Give the next sequence that waits the slot behind all others; False if there is none, no slot or no memory.
 
         A sequence that has been in a slot before comes with its output.
         """
         slot = len(self.active) + len(self.entering)
-        sequence = self.waiting.take() if slot < self.most else None
+
+        def fits(sequence: Sequence) -> bool:
+            return self._state.has_room(sequence.length + 1, slot)
+
+        sequence = self.waiting.take(fits) if slot < self.most else None
         if sequence is None:
             return False
         # It is in a list before anything can fail, so that a failure finds it.
         self.entering.append(sequence)
         sequence.enter()
+        self._state.reserve(slot, sequence.length + 1)
         prompt = len(sequence.handle.request.prompt_ids)
         self._state.enter(slot, sequence.prefilled, sequence.sampling, prompt)
         return True
@@ -80,6 +85,20 @@ class Scheduler:
                 self.active.append(sequence)
                 self.entering.remove(sequence)
         self._update_settings()
+
+    def grow(self) -> bool:
+        """Have memory for the next step of all active sequences; False if too little is left."""
+        ahead = self._flights.ahead
+        return all(self._state.reserve(slot, one.length + ahead + 1) for slot, one in enumerate(self.active))
+
+    def put_youngest_back(self) -> None:
+        """Put the sequence that has come last back to wait. No flight may be under way."""
+        youngest = max(self.in_slots, key=lambda sequence: sequence.entered or 0.0)
+        if youngest in self.entering:
+            self._leave(youngest)
+        else:
+            self.retire(youngest)
+        self.waiting.put_back([youngest])
 
     def retire(self, sequence: Sequence, *, poisoned: bool = False) -> None:
         """Take an active sequence out: the last active one takes its slot, and those that enter move up.
@@ -116,11 +135,9 @@ class Scheduler:
         unwanted = [sequence for sequence in self.active if sequence.handle.unwanted(now)]
         for sequence in reversed(unwanted):
             self.retire(sequence)
-        for place in range(len(self.entering) - 1, -1, -1):
-            if (sequence := self.entering[place]).handle.unwanted(now):
-                self._state.clear(len(self.active) + place)
-                self._move_up(place + 1)
-                self.entering.remove(sequence)
+        for sequence in reversed(self.entering):
+            if sequence.handle.unwanted(now):
+                self._leave(sequence)
                 unwanted.append(sequence)
         return [*unwanted, *self.waiting.take_unwanted(now)]
 
@@ -143,6 +160,14 @@ class Scheduler:
         """Give up all slots; return who had one."""
         gone, self.active, self.entering = self.in_slots, [], []
         return gone
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a sequence that enters out: those behind it move up."""
+        place = self.entering.index(sequence)
+        self._state.clear(len(self.active) + place)
+        self._move_up(place + 1)
+        self._state.end(len(self.in_slots) - 1)
+        self.entering.remove(sequence)
 
     def _move_up(self, place: int) -> None:
         """Let the sequences that enter, from this one of them on, each take the slot before theirs."""

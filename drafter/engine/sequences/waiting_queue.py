@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 
 from drafter.engine.sequences.sequence import Sequence
@@ -53,10 +54,10 @@ class WaitingQueue:
             self._waiting.extendleft(reversed(sequences))
             self._check_at = -math.inf
 
-    def take(self) -> Sequence | None:
-        """The request that has waited longest, or None."""
+    def take(self, fits: Callable[[Sequence], bool]) -> Sequence | None:
+        """The request that has waited longest, or None; also if that one does not fit, so that none overtakes it."""
         with self._lock:
-            return self._waiting.popleft() if self._waiting else None
+            return self._waiting.popleft() if self._waiting and fits(self._waiting[0]) else None
 
     def look_again(self) -> None:
         """A request has been cancelled; it may be one that waits."""

@@ -26,11 +26,24 @@ inline void rotate(float* head, const float* cosines, const float* sines, int64_
     }
 }
 
-// Keys or values of one slot and one head: `size` numbers at each position.
+// Keys or values of one slot and one head: so many numbers at each position. Positions lie in blocks.
 struct Lane {
-    float* first;
-    int64_t stride;  // from one position to the next, in numbers
-    float* at(int64_t position) const { return first + position * stride; }
+    float* first;           // of position 0 of block 0
+    int64_t stride;         // from one position to the next, in numbers
+    const int64_t* blocks;  // where the slot's blocks are
+    int64_t block;          // positions of a block
+    float* at(int64_t position) const {
+        return first + (blocks[position / block] * block + position % block) * stride;
+    }
+    // Call `work(position, numbers)` for the first `count` positions, in order.
+    template <class Work>
+    void walk(int64_t count, const Work& work) const {
+        for (int64_t from = 0; from < count; from += block) {
+            const float* numbers = first + blocks[from / block] * block * stride;
+            const int64_t to = std::min(from + block, count);
+            for (int64_t position = from; position < to; ++position, numbers += stride) work(position, numbers);
+        }
+    }
 };
 
 template <int vectors>
@@ -72,12 +85,11 @@ void attend(Lane keys, Lane values, int64_t prefix, int nodes, int heads, float 
     const int64_t width = (prefix + longest + kLanes - 1) / kLanes * kLanes;
     if (static_cast<int64_t>(scores.size()) < width * nodes * heads) scores.resize(width * nodes * heads);
     auto row = [&](int node, int head) { return scores.data() + (node * heads + head) * width; };
-    for (int64_t t = 0; t < prefix; ++t) {
-        const float* key = keys.at(t);
+    keys.walk(prefix, [&](int64_t t, const float* key) {
         for (int node = 0; node < nodes; ++node)
             for (int head = 0; head < heads; ++head)
                 row(node, head)[t] = scale * dot<vectors>(queries(node, head), key);
-    }
+    });
     for (int node = 0; node < nodes; ++node) {
         const auto seen = ancestors(node);
         const int64_t length = prefix + seen.count;
@@ -88,11 +100,10 @@ void attend(Lane keys, Lane values, int64_t prefix, int nodes, int heads, float 
             float* weights = row(node, head);
             const float norm = soften(weights, length);
             Vec sums[vectors] = {};
-            for (int64_t t = 0; t < prefix; ++t) {
-                const float* value = values.at(t);
+            values.walk(prefix, [&](int64_t t, const float* value) {
 #pragma GCC unroll 16
                 for (int v = 0; v < vectors; ++v) sums[v] += weights[t] * load(value + v * kLanes);
-            }
+            });
             for (int64_t a = 0; a < seen.count; ++a) {
                 const float* value = values.at(seen.position(a));
 #pragma GCC unroll 16

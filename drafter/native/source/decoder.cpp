@@ -31,9 +31,10 @@ struct Decoder {
 
 // Nodes of B rows, and where the results go.
 struct Forward {
-    float* const* keys;    // of each layer: `[slots, length, kv_heads, D]`
+    float* const* keys;    // of each layer: `[blocks, positions of a block, kv_heads, D]`
     float* const* values;
-    int64_t capacity;      // positions of a slot
+    const int64_t* blocks;      // `[slots, blocks of a slot]`: where they are
+    int64_t block, slot_blocks;  // positions of a block, blocks of a slot
     int64_t first_slot, rows, nodes;  // B rows of N nodes
     const int64_t* tokens;     // `[B, N]`
     const int64_t* lengths;    // `[B]`
@@ -70,7 +71,7 @@ struct Plan {
     bool fits = true;               // whether all nodes are in the cache, and their tokens in the vocabulary
 
     Plan(const Forward& forward, int64_t positions, int64_t vocabulary) {
-        const int64_t count = forward.count, nodes = forward.nodes;
+        const int64_t count = forward.count, nodes = forward.nodes, capacity = forward.block * forward.slot_blocks;
         place.resize(count);
         position.resize(count);
         seen_at.assign(1, 0);
@@ -82,7 +83,7 @@ struct Plan {
             rows.back().end = static_cast<int>(m) + 1;
             place[m] = length + node;
             const int64_t token = forward.tokens[forward.which[m]];
-            fits &= length >= 0 && place[m] < forward.capacity && token >= 0 && token < vocabulary;
+            fits &= length >= 0 && place[m] < capacity && token >= 0 && token < vocabulary;
             position[m] = std::min(length + forward.depths[forward.which[m]], positions - 1);
             if (forward.ancestors != nullptr) {
                 const uint8_t* line = forward.ancestors + forward.which[m] * nodes;
@@ -187,9 +188,14 @@ class Run {
         }
         const int64_t width = decoder_.kv_heads * size;
         const int64_t slot = forward_.which[m] / forward_.nodes + forward_.first_slot;
-        const int64_t at = (slot * forward_.capacity + plan_.place[m]) * width;
-        std::copy(head - width, head, keys + at);
-        std::copy(head, head + width, values + at);
+        std::copy(head - width, head, lane(keys, slot, 0).at(plan_.place[m]));
+        std::copy(head, head + width, lane(values, slot, 0).at(plan_.place[m]));
+    }
+
+    // A slot's keys or values, from a head on.
+    Lane lane(float* numbers, int64_t slot, int kv_head) const {
+        return {numbers + kv_head * decoder_.head_size, decoder_.kv_heads * decoder_.head_size,
+                forward_.blocks + slot * forward_.slot_blocks, forward_.block};
     }
 
     void mix(const Group& group, int kv_head, float* keys, float* values) {
@@ -206,13 +212,13 @@ class Run {
     void mix_heads(const Group& group, int kv_head, float* keys, float* values) {
         static thread_local std::vector<float> scores;
         const Plan::Row& row = plan_.rows[group.row];
-        const int64_t size = decoder_.head_size, stride = decoder_.kv_heads * size;
-        const int64_t start = row.slot * forward_.capacity * stride + kv_head * size;
+        const int64_t size = decoder_.head_size;
         const int heads = static_cast<int>(decoder_.heads / decoder_.kv_heads), first_head = kv_head * heads;
         // In a chain, the nodes before the group are ancestors of all in it.
         const int64_t prefix = forward_.ancestors ? row.prefix : plan_.place[group.begin];
         attend<vectors>(
-            {keys + start, stride}, {values + start, stride}, prefix, group.end - group.begin, heads, decoder_.scale,
+            lane(keys, row.slot, kv_head), lane(values, row.slot, kv_head), prefix, group.end - group.begin, heads,
+            decoder_.scale,
             [&](int node) -> Plan::Seen {
                 if (!forward_.ancestors) return {nullptr, prefix, node + 1};
                 const int64_t from = plan_.seen_at[group.begin + node], to = plan_.seen_at[group.begin + node + 1];

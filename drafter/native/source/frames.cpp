@@ -162,9 +162,9 @@ class FrameRun {
         };
         const int64_t d = net_->width, offset = head * net_->head_size;
         const int frames = static_cast<int>(asked_->frames), end = static_cast<int>(asked_->ends[row]);
-        const int64_t start = asked_->slot[end] * asked_->length * d + offset;
+        auto lane = [&](float* numbers) { return Lane{numbers + offset, d, asked_->slot + end, asked_->length}; };
         attend<vectors>(
-            {keys + start, d}, {values + start, d}, asked_->position[end] + 1 + frames, frames, 1, net_->scale,
+            lane(keys), lane(values), asked_->position[end] + 1 + frames, frames, 1, net_->scale,
             [](int) { return None(); },
             [&](int frame, int) { return qkv_.rows[entries_ + row * frames + frame] + offset; },
             [&](int frame, int) { return mixed_.rows[row * frames + frame] + offset; }, scores);

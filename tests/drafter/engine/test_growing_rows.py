@@ -1,0 +1,118 @@
+"""Rows that take KV memory as they grow: more of them decode together, and nobody's tokens change."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import pytest
+
+from drafter import devices
+from drafter.base.causal_lm import BaseModel
+from drafter.base.paged_kv_cache import BLOCK
+from drafter.drafters.contract import Drafter
+from drafter.drafters.merged import MergedDrafter
+from drafter.drafters.none import PlainDecoding
+from drafter.engine.engine_config import EngineConfig
+from drafter.engine.loop import Engine
+from drafter.errors import LoadError
+from drafter.requests import Request, SamplingParams
+from tests.support.heads import make_head
+from tests.support.marks import slow_but
+from tests.support.models import (
+    FAMILIES,
+    AdversarialDrafter,
+    OracleDrafter,
+    SpellingTokenizer,
+    random_model,
+    random_prompts,
+    run_engine,
+)
+from tests.support.tapes import TapeRecorder
+
+MAX_LENGTH = 4 * BLOCK
+
+
+def gib(base: BaseModel, blocks: int) -> float:
+    """Memory for so many blocks."""
+    return blocks * BLOCK * base.new_cache(1, 1).nbytes / 2**30
+
+
+def requests_of(count: int) -> list[Request]:
+    """Some short ones, some that grow over several blocks."""
+    return [
+        Request(
+            prompt,
+            SamplingParams(
+                80 if row % 4 == 0 else 12, temperature=row % 2, seed=row, presence_penalty=0.5, ignore_eos=True
+            ),
+        )
+        for row, prompt in enumerate(random_prompts(count, seed=11))
+    ]
+
+
+@pytest.fixture(params=["the host follows", pytest.param("the host is behind", marks=pytest.mark.slow)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that look at each step's outcome at once, and engines that read it one step later, as on a GPU."""
+    if request.param == "the host is behind":
+        monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
+        monkeypatch.setattr("drafter.engine.steps.cuda_graphs._recorder", TapeRecorder())
+
+
+@pytest.mark.parametrize("family", slow_but(["llama", "gemma2"], FAMILIES))
+def test_tokens_are_those_of_rows_alone(device: None, family: str) -> None:
+    base = BaseModel(random_model(family))
+    requests = requests_of(10)
+    expected = run_engine(base, PlainDecoding(), requests, slots=1, max_length=MAX_LENGTH)
+    texts = [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)]
+    heads: list[Drafter] = [make_head(base, kind).drafter(base, 8) for kind in ("ctc", "hydra++")]
+    for drafter in (PlainDecoding(), OracleDrafter(texts), AdversarialDrafter(seed=3), reduce(MergedDrafter, heads)):
+        # One of full length takes five blocks at most, draft nodes included.
+        config = EngineConfig(slots=8, max_length=MAX_LENGTH, nodes=6, kv_gib=gib(base, 6))
+        engine = Engine(base, drafter, SpellingTokenizer(), config)
+        handles = [engine.submit(request, stream=row % 3 == 0) for row, request in enumerate(requests)]
+        most = 0
+        while not engine.idle:
+            engine.step()
+            most = max(most, engine.active)
+        assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in expected]
+        assert most >= 3
+        assert not engine.batch.cache.blocks.any()  # all memory has been given back
+
+
+def test_the_youngest_gives_way_and_the_oldest_never(tiny_base: BaseModel) -> None:
+    sampling = SamplingParams(100, ignore_eos=True)
+    requests = [Request(prompt, sampling) for prompt in random_prompts(3, seed=4)]
+    config = EngineConfig(slots=3, max_length=MAX_LENGTH, kv_gib=gib(tiny_base, 5))
+    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), config)
+    handles = [engine.submit(request) for request in requests]
+    ended: list[int] = []
+    while not engine.idle:
+        engine.step()
+        ended += [row for row, handle in enumerate(handles) if handle.future.done() and row not in ended]
+    assert ended == [0, 1, 2]
+    assert engine.state().preemptions >= 2
+
+
+def test_unwanted_rows_give_their_memory_back(tiny_base: BaseModel) -> None:
+    config = EngineConfig(slots=6, max_length=MAX_LENGTH, kv_gib=gib(tiny_base, 8))
+    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), config)
+    handles = [engine.submit(Request(one, SamplingParams(60, ignore_eos=True))) for one in random_prompts(6, seed=5)]
+    engine.step()
+    for handle in handles[1:4]:
+        handle.cancel()
+    while not engine.idle:
+        engine.step()
+    assert [len(handle.result(0).token_ids) for handle in handles[4:]] == [60, 60]
+    assert not engine.batch.cache.blocks.any()
+
+
+def test_memory_that_holds_no_row_is_refused(tiny_base: BaseModel) -> None:
+    config = EngineConfig(slots=6, max_length=MAX_LENGTH, kv_gib=gib(tiny_base, 2))
+    with pytest.raises(LoadError, match=r"holds 64 positions .* one request may need .* raise kv_gib or lower"):
+        Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), config)
+
+
+def test_memory_for_all_is_not_shared(tiny_base: BaseModel) -> None:
+    config = EngineConfig(slots=2, max_length=MAX_LENGTH, kv_gib=1.0)
+    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), config)
+    assert engine.nbytes == engine.batch.cache.slots * engine.batch.capacity * tiny_base.new_cache(1, 1).nbytes
