@@ -88,7 +88,8 @@ class _LayerView(CacheLayerMixin):
 def _gather(states: Tensor, places: Tensor) -> Tensor:
     """Return `[b, H, n, D]` of `[P, H, D]` at `places` `[b, n]`."""
     flat = states.index_select(0, places.flatten().to(states.device))
-    return flat.unflatten(0, places.shape).transpose(1, 2)
+    rows: Tensor = flat.unflatten(0, places.shape)
+    return rows.transpose(1, 2)
 
 
 class KVCache:

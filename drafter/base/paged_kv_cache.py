@@ -94,7 +94,7 @@ class PagedKVCache(KVCache):
         return blocks * BLOCK + positions % BLOCK
 
     def _places_on_host(self, rows: Places, positions: Places) -> Places:
-        return self.blocks.numpy()[rows, positions // BLOCK] * BLOCK + positions % BLOCK  # type: ignore[no-any-return]
+        return self.blocks.numpy()[rows, positions // BLOCK] * BLOCK + positions % BLOCK
 
     def _unused_places(self, rows: slice) -> Tensor:
         return self._offsets[:, :1].expand(rows.stop - rows.start, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,19 @@ def test_an_output_begun_with_another_draw_is_refused(run: Run, finished: Finish
         assert "the version that began it draws other tokens from the same seeds): choose another" in refused.error
     file.write_text(json.dumps(ran))
     assert run(finished.source, *JOB_SETTINGS).code == 0
+
+
+@pytest.mark.slow
+def test_rows_share_a_limited_memory(run: Run, lm: SpeculativeLM, finished_job: FinishedJob, tmp_path: Path) -> None:
+    row = lm.engine.batch.capacity * lm.base.new_cache(1, 1).nbytes / 2**30
+    source = shutil.copy(finished_job.source, tmp_path)
+    refused = run(source, *JOB_SETTINGS, "--engine.kv_gib", row / 2)
+    assert refused.code == 2
+    assert "raise kv_gib or lower max_length" in refused.error
+    done = run(source, *JOB_SETTINGS, "--engine.kv_gib", row * 1.5, "--engine.slots", 8)
+    assert done.code == 0, done.stderr
+    tokens = [row["token_ids"] for row in finished_job.outcome.rows]
+    assert [row["token_ids"] for row in done.rows] == tokens
 
 
 @pytest.mark.slow
