@@ -73,7 +73,8 @@ def measure_steps(step: DeviceStep, graphs: StepGraphs | None) -> LatencyTable:
     counts = sorted({count for count in NODE_COUNTS if count < most} | {most})
     try:
         generate_texts(step)
-        table = measure_latency(partial(_probe, step, graphs), batch_sizes(state.slots), counts)
+        depth = state.drafter.spec.max_depth
+        table = measure_latency(partial(_probe, step, graphs), batch_sizes(state.slots), counts, depth)
     except torch.OutOfMemoryError as error:
         raise LoadError(
             f"{state.slots} slots with trees of {most} nodes do not fit into the memory beside {step.base.name}: "

@@ -4,6 +4,8 @@ import numpy as np
 
 from drafter.budget.latency_table import LatencyTable, batch_sizes, measure_latency
 
+_MS = 1e-3
+
 
 def test_latencies_are_interpolated_between_batches() -> None:
     table = LatencyTable(
@@ -32,8 +34,34 @@ def test_the_least_of_several_measurements_counts_and_more_work_takes_no_less() 
         nonlocal calls
         calls += 1
         disturbed = 5.0 if calls % 3 == 0 else 0.0
-        return 0.1 * nodes + disturbed, float(rows + nodes) + disturbed
+        return 0.1 * _MS * nodes + disturbed, _MS * (rows + nodes) + disturbed
 
-    table = measure_latency(probe, (1, 4), (0, 2))
-    assert table.verify.tolist() == [[1.0, 3.0], [4.0, 6.0]]
-    assert table.draft.tolist() == [[0.0, 0.2], [0.0, 0.2]]
+    table = measure_latency(probe, (1, 4), (0, 2), depth=2)
+    assert np.allclose(table.verify, _MS * np.array([[1, 3], [4, 6]]))
+    assert np.allclose(table.draft, 0.1 * _MS * np.array([[0, 2], [0, 2]]))
+
+
+def test_trees_that_cannot_pay_are_not_timed() -> None:
+    """A row gets at most five tokens of a step with drafts four deep."""
+    asked = []
+
+    def probe(rows: int, nodes: int) -> tuple[float, float]:
+        asked.append((rows, nodes))
+        return 0.0, _MS * (1 + nodes * (rows > 1))
+
+    table = measure_latency(probe, (1, 8), (0, 3, 7, 15), depth=4)
+    assert (1, 15) in asked
+    assert (8, 7) in asked  # it costs eight plain steps
+    assert asked.count((8, 15)) == 1  # to warm up
+    assert np.allclose(table.verify, _MS * np.array([[1, 1, 1, 1], [1, 4, 8, 16]]))
+
+
+def test_long_steps_are_timed_once_where_time_is_up() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def probe(rows: int, nodes: int) -> tuple[float, float]:
+        asked.append((rows, nodes))
+        return 0.0, 0.2 + 0.02 * nodes
+
+    measure_latency(probe, (1, 4), (0, 3), depth=3, seconds=0.0)
+    assert asked == [(1, 0), (1, 3), (4, 0), (4, 3)]
