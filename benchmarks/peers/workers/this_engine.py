@@ -1,0 +1,34 @@
+"""This engine, with any drafter."""
+
+from __future__ import annotations
+
+from benchmarks.peers.workers.protocol import Decode, Engine, Settings, Work, serve
+from drafter.base.loading import load_base, load_tokenizer
+from drafter.drafters.registry import load_drafter, useful_nodes
+from drafter.engine import loop
+from drafter.engine.engine_config import EngineConfig
+from drafter.evaluation.decoders import engine_decoder
+from drafter.requests import Request, SamplingParams
+from drafter.threads import in_passing_thread
+
+
+def load(settings: Settings) -> Engine:
+    """Load the base. The variant is the drafter's name."""
+    base = in_passing_thread(lambda: load_base(settings.model, dtype=settings.dtype, device="cpu"))
+    tokenizer = load_tokenizer(settings.model)
+
+    def make(batch: int) -> Decode:
+        drafter = load_drafter(settings.variant, base, useful_nodes(base.device))
+        decode = engine_decoder(loop.Engine(base, drafter, tokenizer, EngineConfig(batch, settings.longest)))
+        return lambda work: decode(requests_of(work)).outputs
+
+    return make
+
+
+def requests_of(work: Work) -> list[Request]:
+    """Return the requests of this engine for some work."""
+    return [Request(prompt, SamplingParams(work.max_new_tokens)) for prompt in work.prompts]
+
+
+if __name__ == "__main__":
+    serve(load, ["torch", "transformers"])
