@@ -9,43 +9,39 @@ from typing import Any
 import xllamacpp
 
 from benchmarks.peers.workers.llama_gguf import write_gguf
-from benchmarks.peers.workers.protocol import Decode, Engine, Settings, Work, serve
+from benchmarks.peers.workers.protocol import Decode, Settings, Work, serve
 
 _CACHES = {"float32": xllamacpp.ggml_type.GGML_TYPE_F32, "bfloat16": xllamacpp.ggml_type.GGML_TYPE_BF16}
 
 
-def load(settings: Settings) -> Engine:
-    """Write the model as GGUF, unless that was done before."""
+def load(settings: Settings) -> Decode:
+    """Write the model as GGUF, unless that was done before, and start a server of it."""
     file = Path(settings.folder) / f"{settings.dtype}.gguf"
     if not file.exists():
         write_gguf(Path(settings.model), file, settings.dtype, settings.ends)
+    server = xllamacpp.Server(_parameters(settings, file))
 
-    def make(batch: int) -> Decode:
-        server = xllamacpp.Server(_parameters(settings, file, batch))
+    def complete(prompt: list[int], max_new_tokens: int) -> list[int]:
+        asked = {"prompt": prompt, "n_predict": max_new_tokens, "temperature": 0.0, "samplers": ["temperature"]}
+        # Nothing is kept of a prompt, because it comes again in the next round.
+        told = {"return_tokens": True, "verbose": True, "cache_prompt": False}
+        answer: dict[str, Any] = server.handle_completions(asked | told)
+        if "__verbose" not in answer:
+            raise RuntimeError(f"llama.cpp answers {answer}")
+        return list(answer["__verbose"]["tokens"])
 
-        def complete(prompt: list[int], max_new_tokens: int) -> list[int]:
-            # Nothing is kept of a prompt, because it comes again in the next round.
-            asked = {"prompt": prompt, "n_predict": max_new_tokens, "temperature": 0.0, "samplers": ["temperature"]}
-            told = {"return_tokens": True, "verbose": True, "cache_prompt": False}
-            answer: dict[str, Any] = server.handle_completions(asked | told)
-            if "error" in answer:
-                raise RuntimeError(answer["error"]["message"])
-            return list(answer["__verbose"]["tokens"])
+    def decode(work: Work) -> list[list[int]]:
+        with ThreadPoolExecutor(settings.batch) as clients:
+            return list(clients.map(lambda prompt: complete(prompt, work.max_new_tokens), work.prompts))
 
-        def decode(work: Work) -> list[list[int]]:
-            with ThreadPoolExecutor(work.batch) as clients:
-                return list(clients.map(lambda prompt: complete(prompt, work.max_new_tokens), work.prompts))
-
-        return decode
-
-    return make
+    return decode
 
 
-def _parameters(settings: Settings, file: Path, batch: int) -> Any:
+def _parameters(settings: Settings, file: Path) -> Any:
     parameters = xllamacpp.CommonParams()
     parameters.model.path = str(file)
-    parameters.n_parallel = batch
-    parameters.n_ctx = batch * settings.longest
+    parameters.n_parallel = settings.batch
+    parameters.n_ctx = settings.batch * settings.longest
     parameters.cache_type_k = parameters.cache_type_v = _CACHES[settings.dtype]
     parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = settings.threads
     parameters.cache_prompt = False

@@ -143,5 +143,7 @@ def _add_vocabulary(writer: gguf.GGUFWriter, size: int, ends: Sequence[int]) -> 
     writer.add_token_types([gguf.TokenType.NORMAL] * size)
     writer.add_add_bos_token(False)
     writer.add_add_space_prefix(False)
-    for add, end in zip((writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id), ends, strict=False):
+    for add, end in zip(
+        (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id), ends, strict=False
+    ):
         add(end)

@@ -11,35 +11,30 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from benchmarks.peers.workers.protocol import Decode, Engine, Settings, Work, serve
+from benchmarks.peers.workers.protocol import Decode, Settings, Work, serve
 
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
 _LOOKED_UP, _LONGEST_MATCH = 5, 3
 """Tokens that prompt lookup takes at a time, and the longest n-gram it looks for: those of its documentation."""
 
 
-def load(settings: Settings) -> Engine:
+def load(settings: Settings) -> Decode:
     """Export the model with optimum, unless that was done before."""
     exported = Path(settings.folder) / "openvino"
     if not exported.exists():
         _export(settings.model, exported)
+    scheduling = _scheduling(settings.batch)
+    pipeline = openvino_genai.ContinuousBatchingPipeline(str(exported), scheduling, "CPU", _properties(settings))
 
-    def make(batch: int) -> Decode:
-        pipeline = openvino_genai.ContinuousBatchingPipeline(
-            str(exported), _scheduling(batch), "CPU", _properties(settings)
-        )
+    def decode(work: Work) -> list[list[int]]:
+        found = pipeline.generate(list(map(_tensor, work.prompts)), [_sampling(settings, work)] * len(work.prompts))
+        return [list(one.m_generation_ids[0]) for one in found]
 
-        def decode(work: Work) -> list[list[int]]:
-            found = pipeline.generate(list(map(_tensor, work.prompts)), [_sampling(settings, work)] * len(work.prompts))
-            return [list(one.m_generation_ids[0]) for one in found]
-
-        return decode
-
-    return make
+    return decode
 
 
 def _export(model: str, folder: Path) -> None:
-    """Write the model in OpenVINO's form. Its precision stays: weights are fp32, the plugin rounds them if it is told."""
+    """Write the model in OpenVINO's form, with weights of fp32. The plugin rounds them if it is told to."""
     partial = folder.with_name(f"{folder.name}.partial")
     program = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", model]
     options = ["--task", "text-generation-with-past", "--weight-format", "fp32", str(partial)]

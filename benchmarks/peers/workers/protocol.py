@@ -3,7 +3,7 @@
 Every engine's environment imports this, so it needs nothing beyond the standard library.
 
 First the process says that it is ready, and with which versions. Then each `Work` it reads is answered by a `Done`. An
-answer with the key `error` stands for what failed; the process goes on unless it could not start.
+answer with the key `error` says what failed instead, and is the last one.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Settings:
         model: Folder of the model, as transformers has it.
         dtype: `float32` or `bfloat16`, of weights, arithmetic and KV cache.
         variant: How it decodes: `plain`, or the name of a way to speculate.
+        batch: How many prompts are decoded together at most.
         longest: Most tokens of a prompt and its text.
         ends: Tokens that end a text.
         threads: Threads to compute with.
@@ -38,6 +39,7 @@ class Settings:
     model: str
     dtype: str
     variant: str
+    batch: int
     longest: int
     ends: list[int]
     threads: int
@@ -50,12 +52,10 @@ class Work:
 
     Args:
         prompts: Their tokens.
-        batch: How many are decoded together at most.
         max_new_tokens: Most new tokens of each.
     """
 
     prompts: list[list[int]]
-    batch: int
     max_new_tokens: int
 
 
@@ -75,12 +75,10 @@ class Done:
 
 
 Decode = Callable[[Work], list[list[int]]]
-"""Decodes work of one batch size. Returns the new tokens of each prompt."""
-Engine = Callable[[int], Decode]
-"""Makes ready to decode so many prompts together."""
+"""Decodes some work. Returns the new tokens of each prompt."""
 
 
-def serve(load: Callable[[Settings], Engine], packages: Sequence[str]) -> None:
+def serve(load: Callable[[Settings], Decode], packages: Sequence[str]) -> None:
     """Be a measured process, with the settings in the first argument, until there is no more work.
 
     Args:
@@ -89,22 +87,14 @@ def serve(load: Callable[[Settings], Engine], packages: Sequence[str]) -> None:
     """
     stream = _own_output()
     try:
-        make = load(Settings(**json.loads(sys.argv[1])))
-        ready = {"versions": {name: version(name) for name in packages}}
+        decode = load(Settings(**json.loads(sys.argv[1])))
+        _say(stream, {"versions": {name: version(name) for name in packages}})
+        for line in sys.stdin:
+            _say(stream, asdict(measured(decode, Work(**json.loads(line)))))
     except Exception as error:
-        _say(stream, _failure(error))
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        _say(stream, {"error": f"{type(error).__name__}: {lines[0] if lines else 'without a message'}"})
         raise
-    _say(stream, ready)
-    made: tuple[int, Decode] | None = None
-    for line in sys.stdin:
-        try:
-            work = Work(**json.loads(line))
-            if made is None or made[0] != work.batch:
-                made = None  # The memory of the one before is free before the next one takes its own.
-                made = work.batch, make(work.batch)
-            _say(stream, asdict(measured(made[1], work)))
-        except Exception as error:
-            _say(stream, _failure(error))
 
 
 def measured(decode: Decode, work: Work) -> Done:
@@ -124,11 +114,6 @@ def _own_output() -> TextIO:
 
 def _say(stream: TextIO, answer: dict[str, Any]) -> None:
     print(json.dumps(answer), file=stream, flush=True)
-
-
-def _failure(error: Exception) -> dict[str, Any]:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return {"error": f"{type(error).__name__}: {lines[0] if lines else 'without a message'}"}
 
 
 def _forget_peak() -> None:

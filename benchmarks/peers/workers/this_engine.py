@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from benchmarks.peers.workers.protocol import Decode, Engine, Settings, Work, serve
+import torch
+
+from benchmarks.peers.workers.protocol import Decode, Settings, Work, serve
 from drafter.base.loading import load_base, load_tokenizer
 from drafter.drafters.registry import load_drafter, useful_nodes
-from drafter.engine import loop
 from drafter.engine.engine_config import EngineConfig
+from drafter.engine.loop import Engine
 from drafter.evaluation.decoders import engine_decoder
 from drafter.requests import Request, SamplingParams
 from drafter.threads import in_passing_thread
 
 
-def load(settings: Settings) -> Engine:
+def load(settings: Settings) -> Decode:
     """Load the base. The variant is the drafter's name."""
+    torch.set_num_threads(settings.threads)
     base = in_passing_thread(lambda: load_base(settings.model, dtype=settings.dtype, device="cpu"))
-    tokenizer = load_tokenizer(settings.model)
-
-    def make(batch: int) -> Decode:
-        drafter = load_drafter(settings.variant, base, useful_nodes(base.device))
-        decode = engine_decoder(loop.Engine(base, drafter, tokenizer, EngineConfig(batch, settings.longest)))
-        return lambda work: decode(requests_of(work)).outputs
-
-    return make
+    drafter = load_drafter(settings.variant, base, useful_nodes(base.device))
+    config = EngineConfig(settings.batch, settings.longest)
+    decode = engine_decoder(Engine(base, drafter, load_tokenizer(settings.model), config))
+    return lambda work: decode(requests_of(work)).outputs
 
 
 def requests_of(work: Work) -> list[Request]:

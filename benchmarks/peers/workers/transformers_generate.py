@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.peers.workers.protocol import Decode, Engine, Settings, serve
+from benchmarks.peers.workers.protocol import Decode, Settings, serve
 from benchmarks.peers.workers.this_engine import requests_of
 from drafter.evaluation.decoders import transformers_decoder
 
@@ -22,17 +22,13 @@ class Loaded:
     eos_token_ids: frozenset[int]
 
 
-def load(settings: Settings) -> Engine:
+def load(settings: Settings) -> Decode:
     """Load the model."""
     torch.set_num_threads(settings.threads)
     model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=settings.dtype).eval()
     loaded = Loaded(model, model.device, frozenset(settings.ends))
-
-    def make(batch: int) -> Decode:
-        decode = transformers_decoder(loaded, batch, settings.ends[0])
-        return lambda work: decode(requests_of(work)).outputs
-
-    return make
+    decode = transformers_decoder(loaded, settings.batch, settings.ends[0])
+    return lambda work: decode(requests_of(work)).outputs
 
 
 if __name__ == "__main__":

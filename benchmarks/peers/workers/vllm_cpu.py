@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from typing import Any
 
-from benchmarks.peers.workers.protocol import Decode, Engine, Settings, Work, serve
+from benchmarks.peers.workers.protocol import Decode, Settings, Work, serve
 
 _DRAFTS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 _CACHE_GIBIBYTES = 2
 
 
-def load(settings: Settings) -> Engine:
+def load(settings: Settings) -> Decode:
     """Import vLLM, which reads its settings from the environment as it is imported."""
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": str(_CACHE_GIBIBYTES),
@@ -24,29 +23,24 @@ def load(settings: Settings) -> Engine:
     }
     import vllm
 
-    def make(batch: int) -> Decode:
-        gc.collect()  # The engine of another batch refers to itself.
-        engine = vllm.LLM(
-            settings.model,
-            skip_tokenizer_init=True,
-            dtype=settings.dtype,
-            max_model_len=settings.longest,
-            max_num_seqs=batch,
-            enable_prefix_caching=False,
-            speculative_config=None if settings.variant == "plain" else _DRAFTS,
+    engine = vllm.LLM(
+        settings.model,
+        skip_tokenizer_init=True,
+        dtype=settings.dtype,
+        max_model_len=settings.longest,
+        max_num_seqs=settings.batch,
+        enable_prefix_caching=False,
+        speculative_config=None if settings.variant == "plain" else _DRAFTS,
+    )
+
+    def decode(work: Work) -> list[list[int]]:
+        sampling: Any = vllm.SamplingParams(
+            temperature=0.0, max_tokens=work.max_new_tokens, stop_token_ids=settings.ends, detokenize=False
         )
+        prompts = [{"prompt_token_ids": prompt} for prompt in work.prompts]
+        return [list(one.outputs[0].token_ids) for one in engine.generate(prompts, sampling, use_tqdm=False)]
 
-        def decode(work: Work) -> list[list[int]]:
-            sampling: Any = vllm.SamplingParams(
-                temperature=0.0, max_tokens=work.max_new_tokens, stop_token_ids=settings.ends, detokenize=False
-            )
-            prompts = [{"prompt_token_ids": prompt} for prompt in work.prompts]
-            found = engine.generate(prompts, sampling, use_tqdm=False)
-            return [list(one.outputs[0].token_ids) for one in found]
-
-        return decode
-
-    return make
+    return decode
 
 
 if __name__ == "__main__":
