@@ -78,7 +78,7 @@ def gguf_name(name: str) -> str:
     return prefix + _NAMES[rest]
 
 
-def interleaved(weight: Floats, heads: int) -> Floats:
+def interleaved(weight: NDArray[Any], heads: int) -> NDArray[Any]:
     """Return the rows `[heads · d, width]` of a query or key projection in llama.cpp's order.
 
     transformers turns number i of a head together with number i + d/2, llama.cpp number 2i together with 2i + 1.
