@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from benchmarks.peers.cells import Cell, Failure, same_tokens, without_end
 from benchmarks.peers.contenders import REFERENCE, Contender
 from benchmarks.peers.environments import PeerError
 from benchmarks.peers.workers.protocol import Done, Work
+
+_WARM_UP = 16
+"""New tokens of each prompt before anything is timed, since some work is done when it is first needed."""
 
 
 class Running(Protocol):
@@ -80,7 +83,7 @@ def measure(
                 process = start(contender, batch)
                 stack.callback(process.close)
                 for work in works.values():
-                    process.decode(work)  # A warm-up, since some work is done when it is first needed.
+                    process.decode(replace(work, max_new_tokens=min(work.max_new_tokens, _WARM_UP)))
             except PeerError as error:
                 fail(contender, error)
             else:
