@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.speed import prompts_of
 from drafter.base.causal_lm import BaseModel
 from drafter.base.loading import load_base, load_tokenizer
 from drafter.budget import adaptive
@@ -36,8 +37,6 @@ from drafter.engine.engine_config import EngineConfig
 from drafter.engine.loop import Engine
 from drafter.evaluation.decoders import decode_all
 from drafter.evaluation.environment import environment, machine
-from drafter.evaluation.prepared_prompts import encode
-from drafter.evaluation.questions import read_questions
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.requests import Request, SamplingParams
@@ -49,7 +48,7 @@ FIXED = (0, 3, 7, 15, 31)
 _FEWEST = 24
 """Least number of prompts of a run. A larger batch has twice as many as fill it."""
 _DATA = Path(__file__).resolve().parents[1] / "data"
-_QUESTIONS = (_DATA / "gsm8k" / "test.jsonl", _DATA / "chat-prompts" / "questions.jsonl")
+QUESTIONS = (_DATA / "gsm8k" / "test.jsonl", _DATA / "chat-prompts" / "questions.jsonl")
 
 
 @dataclass
@@ -199,9 +198,7 @@ def measure(base: BaseModel, tokenizer: Any, args: argparse.Namespace, batch: in
 
 def requests_of(tokenizer: Any, count: int, max_new_tokens: int) -> list[Request]:
     """Return `count` greedy requests, of all files in turn."""
-    files = [[one.turns[0] for one in read_questions(file, None)] for file in _QUESTIONS]
-    texts = [files[place % len(files)][place // len(files) % len(files[place % len(files)])] for place in range(count)]
-    prompts = [encode(tokenizer, [{"role": "user", "content": text}]) for text in texts]
+    prompts = prompts_of(tokenizer, "short", count, QUESTIONS)
     return [Request(ids, SamplingParams(max_new_tokens)) for ids in prompts]
 
 

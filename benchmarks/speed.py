@@ -191,15 +191,23 @@ def measure(args: argparse.Namespace) -> None:
             print(json.dumps(cell | {"outputs": run.outputs, "beta": beta}), flush=True)
 
 
-def prompts_of(tokenizer: Any, context: str, count: int) -> list[list[int]]:
-    """Return the token ids of `count` questions. A `long` prompt has as many other questions before it as fit."""
-    questions = [one.turns[0] for one in read_questions(_QUESTIONS, None)]
+def prompts_of(tokenizer: Any, context: str, count: int, files: Sequence[Path] = (_QUESTIONS,)) -> list[list[int]]:
+    """Return the token ids of `count` questions, of all files in turn.
+
+    A `long` prompt has as many other questions before it as fit.
+    """
+    questions = [[one.turns[0] for one in read_questions(file, None)] for file in files]
+
+    def question(place: int) -> str:
+        some = questions[place % len(questions)]
+        return some[place // len(questions) % len(some)]
+
     prompts = []
     for place in range(count):
-        text, before = questions[place], count + place
+        text, before = question(place), count + place
         ids = encode(tokenizer, [{"role": "user", "content": text}])
         while context == "long":
-            text, before = f"{questions[before % len(questions)]}\n\n{text}", before + count
+            text, before = f"{question(before)}\n\n{text}", before + count
             longer = encode(tokenizer, [{"role": "user", "content": text}])
             if len(longer) > _LONG:
                 break

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from drafter.base.causal_lm import BaseModel
 from drafter.base.executors.prepacked import as_loaded
 from drafter.devices import synchronise
 from drafter.engine.loop import Engine
@@ -41,6 +40,22 @@ Decoder = Callable[[Sequence[Request]], Run]
 """Decodes requests to their ends."""
 
 
+class Generating(Protocol):
+    """What transformers decodes with: a base, or a model that was not loaded as one."""
+
+    @property
+    def model(self) -> Any:
+        """The model, with `generate`."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a sequence."""
+
+
 def decode_all(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[Generation]]:
     """Decode requests. Return the seconds from the first submission to the last token, and the results."""
     synchronise(engine.base.device)
@@ -67,14 +82,14 @@ def padding(tokenizer: Any) -> int:
     return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
 
 
-def transformers_decoder(base: BaseModel, batch: int, pad: int, **settings: Any) -> Decoder:
+def transformers_decoder(base: Generating, batch: int, pad: int, **settings: Any) -> Decoder:
     """Return a decoder that calls `generate` as its users do, in batches padded on the left.
 
     The requests must share their sampling settings except the seed. Above temperature 0 `generate` draws with its own
     random generator.
 
     Args:
-        base: The base model.
+        base: The model.
         batch: Requests of one call.
         pad: Token to pad with.
         settings: Further arguments of `generate`.

@@ -1,0 +1,1 @@
+"""This engine beside other engines on this machine: each in an environment and a process of its own."""

@@ -1,0 +1,82 @@
+"""The measurement as a Markdown page, as a pure function of its record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.peers.cells import Cell, Failure, standings
+from benchmarks.peers.contenders import Contender
+from drafter.evaluation.environment import machine
+from drafter.evaluation.tables import markdown_table
+
+
+def page(record: Mapping[str, Any], plot: str) -> str:
+    """Return all tables as a page, with a plot's file."""
+    about = record["environment"]
+    cells = [Cell(**cell) for cell in record["cells"]]
+    failures = [Failure(**one) for one in record["failures"]]
+    parts = [
+        "# Beside other engines",
+        f"{machine(about)}, {about['threads']} threads, {about['dtype']}; base of {about['base']['parameters']:,} "
+        f"parameters; greedy, at most {record['max_new_tokens']} new tokens; medians of {record['rounds']} rounds, "
+        f"ratios within a round. `{about['command']}`, commit {about['commit']}"
+        f"{' with changes' if about['uncommitted_changes'] else ''}, {about['date']}.",
+        "Prefills are part of the time. Each engine has the same weights, prompts as token ids and threads, and keeps "
+        "nothing of a prompt from round to round. ÷ plain peer: relative to the fastest other engine that decodes "
+        "plainly. ÷ best peer: to the fastest one, in any way. Same tokens: share of the tokens of this engine's plain "
+        "decoding. Memory: the most that was resident while it decoded, weights included.",
+        f"![tokens per second]({plot})",
+    ]
+    for context, batch, some in settings(cells):
+        parts += [f"## {context.capitalize()} prompts, batch {batch}", table(some, contenders_of(record))]
+    parts += ["## Versions", version_table(record["versions"])]
+    if failures:
+        parts += ["## Left out", "\n".join(f"- {one.contender}, batch {one.batch}: {one.reason}" for one in failures)]
+    return "\n\n".join(parts) + "\n"
+
+
+def contenders_of(record: Mapping[str, Any]) -> dict[str, Contender]:
+    """Return the contenders of a record by name. Their environments are not in it."""
+    found = [Contender(one["engine"], one["variant"], one["worker"]) for one in record["contenders"]]
+    return {one.name: one for one in found}
+
+
+def settings(cells: Sequence[Cell]) -> Iterator[tuple[str, int, list[Cell]]]:
+    """Return contexts and batch sizes with their cells."""
+    for context in dict.fromkeys(cell.context for cell in cells):
+        for batch in sorted({cell.batch for cell in cells if cell.context == context}):
+            yield context, batch, [cell for cell in cells if (cell.context, cell.batch) == (context, batch)]
+
+
+def table(cells: Sequence[Cell], about: Mapping[str, Contender]) -> str:
+    """Return the contenders of one context and batch size, in the order in which they were given."""
+    found = standings(cells, about)
+    return markdown_table(
+        [
+            {
+                "engine": name,
+                "tokens/s": f"{found[name].rate:.0f}",
+                "÷ plain peer": _ratio(found[name].to_plain),
+                "÷ best peer": _ratio(found[name].to_best),
+                "same tokens": f"{100 * found[name].same:.1f} %",
+                "memory, MiB": f"{found[name].peak_bytes / 2**20:.0f}",
+            }
+            for name in about
+            if name in found
+        ]
+    )
+
+
+def version_table(versions: Mapping[str, Mapping[str, str]]) -> str:
+    """Return the versions of each contender's packages."""
+    return markdown_table(
+        [
+            {"engine": name, "versions": ", ".join(f"{package} {number}" for package, number in some.items())}
+            for name, some in versions.items()
+        ]
+    )
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

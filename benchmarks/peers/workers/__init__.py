@@ -1,0 +1,1 @@
+"""What runs in the measured processes: a module for each engine, and the lines that they speak."""

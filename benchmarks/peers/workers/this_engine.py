@@ -1,0 +1,33 @@
+"""This engine, with any drafter."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.peers.workers.protocol import Decode, Settings, Work, serve
+from drafter.base.loading import load_base, load_tokenizer
+from drafter.drafters.registry import load_drafter, useful_nodes
+from drafter.engine.engine_config import EngineConfig
+from drafter.engine.loop import Engine
+from drafter.evaluation.decoders import engine_decoder
+from drafter.requests import Request, SamplingParams
+from drafter.threads import in_passing_thread
+
+
+def load(settings: Settings) -> Decode:
+    """Load the base. The variant is the drafter's name."""
+    torch.set_num_threads(settings.threads)
+    base = in_passing_thread(lambda: load_base(settings.model, dtype=settings.dtype, device="cpu"))
+    drafter = load_drafter(settings.variant, base, useful_nodes(base.device))
+    config = EngineConfig(settings.batch, settings.longest)
+    decode = engine_decoder(Engine(base, drafter, load_tokenizer(settings.model), config))
+    return lambda work: decode(requests_of(work)).outputs
+
+
+def requests_of(work: Work) -> list[Request]:
+    """Return the requests of this engine for some work."""
+    return [Request(prompt, SamplingParams(work.max_new_tokens)) for prompt in work.prompts]
+
+
+if __name__ == "__main__":
+    serve(load, ["torch", "transformers"])

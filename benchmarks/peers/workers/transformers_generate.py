@@ -1,0 +1,35 @@
+"""`transformers.generate`, as its users call it: in batches padded on the left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.peers.workers.protocol import Decode, Settings, serve
+from benchmarks.peers.workers.this_engine import requests_of
+from drafter.evaluation.decoders import transformers_decoder
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that was not loaded as a base of this engine, which would hold its weights in other forms, too."""
+
+    model: Any
+    device: torch.device
+    eos_token_ids: frozenset[int]
+
+
+def load(settings: Settings) -> Decode:
+    """Load the model."""
+    torch.set_num_threads(settings.threads)
+    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=settings.dtype).eval()
+    loaded = Loaded(model, model.device, frozenset(settings.ends))
+    decode = transformers_decoder(loaded, settings.batch, settings.ends[0])
+    return lambda work: decode(requests_of(work)).outputs
+
+
+if __name__ == "__main__":
+    serve(load, ["torch", "transformers"])
