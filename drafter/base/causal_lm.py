@@ -25,7 +25,7 @@ from drafter.base.fingerprint import fingerprint, first_fingerprint, is_of_first
 from drafter.base.hidden_states import LM_HEAD_INPUT, DecoderLayers
 from drafter.base.kv_cache import KVCache
 from drafter.base.packing import PACKED_ATTENTION
-from drafter.base.paged_kv_cache import BLOCK, PagedKVCache, blocks_of
+from drafter.base.paged_kv_cache import BLOCK, SPARE, PagedKVCache, blocks_of
 from drafter.base.self_check import executors_agree, packs_alike, prove_tree_decoding, run_plainly
 from drafter.errors import LoadError
 from drafter.native.build import BuildError
@@ -192,24 +192,26 @@ class BaseModel:
                 by_device[shape.device] = by_device.get(shape.device, 0) + shape.bytes_per_token
         in_all = sum(by_device.values())
         if memory is None or memory >= slots * length * in_all:
-            self._refuse_too_large({device: slots * length * size for device, size in by_device.items()}, slots, length)
+            self._refuse_too_large(by_device, slots * length, f"{slots:,} slots of {length:,} positions")
             return KVCache(self._layer_shapes, slots, length, self.device)
-        blocks = memory // (in_all * BLOCK)
+        blocks = memory // (in_all * BLOCK) - SPARE
         if blocks < blocks_of(length):
             raise LoadError(
-                f"a KV cache of {memory / 2**30:,.2f} GiB holds {blocks * BLOCK:,} positions of {self.name}, and one "
-                f"request may need {length:,}: raise kv_gib or lower max_length"
+                f"a KV cache of {memory / 2**30:,.2f} GiB holds {max(blocks, 0) * BLOCK:,} positions of {self.name}, "
+                f"and one request may need {length:,}: raise kv_gib or lower max_length"
             )
-        self._refuse_too_large({device: blocks * BLOCK * size for device, size in by_device.items()}, slots, length)
+        positions = (blocks + SPARE) * BLOCK
+        self._refuse_too_large(by_device, positions, f"{positions:,} positions for all rows together")
         return PagedKVCache(self._layer_shapes, slots, length, self.device, blocks)
 
-    def _refuse_too_large(self, wanted: dict[torch.device, int], slots: int, length: int) -> None:
-        for device, size in wanted.items():
-            free = devices.free_bytes(device)
-            if free is not None and size > free:
+    def _refuse_too_large(self, sizes: dict[torch.device, int], positions: int, what: str) -> None:
+        """Raise `LoadError` if a device has no room for so many positions, each of so many bytes there."""
+        for device, size in sizes.items():
+            free, wanted = devices.free_bytes(device), size * positions
+            if free is not None and wanted > free:
                 raise LoadError(
-                    f"a KV cache of {slots:,} slots of {length:,} positions takes {size / 2**30:,.1f} GiB beside "
-                    f"{self.name}, and {device} has {free / 2**30:,.1f} GiB left: lower slots, max_length or kv_gib"
+                    f"a KV cache of {what} takes {wanted / 2**30:,.1f} GiB beside {self.name}, and {device} has "
+                    f"{free / 2**30:,.1f} GiB left: lower slots or max_length, or kv_gib where it is set"
                 )
 
     def prefill(

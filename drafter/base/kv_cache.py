@@ -176,7 +176,7 @@ class KVCache:
             packing: Of the new tokens, if only some of them come.
         """
         rows = slice(first, first + positions.shape[0])
-        index = self._places(rows, positions)
+        index = self._places_to_write(rows, positions)
         index = index.flatten() if packing is None else packing.pack(index)[0]
         # All layers' in a few calls: one by one they would cost more than the copies themselves.
         writes = [
@@ -265,6 +265,10 @@ class KVCache:
     def _places(self, rows: slice, positions: Tensor) -> Tensor:
         """Return where `positions` `[R, n]` of slots `rows` are among all, `[R, n]`."""
         return positions + self._starts[rows, None]
+
+    def _places_to_write(self, rows: slice, positions: Tensor) -> Tensor:
+        """Return the same where new states go, which the slots may not have reserved."""
+        return self._places(rows, positions)
 
     def _places_on_host(self, rows: Places, positions: Places) -> Places:
         """Return where `positions` `[n]` of slots `rows` `[n]` are among all, `[n]`."""

@@ -13,14 +13,18 @@ from drafter import devices
 from drafter.base.kv_cache import KVCache, LayerShape, Places
 
 BLOCK = 32
-"""Positions of a block: at most so many of a row are reserved in vain, and a copy moves so many in one piece."""
+"""Positions of a block."""
+_ZEROS, _STRAY = 0, 1
+"""Blocks of nobody: what is read where a slot has no block, always zero, and what is written there."""
+SPARE = 2
+"""How many these are."""
 
 
 class PagedKVCache(KVCache):
     """Keys and values of `slots` rows of up to `length` positions that share `blocks` blocks. See `KVCache`.
 
     A slot must have `reserve`d a position before it is written. What is written elsewhere, as empty slots are in a step
-    that runs over them, goes to a block that belongs to nobody.
+    that runs over them, is lost, and zeros are read there.
 
     Args:
         shapes: Shape of each layer; None for a layer that stores nothing.
@@ -33,12 +37,12 @@ class PagedKVCache(KVCache):
     def __init__(
         self, shapes: list[LayerShape | None], slots: int, length: int, device: torch.device, blocks: int
     ) -> None:
-        super().__init__(shapes, slots, length, device, positions=(blocks + 1) * BLOCK)
+        super().__init__(shapes, slots, length, device, positions=(blocks + SPARE) * BLOCK)
         self.block, self.blocks = BLOCK, torch.zeros(slots, blocks_of(length), dtype=torch.long)
         self._on_device = self.blocks.to(device)  # on a CPU the same memory
         self._offsets = torch.arange(length, device=device)[None]
         self._held = [0] * slots
-        self._free = list(range(blocks, 0, -1))  # block 0 is nobody's
+        self._free = list(range(blocks + SPARE - 1, SPARE - 1, -1))
 
     def reserve(self, slot: int, positions: int) -> bool:
         """Let a slot hold so many positions; False, and nothing done, if too few blocks are left."""
@@ -81,7 +85,7 @@ class PagedKVCache(KVCache):
         """Set all positions of a slot's blocks to zero."""
         for buffer in self.buffers:
             in_blocks = buffer.unflatten(0, (-1, self._positions // BLOCK, BLOCK))
-            in_blocks.index_fill_(1, self.blocks[slot, : self._held[slot]].to(buffer.device), 0)
+            in_blocks.index_fill_(1, devices.send(self.blocks[slot, : self._held[slot]].clone(), buffer.device), 0)
 
     def _send(self, slots: list[int]) -> None:
         """Let the device know of these slots' blocks."""
@@ -92,6 +96,10 @@ class PagedKVCache(KVCache):
     def _places(self, rows: slice, positions: Tensor) -> Tensor:
         blocks = self._on_device[rows].gather(1, positions // BLOCK)
         return blocks * BLOCK + positions % BLOCK
+
+    def _places_to_write(self, rows: slice, positions: Tensor) -> Tensor:
+        blocks = self._on_device[rows].gather(1, positions // BLOCK)
+        return torch.where(blocks == _ZEROS, _STRAY, blocks) * BLOCK + positions % BLOCK
 
     def _places_on_host(self, rows: Places, positions: Places) -> Places:
         return self.blocks.numpy()[rows, positions // BLOCK] * BLOCK + positions % BLOCK

@@ -16,8 +16,8 @@ NODE_COUNTS = (0, 3, 5, 7, 11, 15, 23, 31, 47, 63)
 number of nodes: MKL takes nearly one and a half times as long for 17 rows of a matrix as for 16."""
 _PLAIN_RUN = 10
 """Plain steps that are timed one after another: the first ones find little of the base in a processor's caches."""
-_LONG = 0.1
-"""Seconds of a step that is timed again only if there is time: a cold cache does not change it by much."""
+_LONG = 0.3
+"""Seconds of a step that is timed again only if there is time: what only its first run must do is little of it."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def measure_latency(
     """Time steps of every shape that may pay.
 
     Every round takes every shape once, and the least time counts: what else runs on the machine can only add to it, and
-    rarely adds to the same shape each time. A round before them warms up. Trees that cost more plain steps than they
+    rarely adds to the same shape each time. A shape's first step warms up. Trees that cost more plain steps than they
     can have tokens are not timed but taken to cost as much a node as the largest that is.
 
     Args:
@@ -65,41 +65,31 @@ def measure_latency(
         counts: Draft nodes, rising from 0.
         depth: Draft tokens that a row may get at most.
         rounds: At most so many.
-        seconds: No further round begins after so long.
+        seconds: No further round begins after so long, and no long step is timed again.
     """
-    draft, rest = (np.full((len(batches), len(counts)), np.inf) for _ in range(2))
+    times = np.full((2, len(batches), len(counts)), np.inf)
     begun = time.monotonic()
-    for turn in range(rounds + 1):
+    for turn in range(rounds):
         for i, rows in enumerate(batches):
             for k, nodes in enumerate(counts):
-                if not turn or draft[i, k] + rest[i, k] < _LONG or time.monotonic() - begun < seconds:
-                    found = _time_shape(probe, rows, nodes)
-                    if turn or sum(found) > _LONG:
-                        draft[i, k], rest[i, k] = np.minimum((draft[i, k], rest[i, k]), found)
-                step = draft[i, k] + rest[i, k]
-                if np.isfinite(step) and step > (1 + min(nodes, depth)) * (draft[i, 0] + rest[i, 0]):
+                if not turn and sum(first := probe(rows, nodes)) > _LONG:
+                    times[:, i, k] = first
+                is_long = _LONG < times[:, i, k].sum() < np.inf
+                if not is_long or time.monotonic() - begun < seconds:
+                    # Steps that draft come one of a kind: drafting leaves little of the base in a processor's caches.
+                    for _ in range(1 if nodes or is_long else _PLAIN_RUN):
+                        times[:, i, k] = np.minimum(times[:, i, k], probe(rows, nodes))
+                if times[:, i, k].sum() > (1 + min(nodes, depth)) * times[:, i, 0].sum():
                     break
-        if turn and time.monotonic() - begun > seconds:
+        if time.monotonic() - begun > seconds:
             break
-    for times in (draft, rest):
-        for row in times:
-            end = int(np.isfinite(row).sum())
-            row[end:] = row[end - 1] * (1 + np.array(counts[end:])) / (1 + counts[end - 1])
+    for row in times.reshape(-1, len(counts)):
+        end = int(np.isfinite(row).sum())  # the larger trees' follow
+        row[end:] = row[end - 1] * (1 + np.array(counts[end:])) / (1 + counts[end - 1])
     # Less work takes no longer; where it seemed to, something else was running.
-    for table in (draft, rest):
-        for axis in (0, 1):
-            np.flip(table, axis)[:] = np.minimum.accumulate(np.flip(table, axis), axis)
-    return LatencyTable(np.array(batches, dtype=np.float64), tuple(counts), rest, draft)
-
-
-def _time_shape(probe: Callable[[int, int], tuple[float, float]], rows: int, nodes: int) -> tuple[float, float]:
-    """Return the least seconds of drafting, and of the rest, of a step of one shape."""
-    drafting, rest = probe(rows, nodes)
-    # Steps that draft come one of a kind, as drafting leaves little of the base in a processor's caches.
-    for _ in range(0 if nodes or drafting + rest > _LONG else _PLAIN_RUN - 1):
-        again = probe(rows, nodes)
-        drafting, rest = min(drafting, again[0]), min(rest, again[1])
-    return drafting, rest
+    for axis in (1, 2):
+        np.flip(times, axis)[:] = np.minimum.accumulate(np.flip(times, axis), axis)
+    return LatencyTable(np.array(batches, dtype=np.float64), tuple(counts), times[1], times[0])
 
 
 def batch_sizes(slots: int) -> Sequence[int]:

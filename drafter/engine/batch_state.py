@@ -108,6 +108,16 @@ class BatchState:
         for slot in range(len(texts), self.slots):
             self.cache.release(slot)
 
+    def forget(self) -> None:
+        """Empty all slots, and leave nothing that is not finite: attention reads masked positions, too."""
+        self.restore([])
+        # Numbers that are finite are left: to write all of a large memory takes long, and makes the system provide it.
+        if not all(bool(buffer.sum().isfinite()) for buffer in self.cache.buffers):
+            for buffer in self.cache.buffers:
+                buffer.zero_()
+            for slot in range(self.slots):
+                self.clear(slot)
+
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another, whose text begins with the same tokens."""
         self.cache.copy(source, target, length)
@@ -117,11 +127,11 @@ class BatchState:
     def move(self, source: int, target: int, length: int) -> None:
         """Let the sequence in slot `source`, of at most `length` tokens, go on in slot `target`."""
         length = min(length, self.capacity)
-        self.cache.move(source, target, length)
         self._copy_texts(source, target, length)
         self.lengths[target] = self.lengths[source]
         self.sampling.move(source, target)
         self.drafter.move(source, target)
+        self.cache.move(source, target, length)  # last, as it may take the source's away, and others may fail
 
     def clear(self, slot: int) -> None:
         """Set all that the slot holds to zero.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,8 +39,8 @@ class EngineSettings:
             _check_integer("max_length", self.max_length, 2)
         if self.nodes != "auto":
             _check_integer("nodes", self.nodes, 0)
-        if self.kv_gib is not None and not self.kv_gib > 0:
-            raise ValueError(f"kv_gib must be more than 0, not {self.kv_gib}")
+        if self.kv_gib is not None and (type(self.kv_gib) not in (int, float) or not 0 < self.kv_gib < math.inf):
+            raise ValueError(f"kv_gib must be a number above 0, not {self.kv_gib!r}")
 
     @property
     def kv_bytes(self) -> int | None:

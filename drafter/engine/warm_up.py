@@ -55,7 +55,7 @@ def compile_base(step: DeviceStep) -> None:
     except torch._dynamo.exc.TorchDynamoException as error:
         reason = " ".join(str(error).strip().split("\n")[:2])
         raise LoadError(f"{base.name} cannot be compiled here: {reason} (leave compile out)") from error
-    state.restore([])
+    state.forget()
 
 
 @torch.inference_mode()
@@ -80,7 +80,7 @@ def measure_steps(step: DeviceStep, graphs: StepGraphs | None) -> LatencyTable:
             f"{state.slots} slots with trees of {most} nodes do not fit into the memory beside {step.base.name}: "
             "lower slots or nodes"
         ) from error
-    state.restore([])
+    state.forget()
     return table
 
 
@@ -96,6 +96,8 @@ def generate_texts(step: DeviceStep) -> None:
     count, start = min(state.slots, _PROBED_TEXTS), max(length - _PROBED_TEXT, 0)
     random = torch.Generator().manual_seed(0)
     prompt = torch.randint(base.vocab_size, (start + count,), generator=random).to(base.device)
+    for slot in range(state.slots):
+        state.reserve(slot, length + 1)  # where memory does not reach for all, the others' steps take as long
     state.tokens[0, :start] = prompt[:start]
     for slot in range(state.slots):
         state.drafter.enter(slot, prompt[:start].cpu().numpy())

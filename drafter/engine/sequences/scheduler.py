@@ -87,7 +87,7 @@ class Scheduler:
         self._update_settings()
 
     def grow(self) -> bool:
-        """Have memory for the next step of all active sequences; False if too little is left."""
+        """Reserve memory for the next step of all active sequences, in order; False if it does not reach for all."""
         ahead = self._flights.ahead
         return all(self._state.reserve(slot, one.length + ahead + 1) for slot, one in enumerate(self.active))
 
@@ -116,7 +116,7 @@ class Scheduler:
         # Last, so that a failure finds all of them if a move fails.
         self.active[slot] = self.active[last]
         self.active.pop()
-        self._state.end(last)
+        self._state.end(last + len(self.entering))
         self._update_settings()
 
     def read_again(self, sequence: Sequence) -> None:

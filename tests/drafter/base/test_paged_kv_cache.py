@@ -92,7 +92,8 @@ def test_what_empty_slots_write_goes_where_no_row_reads() -> None:
     cache = PagedKVCache(SHAPES, SLOTS, LENGTH, CPU, blocks=3)
     assert cache.reserve(0, LENGTH)
     write(cache, 0, 0, [float(place) for place in range(LENGTH)])
-    write(cache, 2, LENGTH - 2, [-1.0, -1.0])
+    write(cache, 2, LENGTH - 2, [float("nan")] * 2)
+    assert read(cache, 2, LENGTH) == [0.0] * LENGTH
     cache.scrub(torch.tensor([5, 0, LENGTH - 2]), 2, torch.tensor([True, False, True]), slice(0, 3))
     expected = [0.0 if place in (5, 6) else float(place) for place in range(LENGTH)]
     assert read(cache, 0, LENGTH) == expected

@@ -8,7 +8,7 @@ import pytest
 
 from drafter import devices
 from drafter.base.causal_lm import BaseModel
-from drafter.base.paged_kv_cache import BLOCK
+from drafter.base.paged_kv_cache import BLOCK, SPARE
 from drafter.drafters.contract import Drafter
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.none import PlainDecoding
@@ -34,7 +34,7 @@ MAX_LENGTH = 4 * BLOCK
 
 def gib(base: BaseModel, blocks: int) -> float:
     """Memory for so many blocks."""
-    return blocks * BLOCK * base.new_cache(1, 1).nbytes / 2**30
+    return (blocks + SPARE) * BLOCK * base.new_cache(1, 1).nbytes / 2**30
 
 
 def requests_of(count: int) -> list[Request]:
@@ -77,6 +77,23 @@ def test_tokens_are_those_of_rows_alone(device: None, family: str) -> None:
         assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in expected]
         assert most >= 3
         assert not engine.batch.cache.blocks.any()  # all memory has been given back
+
+
+def test_rows_leave_while_a_prompt_is_read_in_pieces(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafter.engine.sequences.admission.CHUNK", 16)
+    prompts = [[3 + (row + place) % 90 for place in range(70 if row % 3 else 5)] for row in range(9)]
+    requests = [
+        Request(prompt, SamplingParams(4 + 3 * row, temperature=row % 2, seed=row, ignore_eos=True))
+        for row, prompt in enumerate(prompts)
+    ]
+    expected = run_engine(tiny_base, PlainDecoding(), requests, slots=1, max_length=MAX_LENGTH)
+    config = EngineConfig(slots=4, max_length=MAX_LENGTH, kv_gib=gib(tiny_base, 10))
+    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), config)
+    handles = [engine.submit(request, stream=True) for request in requests]
+    while not engine.idle:
+        engine.step()
+    assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in expected]
+    assert not engine.batch.cache.blocks.any()
 
 
 def test_the_youngest_gives_way_and_the_oldest_never(tiny_base: BaseModel) -> None:

@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
+import torch
+
 from drafter.base.causal_lm import BaseModel
+from drafter.base.paged_kv_cache import BLOCK, SPARE
 from drafter.drafters.contract import Drafter
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
@@ -11,7 +15,7 @@ from drafter.engine.steps.device_step import DeviceStep
 from drafter.engine.warm_up import generate_texts, measure_steps
 from drafter.stage_times import StageTimes
 from drafter.verifiers.exact import ExactVerifier
-from tests.support.models import generate_reference
+from tests.support.models import generate_reference, random_model
 
 
 def device_step(base: BaseModel, drafter: Drafter, slots: int) -> DeviceStep:
@@ -42,3 +46,15 @@ def test_every_size_is_measured_and_the_slots_are_left_empty(tiny_base: BaseMode
     assert (table.draft[:, 1:] > 0).all()
     assert math.isfinite(table.verify.max())
     assert step.state.lengths.tolist() == [96] * 5
+
+
+@pytest.mark.parametrize("blocks", [None, 7])
+def test_a_text_that_is_not_finite_leaves_nothing_behind(blocks: int | None) -> None:
+    base = BaseModel(random_model("gemma2"))
+    base.model.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: output.masked_fill((args[0] > 10)[..., None], torch.nan)
+    )
+    memory = blocks and (blocks + SPARE) * BLOCK * base.new_cache(1, 1).nbytes
+    state = BatchState(base, NgramDrafter(6), 5, 96, StageTimes(), memory)
+    measure_steps(DeviceStep(base, ExactVerifier(), state, packs=base.allow_packing()), graphs=None)
+    assert all(bool(buffer.isfinite().all()) for buffer in state.cache.buffers)
