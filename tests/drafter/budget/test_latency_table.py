@@ -70,12 +70,10 @@ def test_long_steps_are_timed_once_where_time_is_up() -> None:
 def test_every_shape_has_a_latency_though_time_is_up_at_once() -> None:
     """Plain steps are short, and drafting is long from some number of nodes on, in every way that this may fall."""
     for limit in (3, 7, 15):
-        table = measure_latency(
-            lambda rows, nodes, limit=limit: (0.0, 10 * _MS + 0.5 * (nodes >= limit)),
-            (1, 4),
-            (0, 3, 7, 15),
-            depth=8,
-            seconds=0.0,
-        )
+
+        def probe(rows: int, nodes: int, limit: int = limit) -> tuple[float, float]:
+            return 0.0, 10 * _MS + 0.5 * (nodes >= limit)
+
+        table = measure_latency(probe, (1, 4), (0, 3, 7, 15), depth=8, seconds=0.0)
         assert bool(np.isfinite(table.verify).all())
         assert bool((np.diff(table.verify, axis=1) >= 0).all())
