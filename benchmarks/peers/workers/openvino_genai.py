@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,20 @@ def load(settings: Settings) -> Decode:
     pipeline = openvino_genai.ContinuousBatchingPipeline(str(exported), scheduling, "CPU", _properties(settings))
 
     def decode(work: Work) -> list[list[int]]:
-        found = pipeline.generate(list(map(_tensor, work.prompts)), [_sampling(settings, work)] * len(work.prompts))
-        return [list(one.m_generation_ids[0]) for one in found]
+        sampling, waiting = _sampling(settings, work), deque(enumerate(work.prompts))
+        running: dict[int, Any] = {}
+        texts: list[list[int]] = [[] for _ in work.prompts]
+        # With the scheduling that is the default `max_num_seqs` limits nothing.
+        while waiting or running:
+            while waiting and len(running) < settings.batch:
+                place, prompt = waiting.popleft()
+                running[place] = pipeline.add_request(place, _tensor(prompt), sampling)
+            pipeline.step()
+            for place, handle in list(running.items()):
+                if handle.get_status() != openvino_genai.GenerationStatus.RUNNING:
+                    (output,) = running.pop(place).read_all()
+                    texts[place] = list(output.generated_ids)
+        return texts
 
     return decode
 
