@@ -21,6 +21,7 @@ def package(folder: Path, name: str) -> str:
     return f"{name}==1.0"
 
 
+@pytest.mark.slow
 def test_an_environment_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))

@@ -31,6 +31,7 @@ def decoded(contender: Contender, folder: Path, dtype: str) -> list[list[int]]:
         process.close()
 
 
+@pytest.mark.slow
 def test_all_ways_of_the_projects_environment_agree(tmp_path: Path) -> None:
     found = {one.name: decoded(one, tmp_path, "float32") for one in OWN}
     assert list(found) == [
