@@ -207,6 +207,7 @@ def test_more_than_the_machine_has(run: Run, tmp_path: Path, monkeypatch: pytest
     assert "1 × 0.5 GPUs for the engines are more than the 0 of this machine" in done.error
 
 
+@pytest.mark.slow
 def test_weights_that_are_damaged(run: Run, model: Path, tmp_path: Path) -> None:
     """Only the engine's process finds out; it says so once, without restarts, and so does the job's status."""
     damaged = tmp_path / "damaged"

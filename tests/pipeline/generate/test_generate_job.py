@@ -204,6 +204,7 @@ def test_a_resubmission_writes_what_is_missing_and_no_more(run: Run, tmp_path: P
         assert [(row["request_id"], row["token_ids"]) for row in resumed.rows] == rows
 
 
+@pytest.mark.slow
 def test_parquet_messages_and_ids_of_their_own(run: Run, lm: SpeculativeLM, tmp_path: Path) -> None:
     chats = [[{"role": "user", "content": f"{QUESTIONS[n]} {n}"}] for n in range(3)]
     table = pa.table({"chat": chats, "key": [30, 10, 20], "stamp": pa.array([1, 2, 3], pa.timestamp("ms"))})

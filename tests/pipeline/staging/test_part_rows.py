@@ -50,6 +50,7 @@ class Calls:
         return pack((part, rows.append_column("call", pa.array([len(parts)] * len(rows)))) for part, rows in parts)
 
 
+@pytest.mark.slow
 def test_a_call_takes_one_part_however_many_rows_it_has(local_ray: None, tmp_path: Path) -> None:
     """Parts of 40 and of 3 rows, larger than Ray's blocks: a batch size of 1 is one part, and none is cut or merged."""
     for name, count in (("a", 43), ("b", 43)):

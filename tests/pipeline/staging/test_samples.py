@@ -52,6 +52,7 @@ def test_samples_cross_the_borders_of_parts(tmp_path: Path) -> None:
     assert list(problems) == ["a.jsonl:2#0"]
 
 
+@pytest.mark.slow
 def test_a_job_of_several_samples(run: Run, model: Path, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "how many"}, {"prompt": "does she", "seed": 5}])
     done = run(source, "--reading.samples", 2, "--sampling.temperature", 1, "--sampling.logprobs", 1)
