@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 import ray
 from hypothesis import given
 from hypothesis import strategies as st
