@@ -98,8 +98,8 @@ class PagedKVCache(KVCache):
         return blocks * BLOCK + positions % BLOCK
 
     def _places_to_write(self, rows: slice, positions: Tensor) -> Tensor:
-        blocks = self._on_device[rows].gather(1, positions // BLOCK)
-        return torch.where(blocks == _ZEROS, _STRAY, blocks) * BLOCK + positions % BLOCK
+        places = self._places(rows, positions)
+        return torch.where(places // BLOCK == _ZEROS, places + (_STRAY - _ZEROS) * BLOCK, places)
 
     def _places_on_host(self, rows: Places, positions: Places) -> Places:
         return self.blocks.numpy()[rows, positions // BLOCK] * BLOCK + positions % BLOCK
