@@ -5,13 +5,17 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo serve cluster-demo test test-slow lint format benchmark chaos clean
+.PHONY: install demo demo-smollm2 serve cluster-demo test test-slow lint format benchmark chaos clean
 
 install: $(INSTALLED) ## Set up the environment.
 
 demo: $(INSTALLED) ## Decode GSM8K questions with the embedded model and write Parquet.
 	@rm -rf build/demo # or the job would find its work done
 	$(BIN)/python -m jobs.generate --config examples/demo.yaml
+
+demo-smollm2: $(INSTALLED) ## Fetch a real model of 135 million parameters (98 MB) and answer GSM8K questions with it.
+	@rm -rf build/demo-smollm2
+	$(BIN)/python -m recipes.smollm2 fetch demo
 
 serve: $(INSTALLED) ## Serve the embedded model by OpenAI's API at http://127.0.0.1:8000, with a page to try it.
 	$(BIN)/python -m jobs.serve --plain true

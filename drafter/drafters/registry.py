@@ -12,9 +12,9 @@ from drafter.drafters.contract import Drafter
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
-from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
+from drafter.embedded import EMBEDDED_HEADS, OTHER_HEADS
 from drafter.errors import LoadError
-from drafter.heads.checkpoint import load_head
+from drafter.heads.checkpoint import is_head_of, load_head
 from drafter.heads.registry import HEADS
 
 TRAINING_FREE: dict[str, Callable[[int], Drafter]] = {
@@ -29,12 +29,18 @@ def useful_nodes(device: torch.device) -> int:
     return 15 if device.type == "cpu" else 63
 
 
+def shipped_head(base: BaseModel) -> Path | None:
+    """Return the folder of the CTC head that ships with the project for `base`; None if there is none."""
+    folders = [EMBEDDED_HEADS / "ctc", *sorted(config.parent for config in OTHER_HEADS.glob("*/config.json"))]
+    return next((folder for folder in folders if is_head_of(folder, base)), None)
+
+
 def load_drafter(name: str | Path, base: BaseModel, nodes: int) -> Drafter:
     """A drafter for `base`.
 
     Args:
         name: `none`, `ngram`, the algorithm of an embedded head (`ctc`), a head's folder or hub id, two of these
-            joined by `+`, or `auto`: the embedded CTC head for the embedded base, `ngram` for any other.
+            joined by `+`, or `auto`: the CTC head that ships with the project for this base, else `ngram`.
         base: The base it drafts for.
         nodes: Draft nodes of its largest trees.
 
@@ -45,7 +51,7 @@ def load_drafter(name: str | Path, base: BaseModel, nodes: int) -> Drafter:
     if nodes < 1:
         name = "none"
     if name == "auto":
-        name = "ctc" if Path(base.name).resolve() == EMBEDDED_BASE.resolve() else "ngram"
+        name = str(shipped_head(base) or "ngram")
     if name in TRAINING_FREE:
         return TRAINING_FREE[name](nodes)
     if "+" in name and not Path(name).exists():

@@ -1,4 +1,4 @@
-"""The demonstration models that ship with the project: a small base and its draft heads, with their cards."""
+"""The models that ship with the project, with their cards: a small base, its draft heads, and heads of other bases."""
 
 from __future__ import annotations
 
@@ -8,3 +8,5 @@ EMBEDDED_BASE = Path(__file__).parent / "base"
 """Folder of the embedded base model."""
 EMBEDDED_HEADS = Path(__file__).parent / "heads"
 """Folder of the embedded base's draft heads, a folder an algorithm."""
+OTHER_HEADS = Path(__file__).parent / "other_heads"
+"""Folder of draft heads of bases that do not ship with the project, a folder a base."""

@@ -116,6 +116,20 @@ def load_head(name_or_path: str | Path, base: BaseModel, algorithms: Mapping[str
     return head
 
 
+def is_head_of(name_or_path: str | Path, base: BaseModel) -> bool:
+    """Return whether a draft head was trained for `base`.
+
+    Args:
+        name_or_path: A folder, or a hub id.
+        base: The base.
+
+    Raises:
+        LoadError: There is no such head, or its `config.json` cannot be read.
+    """
+    name = str(name_or_path)
+    return base.has_fingerprint(_read_config(name, find_files(name)[0]).base_model.fingerprint)
+
+
 def _replace(target: Path, write: Callable[[Path], object]) -> None:
     """Write beside `target`, then rename, so that a reader sees the old file or the new one."""
     temporary = target.with_name(target.name + ".tmp")

@@ -12,6 +12,7 @@ from pipeline.command_line import run_job
 from pipeline.errors import InputError
 from recipes.smollm2.fetch import NAME, fetch, is_fetched
 
+STAGES = ("fetch", "distil", "train", "evaluate", "ship", "demo")
 _DESCRIPTION = f"""\
 {NAME}, and its draft head.
 
@@ -21,6 +22,8 @@ Stages, each of which goes on where it was interrupted:
   distil    let it write questions and answer them, in rounds, for the head to learn from
   train     train the head on the answers
   evaluate  measure what the head gains
+  ship      put the head where the drafter `auto` finds it
+  demo      answer questions with the model and the head that ships with the project
 
 Settings after -- go to the jobs of a stage, for example: distil -- --resources.cpus_per_actor 1"""
 
@@ -41,7 +44,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(
         "python -m recipes.smollm2", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("stages", nargs="+", choices=["fetch", "distil", "train", "evaluate"], metavar="STAGE")
+    parser.add_argument("stages", nargs="+", choices=STAGES, metavar="STAGE")
     parser.add_argument("--model", type=Path, default=cache_folder(), help="folder of the model (default: %(default)s)")
     parser.add_argument(
         "--output", type=Path, default=Path("build/smollm2"), help="what is made (default: %(default)s)"
@@ -68,6 +71,14 @@ def _run(arguments: Sequence[str] | None) -> None:
         from recipes.smollm2.head import evaluate
 
         evaluate(args.model, args.output, args.rounds, settings)
+    if "ship" in args.stages:
+        from recipes.smollm2.head import ship
+
+        ship(args.model, args.output, args.rounds)
+    if "demo" in args.stages:
+        from recipes.smollm2.demo import demo
+
+        demo(args.model, settings)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The stages `train` and `evaluate`: the draft head, and what it gains."""
+"""The stages `train`, `evaluate` and `ship`: the draft head, what it gains, and where it goes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ from pathlib import Path
 
 import ray
 
+from drafter.base.loading import load_base
+from drafter.embedded import OTHER_HEADS
 from pipeline.errors import InputError
 from pipeline.evaluation.evaluate_config import parse_config as parse_evaluation
 from pipeline.evaluation.evaluate_job import evaluate as run_evaluation
 from pipeline.training.train_config import parse_config as parse_training
 from pipeline.training.train_job import train as run_training
+from recipes.shipping import ship as ship_head
+from recipes.smollm2.fetch import NAME
 from recipes.smollm2.rounds import HERE, Round
+
+SHIPPED = OTHER_HEADS / "smollm2-135m-instruct"
+"""Where the drafter `auto` finds the head."""
 
 
 def train(model: Path, output: Path, rounds: int, settings: Sequence[str]) -> None:
@@ -55,15 +62,35 @@ def evaluate(model: Path, output: Path, rounds: int, settings: Sequence[str]) ->
         InputError: There is no head, or a setting is wrong.
         JobError: The job failed on the way.
     """
-    head = _training(output, rounds) / "head"
-    if not head.exists():
-        raise InputError(f"there is no {head}: run the stage train first")
+    head = _trained(output, rounds)
     given = ["--output", str(output / f"evaluation-{rounds}"), "--model", str(model), "--drafters", str(head)]
     given = ["--config", str(HERE / "evaluate.yaml"), *given, *settings]
     try:
         run_evaluation(parse_evaluation(given), shlex.join(["python", "-m", "jobs.evaluate", *given]))
     finally:
         ray.shutdown()
+
+
+def ship(model: Path, output: Path, rounds: int) -> None:
+    """Put the head that `train` has made where the drafter `auto` finds it.
+
+    Args:
+        model: The model's folder.
+        output: The folder of the rounds and of the training.
+        rounds: How many rounds the head has learned from.
+
+    Raises:
+        InputError: There is no head.
+        LoadError: It was trained for another model.
+    """
+    ship_head(_trained(output, rounds), load_base(model), NAME, SHIPPED)
+
+
+def _trained(output: Path, rounds: int) -> Path:
+    head = _training(output, rounds) / "head"
+    if not head.exists():
+        raise InputError(f"there is no {head}: run the stage train first")
+    return head
 
 
 def _training(output: Path, rounds: int) -> Path:

@@ -1,30 +1,42 @@
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import pytest
 
 from drafter.base.causal_lm import BaseModel
-from drafter.errors import LoadError
+from drafter.drafters import registry
+from drafter.drafters.ngram import NgramDrafter
+from drafter.drafters.registry import load_drafter, shipped_head
+from drafter.heads.checkpoint import save_head
+from drafter.heads.contract import Provenance
+from drafter.heads.frame_head import FrameDrafter
 from drafter.heads.registry import new_head
 
 
-def test_a_new_head_has_the_bases_sizes(tiny_base: BaseModel) -> None:
-    config = new_head("medusa", tiny_base, {"depth": 3}).config
-    assert (config.hidden_size, config.vocab_size, config.depth) == (32, 97, 3)
+@pytest.fixture
+def head_of_tiny_base(tiny_base: BaseModel, tmp_path: Path) -> Path:
+    """A head's folder, in a folder of heads."""
+    head = new_head("ctc", tiny_base, {"num_heads": 2})
+    head.provenance = Provenance("org/tiny", tiny_base.fingerprint)
+    save_head(head, tmp_path / "tiny")
+    return tmp_path / "tiny"
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "settings", "words"),
-    [
-        ("telepathy", {}, "no draft head 'telepathy': known are ctc, medusa, hydra"),
-        ("medusa", {"num_frames": 3}, "'medusa': unknown configuration key 'num_frames'"),
-        ("ctc", {"depth": "deep"}, "'ctc': configuration key 'depth' cannot be 'deep'"),
-        ("hydra", {"num_heads": 3, "prefix_attention": True}, "'hydra': hidden_size 32 does not split"),
-    ],
-)
-def test_what_cannot_be_made_is_refused(
-    tiny_base: BaseModel, algorithm: str, settings: dict[str, Any], words: str
+def test_auto_drafts_with_the_head_that_ships_for_a_base(
+    tiny_base: BaseModel, head_of_tiny_base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(LoadError, match=words):
-        new_head(algorithm, tiny_base, settings)
+    assert shipped_head(tiny_base) is None
+    assert isinstance(load_drafter("auto", tiny_base, 8), NgramDrafter)
+    monkeypatch.setattr(registry, "OTHER_HEADS", head_of_tiny_base.parent)
+    assert shipped_head(tiny_base) == head_of_tiny_base
+    assert isinstance(load_drafter("auto", tiny_base, 8), FrameDrafter)
+
+
+def test_a_head_of_another_base_is_not_taken(
+    tiny_base: BaseModel, head_of_tiny_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = head_of_tiny_base / "config.json"
+    config.write_text(config.read_text().replace(tiny_base.fingerprint, "v2-0123456789abcdef"))
+    monkeypatch.setattr(registry, "OTHER_HEADS", head_of_tiny_base.parent)
+    assert shipped_head(tiny_base) is None

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from drafter.base.loading import load_base
+from drafter.embedded import EMBEDDED_BASE
+from drafter.heads.checkpoint import is_head_of, save_head
+from drafter.heads.contract import Provenance
+from drafter.heads.registry import new_head
 from pipeline.errors import InputError
 from pipeline.evaluation.evaluate_config import EvaluateConfig
+from pipeline.generate.generate_config import GenerateConfig
 from pipeline.training.train_config import TrainConfig
-from recipes.smollm2 import head
+from recipes.smollm2 import demo, head
 from recipes.smollm2.__main__ import main
+from recipes.smollm2.fetch import NAME
 from recipes.smollm2.rounds import Round
 
 
@@ -44,6 +54,29 @@ def test_the_head_that_was_trained_is_measured(tmp_path: Path, monkeypatch: pyte
     assert (config.model, config.drafters, config.output) == ("base", str(trained), str(tmp_path / "evaluation-2"))
     assert sorted(config.questions) == ["chat", "gsm8k"]
     assert command.startswith("python -m jobs.evaluate --config ")
+
+
+def test_the_head_that_was_trained_is_shipped_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = load_base(EMBEDDED_BASE, device="cpu")
+    trained = new_head("ctc", base, {"num_layers": 1})
+    trained.provenance = Provenance(str(EMBEDDED_BASE), base.fingerprint, {"steps": 3})
+    save_head(trained, tmp_path / "training-2" / "head")
+    monkeypatch.setattr(head, "SHIPPED", tmp_path / "shipped")
+    head.ship(EMBEDDED_BASE, tmp_path, 2)
+    config = json.loads((tmp_path / "shipped" / "config.json").read_text())
+    assert config["base_model"] == {"name": NAME, "fingerprint": base.fingerprint}
+    assert config["training"] == {"steps": 3}
+    tensors = load_file(tmp_path / "shipped" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert is_head_of(tmp_path / "shipped", base)
+
+
+def test_the_demo_runs_the_main_job_on_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[GenerateConfig] = []
+    monkeypatch.setattr(demo, "generate", asked.append)
+    demo.demo(tmp_path, ["--reading.limit", "3"])
+    (config,) = asked
+    assert (config.model, config.drafter, config.reading.limit) == (str(tmp_path), "auto", 3)
 
 
 def test_settings_go_to_one_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
