@@ -21,7 +21,6 @@ from drafter.verifiers.penalties import History, penalise
 
 _MOST_TOKENS = 1 << 31
 """More than any vocabulary has: a larger top-k keeps all, as this does."""
-_ALL = slice(None)
 
 
 @dataclass
@@ -115,6 +114,11 @@ class SamplingMode:
     ranked: bool
     floored: bool
 
+    @property
+    def likeliest(self) -> bool:
+        """Whether all choices are the tokens with the largest logits."""
+        return not (self.biased or self.penalties or self.random)
+
     @classmethod
     def of(cls, params: list[SamplingParams]) -> SamplingMode:
         """The union of what the rows need."""
@@ -148,21 +152,50 @@ class RowSampling:
     lengths: Tensor
 
 
-def base_choices(logits: Tensor, tree: TokenTree, ancestors: Tensor, sampling: RowSampling) -> Tensor:
-    """The base's choice after each node: `[R, N]` token ids, by node id.
+class NodeChoices:
+    """The base's choices at nodes of the trees of a step.
 
     Args:
-        logits: `[R, N, V]` by node id.
-        tree: `[R, N]`.
-        ancestors: `[R, N, N]` of the tree.
+        logits: `[B, N, V]` by node id.
+        tree: `[B, N]`.
+        ancestors: `[B, N, N]` of the tree.
         sampling: How the rows choose.
     """
-    history, positions = None, None
-    if sampling.mode.penalties:
-        history = History(sampling.tokens, sampling.lengths, tree.tokens, tree.depths, ancestors)
-    if sampling.mode.random:
-        positions = sampling.lengths[:, None] + tree.depths + 1
-    return choose(logits, sampling.table, sampling.mode, positions, history, sampling.rows)
+
+    def __init__(self, logits: Tensor, tree: TokenTree, ancestors: Tensor, sampling: RowSampling) -> None:
+        self._logits, self._depths, self._lengths = logits, tree.depths, sampling.lengths
+        self._table, self._mode, self._slots = sampling.table, sampling.mode, sampling.rows.start or 0
+        self._history = None
+        if sampling.mode.penalties:
+            prompts = sampling.table.prompt_lengths[sampling.rows]
+            self._history = History(sampling.tokens, sampling.lengths, prompts, tree, ancestors, logits.shape[-1])
+
+    def at(self, rows: Tensor, nodes: Tensor) -> Tensor:
+        """Return the choice after a node of each row, `[R]` token ids.
+
+        Args:
+            rows: `[R]` rows of the step.
+            nodes: `[R]` node ids.
+        """
+        scores, table, mode, slots = self._logits[rows, nodes].double(), self._table, self._mode, self._slots + rows
+        if mode.biased:
+            scores = scores.scatter_add_(1, table.biased_tokens[slots], table.biases[slots])
+        if self._history is not None:
+            penalties = (table.repetition_penalty[slots], table.frequency_penalty[slots], table.presence_penalty[slots])
+            scores = penalise(scores, *self._history.before(rows, nodes), *penalties)
+        if not mode.random:
+            return scores.argmax(-1)
+        temperature = table.temperature[slots]
+        greedy = scores.argmax(-1) if mode.mixed else None
+        # The best score becomes 0 first, so that even the smallest temperature divides it to a number.
+        scores = (scores - scores.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1)[:, None]
+        if mode.ranked:
+            scores = keep_ranked(scores, table.top_k[slots], table.top_p[slots])
+        if mode.floored:
+            scores = keep_probable(scores, table.min_p[slots])
+        places = self._lengths[rows] + self._depths[rows, nodes] + 1 - table.prompt_lengths[slots]
+        drawn = draw(scores, table.keys[slots], places)
+        return drawn if greedy is None else torch.where(temperature > 0, drawn, greedy)
 
 
 def keep_ranked(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -193,59 +226,3 @@ def keep_probable(scores: Tensor, min_p: Tensor) -> Tensor:
         min_p: `[R]` in [0, 1].
     """
     return scores.masked_fill(scores < scores.amax(-1, keepdim=True) + min_p[:, None].log(), -torch.inf)
-
-
-def choose(
-    logits: Tensor,
-    table: SamplingTable,
-    mode: SamplingMode,
-    positions: Tensor | None,
-    history: History | None,
-    rows: slice = _ALL,
-) -> Tensor:
-    """The base's choice after each node: `[B, N]` token ids.
-
-    Args:
-        logits: `[B, N, V]` the base's logits.
-        table: Settings of all slots.
-        mode: What the batch needs.
-        positions: `[B, N]` sequence position of the token that each choice becomes; None where no row is random.
-        history: The tokens before each choice; None where no row has a penalty.
-        rows: The slots of the B rows; by default the table has no others.
-    """
-    batch, nodes, _ = logits.shape
-    if not (mode.biased or mode.penalties or mode.random):
-        return logits.argmax(-1)
-
-    def per_node(setting: Tensor) -> Tensor:
-        return setting[rows, None].expand(batch, nodes).flatten()
-
-    scores = logits.double()
-    if mode.biased:
-        every_node = (batch, nodes, table.biases.shape[1])
-        tokens, biases = table.biased_tokens[rows, None], table.biases[rows, None]
-        scores = scores.scatter_add(2, tokens.expand(every_node), biases.expand(every_node))
-    if history is not None:
-        scores = penalise(
-            scores,
-            history,
-            table.prompt_lengths[rows],
-            table.repetition_penalty[rows],
-            table.frequency_penalty[rows],
-            table.presence_penalty[rows],
-        )
-    if not mode.random:
-        return scores.argmax(-1)
-    assert positions is not None
-    greedy = scores.argmax(-1) if mode.mixed else None
-    scores = scores.flatten(0, 1)
-    temperature = per_node(table.temperature)
-    # The best score becomes 0 first, so that even the smallest temperature divides it to a number.
-    scores = (scores - scores.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1)[:, None]
-    if mode.ranked:
-        scores = keep_ranked(scores, per_node(table.top_k), per_node(table.top_p))
-    if mode.floored:
-        scores = keep_probable(scores, per_node(table.min_p))
-    outputs = (positions - table.prompt_lengths[rows, None]).flatten()
-    drawn = draw(scores, per_node(table.keys), outputs).view(batch, nodes)
-    return drawn if greedy is None else torch.where(table.temperature[rows, None] > 0, drawn, greedy)

@@ -5,11 +5,14 @@ Nothing about the drafter's probabilities enters, so the emitted tokens are thos
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from drafter import devices
 from drafter.tree.token_tree import TokenTree
-from drafter.verifiers.choices import RowSampling, base_choices
+from drafter.verifiers.choices import NodeChoices, RowSampling
 from drafter.verifiers.contract import Accepted, Verified, Verifier
 
 
@@ -21,8 +24,10 @@ class ExactVerifier(Verifier):
 
     def accept(self, verified: Verified, sampling: RowSampling) -> Accepted:
         """Walk down each tree by the base's choices; see `Verifier.accept`."""
-        choices = base_choices(verified.logits, verified.tree, verified.ancestors, sampling)
-        return walk(verified.tree, choices, verified.ancestors, verified.depth)
+        tree, ancestors = verified.tree, verified.ancestors
+        if sampling.mode.likeliest:
+            return walk(tree, verified.logits.argmax(-1), ancestors, verified.depth)
+        return descend(tree, NodeChoices(verified.logits, tree, ancestors, sampling).at, verified.depth)
 
 
 def walk(tree: TokenTree, choices: Tensor, ancestors: Tensor, depth: int) -> Accepted:
@@ -50,3 +55,34 @@ def walk(tree: TokenTree, choices: Tensor, ancestors: Tensor, depth: int) -> Acc
         1, depths, torch.where(accepted, nodes, 0), reduce="amax"
     )
     return Accepted(path, choices.gather(1, path), depths.amax(dim=1))
+
+
+def descend(tree: TokenTree, choose: Callable[[Tensor, Tensor], Tensor], depth: int) -> Accepted:
+    """Do as `walk`, where a choice is dear: choose only at the nodes on the way.
+
+    Where the host may look, rows whose way has ended are left out; elsewhere they go on choosing, and nobody reads it.
+
+    Args:
+        tree: `[B, N]` nodes.
+        choose: Returns the base's choice `[R]` after nodes `[R]` of rows `[R]`, in the order (rows, nodes).
+        depth: D: no node lies deeper.
+    """
+    rows = torch.arange(len(tree.tokens), device=tree.tokens.device)
+    ids = torch.arange(tree.size, device=rows.device)
+    node, count = torch.zeros_like(rows), torch.zeros_like(rows)
+    path, tokens = (rows.new_zeros(len(rows), depth + 1) for _ in range(2))
+    for level in range(depth + 1):
+        token = choose(rows, node)
+        tokens[rows, level] = token
+        if level == depth:
+            break
+        child = (tree.parents[rows] == node[:, None]) & (tree.tokens[rows] == token[:, None])
+        child &= (ids > 0) & (count[rows] == level)[:, None]
+        found, node = child.any(1), torch.where(child, ids, 0).amax(1)
+        if not devices.is_asynchronous(rows.device):
+            rows, node, found = rows[found], node[found], found[found]
+            if not len(rows):
+                break
+        path[rows, level + 1] = node
+        count[rows] += found
+    return Accepted(path, tokens, count)

@@ -1,23 +1,21 @@
-"""The texts of each step, streamed to a worker by Ray Data.
+"""The texts of each step, read by the worker that learns from them.
 
-Every worker streams the same parts in the same order and receives its own share of each step.
+Every worker reads the same parts in the same order and takes its own share of each step. A thread reads the next part
+while the worker learns from this one. Ray Data is not used here: while its consumer is busy, its scheduler spins in the
+consumer's own process (Ray 2.60), which took most of a core from the training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from itertools import groupby
-from operator import itemgetter
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import zip_longest
 
 import pyarrow as pa
-import ray
 
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import RegeneratedText
-from pipeline.cluster.ray_cluster import quiet_ray_data
-from pipeline.cluster.shares import HELPER_CPUS
 from pipeline.training.texts.hidden_store import as_states, read_hidden
 from pipeline.training.texts.staged_texts import StagedTexts, read_part
 from pipeline.training.texts.step_schedule import Visit, share, steps_of, visits
@@ -70,52 +68,38 @@ class StepTexts:
 
 def stream_steps(staged: StagedTexts, settings: TrainingSettings, mine: Share, done: int) -> Iterator[StepTexts]:
     """Yield a worker's texts of each step, from step `done` (from 0) to the run's last."""
-    quiet_ray_data()
-    rows = [part.rows for part in staged.parts]
-    plan = list(visits(rows, settings.texts_per_step, settings.seed, done, settings.steps))
+    plan = list(
+        visits([part.rows for part in staged.parts], settings.texts_per_step, settings.seed, done, settings.steps)
+    )
     if not plan:
         return
-    ray.data.DataContext.get_current().execution_options.preserve_order = True
-    dataset = ray.data.from_items([asdict(visit) for visit in plan], override_num_blocks=len(plan)).map_batches(
-        read_visit,
-        batch_size=1,
-        batch_format="pyarrow",
-        num_cpus=HELPER_CPUS,
-        fn_kwargs={"staged": staged, "settings": settings, "mine": mine},
-    )
-    for step, texts in groupby(dataset.iter_rows(), key=itemgetter("step")):
-        yield _step_texts(step, list(texts), settings)
+    with ThreadPoolExecutor(1, thread_name_prefix="texts") as reader:
+        ahead = reader.submit(_read, staged, plan[0], mine)
+        for visit, following in zip_longest(plan, plan[1:]):
+            table = ahead.result()
+            if following is not None:
+                ahead = reader.submit(_read, staged, following, mine)
+            yield from _steps(visit, table, settings, mine)
 
 
-def read_visit(table: pa.Table, staged: StagedTexts, settings: TrainingSettings, mine: Share) -> pa.Table:
-    """Return a worker's share of one visit, a row for each text, in order. Runs anywhere on the cluster."""
-    (values,) = table.to_pylist()
-    visit = Visit(**values)
-    texts = read_part(staged.folder, staged.parts[visit.part].name)
-    lengths = [len(tokens) for tokens in texts["tokens"]]
+def _read(staged: StagedTexts, visit: Visit, mine: Share) -> pa.Table:
+    """Return the texts of a visit's part, with their hidden states where they are stored."""
+    part = staged.parts[visit.part]
+    table = read_part(staged.folder, part.name)
+    return table.append_column("hidden", read_hidden(staged, part)) if mine.hidden else table
+
+
+def _steps(visit: Visit, table: pa.Table, settings: TrainingSettings, mine: Share) -> Iterator[StepTexts]:
+    """Yield a worker's texts of the steps of one visit, in order."""
+    lengths = table["tokens"].combine_chunks().value_lengths().to_pylist()
     steps = steps_of(lengths, settings.texts_per_step, settings.seed, visit.epoch, visit.part)
-    if mine.hidden:
-        texts = texts.append_column("hidden", read_hidden(staged, staged.parts[visit.part]))
-    rows: list[dict[str, Any]] = []
     for number, step in enumerate(steps[visit.skip : visit.skip + visit.steps], start=visit.first_step):
-        tokens = sum(lengths[text] for text in step)
-        for micro, places in enumerate(share(len(step), mine.micro_batches, mine.rank, mine.workers)):
-            for place in places:
-                text = {name: texts[name][step[place]].as_py() for name in texts.column_names}
-                rows.append({"step": number, "step_tokens": tokens, "micro": micro, "place": place, **text})
-    return pa.Table.from_pylist(rows)
+        shares = share(len(step), mine.micro_batches, mine.rank, mine.workers)
+        batches = [MicroBatch([_text(table, step[place], settings) for place in places], places) for places in shares]
+        yield StepTexts(number, sum(lengths[text] for text in step), batches)
 
 
-def _step_texts(step: int, rows: list[dict[str, Any]], settings: TrainingSettings) -> StepTexts:
-    parts = []
-    for _, some in groupby(rows, key=itemgetter("micro")):
-        mine = list(some)
-        texts = [_text(row, settings) for row in mine]
-        parts.append(MicroBatch(texts, [row["place"] for row in mine]))
-    return StepTexts(step, rows[0]["step_tokens"], parts)
-
-
-def _text(row: dict[str, Any], settings: TrainingSettings) -> RegeneratedText:
-    stored = row.get("hidden")
-    hidden = as_states(stored, len(row["tokens"]), settings) if stored is not None else None
-    return RegeneratedText(row["tokens"], row["prompt_length"], hidden)
+def _text(table: pa.Table, row: int, settings: TrainingSettings) -> RegeneratedText:
+    tokens = table["tokens"][row].as_py()
+    hidden = as_states(table["hidden"][row].as_py(), len(tokens), settings) if "hidden" in table.column_names else None
+    return RegeneratedText(tokens, table["prompt_length"][row].as_py(), hidden)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -19,26 +21,42 @@ from drafter.errors import RequestError
 from drafter.requests import SamplingParams
 from drafter.tree.token_tree import TokenTree, root_only
 from drafter.tree.trie import from_nodes
-from drafter.verifiers.choices import SamplingMode, SamplingTable, choose, keep_probable, keep_ranked
+from drafter.verifiers.choices import (
+    NodeChoices,
+    RowSampling,
+    SamplingMode,
+    SamplingTable,
+    keep_probable,
+    keep_ranked,
+)
 from drafter.verifiers.keyed_draw import draw, seed_key
 from drafter.verifiers.penalties import History, penalise
 
 CPU = torch.device("cpu")
 
 
-def table_of(params: list[SamplingParams], prompt: int = 1) -> SamplingTable:
+def sampling_of(params: list[SamplingParams], texts: list[list[int]], prompts: list[int]) -> RowSampling:
+    """Rows of which each text ends with its pending token, and the first so many tokens are its prompt."""
     table = SamplingTable.empty(len(params), CPU)
-    for slot, one in enumerate(params):
+    for slot, (one, prompt) in enumerate(zip(params, prompts, strict=True)):
         table.set(slot, one, prompt)
-    return table
-
-
-def history_of(texts: list[list[int]], tree: TokenTree) -> History:
-    """Trees on texts of which each ends with its tree's root and, if they are ragged, with padding."""
-    lengths = torch.tensor([len(text) - 1 for text in texts])
     width = max(map(len, texts))
     tokens = torch.tensor([text + [0] * (width - len(text)) for text in texts])
-    return History(tokens, lengths, tree.tokens, tree.depths, tree.ancestors())
+    lengths = torch.tensor([len(text) - 1 for text in texts])
+    return RowSampling(table, slice(0, len(params)), SamplingMode.of(params), tokens, lengths)
+
+
+def choose(logits: torch.Tensor, tree: TokenTree, sampling: RowSampling) -> torch.Tensor:
+    """The choice at every node, `[B, N]`."""
+    choices = NodeChoices(logits, tree, tree.ancestors(), sampling)
+    rows = torch.arange(len(logits))
+    return torch.stack([choices.at(rows, torch.full_like(rows, node)) for node in range(tree.size)], 1)
+
+
+def choose_first(logits: torch.Tensor, params: list[SamplingParams]) -> list[int]:
+    """The first token of each output, after a prompt of one token."""
+    sampling = sampling_of(params, [[0]] * len(params), [1] * len(params))
+    return choose(logits[:, None], root_only(torch.zeros(len(params), dtype=torch.long)), sampling)[:, 0].tolist()
 
 
 @settings(deadline=None, max_examples=80)
@@ -64,8 +82,8 @@ def test_filters_keep_what_transformers_keeps(
     expected = processors(context, logits)
 
     none = torch.zeros(1)
-    history = history_of(context.tolist(), root_only(context[:, -1]))
-    penalised = penalise(logits[None], history, torch.tensor([0]), torch.tensor([penalty]), none, none)[0]
+    seen = torch.zeros(1, 31).scatter_add(1, context, torch.ones(1, 6))
+    penalised = penalise(logits, seen, seen, torch.tensor([penalty]), none, none)
     scores = penalised / temperature
     ours = keep_ranked(scores, torch.tensor([top_k]), torch.tensor([top_p]).double())
     ours = keep_probable(ours, torch.tensor([min_p]).double())
@@ -78,30 +96,39 @@ def test_counts_follow_the_path_to_the_node() -> None:
     tree = TokenTree(
         torch.tensor([[4, 2, 3, 2]]), torch.tensor([[0, 0, 0, 1]]), torch.tensor([[0, 1, 1, 2]]), torch.zeros(1, 4)
     )
-    history = History(torch.tensor([[1, 2, 2, 4, 5]]), torch.tensor([3]), tree.tokens, tree.depths, tree.ancestors())
-    in_text, at_nodes = history.counts(torch.tensor([0]), 6)
-    assert in_text.tolist() == [[0, 1, 2, 0, 0, 0]]
-    # At each node: how often the tokens of the four nodes, 4 2 3 2, came before its choice.
-    assert at_nodes.tolist() == [[[1, 2, 0, 2], [1, 3, 0, 3], [1, 2, 1, 2], [1, 4, 0, 4]]]
-    # From the second 2 on.
-    assert history.counts(torch.tensor([2]), 6)[0].tolist() == [[0, 0, 1, 0, 0, 0]]
+    tokens, lengths, prompt = torch.tensor([[1, 2, 2, 4, 5]]), torch.tensor([3]), torch.tensor([2])
+    history = History(tokens, lengths, prompt, tree, tree.ancestors(), 6)
+    row, before = torch.tensor([0]), [history.before(torch.tensor([0]), torch.tensor([node])) for node in range(4)]
+    assert torch.cat([seen for seen, _ in before]).tolist() == [
+        [0, 1, 2, 0, 1, 0],
+        [0, 1, 3, 0, 1, 0],
+        [0, 1, 2, 1, 1, 0],
+        [0, 1, 4, 0, 1, 0],
+    ]
+    # The output begins with the second 2.
+    assert torch.cat([said for _, said in before]).tolist() == [
+        [0, 0, 1, 0, 1, 0],
+        [0, 0, 2, 0, 1, 0],
+        [0, 0, 1, 1, 1, 0],
+        [0, 0, 3, 0, 1, 0],
+    ]
     # The root is the prompt's last token: the output begins below it.
-    in_text, at_nodes = history.counts(torch.tensor([4]), 6)
-    assert in_text.sum() == 0
-    assert at_nodes.tolist() == [[[0, 0, 0, 0], [0, 1, 0, 1], [0, 0, 1, 0], [0, 2, 0, 2]]]
+    history = History(tokens, lengths, torch.tensor([4]), tree, tree.ancestors(), 6)
+    assert history.before(row, torch.tensor([0]))[1].sum() == 0
+    assert history.before(row, torch.tensor([3]))[1].tolist() == [[0, 0, 2, 0, 0, 0]]
 
 
 def test_penalties_and_biases_are_openais() -> None:
     logits = torch.tensor([[[2.0, -1.0, 0.5, 0.25, 3.0]]])
     params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, logit_bias={4: -2.0, 0: 1.0})
     # Prompt 4 4, output 2 0 2.
-    history = history_of([[4, 4, 2, 0, 2]], root_only(torch.tensor([2])))
-    none = torch.ones(1)
-    settings = torch.tensor([params.frequency_penalty]), torch.tensor([params.presence_penalty])
-    found = penalise(logits.double(), history, torch.tensor([2]), none, *settings)
-    assert found[0, 0].tolist() == [2.0 - 0.75, -1.0, 0.5 - 1.0, 0.25, 3.0]
+    seen, said = torch.tensor([[1.0, 0.0, 2.0, 0.0, 2.0]]), torch.tensor([[1.0, 0.0, 2.0, 0.0, 0.0]])
+    settings = torch.ones(1), torch.tensor([params.frequency_penalty]), torch.tensor([params.presence_penalty])
+    found = penalise(logits[:, 0].double(), seen, said, *settings)
+    assert found[0].tolist() == [2.0 - 0.75, -1.0, 0.5 - 1.0, 0.25, 3.0]
     # 2 + 1 - 0.75 against 3 - 2.
-    assert choose(logits, table_of([params], prompt=2), SamplingMode.of([params]), None, history).item() == 0
+    sampling = sampling_of([params], [[4, 4, 2, 0, 2]], [2])
+    assert choose(logits, root_only(torch.tensor([2])), sampling).item() == 0
 
 
 PENALTIES = [
@@ -136,32 +163,25 @@ def test_choices_in_a_tree_are_those_of_plain_decoding(seed: int, lengths: list[
     tree = from_nodes(pending, integers(vocabulary, rows, nodes), parents, depths, -depths.float(), nodes + 2)
 
     params = [SamplingParams(seed=row, **PENALTIES[(seed + row) % len(PENALTIES)]) for row in range(rows)]  # type: ignore[arg-type]
-    table, mode = SamplingTable.empty(rows, CPU), SamplingMode.of(params)
-    for row, one in enumerate(params):
-        table.set(row, one, lengths[row] + 1 - int(integers(lengths[row] + 1, 1)))
+    prompts = [length + 1 - int(integers(length + 1, 1)) for length in lengths]
     logits = torch.randn(rows, tree.size, vocabulary, generator=generator)
-    history = History(text, known, tree.tokens, tree.depths, tree.ancestors())
-    found = choose(logits, table, mode, known[:, None] + tree.depths + 1, history)
+    texts = [text[row, : lengths[row] + 1].tolist() for row in range(rows)]
+    found = choose(logits, tree, sampling_of(params, texts, prompts))
     paths = tree.paths(nodes)
     for node in range(tree.size - 1):  # the last one is padding
-        spelled = [
-            [*text[r, : lengths[r] + 1].tolist(), *(t for t in paths[r, node].tolist() if t >= 0)] for r in range(rows)
-        ]
-        ends = torch.tensor([len(one) for one in spelled])
+        spelled = [[*texts[r], *(t for t in paths[r, node].tolist() if t >= 0)] for r in range(rows)]
         alone = root_only(torch.tensor([one[-1] for one in spelled]))
-        expected = choose(logits[:, node : node + 1], table, mode, ends[:, None], history_of(spelled, alone))
+        expected = choose(logits[:, node : node + 1], alone, sampling_of(params, spelled, prompts))
         assert torch.equal(found[:, node : node + 1], expected)
 
 
 def test_greedy_rows_and_random_rows_share_a_batch() -> None:
     params = [SamplingParams(), SamplingParams(temperature=1.0, seed=5)]
-    logits = torch.zeros(2, 1, 10)
-    logits[:, :, 7] = 0.1
-    choices = choose(logits, table_of(params), SamplingMode.of(params), torch.tensor([[1], [1]]), None)
-    # The output's first token, after a prompt of one.
-    scores = (logits[1].double() - logits[1].amax()).contiguous()
+    logits = torch.zeros(2, 10)
+    logits[:, 7] = 0.1
+    scores = (logits[1:].double() - logits[1].amax()).contiguous()
     expected = draw(scores, torch.tensor([seed_key(5)]), torch.tensor([0]))
-    assert choices.tolist() == [[7], [expected.item()]]
+    assert choose_first(logits, params) == [7, expected.item()]
 
 
 @pytest.mark.parametrize(
@@ -176,10 +196,9 @@ def test_greedy_rows_and_random_rows_share_a_batch() -> None:
 def test_choices_have_the_exact_distribution(params: SamplingParams) -> None:
     logits = torch.randn(12, generator=torch.Generator().manual_seed(4)) * 1.5
     draws = 20_000
-    table = table_of([params])
-    mode = SamplingMode.of([params])
-    positions = torch.arange(1, draws + 1)[None]
-    chosen = choose(logits.expand(1, draws, -1), table, mode, positions, None)[0]
+    # A row for each place of one output.
+    sampling = replace(sampling_of([params] * draws, [[0]] * draws, [1] * draws), lengths=torch.arange(draws))
+    chosen = choose(logits.expand(draws, 1, -1), root_only(torch.zeros(draws, dtype=torch.long)), sampling)[:, 0]
 
     exact = (logits.double() / params.temperature).softmax(-1).numpy()
     order = np.argsort(-exact)
@@ -239,24 +258,18 @@ def test_biases_are_kept_as_pairs_however_they_are_given() -> None:
 
 
 def test_a_slots_biases_do_not_outlive_its_request() -> None:
-    table = SamplingTable.empty(2, CPU)
     biased, free = SamplingParams(logit_bias={2: 5.0, 3: 4.0}), SamplingParams(logit_bias={1: 1.0})
-    table.set(0, biased, 1)
-    table.set(1, free, 1)
-    logits = torch.zeros(2, 1, 5)
-    mode = SamplingMode.of([biased, free])
-    assert choose(logits, table, mode, None, None).tolist() == [[2], [1]]
-    table.move(1, 0)
-    assert choose(logits, table, mode, None, None).tolist() == [[1], [1]]
+    sampling = sampling_of([biased, free], [[0], [0]], [1, 1])
+    logits, tree = torch.zeros(2, 1, 5), root_only(torch.tensor([0, 0]))
+    assert choose(logits, tree, sampling).tolist() == [[2], [1]]
+    sampling.table.move(1, 0)
+    assert choose(logits, tree, sampling).tolist() == [[1], [1]]
 
 
 def test_extreme_settings_still_choose_a_token() -> None:
-    logits = torch.randn(1, 1, 12, generator=torch.Generator().manual_seed(2))
+    logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(2))
     best = int(logits.argmax())
     for setting in ({"temperature": 1e-320}, {"temperature": 1e308, "min_p": 1.0}, {"temperature": 1.0, "top_k": 1}):
-        params = SamplingParams(seed=7, **setting)  # type: ignore[arg-type]
-        table, mode = table_of([params]), SamplingMode.of([params])
-        chosen = choose(logits, table, mode, torch.tensor([[1]]), None)
-        assert chosen.item() == best or setting["temperature"] == 1e308
-    everything = SamplingParams(temperature=1.0, top_k=10**30)
-    assert choose(logits, table_of([everything]), SamplingMode.of([everything]), torch.tensor([[1]]), None).item() < 12
+        (chosen,) = choose_first(logits, [SamplingParams(seed=7, **setting)])  # type: ignore[arg-type]
+        assert chosen == best or setting["temperature"] == 1e308
+    assert choose_first(logits, [SamplingParams(temperature=1.0, top_k=10**30)])[0] < 12

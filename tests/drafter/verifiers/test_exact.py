@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import random
+
+import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from drafter import devices
 from drafter.tree.token_tree import PAD_TOKEN, TokenTree
-from drafter.verifiers.exact import walk
+from drafter.verifiers.exact import descend, walk
 
 
 def tree_of(tokens: list[int], parents: list[int]) -> TokenTree:
@@ -14,6 +18,25 @@ def tree_of(tokens: list[int], parents: list[int]) -> TokenTree:
         depths.append(depths[parents[i]] + 1)
     row = torch.tensor([tokens])
     return TokenTree(row, torch.tensor([parents]), torch.tensor([depths]), -torch.tensor([depths]).float())
+
+
+def without_twins(tokens: list[int], parents: list[int]) -> list[int]:
+    """Tokens of which padding takes the place where an earlier child of the same parent has the same one."""
+    seen: set[tuple[int, int]] = set()
+    kept = tokens[:1]
+    for pair in list(zip(parents, tokens, strict=True))[1:]:
+        kept.append(PAD_TOKEN if pair in seen else pair[1])
+        seen.add(pair)
+    return kept
+
+
+def random_trees(rows: int, nodes: int, vocabulary: int, seed: int) -> TokenTree:
+    draw = random.Random(seed)
+    trees = []
+    for _ in range(rows):
+        parents = [0] + [draw.randrange(node) for node in range(1, nodes)]
+        trees.append(tree_of(without_twins([draw.randrange(vocabulary) for _ in parents], parents), parents))
+    return TokenTree(*(torch.cat([vars(tree)[name] for tree in trees]) for name in vars(trees[0])))
 
 
 def test_walk_follows_the_base() -> None:
@@ -49,12 +72,7 @@ def test_padding_and_duplicates_change_nothing() -> None:
 def test_walk_equals_a_descent_by_hand(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 8))
     parents = [0] + [data.draw(st.integers(0, i - 1)) for i in range(1, count)]
-    tokens = [data.draw(st.integers(0, 2)) for _ in range(count)]
-    used: set[tuple[int, int]] = set()
-    for i in range(1, count):
-        if (parents[i], tokens[i]) in used:
-            tokens[i] = PAD_TOKEN
-        used.add((parents[i], tokens[i]))
+    tokens = without_twins([data.draw(st.integers(0, 2)) for _ in range(count)], parents)
     choices = [data.draw(st.integers(0, 2)) for _ in range(count)]
     tree = tree_of(tokens, parents)
     depth = int(tree.depths.max())
@@ -73,3 +91,35 @@ def test_walk_equals_a_descent_by_hand(data: st.DataObject) -> None:
     assert step.count.tolist() == [accepted]
     assert step.path[0, : accepted + 1].tolist() == path
     assert step.tokens[0, : accepted + 1].tolist() == [choices[i] for i in path]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10_000), rows=st.integers(1, 4), nodes=st.integers(1, 9))
+def test_a_descent_goes_where_the_walk_goes(
+    asynchronous: bool, seed: int, rows: int, nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it chooses nowhere else where the host may look."""
+    monkeypatch.setattr(devices, "is_asynchronous", lambda device: asynchronous)
+    tree = random_trees(rows, nodes, 3, seed)
+    choices = torch.randint(0, 3, (rows, tree.size), generator=torch.Generator().manual_seed(seed + 1))
+    depth = int(tree.depths.max())
+    asked = []
+
+    def choose(of_rows: torch.Tensor, at_nodes: torch.Tensor) -> torch.Tensor:
+        asked.append(len(of_rows))
+        return choices[of_rows, at_nodes]
+
+    walked, descended = walk(tree, choices, tree.ancestors(), depth), descend(tree, choose, depth)
+    assert torch.equal(descended.count, walked.count)
+    reached = torch.arange(depth + 1) <= walked.count[:, None]
+    assert torch.equal(torch.where(reached, descended.path, 0), walked.path)
+    assert torch.equal(descended.tokens[reached], walked.tokens[reached])
+    assert sum(asked) == (rows * (depth + 1) if asynchronous else int((walked.count + 1).sum()))
+
+
+def test_a_descent_leaves_zeros_past_its_end() -> None:
+    tree = tree_of([7, 3, 5, 4], [0, 0, 0, 2])
+    choices = torch.tensor([[3, 1, 4, 9]])
+    step = descend(tree, lambda rows, nodes: choices[rows, nodes], depth=2)
+    assert (step.path.tolist(), step.count.tolist(), step.tokens[0, :2].tolist()) == ([[0, 1, 0]], [1], [3, 1])
