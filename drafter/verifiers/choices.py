@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from drafter.devices import send
 from drafter.requests import SamplingParams
 from drafter.tree.token_tree import TokenTree
+from drafter.verifiers.filters import keep_probable, keep_ranked
 from drafter.verifiers.keyed_draw import draw, seed_key
 from drafter.verifiers.penalties import History, penalise
 
@@ -196,33 +197,3 @@ class NodeChoices:
         places = self._lengths[rows] + self._depths[rows, nodes] + 1 - table.prompt_lengths[slots]
         drawn = draw(scores, table.keys[slots], places)
         return drawn if greedy is None else torch.where(temperature > 0, drawn, greedy)
-
-
-def keep_ranked(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Scores of the tokens that top-k and then top-p keep, -inf elsewhere. Ties at a threshold are kept.
-
-    Args:
-        scores: `[R, V]` after temperature.
-        top_k: `[R]`, 0 keeps all.
-        top_p: `[R]` in (0, 1].
-    """
-    ordered = scores.sort(dim=-1, descending=True).values
-    size = scores.shape[-1]
-    kept = torch.arange(size, device=scores.device) < torch.where(top_k > 0, top_k, size)[:, None]
-    # Ties with the k-th score are kept, so that the choice does not hang on the sort's order.
-    kept = kept | (ordered == ordered.gather(1, (kept.sum(1, keepdim=True) - 1)))
-    mass = ordered.masked_fill(~kept, -torch.inf).softmax(-1)
-    above = mass.cumsum(-1) - mass
-    kept = kept & ((above < top_p[:, None]) | (top_p >= 1)[:, None])
-    lowest = ordered.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
-    return scores.masked_fill(scores < lowest, -torch.inf)
-
-
-def keep_probable(scores: Tensor, min_p: Tensor) -> Tensor:
-    """Scores of the tokens with at least `min_p` `[R]` times the best one's probability, -inf elsewhere.
-
-    Args:
-        scores: `[R, V]` after temperature.
-        min_p: `[R]` in [0, 1].
-    """
-    return scores.masked_fill(scores < scores.amax(-1, keepdim=True) + min_p[:, None].log(), -torch.inf)

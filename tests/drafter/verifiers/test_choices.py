@@ -8,14 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from drafter.errors import RequestError
 from drafter.requests import SamplingParams
@@ -26,8 +18,6 @@ from drafter.verifiers.choices import (
     RowSampling,
     SamplingMode,
     SamplingTable,
-    keep_probable,
-    keep_ranked,
 )
 from drafter.verifiers.keyed_draw import draw, seed_key
 from drafter.verifiers.penalties import History, penalise
@@ -57,38 +47,6 @@ def choose_first(logits: torch.Tensor, params: list[SamplingParams]) -> list[int
     """The first token of each output, after a prompt of one token."""
     sampling = sampling_of(params, [[0]] * len(params), [1] * len(params))
     return choose(logits[:, None], root_only(torch.zeros(len(params), dtype=torch.long)), sampling)[:, 0].tolist()
-
-
-@settings(deadline=None, max_examples=80)
-@given(
-    seed=st.integers(0, 10_000),
-    temperature=st.sampled_from([0.3, 1.0, 1.7]),
-    top_k=st.integers(0, 40),
-    top_p=st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
-    min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
-    penalty=st.sampled_from([0.7, 1.0, 1.3]),
-)
-def test_filters_keep_what_transformers_keeps(
-    seed: int, temperature: float, top_k: int, top_p: float, min_p: float, penalty: float
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(1, 31, generator=generator).double() * 3
-    context = torch.randint(0, 31, (1, 6), generator=generator)
-    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty), TemperatureLogitsWarper(temperature)])
-    if top_k:
-        processors.append(TopKLogitsWarper(top_k))
-    processors.append(TopPLogitsWarper(top_p))
-    processors.append(MinPLogitsWarper(min_p))
-    expected = processors(context, logits)
-
-    none = torch.zeros(1)
-    seen = torch.zeros(1, 31).scatter_add(1, context, torch.ones(1, 6))
-    penalised = penalise(logits, seen, seen, torch.tensor([penalty]), none, none)
-    scores = penalised / temperature
-    ours = keep_ranked(scores, torch.tensor([top_k]), torch.tensor([top_p]).double())
-    ours = keep_probable(ours, torch.tensor([min_p]).double())
-    assert torch.equal(ours.isfinite(), expected.isfinite())
-    assert torch.allclose(ours.softmax(-1), expected.softmax(-1))
 
 
 def test_counts_follow_the_path_to_the_node() -> None:

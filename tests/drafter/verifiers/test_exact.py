@@ -1,15 +1,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafter import devices
+from drafter.requests import SamplingParams
 from drafter.tree.token_tree import PAD_TOKEN, TokenTree
-from drafter.verifiers.exact import descend, walk
+from drafter.verifiers.choices import RowSampling, SamplingMode, SamplingTable
+from drafter.verifiers.contract import Verified
+from drafter.verifiers.exact import ExactVerifier, descend, walk
 
 
 def tree_of(tokens: list[int], parents: list[int]) -> TokenTree:
@@ -123,3 +129,37 @@ def test_a_descent_leaves_zeros_past_its_end() -> None:
     choices = torch.tensor([[3, 1, 4, 9]])
     step = descend(tree, lambda rows, nodes: choices[rows, nodes], depth=2)
     assert (step.path.tolist(), step.count.tolist(), step.tokens[0, :2].tolist()) == ([[0, 1, 0]], [1], [3, 1])
+
+
+class LargestDoubles(TorchDispatchMode):
+    """Notes how many numbers the largest float64 tensor has."""
+
+    most = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, tuple) else (made,):
+            if isinstance(one, torch.Tensor) and one.dtype == torch.float64:
+                self.most = max(self.most, one.numel())
+        return made
+
+
+def test_sampling_never_holds_the_scores_of_all_nodes() -> None:
+    rows, nodes, vocabulary = 3, 16, 500
+    params = [
+        SamplingParams(temperature=0.7, top_p=0.9, top_k=40, presence_penalty=0.5, logit_bias={3: 1.0}, seed=row)
+        for row in range(rows)
+    ]
+    table = SamplingTable.empty(rows, torch.device("cpu"))
+    for row, one in enumerate(params):
+        table.set(row, one, 1)
+    tree = random_trees(rows, nodes, 3, seed=1)
+    depth = int(tree.depths.max())
+    logits = torch.randn(rows, nodes, vocabulary, generator=torch.Generator().manual_seed(0))
+    verified = Verified(tree, tree.ancestors(depth), depth, logits, torch.zeros(rows, nodes, 1))
+    tokens, lengths = torch.zeros(rows, 4, dtype=torch.long), torch.full((rows,), 3)
+    with LargestDoubles() as noted:  # type: ignore[no-untyped-call]
+        ExactVerifier().accept(verified, RowSampling(table, slice(0, rows), SamplingMode.of(params), tokens, lengths))
+    assert noted.most == rows * vocabulary

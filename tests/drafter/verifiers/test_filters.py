@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from drafter import devices
+from drafter.verifiers import filters
+from drafter.verifiers.filters import keep_probable, keep_ranked
+from drafter.verifiers.penalties import penalise
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 10_000),
+    temperature=st.sampled_from([0.3, 1.0, 1.7]),
+    top_k=st.integers(0, 40),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    penalty=st.sampled_from([0.7, 1.0, 1.3]),
+)
+def test_filters_keep_what_transformers_keeps(
+    asynchronous: bool,
+    seed: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    penalty: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "is_asynchronous", lambda device: asynchronous)
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(1, 31, generator=generator).double() * 3
+    context = torch.randint(0, 31, (1, 6), generator=generator)
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty), TemperatureLogitsWarper(temperature)])
+    if top_k:
+        processors.append(TopKLogitsWarper(top_k))
+    processors.append(TopPLogitsWarper(top_p))
+    processors.append(MinPLogitsWarper(min_p))
+    expected = processors(context, logits)
+
+    none = torch.zeros(1)
+    seen = torch.zeros(1, 31).scatter_add(1, context, torch.ones(1, 6))
+    penalised = penalise(logits, seen, seen, torch.tensor([penalty]), none, none)
+    scores = penalised / temperature
+    scores = scores - scores.amax(1, keepdim=True)
+    ours = keep_ranked(scores, torch.tensor([top_k]), torch.tensor([top_p]).double())
+    ours = keep_probable(ours, torch.tensor([min_p]).double())
+    assert torch.equal(ours.isfinite(), expected.isfinite())
+    assert torch.allclose(ours.softmax(-1), expected.softmax(-1))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ties_at_a_threshold_are_kept(asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "is_asynchronous", lambda device: asynchronous)
+    scores = torch.tensor([[0.0, -1.0, -1.0, -1.0, -2.0]]).double()
+
+    def kept(top_k: int, top_p: float) -> list[bool]:
+        one = keep_ranked(scores, torch.tensor([top_k]), torch.tensor([top_p]).double())
+        return one[0].isfinite().tolist()
+
+    assert kept(2, 1.0) == [True, True, True, True, False]
+    assert kept(0, 0.5) == [True, True, True, True, False]
+    assert kept(1, 0.1) == [True, False, False, False, False]
+    assert kept(0, 1.0) == kept(5, 1.0) == kept(9, 1.0) == [True] * 5
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    seed=st.integers(0, 10_000),
+    spread=st.sampled_from([0.01, 1.0, 30.0]),
+    steps=st.sampled_from([1, 4, 1000]),
+    few=st.sampled_from([2, 7, 64]),
+)
+def test_both_routes_keep_the_same_however_few_scores_are_sorted_first(
+    seed: int, spread: float, steps: int, few: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scores = (torch.randn(5, 64, generator=generator).double() * steps).round() / steps * spread
+    scores -= scores.amax(1, keepdim=True)
+    scores[0, 3:9] = -torch.inf
+    top_k = torch.randint(0, 70, (5,), generator=generator)
+    top_p = torch.rand(5, generator=generator).double().clamp_min(0.01)
+    top_p[1] = 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(filters, "_FEW", few)
+        looked = keep_ranked(scores, top_k, top_p)
+        patch.setattr(devices, "is_asynchronous", lambda device: True)
+        searched = keep_ranked(scores, top_k, top_p)
+    assert torch.equal(looked, searched)
