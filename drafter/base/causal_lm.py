@@ -143,7 +143,9 @@ class BaseModel:
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Frozen LM head: logits `[..., V]` of `hidden` `[..., d]`."""
-        logits: Tensor = self._head(hidden)
+        weight = self._head.weight
+        assert isinstance(weight, Tensor)
+        logits: Tensor = self._head(hidden.to(weight.device)).to(hidden.device)
         self._model_code.forget_head_input()
         return logits
 

@@ -54,19 +54,19 @@ class DecoderLayers:
             self.modules[index].register_forward_hook(self._keeper(index))
             self._watched.add(index)
 
-    def take(self, indices: Sequence[int], head_input: Tensor) -> Tensor:
-        """The hidden states of the last forward side by side, `[..., K · d]`.
+    def take(self, indices: Sequence[int], head_input: Tensor, device: torch.device) -> Tensor:
+        """The hidden states of the last forward side by side, `[..., K · d]`, on `device`.
 
         Args:
             indices: K layers, or `LM_HEAD_INPUT`.
             head_input: `[..., d]` what the LM head reads.
+            device: Where they are read; layers of one model may lie on several.
         """
         outputs, self._outputs = self._outputs, {}
-        if tuple(indices) == (LM_HEAD_INPUT,):
-            return head_input
         if not indices:
-            return head_input[..., :0]
-        return torch.cat([head_input if index == LM_HEAD_INPUT else outputs[index] for index in indices], -1)
+            return head_input[..., :0].to(device)
+        found = [(head_input if index == LM_HEAD_INPUT else outputs[index]).to(device) for index in indices]
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
 
     @contextmanager
     def only_first(self, count: int) -> Iterator[None]:

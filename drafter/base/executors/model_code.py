@@ -33,7 +33,7 @@ class ModelCode:
         decoder: The model without its LM head.
         layers: The decoder's.
         config: Of the decoder.
-        device: Where token ids go.
+        device: Where token ids go, and what is read comes back to.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ModelCode:
         self._layers.watch(hidden_layers)
         # The decoder without its LM head: these logits are never needed.
         last = self._decoder(**self._prompt_inputs(cache, slot, prompts, starts)).last_hidden_state
-        return self._layers.take(hidden_layers, last)[0]
+        return self._layers.take(hidden_layers, last, self._device)[0]
 
     def prefill_last(
         self, cache: KVCache, slot: int, prompt: Tensor, start: int, hidden_layers: tuple[int, ...]
@@ -86,12 +86,13 @@ class ModelCode:
         finally:
             hook.remove()
             self._head_input = None
-        return logits[0, -1:], self._layers.take(hidden_layers, found[0])[0]
+        return logits[0, -1:].to(self._device), self._layers.take(hidden_layers, found[0], self._device)[0]
 
     def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int) -> Tensor:
         """Run only the first layers, and the final norm; see `BaseModel.exit_early`."""
         with self._layers.only_first(layers):
-            return self._decoder(**self._inputs(cache, 0, nodes)).last_hidden_state  # type: ignore[no-any-return]
+            last: Tensor = self._decoder(**self._inputs(cache, 0, nodes)).last_hidden_state
+            return last.to(self._device)
 
     def forget_head_input(self) -> None:
         """Drop what was kept of a call of the LM head that was none of ours."""
@@ -99,10 +100,10 @@ class ModelCode:
 
     def _run(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
         inputs, packing = self._inputs(cache, 0, nodes), nodes.packing
-        logits = self._model(**inputs).logits
+        logits = self._model(**inputs).logits.to(self._device)
         head_input, self._head_input = self._head_input, None
         assert head_input is not None
-        hidden = self._layers.take(nodes.hidden_layers, head_input)
+        hidden = self._layers.take(nodes.hidden_layers, head_input, self._device)
         return (logits, hidden) if packing is None else (packing.unpack(logits), packing.unpack(hidden))
 
     def _prompt_inputs(

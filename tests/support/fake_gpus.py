@@ -1,0 +1,91 @@
+"""GPUs without a GPU: tensors that have a shape, a type and a CUDA device, but no numbers.
+
+What is done with them fails where two devices meet, and where the host would look at a number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from drafter import devices
+from drafter.base.causal_lm import BaseModel
+
+_CUDA, _META = 1, 14
+"""Numbers of device types in PyTorch."""
+
+
+@contextmanager
+def fake_gpus() -> Iterator[None]:
+    """For a `with` block, tensors that are made are fakes."""
+    fakes = FakeTensorMode(allow_non_fake_inputs=False)
+    # Fakes cannot be pinned, and take no memory.
+    send = mock.patch.object(devices, "send", _fake)
+    free_bytes = mock.patch.object(devices, "free_bytes", return_value=None)
+    with fakes, _guarded(), send, free_bytes:
+        yield
+
+
+@contextmanager
+def _guarded() -> Iterator[None]:
+    """Let CUDA's tensors be handled where PyTorch is built without CUDA.
+
+    Before an operation PyTorch makes the tensor's device the present one. Who does that for CUDA is missing there; the
+    meta device's, who does nothing, takes the place.
+    """
+    guards = (ctypes.c_void_p * (_META + 1)).in_dll(
+        ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so")), "_ZN3c104impl26device_guard_impl_registryE"
+    )
+    before = guards[_CUDA]
+    guards[_CUDA] = before or guards[_META]
+    try:
+        yield
+    finally:
+        guards[_CUDA] = before
+
+
+def move_to_gpus(base: BaseModel, count: int) -> None:
+    """Replace a base's weights by fakes, its layers shared out to `count` GPUs as with transformers' device map."""
+    gpus = [torch.device("cuda", number) for number in range(count)]
+    layers = list(base._model_code._layers.modules)
+    of_layer = [gpus[number * count // len(layers)] for number in range(len(layers))]
+    for module in base.model.modules():
+        place_weights(module, gpus[0])
+    for last in (base.model.get_output_embeddings(), base.decoder.get_submodule("norm")):
+        _pin(last, gpus[-1])
+    for layer, gpu in zip(layers, of_layer, strict=True):
+        _pin(layer, gpu)
+    add_hook_to_module(base.model, AlignDevicesHook(gpus[0], io_same_device=True))
+    base._layer_shapes = [
+        replace(shape, device=gpu) if shape else None for shape, gpu in zip(base._layer_shapes, of_layer, strict=True)
+    ]
+    base._model_code._device = gpus[0]
+
+
+def place_weights(module: nn.Module, device: torch.device) -> None:
+    """Replace the parameters and buffers of one module, but not of its parts, by fakes on a device."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            module._parameters[name] = nn.Parameter(_fake(parameter, device), requires_grad=False)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = _fake(buffer, device)
+
+
+def _pin(module: nn.Module, device: torch.device) -> None:
+    for part in module.modules():
+        place_weights(part, device)
+    add_hook_to_module(module, AlignDevicesHook(device))
+
+
+def _fake(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
