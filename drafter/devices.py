@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from drafter.errors import first_line
+
+_log = logging.getLogger(__name__)
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -25,6 +29,15 @@ def synchronise(device: torch.device) -> None:
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """`tensor`, which the host has just made, on `device`, without waiting for what is queued there."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def release_unused(device: torch.device) -> None:
+    """Give back what PyTorch holds without use: what is left may be enough, but in pieces."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.empty_cache()
+        except RuntimeError as error:  # a recording of a CUDA graph that failed may have left the allocator recording
+            _log.warning("unused memory of %s cannot be given back: %s", device, first_line(error))
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from drafter import devices
 from drafter.base.causal_lm import BaseModel
 from drafter.budget.adaptive import AdaptiveBudget
 from drafter.budget.contract import Budget, StepObservation
@@ -105,7 +106,11 @@ class Engine:
         if config.compile:
             compile_base(self._device_step)
         self.budget = budget or self._make_budget()
-        self._make_runner()
+        self._runner: EagerStep | GraphStep
+        if self._graphs is None:
+            self._runner = EagerStep(self._device_step, self.budget, self._times, self._admission.admit)
+        else:
+            self._runner = GraphStep(self._device_step, self._graphs, self.budget, self._times)
 
     # ---- from any thread
 
@@ -310,18 +315,9 @@ class Engine:
         """Put half of the sequences back to wait, and be content with the other half from now on."""
         self._deliver(0)
         self._preemptions += self.scheduler.preempt()
-        if self.base.device.type == "cuda":
-            # Graphs of more rows are not needed again, and what memory is left may be there, but in pieces.
-            self._graphs = step_graphs(self.base.device, self.base.devices, graph_safe=self.drafter.spec.graph_safe)
-            self._make_runner()
-            torch.cuda.empty_cache()
-
-    def _make_runner(self) -> None:
-        self._runner: EagerStep | GraphStep
-        if self._graphs is None:
-            self._runner = EagerStep(self._device_step, self.budget, self._times, self._admission.admit)
-        else:
-            self._runner = GraphStep(self._device_step, self._graphs, self.budget, self._times)
+        if self._graphs is not None:
+            self._graphs.forget()  # those of more rows are not needed again
+        devices.release_unused(self.base.device)
 
     def _make_budget(self) -> Budget:
         nodes = self.config.nodes

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from drafter.engine.steps.cuda_graphs import Record, Step
+from drafter.engine.steps.cuda_graphs import Step
 from drafter.engine.steps.outcome import StepOutcome
 
 _WAITING = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique", "item", "equal", "lift_fresh"}
@@ -48,33 +48,56 @@ class Tape(TorchDispatchMode):
         return StepOutcome(current(report.packed), current(report.log_probs), None)
 
 
+class Watch(TorchDispatchMode):
+    """Notes what waits for the device while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in _WAITING:
+            self.waits.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 class TapeRecorder:
-    """Records the steps of an engine in place of CUDA graphs.
+    """Records the steps of an engine in place of CUDA graphs. Called with a device, it is the recorder for it.
 
     Attributes:
-        recorded, repeated: Number of steps.
+        watched, recorded, repeated: Number of steps.
+        restarts: How often all were forgotten.
     """
 
     def __init__(self) -> None:
-        self.recorded = self.repeated = 0
+        self.watched = self.recorded = self.repeated = self.restarts = 0
 
-    def __call__(self, device: torch.device) -> Record:
-        def record(step: Step) -> Step:
-            # Recording does the step, as it does not on a GPU: so it counts as the first time that it is repeated.
-            tape = Tape()
-            with tape:
-                report = step()
-            self.recorded += 1
-            first = True
+    def __call__(self, device: torch.device) -> TapeRecorder:
+        return self
 
-            def repeat() -> StepOutcome:
-                nonlocal first
-                self.repeated += 1
-                if first:
-                    first = False
-                    return report
-                return tape.repeat(report)
+    def watch(self, step: Step) -> tuple[StepOutcome, str | None]:
+        self.watched += 1
+        with Watch() as watch:
+            outcome = step()
+        return outcome, watch.waits[0] if watch.waits else None
 
-            return repeat
+    def record(self, step: Step) -> Step:
+        # Recording does the step, as it does not on a GPU: so it counts as the first time that it is repeated.
+        tape = Tape()
+        with tape:
+            report = step()
+        self.recorded += 1
+        first = True
 
-        return record
+        def repeat() -> StepOutcome:
+            nonlocal first
+            self.repeated += 1
+            if first:
+                first = False
+                return report
+            return tape.repeat(report)
+
+        return repeat
+
+    def restart(self) -> None:
+        self.restarts += 1

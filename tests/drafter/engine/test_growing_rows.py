@@ -60,7 +60,7 @@ def test_tokens_are_those_of_rows_alone(family: str) -> None:
 def test_tokens_are_those_of_rows_alone_where_the_host_is_behind(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that read each step's outcome one step later, as on a GPU."""
     monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
-    monkeypatch.setattr("drafter.engine.steps.cuda_graphs._recorder", TapeRecorder())
+    monkeypatch.setattr("drafter.engine.steps.cuda_graphs._CudaRecorder", TapeRecorder())
     check_tokens(family)
 
 

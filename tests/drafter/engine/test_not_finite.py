@@ -75,7 +75,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Engines that look at each step's outcome at once, and engines that read it one step later, as on a GPU."""
     if request.param == "the host is behind":
         monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
-        monkeypatch.setattr("drafter.engine.steps.cuda_graphs._recorder", TapeRecorder())
+        monkeypatch.setattr("drafter.engine.steps.cuda_graphs._CudaRecorder", TapeRecorder())
     return str(request.param)
 
 

@@ -46,7 +46,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> TapeRecorder:
     """Engines that are made with it treat the CPU as a device that works behind their back."""
     made = TapeRecorder()
     monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
-    monkeypatch.setattr("drafter.engine.steps.cuda_graphs._recorder", made)
+    monkeypatch.setattr("drafter.engine.steps.cuda_graphs._CudaRecorder", made)
     return made
 
 
@@ -246,6 +246,47 @@ def test_running_out_of_memory_with_a_step_under_way(
     while not engine.idle:
         engine.step()
     assert engine.state().preemptions > 0
+    assert recorder.restarts == 2
+    same([handle.result(0) for handle in handles], expected)
+
+
+def test_running_out_of_memory_after_a_recording_has_failed(
+    tiny_base: BaseModel, recorder: TapeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recording that is refused can leave CUDA's allocator unable to give memory back; no request suffers."""
+    tried = 0
+
+    def refuse(step: Callable[[], StepOutcome]) -> Callable[[], StepOutcome]:
+        nonlocal tried
+        tried += 1
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    def give_back() -> None:
+        raise RuntimeError("the allocator is recording")
+
+    monkeypatch.setattr(recorder, "record", refuse)
+    monkeypatch.setattr(torch.cuda, "empty_cache", give_back)
+    monkeypatch.setattr(
+        devices, "release_unused", lambda device, real=devices.release_unused: real(torch.device("cuda"))
+    )
+    whole, calls = graph_step.whole_step, 0
+
+    def step(device_step: DeviceStep, shape: StepShape) -> StepOutcome:
+        nonlocal calls
+        calls += 1
+        if calls in (9, 14):
+            raise torch.OutOfMemoryError("no memory")
+        return whole(device_step, shape)
+
+    requests = requests_of(7, SETTINGS[:1])
+    expected = plainly(tiny_base, requests)
+    monkeypatch.setattr(graph_step, "whole_step", step)
+    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(slots=5, max_length=96))
+    handles = [engine.submit(request) for request in requests]
+    while not engine.idle:
+        engine.step()
+    assert engine.state().preemptions > 0
+    assert tried == 1
     same([handle.result(0) for handle in handles], expected)
 
 
@@ -292,74 +333,91 @@ def test_a_step_that_cannot_be_recorded_runs_as_it_is(
     assert len([record for record in caplog.records if "CUDA graph" in record.message]) == 1
 
 
-def test_a_shape_is_run_then_recorded_then_repeated() -> None:
-    log: list[str] = []
+class Scripted:
+    """A recorder that notes what it is asked, and has the problems it is given."""
 
-    def report(what: str) -> StepOutcome:
-        log.append(what)
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.waits: str | None = None
+        self.problem: Exception | None = None
+
+    def report(self, what: str = "run") -> StepOutcome:
+        self.log.append(what)
         return StepOutcome(torch.zeros(1, 1), torch.zeros(1, 0), None)
 
-    def record(step: Callable[[], StepOutcome]) -> Callable[[], StepOutcome]:
-        log.append("record")
-        return lambda: report("repeat")
+    def watch(self, step: Callable[[], StepOutcome]) -> tuple[StepOutcome, str | None]:
+        self.log.append("watch")
+        return step(), self.waits
 
-    graphs = StepGraphs(record)
-    greedy = SamplingMode.of([])
-    for rows in (1, 1, 2, 1, 2):
-        graphs.run(StepShape(rows, 0, 64, greedy, 0), lambda rows=rows: report(f"run {rows}"))  # type: ignore[misc]
-    assert log == ["run 1", "record", "repeat", "run 2", "repeat", "record", "repeat"]
+    def restart(self) -> None:
+        self.log.append("restart")
+
+    def record(self, step: Callable[[], StepOutcome]) -> Callable[[], StepOutcome]:
+        if self.problem is not None:
+            try:
+                raise self.problem
+            finally:
+                raise RuntimeError("the recording has failed before")
+        self.log.append("record")
+        return lambda: self.report("repeat")
+
+
+def shape_of(rows: int, nodes: int = 0) -> StepShape:
+    return StepShape(rows, nodes, 64, SamplingMode.of([]), 0)
+
+
+def test_a_shape_is_run_then_recorded_then_repeated() -> None:
+    """And before the first of its kind is recorded, it is watched."""
+    script = Scripted()
+    graphs = StepGraphs(script)
+    for rows in (1, 1, 1, 2, 1, 2):
+        graphs.run(shape_of(rows), lambda rows=rows: script.report(f"run {rows}"))  # type: ignore[misc]
+    assert script.log == ["run 1", "watch", "run 1", "record", "repeat", "run 2", "repeat", "record", "repeat"]
+
+
+def test_what_waits_for_the_device_is_never_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    script = Scripted()
+    script.waits = "model.py, line 7"
+    graphs = StepGraphs(script)
+    for rows in (1, 2):
+        for _ in range(3):
+            graphs.run(shape_of(rows, 4), script.report)
+    assert script.log == ["run", "watch", *["run"] * 5]
+    assert caplog.text.count("model.py, line 7") == 1
+    script.waits = None
+    graphs.warm_up(shape_of(1), script.report)  # of another kind
+    assert script.log[7:] == ["run", "watch", "run", "record", "repeat"]
 
 
 def test_what_cannot_be_recorded_leaves_alone_what_could(caplog: pytest.LogCaptureFixture) -> None:
     """And names what went wrong first; memory that runs out is no reason to give up."""
-    problem: list[Exception] = []
-
-    def report() -> StepOutcome:
-        return StepOutcome(torch.zeros(1, 1), torch.zeros(1, 0), None)
-
-    def record(step: Callable[[], StepOutcome]) -> Callable[[], StepOutcome]:
-        if problem:
-            try:
-                raise problem[0]
-            finally:
-                raise RuntimeError("the recording has failed before")
-        recorded.append(step)
-        return step
-
-    recorded: list[Callable[[], StepOutcome]] = []
-    graphs, greedy = StepGraphs(record), SamplingMode.of([])
-    plain, drafting, larger = (StepShape(rows, nodes, 64, greedy, 0) for rows, nodes in ((1, 0), (1, 4), (2, 4)))
-    graphs.warm_up(plain, report)
-    problem.append(RuntimeError("the loop looks at a number"))
-    graphs.warm_up(drafting, report)
+    script = Scripted()
+    graphs = StepGraphs(script)
+    graphs.warm_up(shape_of(1), script.report)
+    script.problem = RuntimeError("the loop looks at a number")
+    graphs.warm_up(shape_of(1, 4), script.report)
     assert "the loop looks at a number" in caplog.text
-    problem[0] = torch.OutOfMemoryError("no memory")
-    graphs.warm_up(larger, report)  # not tried any more
+    script.problem = torch.OutOfMemoryError("no memory")
+    graphs.warm_up(shape_of(2, 4), script.report)  # not tried any more
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
-        graphs.warm_up(StepShape(2, 0, 64, greedy, 0), report)
-    problem.clear()
-    graphs.warm_up(StepShape(2, 0, 64, greedy, 0), report)
-    assert len(recorded) == 2
+        graphs.warm_up(shape_of(2), script.report)
+    script.problem = None
+    graphs.warm_up(shape_of(2), script.report)
+    assert script.log.count("record") == 2
 
 
 def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepGraphs, "_MOST", 2)
-    report = StepOutcome(torch.zeros(1, 1), torch.zeros(1, 0), None)
-    log: list[str] = []
-
-    def record(step: Callable[[], StepOutcome]) -> Callable[[], StepOutcome]:
-        log.append("record")
-        return step
-
-    graphs, greedy = StepGraphs(record), SamplingMode.of([])
+    script = Scripted()
+    graphs = StepGraphs(script)
     for rows in (1, 2, 1, 3, 1, 2):  # the third takes the place of the second, which was used before the first
-        graphs.warm_up(StepShape(rows, 0, 64, greedy, 0), lambda: report)
-        graphs.run(StepShape(rows, 0, 64, greedy, 0), lambda: report)
-    assert len(log) == 4
+        graphs.warm_up(shape_of(rows), script.report)
+        graphs.run(shape_of(rows), script.report)
+    assert script.log.count("record") == 4
 
 
 def test_sizes_repeat() -> None:
-    assert [padded_rows(rows, 20) for rows in (1, 2, 3, 5, 8, 9, 16, 17, 20)] == [1, 2, 4, 8, 8, 16, 16, 20, 20]
+    assert [padded_rows(rows, 45) for rows in (1, 2, 3, 5, 8, 9, 16, 17, 40, 41)] == [1, 2, 4, 8, 8, 16, 16, 24, 40, 45]
     lengths = [padded_length(length, 1000) for length in (1, 64, 65, 97, 129, 200, 257, 385, 513, 769, 990)]
     assert lengths == [64, 64, 96, 128, 192, 256, 384, 512, 768, 1000, 1000]
 
