@@ -10,8 +10,9 @@ from drafter.engine.steps.device_step import DeviceStep
 from drafter.engine.steps.outcome import StepOutcome
 from drafter.stage_times import StageTimes
 
-CHUNK = 512
-"""Prompt tokens of one forward, and about as many as a step takes on while a sequence's tokens are streamed."""
+CHUNK, GPU_CHUNK = 512, 2048
+"""Prompt tokens of one forward, and about as many as a step takes on while a sequence's tokens are streamed. A GPU needs
+more of them to be busy."""
 
 
 class Admission:
@@ -42,6 +43,7 @@ class Admission:
     ) -> None:
         self._scheduler, self._step, self._times = scheduler, device_step, times
         self._packs, self._on_outcome, self._on_progress = packs, on_outcome, on_progress
+        self._chunk = GPU_CHUNK if device_step.base.device.type == "cuda" else CHUNK
         self.prefilled_tokens = self.shared_tokens = 0
         self._read_before = 0
 
@@ -66,11 +68,11 @@ class Admission:
     def _may_read(self) -> bool:
         """Whether the step may take on more of the prompts that wait."""
         watched = any(sequence.handle.streams for sequence in self._scheduler.active)
-        return not watched or self.prefilled_tokens - self._read_before < CHUNK
+        return not watched or self.prefilled_tokens - self._read_before < self._chunk
 
     def _may_join(self) -> bool:
         """Whether the next forward has room for another prompt."""
-        return self._packs and sum(sequence.unread for sequence in self._scheduler.entering) < CHUNK
+        return self._packs and sum(sequence.unread for sequence in self._scheduler.entering) < self._chunk
 
     def _prefill(self) -> None:
         """Read the next tokens of the sequences that enter; after all but its last one a sequence is active.
@@ -79,7 +81,7 @@ class Admission:
         watches, that step is part of the forward over the prompt's end: a plain one.
         """
         scheduler, state, base = self._scheduler, self._step.state, self._step.base
-        pieces = next_pieces(scheduler.entering, scheduler.active, CHUNK)
+        pieces = next_pieces(scheduler.entering, scheduler.active, self._chunk)
         self.shared_tokens += scheduler.copy_shared(pieces)
         slot, sequence, span, answer = len(scheduler.active), scheduler.entering[0], pieces[0].span, None
         first_comes_with_it = sequence.handle.streams and sequence.first_token is None
