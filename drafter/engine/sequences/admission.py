@@ -11,8 +11,8 @@ from drafter.engine.steps.outcome import StepOutcome
 from drafter.stage_times import StageTimes
 
 CHUNK, GPU_CHUNK = 512, 2048
-"""Prompt tokens of one forward, and about as many as a step takes on while a sequence's tokens are streamed. A GPU needs
-more of them to be busy."""
+"""Prompt tokens of one forward, and about as many as a step takes on while a sequence's tokens are streamed.
+A GPU needs more of them to be busy."""
 
 
 class Admission:
