@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drafter.host_memory import Pieces
 from drafter.native.build import library_path
 from drafter.native.structures import (
     DecoderStruct,
@@ -56,6 +57,9 @@ def _suitable(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous()
 
 
+_PIECES = Pieces()
+
+
 class PackedMatrix:
     """Weights of a linear layer, laid out for the library.
 
@@ -77,7 +81,7 @@ class PackedMatrix:
         self.outputs = len(order)
         self.half = torch.equal(weight.bfloat16().float(), weight)
         size = library().drafter_packed_bytes(self.outputs, self.inputs, self.half)
-        self._packed = torch.empty(size, dtype=torch.uint8)
+        self._packed = _PIECES.take(size)
         library().drafter_pack(
             weight.data_ptr(), self.inputs, order.data_ptr(), self.outputs, self.half, self._packed.data_ptr()
         )

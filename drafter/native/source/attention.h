@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "vectors.h"
@@ -26,7 +27,10 @@ inline void rotate(float* head, const float* cosines, const float* sines, int64_
     }
 }
 
-// Keys or values of one slot and one head: so many numbers at each position. Positions lie in blocks.
+// Positions whose keys and values, of all heads, stay in the nearest caches while several queries read them.
+constexpr int64_t kTile = 2 * kLanes;
+
+// Keys or values of one slot from one head on: so many numbers at each position. Positions lie in blocks.
 struct Lane {
     float* first;           // of position 0 of block 0
     int64_t stride;         // from one position to the next, in numbers
@@ -35,13 +39,12 @@ struct Lane {
     float* at(int64_t position) const {
         return first + (blocks[position / block] * block + position % block) * stride;
     }
-    // Call `work(position, numbers)` for the first `count` positions, in order.
+    // Call `work(position, numbers, count)` for runs of up to `kTile` positions that lie one behind another, up to `end`.
     template <class Work>
-    void walk(int64_t count, const Work& work) const {
-        for (int64_t from = 0; from < count; from += block) {
-            const float* numbers = first + blocks[from / block] * block * stride;
-            const int64_t to = std::min(from + block, count);
-            for (int64_t position = from; position < to; ++position, numbers += stride) work(position, numbers);
+    void walk(int64_t end, const Work& work) const {
+        for (int64_t from = 0, count; from < end; from += count) {
+            count = std::min({kTile, block - from % block, end - from});
+            work(from, at(from), count);
         }
     }
 };
@@ -73,46 +76,108 @@ inline float soften(float* scores, int64_t length) {
     return 1.0f / sum_lanes(sum);
 }
 
-// Attention of some nodes of one row for the query heads that share one KV head.
-//
-// prefix: positions that all of the nodes see. nodes: of the nodes. ancestors: for each node, the cache positions behind
-// the prefix that it sees, in order; the last one is its own. queries(node, head), out(node, head): where they are.
-template <int vectors, class Ancestors, class Queries, class Out>
-void attend(Lane keys, Lane values, int64_t prefix, int nodes, int heads, float scale, const Ancestors& ancestors,
-            const Queries& queries, const Out& out, std::vector<float>& scores) {
-    int64_t longest = 0;
-    for (int node = 0; node < nodes; ++node) longest = std::max<int64_t>(longest, ancestors(node).count);
-    const int64_t width = (prefix + longest + kLanes - 1) / kLanes * kLanes;
-    if (static_cast<int64_t>(scores.size()) < width * nodes * heads) scores.resize(width * nodes * heads);
-    auto row = [&](int node, int head) { return scores.data() + (node * heads + head) * width; };
-    keys.walk(prefix, [&](int64_t t, const float* key) {
-        for (int node = 0; node < nodes; ++node)
-            for (int head = 0; head < heads; ++head)
-                row(node, head)[t] = scale * dot<vectors>(queries(node, head), key);
-    });
-    for (int node = 0; node < nodes; ++node) {
-        const auto seen = ancestors(node);
-        const int64_t length = prefix + seen.count;
-        for (int64_t a = 0; a < seen.count; ++a)
-            for (int head = 0; head < heads; ++head)
-                row(node, head)[prefix + a] = scale * dot<vectors>(queries(node, head), keys.at(seen.position(a)));
-        for (int head = 0; head < heads; ++head) {
-            float* weights = row(node, head);
-            const float norm = soften(weights, length);
-            Vec sums[vectors] = {};
-            values.walk(prefix, [&](int64_t t, const float* value) {
+// Scores of one query with the keys of as many positions as a vector has lanes: `dot` of each, to the last bit.
+template <int vectors>
+inline Vec dots(const float* query, const float* keys, int64_t stride) {
+    Vec sums[kLanes];
 #pragma GCC unroll 16
-                for (int v = 0; v < vectors; ++v) sums[v] += weights[t] * load(value + v * kLanes);
-            });
-            for (int64_t a = 0; a < seen.count; ++a) {
-                const float* value = values.at(seen.position(a));
+    for (int t = 0; t < kLanes; ++t) {
+        sums[t] = load(query) * load(keys + t * stride);
 #pragma GCC unroll 16
-                for (int v = 0; v < vectors; ++v) sums[v] += weights[prefix + a] * load(value + v * kLanes);
-            }
-            float* to = out(node, head);
+        for (int v = 1; v < vectors; ++v) sums[t] += load(query + v * kLanes) * load(keys + t * stride + v * kLanes);
+    }
+    return sum_lanes_of(sums);
+}
+
+// Add `count` positions' values, weighted, to the sums of some queries: `[queries, vectors]`.
+template <int vectors, int queries>
+inline void add_values(float* sums, const float* const* weights, const float* values, int64_t stride, int64_t count) {
+    constexpr int kSize = vectors * kLanes;
+    Vec totals[queries][vectors];
+    for (int q = 0; q < queries; ++q)
+        for (int v = 0; v < vectors; ++v) totals[q][v] = load(sums + q * kSize + v * kLanes);
+    for (int64_t t = 0; t < count; ++t, values += stride) {
+        Vec numbers[vectors];
 #pragma GCC unroll 16
-            for (int v = 0; v < vectors; ++v) store(to + v * kLanes, sums[v] * norm);
+        for (int v = 0; v < vectors; ++v) numbers[v] = load(values + v * kLanes);
+#pragma GCC unroll 4
+        for (int q = 0; q < queries; ++q) {
+            const Vec weight = all(weights[q][t]);
+#pragma GCC unroll 16
+            for (int v = 0; v < vectors; ++v) totals[q][v] += weight * numbers[v];
         }
+    }
+    for (int q = 0; q < queries; ++q)
+        for (int v = 0; v < vectors; ++v) store(sums + q * kSize + v * kLanes, totals[q][v]);
+}
+
+// Which of a row's nodes, and of the query heads that share each of some KV heads, attention is computed for.
+struct Shape {
+    int nodes, kv_heads, heads;  // heads: that share a KV head
+    int count() const { return nodes * kv_heads * heads; }
+};
+
+// Attention of some nodes of one row. Memory is read in the order in which it lies, whatever the number of heads.
+//
+// prefix: positions that all of the nodes see. ancestors: for each node, the cache positions behind the prefix that it
+// sees, in order; the last one is its own. queries(node, head), out(node, head): where they are.
+template <int vectors, class Ancestors, class Queries, class Out>
+void attend(Lane keys, Lane values, int64_t prefix, Shape shape, float scale, const Ancestors& ancestors,
+            const Queries& queries, const Out& out, std::vector<float>& scratch) {
+    constexpr int64_t kSize = vectors * kLanes;
+    constexpr int kTogether = vectors <= 4 ? 4 : 1;  // queries whose sums fit into the registers
+    const int count = shape.count(), each = shape.nodes * shape.heads;  // each: queries that share a KV head
+    int64_t longest = 0;
+    for (int node = 0; node < shape.nodes; ++node) longest = std::max<int64_t>(longest, ancestors(node).count);
+    const int64_t width = (prefix + longest + kLanes - 1) / kLanes * kLanes;
+    const int64_t needed = count * (width + kSize + 1);
+    if (static_cast<int64_t>(scratch.size()) < needed) scratch.resize(needed);
+    float *const sums = scratch.data() + count * width, *const norms = sums + count * kSize;
+    std::fill(sums, norms, 0.0f);
+    auto row = [&](int query) { return scratch.data() + query * width; };
+    auto node = [&](int query) { return query % each / shape.heads; };
+    auto head = [&](int query) { return query / each * shape.heads + query % shape.heads; };
+    auto offset = [&](int query) { return query / each * kSize; };  // of its KV head
+
+    keys.walk(prefix, [&](int64_t from, const float* key, int64_t run) {
+        for (int query = 0; query < count; ++query) {
+            const float* numbers = queries(node(query), head(query));
+            const float* at = key + offset(query);
+            int64_t t = 0;
+            for (; t + kLanes <= run; t += kLanes)
+                store(row(query) + from + t, scale * dots<vectors>(numbers, at + t * keys.stride, keys.stride));
+            for (; t < run; ++t) row(query)[from + t] = scale * dot<vectors>(numbers, at + t * keys.stride);
+        }
+    });
+    for (int query = 0; query < count; ++query) {
+        const auto seen = ancestors(node(query));
+        const float* numbers = queries(node(query), head(query));
+        for (int64_t a = 0; a < seen.count; ++a)
+            row(query)[prefix + a] = scale * dot<vectors>(numbers, keys.at(seen.position(a)) + offset(query));
+        norms[query] = soften(row(query), prefix + seen.count);
+    }
+    values.walk(prefix, [&](int64_t from, const float* value, int64_t run) {
+        for (int first = 0; first < count; first += each) {
+            int query = first;
+            auto add = [&](auto some) {
+                const float* weights[some];
+                for (int q = 0; q < some; ++q) weights[q] = row(query + q) + from;
+                add_values<vectors, some>(sums + query * kSize, weights, value + offset(query), values.stride, run);
+                query += some;
+            };
+            while (query + kTogether <= first + each) add(std::integral_constant<int, kTogether>());
+            while (query < first + each) add(std::integral_constant<int, 1>());
+        }
+    });
+    for (int query = 0; query < count; ++query) {
+        const auto seen = ancestors(node(query));
+        float* const total = sums + query * kSize;
+        for (int64_t a = 0; a < seen.count; ++a) {
+            const float* weights[] = {row(query) + prefix + a};
+            add_values<vectors, 1>(total, weights, values.at(seen.position(a)) + offset(query), values.stride, 1);
+        }
+        float* to = out(node(query), head(query));
+        for (int64_t v = 0; v < vectors; ++v) store(to + v * kLanes, load(total + v * kLanes) * norms[query]);
     }
 }
 

@@ -162,9 +162,12 @@ class Run {
         norm(stream_, layer.attention_norm);
         product<End::kStore>(layer.qkv, normed_, qkv_);
         share(rows_, [&](int m) { place_keys(layer, m, keys, values); });
-        const int64_t kv_heads = decoder_.kv_heads;
-        team_.loop(static_cast<int>(groups_.size() * kv_heads), [&](int chunk) {
-            mix(groups_[chunk / kv_heads], static_cast<int>(chunk % kv_heads), keys, values);
+        // A row's positions hold all heads, so one thread had better take them together. Few rows are shared by heads.
+        const int all_heads = static_cast<int>(decoder_.kv_heads);
+        const int together = groups_.size() >= 4 * static_cast<size_t>(forward_.threads) ? all_heads : 1;
+        const int parts = all_heads / together;
+        team_.loop(static_cast<int>(groups_.size()) * parts, [&](int chunk) {
+            mix(groups_[chunk / parts], chunk % parts * together, together, keys, values);
         });
         product<End::kAdd>(layer.output, mixed_, stream_);
     }
@@ -198,18 +201,18 @@ class Run {
                 forward_.blocks + slot * forward_.slot_blocks, forward_.block};
     }
 
-    void mix(const Group& group, int kv_head, float* keys, float* values) {
+    void mix(const Group& group, int kv_head, int kv_heads, float* keys, float* values) {
         switch (decoder_.head_size / kLanes) {
 #define DRAFTER_HEAD(vectors) \
     case vectors:             \
-        return mix_heads<vectors>(group, kv_head, keys, values);
+        return mix_heads<vectors>(group, kv_head, kv_heads, keys, values);
             DRAFTER_HEAD_SIZES
 #undef DRAFTER_HEAD
         }
     }
 
     template <int vectors>
-    void mix_heads(const Group& group, int kv_head, float* keys, float* values) {
+    void mix_heads(const Group& group, int kv_head, int kv_heads, float* keys, float* values) {
         static thread_local std::vector<float> scores;
         const Plan::Row& row = plan_.rows[group.row];
         const int64_t size = decoder_.head_size;
@@ -217,8 +220,8 @@ class Run {
         // In a chain, the nodes before the group are ancestors of all in it.
         const int64_t prefix = forward_.ancestors ? row.prefix : plan_.place[group.begin];
         attend<vectors>(
-            lane(keys, row.slot, kv_head), lane(values, row.slot, kv_head), prefix, group.end - group.begin, heads,
-            decoder_.scale,
+            lane(keys, row.slot, kv_head), lane(values, row.slot, kv_head), prefix,
+            {group.end - group.begin, kv_heads, heads}, decoder_.scale,
             [&](int node) -> Plan::Seen {
                 if (!forward_.ancestors) return {nullptr, prefix, node + 1};
                 const int64_t from = plan_.seen_at[group.begin + node], to = plan_.seen_at[group.begin + node + 1];

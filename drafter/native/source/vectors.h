@@ -50,6 +50,40 @@ inline float sum_lanes(Vec value) {
     return (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
 }
 
+// Sum of the lanes of each of `kLanes` vectors: `sum_lanes` of each, to the last bit.
+//
+// Each step adds the same pairs of lanes as there, of two vectors at once, and leaves half as many vectors.
+inline Vec sum_lanes_of(const Vec (&values)[kLanes]) {
+#if defined(__AVX512F__)
+    Vec pairs[8], quads[4], octets[2];  // of two, four and eight vectors
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+        const int first = i / 2 + 8 * (i % 2);
+        const Vec &a = values[first], &b = values[first + 4];
+        pairs[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+                   __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        const Vec &a = pairs[2 * i], &b = pairs[2 * i + 1];
+        quads[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+                   __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+        const Vec &a = quads[2 * i], &b = quads[2 * i + 1];
+        octets[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+                    __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    }
+    return __builtin_shufflevector(octets[0], octets[1], 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
+           __builtin_shufflevector(octets[0], octets[1], 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
+#else
+    Vec sums;
+    for (int i = 0; i < kLanes; ++i) sums[i] = sum_lanes(values[i]);
+    return sums;
+#endif
+}
+
 inline float largest_lane(Vec value) {
     float largest = value[0];
     for (int lane = 1; lane < kLanes; ++lane) largest = value[lane] > largest ? value[lane] : largest;
