@@ -73,19 +73,22 @@ class SpeculativeLM:
         device: str | torch.device = "auto",
         device_map: str | dict[str, Any] | None = None,
         trust_remote_code: bool = False,
+        isolated: bool = False,
         config: EngineConfig | None = None,
     ) -> SpeculativeLM:
         """Load a base, its tokeniser and a drafter.
 
         Args:
             model: Hub id or folder of the base; None is the embedded demonstration model.
-            drafter: `none` (plain decoding), `ngram`, a draft head's folder or hub id, `ctc` (the embedded head),
-                two of them joined by `+`, or `auto`: the head that ships with the project for this base, otherwise
-                `ngram`.
+            drafter: `none` (plain decoding), `ngram`, `memory`, a draft head's folder or hub id, `ctc` (the embedded
+                head), two of them joined by `+`, or `auto`: the head that ships with the project for this base,
+                otherwise `ngram`.
             dtype: `auto` is bf16 on a GPU and fp32 on a CPU.
             device: `auto` is the first GPU, or the CPU.
             device_map: As in transformers, for a base larger than one GPU.
             trust_remote_code: Run modeling code that comes with the weights.
+            isolated: Whether no prompt's text may be drafted from another one's: what is drafted can be told from how
+                long an answer takes.
             config: Sizes of the engine.
 
         Raises:
@@ -99,7 +102,7 @@ class SpeculativeLM:
                 name, dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code
             )
             nodes = useful_nodes(base.device) if chosen.nodes == "auto" else chosen.nodes
-            return base, load_drafter(drafter, base, nodes)
+            return base, load_drafter(drafter, base, nodes, isolated=isolated)
 
         base, loaded = in_passing_thread(load)
         return cls(base, loaded, load_tokenizer(name, trust_remote_code=trust_remote_code), chosen)

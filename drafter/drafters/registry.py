@@ -9,6 +9,7 @@ import torch
 
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import Drafter
+from drafter.drafters.memory import MemoryDrafter
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
@@ -20,8 +21,11 @@ from drafter.heads.registry import HEADS
 TRAINING_FREE: dict[str, Callable[[int], Drafter]] = {
     "none": lambda nodes: PlainDecoding(),
     "ngram": lambda nodes: NgramDrafter(nodes),
+    "memory": lambda nodes: MemoryDrafter(nodes),
 }
 """Drafters that need no weights, by name; made for a number of draft nodes."""
+ISOLATED: dict[str, Callable[[int], Drafter]] = {"memory": lambda nodes: MemoryDrafter(nodes, isolated=True)}
+"""Those of them that would draft a text from others, kept from it."""
 
 
 def useful_nodes(device: torch.device) -> int:
@@ -35,14 +39,15 @@ def shipped_head(base: BaseModel) -> Path | None:
     return next((folder for folder in folders if is_head_of(folder, base)), None)
 
 
-def load_drafter(name: str | Path, base: BaseModel, nodes: int) -> Drafter:
+def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: bool = False) -> Drafter:
     """A drafter for `base`.
 
     Args:
-        name: `none`, `ngram`, the algorithm of an embedded head (`ctc`), a head's folder or hub id, two of these
-            joined by `+`, or `auto`: the CTC head that ships with the project for this base, else `ngram`.
+        name: `none`, `ngram`, `memory`, the algorithm of an embedded head (`ctc`), a head's folder or hub id, two of
+            these joined by `+`, or `auto`: the CTC head that ships with the project for this base, else `ngram`.
         base: The base it drafts for.
         nodes: Draft nodes of its largest trees.
+        isolated: Whether no text may be drafted from another one.
 
     Raises:
         LoadError: There is no such drafter, or it belongs to another base.
@@ -53,10 +58,10 @@ def load_drafter(name: str | Path, base: BaseModel, nodes: int) -> Drafter:
     if name == "auto":
         name = str(shipped_head(base) or "ngram")
     if name in TRAINING_FREE:
-        return TRAINING_FREE[name](nodes)
+        return ((ISOLATED.get(name) if isolated else None) or TRAINING_FREE[name])(nodes)
     if "+" in name and not Path(name).exists():
         first, second = name.split("+", 1)
-        return MergedDrafter(load_drafter(first, base, nodes), load_drafter(second, base, nodes))
+        return MergedDrafter(*(load_drafter(one, base, nodes, isolated=isolated) for one in (first, second)))
     if name in HEADS:
         name = str(EMBEDDED_HEADS / name)
     elif "/" not in name and not Path(name).exists():

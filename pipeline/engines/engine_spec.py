@@ -21,6 +21,7 @@ class EngineSpec:
         loading: Further arguments of `SpeculativeLM.from_pretrained`.
         config: The engine's sizes.
         threads: CPU threads: the actor's share of the machine.
+        isolated: Whether no request may be drafted from another one's text.
     """
 
     model: str | None
@@ -28,6 +29,7 @@ class EngineSpec:
     loading: dict[str, Any]
     config: EngineConfig
     threads: int
+    isolated: bool = False
 
     def load(self) -> SpeculativeLM:
         """Load the models and start the engine.
@@ -36,4 +38,6 @@ class EngineSpec:
             LoadError: The models cannot be loaded.
         """
         torch.set_num_threads(self.threads)
-        return SpeculativeLM.from_pretrained(self.model, self.drafter, config=self.config, **self.loading)
+        return SpeculativeLM.from_pretrained(
+            self.model, self.drafter, config=self.config, isolated=self.isolated, **self.loading
+        )

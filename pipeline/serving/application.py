@@ -133,7 +133,7 @@ def _engines(config: ApplicationConfig, drafter: str, name: str, share: ActorRes
         }
     # Each text of a call is a request of the engine, so that the last call that fits may need `choices` places.
     engine = EngineConfig(**asdict(config.engine), max_queue=limits.queue + limits.choices)
-    spec = EngineSpec(config.model, drafter, asdict(config.loading), engine, threads=1)
+    spec = EngineSpec(config.model, drafter, asdict(config.loading), engine, 1, config.isolation)
     deployment = serve.deployment(
         EngineReplica,
         name=name,

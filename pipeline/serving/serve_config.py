@@ -79,8 +79,10 @@ class ApplicationConfig:
 
     Args:
         model: Base model: hub id or folder; by default the embedded demonstration model.
-        drafter: What proposes tokens: `none`, `ngram`, a draft head's folder or hub id, `ctc` (the embedded head), two
-            joined by `+`, or `auto`.
+        drafter: What proposes tokens: `none`, `ngram`, `memory`, a draft head's folder or hub id, `ctc` (the embedded
+            head), two joined by `+`, or `auto`.
+        isolation: Draft no request from another one's text (`memory` would). Who may send many requests can tell from
+            how long answers take what others have been answered. Without it all clients must trust each other.
         name: What clients call the model; by default as in `model`, or `embedded`.
         plain: Serve the model a second time, without a drafter, as NAME-plain: to compare with.
         keys: Whether clients must send a key: `required`, `none` (everybody is answered), or `auto`, which asks for one
@@ -96,6 +98,7 @@ class ApplicationConfig:
 
     model: str | None = None
     drafter: str = "auto"
+    isolation: bool = True
     name: str | None = None
     plain: bool = False
     keys: KeyRule = "auto"

@@ -10,6 +10,7 @@ import pytest
 
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import Drafter
+from drafter.drafters.memory import MemoryDrafter
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
@@ -56,6 +57,7 @@ def drafters(base: BaseModel, texts: list[list[int]]) -> dict[str, Drafter]:
     return {
         "none": PlainDecoding(),
         "ngram": NgramDrafter(),
+        "memory": MemoryDrafter(),
         "adversarial": AdversarialDrafter(seed=1),
         "oracle": OracleDrafter(texts),
         "ensemble": MergedDrafter(NgramDrafter(nodes=8, depth=4), OracleDrafter(texts)),

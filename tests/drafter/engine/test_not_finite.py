@@ -13,6 +13,7 @@ import torch
 from drafter import devices
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
+from drafter.drafters.memory import MemoryDrafter
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
@@ -61,6 +62,7 @@ class PoisonDrafter(Drafter):
 DRAFTERS: dict[str, Callable[[BaseModel], Drafter]] = {
     "none": lambda base: PlainDecoding(),
     "ngram": lambda base: NgramDrafter(6),
+    "memory": lambda base: MemoryDrafter(6),
     "adversarial": lambda base: AdversarialDrafter(0),
     "poison": lambda base: PoisonDrafter(),
     "ctc": lambda base: make_head(base, "ctc").to(base.dtype).drafter(base, 6),

@@ -1,0 +1,90 @@
+"""`memory` drafts from all texts, or from a text's own alone, and changes no token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from drafter.base.causal_lm import BaseModel
+from drafter.drafters.memory import MemoryDrafter, Trust, vote
+from drafter.drafters.none import PlainDecoding
+from drafter.drafters.registry import load_drafter
+from drafter.drafters.suffix_index import NOTHING, Matches
+from drafter.requests import Request, SamplingParams
+from drafter.tree.trie import from_nodes
+from tests.support.models import run_engine
+from tests.support.trees import check_slice_contract, nodes
+
+
+def test_matches_vote_and_share_their_beginnings() -> None:
+    paths = np.array([[[5, 6, 7], [5, 8, NOTHING], [9, 6, 7]]], np.int32)
+    matches = Matches(np.array([[3, 2, 2]]), paths, np.zeros((1, 3), np.int64))
+    candidates = vote(matches, np.log(np.full(8, 0.5)))
+    tokens, parents, depths, log_probs = (torch.from_numpy(part) for part in candidates)
+    tree = from_nodes(torch.tensor([1]), tokens, parents, depths, log_probs, 7)
+    # Weights 8, 4 and 4; each token is right half of the time.
+    expected = {(5,): 12 / 16 / 2, (9,): 4 / 16 / 2, (5, 6): 8 / 16 / 4, (5, 8): 4 / 16 / 4, (5, 6, 7): 8 / 16 / 8}
+    expected |= {(9, 6): 4 / 16 / 4}
+    assert nodes(tree, 0, 3) == pytest.approx(expected)
+    check_slice_contract(tree)
+
+
+def test_trust_follows_what_came_true() -> None:
+    trust = Trust(4)
+    for _ in range(1000):
+        trust.learn(2, [7, 8, 9], [7, 3])  # a match of two is right, and then one of three is wrong
+        trust.learn(0, [7], [7])  # no match
+        trust.learn(4, [NOTHING], [7])  # nothing was drafted
+    shares = np.exp(trust.log_shares())
+    assert shares[2] > 0.99 > 0.01 > shares[3]
+    assert shares[4] == 0.5
+
+
+def requests(count: int, temperature: float = 0.0) -> list[Request]:
+    """Requests of which every fourth has the same prompt."""
+    prompts = [[5 + row % 4, 6, 7, 8, 9, 10 + row % 4] * 3 for row in range(count)]
+    return [
+        Request(prompt, SamplingParams(12 + row % 5, temperature=temperature, seed=row % 2, ignore_eos=True), str(row))
+        for row, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("isolated", [False, True])
+def test_tokens_are_those_of_plain_decoding(tiny_base: BaseModel, temperature: float, isolated: bool) -> None:
+    asked = requests(16, temperature)
+    expected = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), asked, slots=1)]
+    for slots, most in ((1, 7), (3, 5), (5, "auto")):
+        drafter = MemoryDrafter(7, isolated=isolated)
+        assert [one.token_ids for one in run_engine(tiny_base, drafter, asked, slots=slots, nodes=most)] == expected
+
+
+def test_rows_learn_from_each_other_unless_they_are_isolated(tiny_base: BaseModel) -> None:
+    asked = requests(16)
+
+    def accepted(isolated: bool) -> int:
+        found = run_engine(tiny_base, MemoryDrafter(7, isolated=isolated), asked, slots=2, nodes=7)
+        return sum(one.counts.num_accepted_draft_tokens for one in found)
+
+    together, apart = accepted(isolated=False), accepted(isolated=True)
+    assert together > 1.3 * apart
+
+
+def test_isolated_rows_are_drafted_as_if_they_were_alone(tiny_base: BaseModel) -> None:
+    """What others have said shows in nothing: not in the number of steps, and not in what was drafted."""
+    first, second = requests(2)
+    alone = run_engine(tiny_base, MemoryDrafter(7, isolated=True), [second], slots=1, nodes=7)[0].counts
+    drafter = MemoryDrafter(7, isolated=True)
+    after = run_engine(tiny_base, drafter, [first, first, second], slots=1, nodes=7)[2].counts
+    assert (alone.num_decode_steps, alone.num_accepted_draft_tokens) == (
+        after.num_decode_steps,
+        after.num_accepted_draft_tokens,
+    )
+
+
+def test_memory_by_name(tiny_base: BaseModel) -> None:
+    drafter = load_drafter("memory+ngram", tiny_base, 6, isolated=True)
+    expected = run_engine(tiny_base, PlainDecoding(), requests(4), slots=2)
+    found = run_engine(tiny_base, drafter, requests(4), slots=2, nodes=6)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
