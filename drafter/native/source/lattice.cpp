@@ -52,7 +52,7 @@ struct Paths {
     int count() const { return static_cast<int>(row.size()); }
 };
 
-// A frame after a path: the frame is the so-manieth of the path's band.
+// A question: a path, and a frame of its band.
 struct Asked {
     int path, place;
 };
