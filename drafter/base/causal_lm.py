@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ from drafter.base.executors.prepacked import prepack
 from drafter.base.fingerprint import fingerprint, first_fingerprint, is_of_first_scheme
 from drafter.base.hidden_states import LM_HEAD_INPUT, DecoderLayers
 from drafter.base.kv_cache import KVCache
-from drafter.base.packing import PACKED_ATTENTION
 from drafter.base.paged_kv_cache import BLOCK, SPARE, PagedKVCache, blocks_of
-from drafter.base.self_check import executors_agree, packs_alike, prove_tree_decoding, run_plainly
+from drafter.base.self_check import attention_agrees, executors_agree, prove_tree_decoding, run_plainly
+from drafter.base.tree_attention import TREE_ATTENTION, query_groups
 from drafter.errors import LoadError
 from drafter.native.build import BuildError
 
@@ -171,10 +172,16 @@ class BaseModel:
         if self._executor is not self._model_code:
             return True
         if self.model.config._attn_implementation == "sdpa" and self.model._can_set_attn_implementation():
-            self.model.set_attn_implementation(PACKED_ATTENTION)
-            if not packs_alike(self):
-                self.model.set_attn_implementation("sdpa")
-        return bool(self.model.config._attn_implementation == PACKED_ATTENTION)
+            for groups in sorted({query_groups(self.config), 1}, reverse=True):
+                if attention_agrees(self, partial(self._attend, TREE_ATTENTION, groups)):
+                    return True
+                self._attend("sdpa", 1)
+        return bool(self.model.config._attn_implementation == TREE_ATTENTION)
+
+    def _attend(self, implementation: str, groups: int) -> None:
+        """Let the model's layers call an attention of transformers, with masks for `groups` heads to a KV head."""
+        self.model.set_attn_implementation(implementation)
+        self._model_code.query_groups = groups
 
     def new_cache(self, slots: int, length: int, memory: int | None = None) -> KVCache:
         """A KV cache for `slots` rows of up to `length` positions.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -108,28 +108,36 @@ def prove_tree_decoding(base: Candidate, plain: PlainRun) -> None:
 
 
 @torch.inference_mode()
-def packs_alike(base: Candidate) -> bool:
-    """Whether the model computes two trees, and two prompts, of three and two tokens, packed as it does apart."""
+def attention_agrees(base: Candidate, change: Callable[[], None]) -> bool:
+    """Whether two trees, and two prompts, of three and two tokens are the same before and after a change of attention.
+
+    Args:
+        base: The base, which can pack trees and prompts after the change.
+        change: Makes it.
+    """
     tokens = torch.arange(1, 7, device=base.device).view(2, 3) * 7919 % base.vocab_size
     lengths = torch.tensor([0, 1], device=base.device)
     depths = torch.tensor([[0, 1, 1], [0, 1, 1]], device=base.device)
     ancestors = torch.eye(3, dtype=torch.bool, device=base.device).repeat(2, 1, 1)
     ancestors[:, :, 0] = True
     real = torch.tensor([[True, True, True], [True, True, False]], device=base.device)
+    prompts, starts = [tokens[0], tokens[1, :2]], [0, 1]
+
+    def trees(packing: Packing | None) -> list[Tensor]:
+        # In a cache of its own, so that it cannot find what another one has written.
+        found = base.verify(base.new_cache(2, 8), TreeNodes(tokens, lengths, depths, ancestors, 4, packing))
+        return [part[real] for part in found]
+
     cache = base.new_cache(2, 8)
+    before = trees(None)
+    apart = torch.cat([base.prefill(cache, row, prompts[row : row + 1], starts[row : row + 1]) for row in (0, 1)])
+    change()
     try:
-        # The packed one first, so that it cannot find what the other one has written.
-        packed, padded = (
-            base.verify(cache, TreeNodes(tokens, lengths, depths, ancestors, 4, packing))
-            for packing in (Packing.of(real), None)
-        )
-        prompts, starts = [tokens[0], tokens[1, :2]], [0, 1]
-        together = base.prefill(cache, 0, prompts, starts)
-        apart = torch.cat([base.prefill(cache, row, prompts[row : row + 1], starts[row : row + 1]) for row in (0, 1)])
+        after = [*trees(Packing.of(real)), base.prefill(base.new_cache(2, 8), 0, prompts, starts), *trees(None)]
     except _MODEL_ERRORS:
         return False
-    same = [(packed[0][real], padded[0][real]), (packed[1][real], padded[1][real]), (together, apart)]
-    return all(_alike(ours, theirs, base.dtype) for ours, theirs in same)
+    expected = [*before, apart, *before]
+    return all(_alike(ours, theirs, base.dtype) for ours, theirs in zip(after, expected, strict=True))
 
 
 @torch.inference_mode()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -38,6 +39,23 @@ _BELIEF = 4
 _Number = TypeVar("_Number", np.int64, np.float32)
 
 
+@dataclass
+class _Row:
+    """A text in a slot.
+
+    Args:
+        text: What of it is in the index.
+        trust: What its matches are worth.
+        unread: What is not; to enter it in many small pieces would cost more.
+        proposed: Its row among the last matches, until it is known which of them were right.
+    """
+
+    text: Text
+    trust: Trust
+    unread: list[int] = field(default_factory=list)
+    proposed: int | None = None
+
+
 class MemoryDrafter(Drafter):
     """Trees of the continuations of earlier texts.
 
@@ -50,7 +68,7 @@ class MemoryDrafter(Drafter):
 
     def __init__(self, nodes: int = 16, capacity: int = CAPACITY, *, isolated: bool = False) -> None:
         self.spec = DraftSpec(nodes, min(nodes, _DEPTH), graph_safe=False)
-        self._capacity, self._groups = capacity, itertools.count(1) if isolated else itertools.repeat(0)
+        self._capacity, self._isolated, self._groups = capacity, isolated, itertools.count(1)
         self._trust = Trust(CONTEXT + self.spec.max_depth)
 
     @property
@@ -61,66 +79,61 @@ class MemoryDrafter(Drafter):
     def open(self, loan: Loan) -> None:
         """Make room for the texts."""
         self._index = SuffixIndex(self._capacity, loan.slots)
-        self._texts = [self._new_text() for _ in range(loan.slots)]
-        self._unread: list[list[int]] = [[] for _ in range(loan.slots)]  # in many small pieces it would cost more
-        self._proposed: dict[int, int] = {}  # slot → row of the matches
+        self._rows = [self._new_row() for _ in range(loan.slots)]
 
     def enter(self, slot: int, text: Ids) -> None:
         """Let a text begin in `slot`."""
-        self._replace(slot, self._new_text())
-        self._unread[slot] = text.tolist()
+        self._replace(slot, self._new_row())
+        self._rows[slot].unread = text.tolist()
 
     def move(self, source: int, target: int) -> None:
         """Let the text in slot `source` go on in slot `target`."""
-        text, self._texts[source] = self._texts[source], self._new_text()
-        unread, self._unread[source] = self._unread[source], []
-        self._replace(target, text)
-        self._unread[target] = unread
-        if source in self._proposed:
-            self._proposed[target] = self._proposed.pop(source)
+        self._replace(target, self._rows[source])
+        self._rows[source] = self._new_row()
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         """Trees `[B, 1 + ask.nodes]`; a row without a match gets a lone root."""
-        rows, device = len(context.tokens), context.tokens.device
-        self._read()
-        self._matches = self._index.look_up(self._texts[:rows], min(ask.nodes, self.spec.max_depth), _MATCHES)
-        self._proposed = {slot: slot for slot in range(rows)}
-        candidates = vote(self._matches, self._trust.log_shares())
+        rows, device = self._rows[: len(context.tokens)], context.tokens.device
+        self._read(self._rows)
+        texts = [row.text for row in rows]
+        self._matches = self._index.look_up(texts, min(ask.nodes, self.spec.max_depth), _MATCHES)
+        for place, row in enumerate(rows):
+            row.proposed = place
+        candidates = vote(self._matches, np.stack([row.trust.log_shares() for row in rows]))
         tokens, parents, depths, log_probs = (send(torch.from_numpy(part), device) for part in candidates)
         return from_nodes(context.pending, tokens, parents, depths, log_probs, ask.nodes + 1)
 
     def observe(self, committed: Committed) -> None:
         """Remember what a step added, and learn which matches were right."""
-        learning = [
-            (self._proposed.pop(slot), tokens)
-            for slot, tokens in zip(committed.slots, committed.tokens, strict=True)
-            if slot in self._proposed
-        ]
-        useful = [
-            self._matches.blocks[row, self._matches.paths[row, :, 0] == tokens[0]] for row, tokens in learning if tokens
-        ]
+        useful = []
+        for slot, tokens in zip(committed.slots, committed.tokens, strict=True):
+            row = self._rows[slot]
+            row.unread += tokens
+            place, row.proposed = row.proposed, None
+            if place is None or not tokens:
+                continue
+            lengths, paths = self._matches.lengths[place], self._matches.paths[place]
+            useful.append(self._matches.blocks[place, paths[:, 0] == tokens[0]])
+            row.trust.learn(int(lengths[0]), paths[0].tolist(), tokens)
         if useful:
             self._index.credit(np.concatenate(useful))
-        for row, tokens in learning:
-            self._trust.learn(int(self._matches.lengths[row, 0]), self._matches.paths[row, 0].tolist(), tokens)
-        for slot, tokens in zip(committed.slots, committed.tokens, strict=True):
-            self._unread[slot] += tokens
 
-    def _new_text(self) -> Text:
-        return Text(next(self._groups))
+    def _new_row(self) -> _Row:
+        if self._isolated:
+            return _Row(Text(next(self._groups)), Trust(CONTEXT + self.spec.max_depth))
+        return _Row(Text(), self._trust)
 
-    def _read(self) -> None:
+    def _read(self, rows: Sequence[_Row]) -> None:
         """Enter into the index what has come since."""
-        self._index.append(self._texts, self._unread)
-        self._unread = [[] for _ in self._texts]
+        self._index.append([row.text for row in rows], [row.unread for row in rows])
+        for row in rows:
+            row.unread = []
 
-    def _replace(self, slot: int, text: Text) -> None:
+    def _replace(self, slot: int, row: _Row) -> None:
         """Let another text be in `slot`; what came of the one before is remembered."""
-        self._index.append([self._texts[slot]], [self._unread[slot]])
-        self._unread[slot] = []
-        self._index.end(self._texts[slot])
-        self._texts[slot] = text
-        self._proposed.pop(slot, None)
+        self._read([self._rows[slot]])
+        self._index.end(self._rows[slot].text)
+        self._rows[slot] = row
 
 
 class Trust:
@@ -156,7 +169,7 @@ def vote(
 
     Args:
         matches: Of B texts, C each with U tokens.
-        log_trust: Log of how often a match of each length is right about one token.
+        log_trust: `[B, L]` log of how often a match of each length is right about one token.
 
     Returns:
         Tokens, parents, depths and log-probabilities `[B, U · C]`, as `from_nodes` takes them.
@@ -170,7 +183,7 @@ def vote(
         (paths[:, :, None] == paths[:, None]) & exists[:, :, None] & exists[:, None], axis=-1
     )
     share = (same * weights[:, None, :, None]).sum(2) / np.maximum(weights.sum(1), 1e-9)[:, None, None]
-    right = np.cumsum(log_trust[lengths.max(1)[:, None] + np.arange(depth)], axis=1)
+    right = np.cumsum(np.take_along_axis(log_trust, lengths.max(1)[:, None] + np.arange(depth), 1), axis=1)
     first = same.argmax(2)  # of several continuations with the same beginning only the first makes a node
     is_node = exists & (first == np.arange(count)[:, None])
     with np.errstate(divide="ignore"):

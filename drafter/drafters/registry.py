@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from drafter.base.causal_lm import BaseModel
+from drafter.drafters.cacheback import CachebackDrafter
 from drafter.drafters.contract import Drafter
 from drafter.drafters.memory import MemoryDrafter
 from drafter.drafters.merged import MergedDrafter
@@ -22,9 +23,13 @@ TRAINING_FREE: dict[str, Callable[[int], Drafter]] = {
     "none": lambda nodes: PlainDecoding(),
     "ngram": lambda nodes: NgramDrafter(nodes),
     "memory": lambda nodes: MemoryDrafter(nodes),
+    "cacheback": lambda nodes: CachebackDrafter(nodes),
 }
 """Drafters that need no weights, by name; made for a number of draft nodes."""
-ISOLATED: dict[str, Callable[[int], Drafter]] = {"memory": lambda nodes: MemoryDrafter(nodes, isolated=True)}
+ISOLATED: dict[str, Callable[[int], Drafter]] = {
+    "memory": lambda nodes: MemoryDrafter(nodes, isolated=True),
+    "cacheback": lambda nodes: CachebackDrafter(nodes, isolated=True),
+}
 """Those of them that would draft a text from others, kept from it."""
 
 
@@ -43,8 +48,9 @@ def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: boo
     """A drafter for `base`.
 
     Args:
-        name: `none`, `ngram`, `memory`, the algorithm of an embedded head (`ctc`), a head's folder or hub id, two of
-            these joined by `+`, or `auto`: the CTC head that ships with the project for this base, else `ngram`.
+        name: `none`, `ngram`, `memory`, `cacheback`, the algorithm of an embedded head (`ctc`), a head's folder or hub
+            id, two of these joined by `+`, or `auto`: the CTC head that ships with the project for this base, else
+            `ngram`.
         base: The base it drafts for.
         nodes: Draft nodes of its largest trees.
         isolated: Whether no text may be drafted from another one.

@@ -79,10 +79,11 @@ class ApplicationConfig:
 
     Args:
         model: Base model: hub id or folder; by default the embedded demonstration model.
-        drafter: What proposes tokens: `none`, `ngram`, `memory`, a draft head's folder or hub id, `ctc` (the embedded
-            head), two joined by `+`, or `auto`.
-        isolation: Draft no request from another one's text (`memory` would). Who may send many requests can tell from
-            how long answers take what others have been answered. Without it all clients must trust each other.
+        drafter: What proposes tokens: `none`, `ngram`, `memory`, `cacheback`, a draft head's folder or hub id, `ctc`
+            (the embedded head), two joined by `+`, or `auto`.
+        isolation: Draft no request from another one's text, as `memory` and `cacheback` would. Who may send many
+            requests can tell from how long answers take what others have been answered. Without it all clients must
+            trust each other.
         name: What clients call the model; by default as in `model`, or `embedded`.
         plain: Serve the model a second time, without a drafter, as NAME-plain: to compare with.
         keys: Whether clients must send a key: `required`, `none` (everybody is answered), or `auto`, which asks for one

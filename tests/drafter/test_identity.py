@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from drafter.base.causal_lm import BaseModel
+from drafter.drafters.cacheback import CachebackDrafter
 from drafter.drafters.contract import Drafter
 from drafter.drafters.memory import MemoryDrafter
 from drafter.drafters.merged import MergedDrafter
@@ -58,6 +59,7 @@ def drafters(base: BaseModel, texts: list[list[int]]) -> dict[str, Drafter]:
         "none": PlainDecoding(),
         "ngram": NgramDrafter(),
         "memory": MemoryDrafter(),
+        "cacheback": CachebackDrafter(),
         "adversarial": AdversarialDrafter(seed=1),
         "oracle": OracleDrafter(texts),
         "ensemble": MergedDrafter(NgramDrafter(nodes=8, depth=4), OracleDrafter(texts)),

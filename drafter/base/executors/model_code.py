@@ -21,7 +21,10 @@ from drafter.base.hidden_states import DecoderLayers
 from drafter.base.kv_cache import KVCache
 from drafter.base.masks import additive, tree_attention_mask
 from drafter.base.packing import Packing
+from drafter.base.tree_attention import folded
 
+_LARGEST_TREE = 128
+"""More nodes than this are a piece of a prompt, whose mask is larger than the KV cache that folding saves."""
 Forward = Callable[[KVCache, TreeNodes], tuple[Tensor, Tensor]]
 
 
@@ -34,6 +37,9 @@ class ModelCode:
         layers: The decoder's.
         config: Of the decoder.
         device: Where token ids go, and what is read comes back to.
+
+    Attributes:
+        query_groups: How many query heads share a KV head in the masks that the layers get; see `tree_attention`.
     """
 
     def __init__(
@@ -46,6 +52,7 @@ class ModelCode:
         self._kinds = attention_kinds(config)
         takes = inspect.signature(model.forward).parameters
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self.query_groups = 1
         self._head_input: Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._keep_head_input)
         self._verify: Forward = self._run
@@ -122,12 +129,16 @@ class ModelCode:
 
     def _inputs(self, cache: KVCache, slot: int, nodes: TreeNodes) -> dict[str, Any]:
         tokens, lengths, packing = nodes.tokens, nodes.lengths[:, None], nodes.packing
+        groups = self.query_groups if tokens.shape[1] <= _LARGEST_TREE else 1
         masks = {
-            kind: additive(
-                tree_attention_mask(
-                    nodes.lengths, nodes.depths, nodes.ancestors, nodes.kv_length, window=window, chunk=chunk
+            kind: folded(
+                additive(
+                    tree_attention_mask(
+                        nodes.lengths, nodes.depths, nodes.ancestors, nodes.kv_length, window=window, chunk=chunk
+                    ),
+                    self._dtype,
                 ),
-                self._dtype,
+                groups,
             )
             for kind, (window, chunk) in self._kinds.items()
         }

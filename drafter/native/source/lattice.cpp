@@ -52,6 +52,11 @@ struct Paths {
     int count() const { return static_cast<int>(row.size()); }
 };
 
+// A question: a path, and a frame of its band.
+struct Asked {
+    int path, place;
+};
+
 class LatticeSearch {
   public:
     void run(const Joint& joint, const Search& search, Team& team) {
@@ -104,39 +109,58 @@ class LatticeSearch {
         }
     }
 
-    // Run the recursion over a band: a blank leaves mass to the next frame, a token takes it away. Frames after the first
-    // are not asked about paths that reach them with little mass.
+    // Run the recursion over a band: a blank leaves mass to the next frame, a token takes it away. What frames after the
+    // first would say of paths that reach them with little mass is left out.
     void ask(int first, int stop) {
         const Search& search = *search_;
-        const int64_t band = search.band, tokens = joint_->head.outputs, d = joint_->hidden;
-        const int count = paths_.count();
-        shares_.reserve(count * band, tokens);
+        const int64_t band = search.band;
+        const int count = paths_.count(), frames = stop - first;
+        shares_.reserve(count * band, joint_->head.outputs);
         mass_.assign(count * band, 0.0f);
+        blanks_.resize(count * band);
         reached_.resize(count);
         for (int path = 0; path < count; ++path) reached_[path] = paths_.arrival[path * band];
-        for (int frame = first; frame < stop; ++frame) {
-            const int place = frame - first;
+        auto counts = [&](int path, int place) { return place == 0 || reached_[path] > search.least; };
+        // To ask is to read the LM head: for few questions that takes as long as for one.
+        const bool at_once = count * frames <= kRows;
+        if (at_once) {
             asked_.clear();
-            questions_.clear();
-            for (int path = 0; path < count; ++path) {
-                if (place > 0 && !(reached_[path] > search.least)) continue;
-                const int64_t at = paths_.row[path] * search.frames + frame;
-                asked_.push_back(path);
-                questions_.push_back({search.states + at * d, frame_terms_.rows[at], shares_.rows[path * band + place], 0});
+            for (int place = 0; place < frames; ++place)
+                for (int path = 0; path < count; ++path) asked_.push_back({path, place});
+            answer(first);
+        }
+        for (int place = 0; place < frames; ++place) {
+            if (!at_once) {
+                asked_.clear();
+                for (int path = 0; path < count; ++path)
+                    if (counts(path, place)) asked_.push_back({path, place});
+                answer(first);
             }
-            if (!asked_.empty())
-                network_.answer(*joint_, questions_, [&](int q, float* sum) { add_label_terms(asked_[q], sum); }, *team_);
-            size_t next = 0;
             for (int path = 0; path < count; ++path) {
                 float left = 0.0f;
-                if (next < asked_.size() && asked_[next] == path) {
-                    const float blank = questions_[next++].blank;
+                if (counts(path, place)) {
+                    const float blank = blanks_[path * band + place];
                     mass_[path * band + place] = reached_[path] * (1.0f - blank);
                     left = reached_[path] * blank;
                 }
                 reached_[path] = left + (place + 1 < band ? paths_.arrival[path * band + place + 1] : 0.0f);
             }
         }
+    }
+
+    // Shares and blanks of what is asked, for the band that begins at frame `first`.
+    void answer(int first) {
+        const int64_t band = search_->band, d = joint_->hidden;
+        if (asked_.empty()) return;
+        questions_.clear();
+        for (const Asked& one : asked_) {
+            const int64_t at = paths_.row[one.path] * search_->frames + first + one.place;
+            float* shares = shares_.rows[one.path * band + one.place];
+            questions_.push_back({search_->states + at * d, frame_terms_.rows[at], shares, 0});
+        }
+        network_.answer(*joint_, questions_, [&](int q, float* sum) { add_label_terms(asked_[q].path, sum); }, *team_);
+        for (size_t q = 0; q < asked_.size(); ++q)
+            blanks_[asked_[q].path * band + asked_[q].place] = questions_[q].blank;
     }
 
     // The likeliest continuations of each path, best first.
@@ -258,8 +282,8 @@ class LatticeSearch {
     JointNetwork network_;
     Rows frame_terms_, shares_;  // shares of each path and place in the band
     Paths paths_, later_;
-    std::vector<float> mass_, reached_, probs_;
-    std::vector<int> asked_;
+    std::vector<float> mass_, reached_, blanks_, probs_;
+    std::vector<Asked> asked_;
     std::vector<Question> questions_;
     std::vector<Candidate> best_;
     int best_of_ = 0;

@@ -20,7 +20,7 @@ from tests.support.trees import check_slice_contract, nodes
 def test_matches_vote_and_share_their_beginnings() -> None:
     paths = np.array([[[5, 6, 7], [5, 8, NOTHING], [9, 6, 7]]], np.int32)
     matches = Matches(np.array([[3, 2, 2]]), paths, np.zeros((1, 3), np.int64))
-    candidates = vote(matches, np.log(np.full(8, 0.5)))
+    candidates = vote(matches, np.log(np.full((1, 8), 0.5)))
     tokens, parents, depths, log_probs = (torch.from_numpy(part) for part in candidates)
     tree = from_nodes(torch.tensor([1]), tokens, parents, depths, log_probs, 7)
     # Weights 8, 4 and 4; each token is right half of the time.
@@ -76,11 +76,7 @@ def test_isolated_rows_are_drafted_as_if_they_were_alone(tiny_base: BaseModel) -
     first, second = requests(2)
     alone = run_engine(tiny_base, MemoryDrafter(7, isolated=True), [second], slots=1, nodes=7)[0].counts
     drafter = MemoryDrafter(7, isolated=True)
-    after = run_engine(tiny_base, drafter, [first, first, second], slots=1, nodes=7)[2].counts
-    assert (alone.num_decode_steps, alone.num_accepted_draft_tokens) == (
-        after.num_decode_steps,
-        after.num_accepted_draft_tokens,
-    )
+    assert run_engine(tiny_base, drafter, [first, first, second], slots=1, nodes=7)[2].counts == alone
 
 
 def test_memory_by_name(tiny_base: BaseModel) -> None:

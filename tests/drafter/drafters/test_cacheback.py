@@ -1,0 +1,99 @@
+"""`cacheback` grows trees from its tables, keeps texts apart where they must be, and changes no token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafter.base.causal_lm import BaseModel
+from drafter.drafters.cacheback import CachebackDrafter, grow, side_by_side
+from drafter.drafters.lru_table import LruTable
+from drafter.drafters.none import PlainDecoding
+from drafter.requests import Request, SamplingParams
+from drafter.tree.token_tree import TokenTree
+from drafter.tree.trie import from_nodes
+from tests.support.models import run_engine
+from tests.support.trees import check_slice_contract
+
+
+def table_of(*texts: list[int]) -> LruTable:
+    table = LruTable(leaders=50, followers=4, follower_length=2)
+    for text in texts:
+        table.learn(text)
+    return table
+
+
+def tree_of(tables: list[LruTable], tail: list[int], nodes: int, depth: int) -> TokenTree:
+    parts = [torch.from_numpy(part) for part in side_by_side([grow(tables, tail, nodes, depth)])]
+    tokens, parents, depths, log_probs = parts
+    return from_nodes(torch.tensor(tail[-1:]), tokens, parents, depths, log_probs, nodes + 1)
+
+
+def paths_of(tree: TokenTree) -> set[tuple[int, ...]]:
+    paths = tree.paths(tree.size)[0, 1:].tolist()
+    return {tuple(token for token in path if token >= 0) for path in paths} - {()}
+
+
+def test_the_search_goes_on_from_the_end_of_each_follower() -> None:
+    tree = tree_of([table_of([1, 2, 3, 4, 5])], [1], nodes=8, depth=4)
+    assert paths_of(tree) == {(2,), (2, 3), (2, 3, 4), (2, 3, 4, 5)}
+
+
+def test_a_text_s_own_table_is_asked_first() -> None:
+    tree = tree_of([table_of([1, 2, 3]), table_of([1, 7, 8])], [1], nodes=2, depth=4)
+    assert paths_of(tree) == {(2,), (2, 3)}
+    both = tree_of([table_of([1, 2, 3]), table_of([1, 7, 8])], [1], nodes=4, depth=4)
+    assert paths_of(both) == {(2,), (2, 3), (7,), (7, 8)}
+
+
+def test_nothing_is_known() -> None:
+    assert paths_of(tree_of([table_of([1, 2, 3])], [9], nodes=4, depth=4)) == set()
+    assert paths_of(tree_of([table_of()], [9], nodes=4, depth=4)) == set()
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=30), min_size=1, max_size=3),
+    st.integers(1, 20),
+    st.integers(1, 6),
+)
+def test_trees_keep_the_contract(texts: list[list[int]], nodes: int, depth: int) -> None:
+    tree = tree_of([table_of(*texts), table_of(texts[0])], texts[0], nodes, depth)
+    check_slice_contract(tree)
+    paths = paths_of(tree)
+    assert all(len(path) <= depth for path in paths)
+    assert len(paths) == int((tree.tokens[:, 1:] >= 0).sum())  # no path twice
+
+
+def requests(count: int, temperature: float) -> list[Request]:
+    return [
+        Request(
+            [5 + row % 4, 6, 7, 8, 9, 10 + row % 4] * 3,
+            SamplingParams(12 + row % 5, temperature=temperature, seed=row % 2, ignore_eos=True),
+        )
+        for row in range(count)
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("isolated", [False, True])
+def test_tokens_are_those_of_plain_decoding(tiny_base: BaseModel, temperature: float, isolated: bool) -> None:
+    asked = requests(16, temperature)
+    expected = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), asked, slots=1)]
+    for slots, nodes in ((1, 7), (3, 5), (5, "auto")):
+        drafter = CachebackDrafter(7, isolated=isolated)
+        found = run_engine(tiny_base, drafter, asked, slots=slots, nodes=nodes)
+        assert [one.token_ids for one in found] == expected
+        assert sum(one.counts.num_accepted_draft_tokens for one in found) > 0 or nodes == "auto"
+
+
+def test_isolated_rows_are_drafted_as_if_they_were_alone(tiny_base: BaseModel) -> None:
+    first, second = requests(2, 0.0)
+    alone = run_engine(tiny_base, CachebackDrafter(7, isolated=True), [second], slots=1, nodes=7)[0].counts
+    after = run_engine(tiny_base, CachebackDrafter(7, isolated=True), [first, first, second], slots=1, nodes=7)[
+        2
+    ].counts
+    assert alone == after
+    shared = run_engine(tiny_base, CachebackDrafter(7), [second, second], slots=1, nodes=7)
+    assert shared[1].counts.num_decode_steps < shared[0].counts.num_decode_steps
