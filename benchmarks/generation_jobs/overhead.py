@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, run in (("bare", run_bare), ("job", run_job)):
             with tempfile.TemporaryDirectory() as folder:
                 config = EngineConfig(slots=args.slots, nodes=args.nodes)
-                spec = WatchedEngine(None, "auto", {}, config, args.threads, Path(folder) / "looks.jsonl")
+                spec = WatchedEngine(None, "auto", {}, config, args.threads, looks=Path(folder) / "looks.jsonl")
                 tokens[name] = run(spec, questions, sampling, Path(folder))
                 runs[name].append(steady(spec.looks))
             print(f"{name}: {runs[name][-1].rate:.0f} tokens/s, {runs[name][-1].occupancy:.1%} of slots", flush=True)
