@@ -24,8 +24,8 @@ FORBIDDEN = {
 """What no file of a package imports. A package is named by its folder, what it imports by the top-level package."""
 
 WALLS = {
-    "drafter.native": set[str](),
-    "drafter.base": {"drafter.devices", "drafter.errors", "drafter.native"},
+    "drafter.native": {"drafter.host_memory"},
+    "drafter.base": {"drafter.devices", "drafter.errors", "drafter.host_memory", "drafter.native"},
     "drafter.tree": set[str](),
     "drafter.search": {"drafter.devices", "drafter.tree"},
     "drafter.heads": {
