@@ -1,13 +1,13 @@
-"""Large memory on the host, in huge pages where the system has them.
+"""Memory for weights on the host, in huge pages where the system has them.
 
-A step of a small batch is as fast as weights and KV cache are read. With pages of 4 KiB the processor looks up an
-address for every few lines, and does not read ahead across a page.
+A step of a small batch is as fast as the weights are read. With pages of 4 KiB the processor looks up an address for
+every few lines, and does not read ahead across a page. A KV cache is not kept here: little of it is in use, in many
+places, and with huge pages the system would have to provide all of it.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import mmap
 import threading
 
@@ -21,12 +21,6 @@ _CHUNK = 64 << 20
 """Bytes that are asked of the system at a time. What is not touched takes no memory."""
 _LINE = 64
 """Bytes of a line of the processor's caches, where each piece begins."""
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros in memory of their own."""
-    size = math.prod(shape) * dtype.itemsize
-    return _mapped(size).view(dtype).view(shape) if size >= _HUGE else torch.zeros(shape, dtype=dtype)
 
 
 class Pieces:
