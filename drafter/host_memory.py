@@ -1,13 +1,14 @@
-"""Memory for weights on the host, in huge pages where the system has them.
+"""Large memory on the host: for weights in huge pages where the system has them, for a KV cache only as it is written.
 
 A step of a small batch is as fast as the weights are read. With pages of 4 KiB the processor looks up an address for
-every few lines, and does not read ahead across a page. A KV cache is not kept here: little of it is in use, in many
-places, and with huge pages the system would have to provide all of it.
+every few lines, and does not read ahead across a page. Of a KV cache little is in use, in many places: huge pages, or
+zeros that are written, would make the system provide all of it at the start.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import threading
 
@@ -23,6 +24,12 @@ _LINE = 64
 """Bytes of a line of the processor's caches, where each piece begins."""
 
 
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros that take memory where they are written, and not before."""
+    size = math.prod(shape) * dtype.itemsize
+    return torch.frombuffer(_mapped(max(size, 1)), dtype=torch.uint8, count=size).view(dtype).view(shape)
+
+
 class Pieces:
     """Gives out pieces of memory that lie together, so that small ones have huge pages, too; safe from any thread."""
 
@@ -35,17 +42,21 @@ class Pieces:
         whole = -(-size // _LINE) * _LINE
         with self._lock:
             if whole > len(self._rest):
-                self._rest = _mapped(max(whole, _CHUNK))
+                self._rest = _huge_pages(max(whole, _CHUNK))
             piece, self._rest = self._rest[:size], self._rest[whole:]
         return piece
 
 
-def _mapped(size: int) -> Tensor:
+def _huge_pages(size: int) -> Tensor:
     """Zeros `[size]` uint8 that begin at a huge page."""
-    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = _mapped(size + _HUGE)
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError as error:
         _log.info("this system has no huge pages: %s", error)
     start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE
     return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
+
+
+def _mapped(size: int) -> mmap.mmap:
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

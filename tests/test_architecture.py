@@ -25,7 +25,7 @@ FORBIDDEN = {
 
 WALLS = {
     "drafter.native": {"drafter.host_memory"},
-    "drafter.base": {"drafter.devices", "drafter.errors", "drafter.native"},
+    "drafter.base": {"drafter.devices", "drafter.errors", "drafter.host_memory", "drafter.native"},
     "drafter.tree": set[str](),
     "drafter.search": {"drafter.devices", "drafter.tree"},
     "drafter.heads": {

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from drafter import devices
+from drafter import devices, host_memory
 from drafter.base.packing import Packing
 
 Places = npt.NDArray[np.int64]
@@ -85,6 +85,10 @@ class _LayerView(CacheLayerMixin):
         return self._kv_length
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return host_memory.zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+
+
 def _gather(states: Tensor, places: Tensor) -> Tensor:
     """Return `[b, H, n, D]` of `[P, H, D]` at `places` `[b, n]`."""
     flat = states.index_select(0, places.flatten().to(states.device))
@@ -136,7 +140,7 @@ class KVCache:
                     both.append(_Place(list(members).index(kind), members[kind] - 1))
             self._of_layers.append(both)
         self.buffers = [
-            torch.zeros(count * positions, heads, dim, dtype=dtype, device=place)
+            _zeros((count * positions, heads, dim), dtype, place)
             for (heads, dim, dtype, place), count in members.items()
         ]
         # On a CPU the positions that move are few, and numpy takes less time to move them than PyTorch to be called.
