@@ -1,4 +1,4 @@
-"""`a+b`: two drafters' trees merged as tries, each node at the larger of its two probabilities."""
+"""`a+b`: the trees of several drafters merged as tries, each node at the largest of its probabilities."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from drafter.tree.trie import merge
 
 
 class MergedDrafter(Drafter):
-    """Lets both drafters propose; the best nodes of either make the tree."""
+    """Lets all members propose; the best nodes of any of them make the tree."""
 
-    def __init__(self, first: Drafter, second: Drafter) -> None:
-        self.members = (first, second)
-        specs = (first.spec, second.spec)
+    def __init__(self, *members: Drafter) -> None:
+        self.members = members
+        specs = [member.spec for member in members]
         self.spec = DraftSpec(
             max_nodes=max(spec.max_nodes for spec in specs),
             max_depth=max(spec.max_depth for spec in specs),
@@ -27,45 +27,45 @@ class MergedDrafter(Drafter):
         )
 
     def open(self, loan: Loan) -> None:
-        """Open both."""
+        """Open all."""
         for member in self.members:
             member.open(loan)
 
     def enter(self, slot: int, text: Ids) -> None:
-        """Tell both."""
+        """Tell all."""
         for member in self.members:
             member.enter(slot, text)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy in both."""
+        """Copy in all."""
         for member in self.members:
             member.copy(source, target, length)
 
     def move(self, source: int, target: int) -> None:
-        """Move in both."""
+        """Move in all."""
         for member in self.members:
             member.move(source, target)
 
     def clear(self, slot: int) -> None:
-        """Clear both."""
+        """Clear all."""
         for member in self.members:
             member.clear(slot)
 
     def prepare(self, context: DraftContext) -> None:
-        """Prepare both."""
+        """Prepare all."""
         for member in self.members:
             member.prepare(self._seen_by(member, context))
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         """Trees `[B, 1 + ask.nodes]`."""
-        first, second = (
+        trees = [
             member.propose(self._seen_by(member, context), replace(ask, nodes=min(ask.nodes, member.spec.max_nodes)))
             for member in self.members
-        )
-        return merge(first, second, self.spec.max_depth, ask.nodes + 1)
+        ]
+        return merge(trees, self.spec.max_depth, ask.nodes + 1)
 
     def observe(self, committed: Committed) -> None:
-        """Tell both."""
+        """Tell all."""
         for member in self.members:
             member.observe(committed)
 

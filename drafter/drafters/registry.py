@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from drafter.drafters.cacheback import CachebackDrafter
 from drafter.drafters.contract import Drafter
 from drafter.drafters.memory import MemoryDrafter
 from drafter.drafters.merged import MergedDrafter
+from drafter.drafters.names import kind_and_rest, merged_names
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
 from drafter.embedded import EMBEDDED_HEADS, OTHER_HEADS
@@ -33,6 +35,29 @@ ISOLATED: dict[str, Callable[[int], Drafter]] = {
 """Those of them that would draft a text from others, kept from it."""
 
 
+@dataclass(frozen=True)
+class Loading:
+    """What a drafter is made for.
+
+    Args:
+        base: The base it drafts for.
+        nodes: Draft nodes of its largest trees.
+        isolated: Whether no text may be drafted from another one.
+    """
+
+    base: BaseModel
+    nodes: int
+    isolated: bool = False
+
+    def load(self, name: str) -> Drafter:
+        """Load another drafter for the same use; see `load_drafter`."""
+        return load_drafter(name, self.base, self.nodes, isolated=self.isolated)
+
+
+NAMED_WITH_COLON: dict[str, Callable[[str, Loading], Drafter]] = {}
+"""Drafters that are named `kind:rest`, by kind; made from the rest."""
+
+
 def useful_nodes(device: torch.device) -> int:
     """Draft nodes that can pay at most: on a CPU each costs time, on a GPU they are nearly free. See `NODE_COUNTS`."""
     return 15 if device.type == "cpu" else 63
@@ -49,7 +74,7 @@ def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: boo
 
     Args:
         name: `none`, `ngram`, `memory`, `cacheback`, the algorithm of an embedded head (`ctc`), a head's folder or hub
-            id, two of these joined by `+`, or `auto`: the CTC head that ships with the project for this base, else
+            id, several of these joined by `+`, or `auto`: the CTC head that ships with the project for this base, else
             `ngram`.
         base: The base it drafts for.
         nodes: Draft nodes of its largest trees.
@@ -58,19 +83,22 @@ def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: boo
     Raises:
         LoadError: There is no such drafter, or it belongs to another base.
     """
-    name = str(name)
+    name, loading = str(name), Loading(base, nodes, isolated)
     if nodes < 1:
         name = "none"
     if name == "auto":
         name = str(shipped_head(base) or "ngram")
     if name in TRAINING_FREE:
         return ((ISOLATED.get(name) if isolated else None) or TRAINING_FREE[name])(nodes)
-    if "+" in name and not Path(name).exists():
-        first, second = name.split("+", 1)
-        return MergedDrafter(*(load_drafter(one, base, nodes, isolated=isolated) for one in (first, second)))
+    kind, rest = kind_and_rest(name)
+    members = merged_names(name)
+    if len(members) > 1:
+        return MergedDrafter(*map(loading.load, members))
+    if kind in NAMED_WITH_COLON:
+        return NAMED_WITH_COLON[kind](rest, loading)
     if name in HEADS:
         name = str(EMBEDDED_HEADS / name)
     elif "/" not in name and not Path(name).exists():
-        known = ", ".join([*TRAINING_FREE, *HEADS, "auto"])
-        raise LoadError(f"no drafter {name!r}: use {known}, a draft head's folder or hub id, or two joined by '+'")
+        known = ", ".join([*TRAINING_FREE, *(f"{one}:…" for one in NAMED_WITH_COLON), *HEADS, "auto"])
+        raise LoadError(f"no drafter {name!r}: use {known}, a draft head's folder or hub id, or several joined by '+'")
     return load_head(name, base, HEADS).drafter(base, nodes)

@@ -10,11 +10,11 @@ import hashlib
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import Drafter
+from drafter.drafters.names import kind_and_rest, merged_names
 from drafter.drafters.registry import TRAINING_FREE, load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_HEADS
 from drafter.engine.engine_config import EngineConfig
@@ -241,6 +241,6 @@ def _load_head(name: str, base: BaseModel) -> DraftHead | None:
     """Return the head of that name; None for a drafter that is not a single head."""
     if name in HEADS:
         return load_head(EMBEDDED_HEADS / name, base, HEADS)
-    if name == "auto" or name in TRAINING_FREE or ("+" in name and not Path(name).exists()):
+    if name == "auto" or name in TRAINING_FREE or kind_and_rest(name)[0] or len(merged_names(name)) > 1:
         return None
     return load_head(name, base, HEADS)

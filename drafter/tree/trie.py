@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -83,15 +85,14 @@ def from_paths(pending: Tensor, paths: Tensor, log_probs: Tensor, size: int) -> 
     )
 
 
-def merge(first: TokenTree, second: TokenTree, depth: int, size: int) -> TokenTree:
-    """Merge two trees of the same rows as tries. A node of both gets the larger of its probabilities.
+def merge(trees: Sequence[TokenTree], depth: int, size: int) -> TokenTree:
+    """Merge trees of the same rows as tries. A node of several trees gets the largest of its probabilities.
 
     Args:
-        first: `[B, N]`.
-        second: `[B, N']`.
-        depth: Depth of the deepest node of either tree.
+        trees: At least one, each `[B, N]` with an N of its own.
+        depth: Depth of the deepest node of any tree.
         size: Nodes of each resulting tree, root included.
     """
-    paths = torch.cat([first.paths(depth), second.paths(depth)], 1)
-    log_probs = torch.cat([first.path_log_probs(depth), second.path_log_probs(depth)], 1)
-    return from_paths(first.tokens[:, 0], paths, log_probs, size)
+    paths = torch.cat([tree.paths(depth) for tree in trees], 1)
+    log_probs = torch.cat([tree.path_log_probs(depth) for tree in trees], 1)
+    return from_paths(trees[0].tokens[:, 0], paths, log_probs, size)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from drafter.drafters.names import merged_names
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
 from drafter.errors import one_line
 from pipeline.engines.model_files import folder_fingerprint
@@ -46,7 +47,7 @@ def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:
     if drafter == "auto" and model is None:
         drafter = "ctc"
     found = {}
-    for name in [drafter] if Path(drafter).exists() else drafter.split("+"):
+    for name in merged_names(drafter):
         embedded = EMBEDDED_HEADS / name
         folder = embedded if embedded.is_dir() else Path(name).expanduser()
         if folder.is_dir():

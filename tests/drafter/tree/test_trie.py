@@ -52,7 +52,7 @@ def test_from_paths_merges_equal_prefixes_at_the_larger_probability() -> None:
 
 def test_merge_keeps_every_path_at_the_larger_probability() -> None:
     other = from_paths(PENDING, torch.tensor([[[5, 6]]]), torch.tensor([[[-0.1, -0.2]]]), 3)
-    tree = merge(FORK, other, depth=2, size=6)
+    tree = merge([FORK, other], depth=2, size=6)
     assert tree.tokens.tolist() == [[7, 5, 6, 3, 4, PAD_TOKEN]]
     assert torch.allclose(tree.log_probs[:, :5], torch.tensor([[0.0, -0.1, -0.2, -0.5, -2.0]]))
 
