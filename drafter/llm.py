@@ -24,6 +24,8 @@ from drafter.requests import Generation, Request, SamplingParams
 from drafter.text.chat import encode_chat
 from drafter.threads import in_passing_thread
 from drafter.verifiers.contract import Verifier
+from drafter.verifiers.registry import make_verifier
+from drafter.verifiers.verifier_settings import VerifierSettings
 
 Message = dict[str, str]
 Prompt = str | Sequence[Message]
@@ -75,6 +77,7 @@ class SpeculativeLM:
         trust_remote_code: bool = False,
         isolated: bool = False,
         config: EngineConfig | None = None,
+        verifier: VerifierSettings | None = None,
     ) -> SpeculativeLM:
         """Load a base, its tokeniser and a drafter.
 
@@ -90,12 +93,13 @@ class SpeculativeLM:
             isolated: Whether no prompt's text may be drafted from another one's: what is drafted can be told from how
                 long an answer takes.
             config: Sizes of the engine.
+            verifier: Which draft tokens become output; by default those that plain decoding would give.
 
         Raises:
             LoadError: Something cannot be found, read or used; the message says what.
         """
         name = model if model is not None else EMBEDDED_BASE
-        chosen = config or EngineConfig()
+        chosen, decides = config or EngineConfig(), make_verifier(verifier or VerifierSettings())
 
         def load() -> tuple[BaseModel, Drafter]:
             base = load_base(
@@ -105,7 +109,8 @@ class SpeculativeLM:
             return base, load_drafter(drafter, base, nodes, isolated=isolated)
 
         base, loaded = in_passing_thread(load)
-        return cls(base, loaded, load_tokenizer(name, trust_remote_code=trust_remote_code), chosen)
+        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
+        return cls(base, loaded, tokenizer, chosen, verifier=decides)
 
     @property
     def max_length(self) -> int:

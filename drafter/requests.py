@@ -223,7 +223,9 @@ class Generation:
         counts: Raw speculation counts; ratios are derived in `drafter.statistics` only.
         logprobs: Of each of `token_ids`; None where the request did not ask for them.
         timing: How long it took.
-        lossless: Whether the tokens are exactly those of plain decoding, by the verifier that was used.
+        verifier: Name of the verifier that decided which draft tokens were accepted.
+        lossless: Whether the tokens are exactly those of plain decoding, by that verifier.
+        lenient: Places of `token_ids` that the base would not have chosen; none if it is lossless.
     """
 
     request_id: str
@@ -234,7 +236,9 @@ class Generation:
     counts: DecodeCounts
     logprobs: list[TokenLogprob] | None = None
     timing: Timing = Timing()
+    verifier: str = "exact"
     lossless: bool = True
+    lenient: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

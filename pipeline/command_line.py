@@ -72,7 +72,8 @@ def parse(config_class: type[Config], parser: ArgumentParser, arguments: Sequenc
         InputError: A setting is unknown, a value is of the wrong type or out of range, or a file cannot be read.
         SystemExit: `--help` or `--print_config` was asked for, and has been printed.
     """
-    return _checked(config_class, parser, lambda: parser.parse_args(arguments))
+    given = _spelled_out(config_class, sys.argv[1:] if arguments is None else arguments)
+    return _checked(config_class, parser, lambda: parser.parse_args(given))
 
 
 def parse_object(config_class: type[Config], parser: ArgumentParser, settings: Mapping[str, Any]) -> Config:
@@ -84,6 +85,20 @@ def parse_object(config_class: type[Config], parser: ArgumentParser, settings: M
     if "config" in settings:  # only a command line has it
         raise InputError("Option 'config' is not accepted")
     return _checked(config_class, parser, lambda: parser.parse_object(dict(settings)))
+
+
+def _spelled_out(config_class: type, arguments: Sequence[str]) -> list[str]:
+    """Write `--verifier NAME` as `--verifier.name NAME`, and so for every group of settings that has a name."""
+    groups = [
+        name
+        for name, kind in get_type_hints(config_class).items()
+        if dataclasses.is_dataclass(kind) and any(field.name == "name" for field in dataclasses.fields(kind))
+    ]
+    found = []
+    for argument in arguments:
+        option, equals, value = argument.partition("=")
+        found.append(f"{option}.name{equals}{value}" if option in [f"--{name}" for name in groups] else argument)
+    return found
 
 
 def _checked(config_class: type[Config], parser: ArgumentParser, read: Callable[[], Namespace]) -> Config:

@@ -122,12 +122,12 @@ class Engine:
             QueueFullError: `max_queue` requests are waiting.
             EngineError: The engine has failed before.
         """
-        refuse_unusable(request, self.base, self.max_length)
+        refuse_unusable(request, self.base, self.verifier, self.max_length)
         handle = Handle(request, stream=stream, on_cancel=self.scheduler.waiting.look_again)
         if self.idle:
             self.last_step = time.monotonic()
-        lossless = self.verifier.lossless
-        self.scheduler.waiting.put(new_sequence(handle, self.base, self.tokenizer, self.max_length, lossless=lossless))
+        sequence = new_sequence(handle, self.base, self.tokenizer, self.verifier, self.max_length)
+        self.scheduler.waiting.put(sequence)
         return handle
 
     def state(self) -> EngineState:
@@ -244,7 +244,9 @@ class Engine:
             given = []
             for row in alive:
                 sequence, drafted = flight.sequences[row], outcome.drafted[row]
-                emitted = sequence.take(outcome.tokens[row], outcome.accepted[row], drafted, logprobs.get(row))
+                emitted = sequence.take(
+                    outcome.tokens[row], outcome.accepted[row], drafted, logprobs.get(row), outcome.lenient[row]
+                )
                 sequence.proven |= outcome.sound[row]
                 given.append(outcome.tokens[row][:emitted])
                 self._output_tokens += emitted

@@ -178,22 +178,51 @@ class NodeChoices:
             rows: `[R]` rows of the step.
             nodes: `[R]` node ids.
         """
-        scores, table, mode, slots = self._logits[rows, nodes].double(), self._table, self._mode, self._slots + rows
-        if mode.biased:
+        scores = self._scores(rows, nodes)
+        if not self._mode.random:
+            return scores.argmax(-1)
+        return self._chosen(rows, nodes, scores, self._tempered(rows, scores))
+
+    def with_log_probs(self, rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the choice after a node of each row, `[R]`, and the log-probabilities `[R, V]` that it is made by.
+
+        These are those after all of the stages; a row of temperature 0 has those of temperature 1.
+
+        Args:
+            rows: `[R]` rows of the step.
+            nodes: `[R]` node ids.
+        """
+        scores = self._scores(rows, nodes)
+        if not self._mode.random:
+            return scores.argmax(-1), scores.log_softmax(-1)
+        tempered = self._tempered(rows, scores)
+        return self._chosen(rows, nodes, scores, tempered), tempered.log_softmax(-1)
+
+    def _scores(self, rows: Tensor, nodes: Tensor) -> Tensor:
+        """Logits with biases and penalties, `[R, V]` float64."""
+        scores, table, slots = self._logits[rows, nodes].double(), self._table, self._slots + rows
+        if self._mode.biased:
             scores = scores.scatter_add_(1, table.biased_tokens[slots], table.biases[slots])
         if self._history is not None:
             penalties = (table.repetition_penalty[slots], table.frequency_penalty[slots], table.presence_penalty[slots])
             scores = penalise(scores, *self._history.before(rows, nodes), *penalties)
-        if not mode.random:
-            return scores.argmax(-1)
+        return scores
+
+    def _tempered(self, rows: Tensor, scores: Tensor) -> Tensor:
+        """Scores `[R, V]` after temperature, top-k, top-p and min-p, the largest of each row 0."""
+        table, mode, slots = self._table, self._mode, self._slots + rows
         temperature = table.temperature[slots]
-        greedy = scores.argmax(-1) if mode.mixed else None
         # The best score becomes 0 first, so that even the smallest temperature divides it to a number.
         scores = (scores - scores.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1)[:, None]
         if mode.ranked:
             scores = keep_ranked(scores, table.top_k[slots], table.top_p[slots])
         if mode.floored:
             scores = keep_probable(scores, table.min_p[slots])
+        return scores
+
+    def _chosen(self, rows: Tensor, nodes: Tensor, scores: Tensor, tempered: Tensor) -> Tensor:
+        """The tokens `[R]` that `tempered` scores draw; the likeliest one of `scores` in a row of temperature 0."""
+        table, slots = self._table, self._slots + rows
         places = self._lengths[rows] + self._depths[rows, nodes] + 1 - table.prompt_lengths[slots]
-        drawn = draw(scores, table.keys[slots], places)
-        return drawn if greedy is None else torch.where(temperature > 0, drawn, greedy)
+        drawn = draw(tempered, table.keys[slots], places)
+        return torch.where(table.temperature[slots] > 0, drawn, scores.argmax(-1)) if self._mode.mixed else drawn

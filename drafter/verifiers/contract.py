@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
+from drafter.requests import SamplingParams
 from drafter.tree.token_tree import TokenTree
 from drafter.verifiers.choices import RowSampling
 
@@ -40,11 +42,13 @@ class Accepted:
         tokens: `[B, D + 1]` the tokens that are emitted: the accepted draft tokens and, at `count`, one more token of
             the base's own, the bonus token. Entries past it are meaningless.
         count: `[B]` draft tokens accepted; `count + 1` tokens are emitted.
+        lenient: `[B, D + 1]` bool: which of `tokens` the base would not have chosen; None where none can be.
     """
 
     path: Tensor
     tokens: Tensor
     count: Tensor
+    lenient: Tensor | None = None
 
 
 class Verifier(ABC):
@@ -56,6 +60,14 @@ class Verifier(ABC):
     """Whether the tokens are exactly those of plain decoding. If not, all output is marked."""
     lookahead: int = 0
     """How many draft tokens after a mismatch the decision needs; the drafter must be able to go so deep."""
+
+    @property
+    def settings(self) -> Mapping[str, float]:
+        """The numbers that it decides by, by name; they go into results beside `name`."""
+        return {}
+
+    def refuse(self, sampling: SamplingParams) -> None:  # noqa: B027 - most verifiers take all settings
+        """Raise `RequestError` for a request whose settings the method does not define."""
 
     @abstractmethod
     def accept(self, verified: Verified, sampling: RowSampling) -> Accepted:

@@ -71,7 +71,9 @@ class EngineActor:
             return
         base, engine = self._lm.base, self._lm.engine
         self._device = device_name(base.device)
-        self._facts = EngineFacts(base.fingerprint, engine.verifier.name, engine.verifier.lossless)
+        self._facts = EngineFacts(
+            base.fingerprint, engine.verifier.name, engine.verifier.lossless, dict(engine.verifier.settings)
+        )
         self._columns = wanted_columns(replace(traits, lossless=self._facts.lossless))
         tags = {"run": run, "model": spec.model or "embedded", "drafter": spec.drafter}
         self._metrics, self._row_metrics = EngineMetrics(engine.state, tags), RowMetrics(tags)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from drafter.engine.engine_config import EngineConfig
 from drafter.llm import SpeculativeLM
+from drafter.verifiers.verifier_settings import VerifierSettings
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class EngineSpec:
         config: The engine's sizes.
         threads: CPU threads: the actor's share of the machine.
         isolated: Whether no request may be drafted from another one's text.
+        verifier: Which draft tokens become output.
     """
 
     model: str | None
@@ -30,6 +32,7 @@ class EngineSpec:
     config: EngineConfig
     threads: int
     isolated: bool = False
+    verifier: VerifierSettings = field(default_factory=VerifierSettings)
 
     def load(self) -> SpeculativeLM:
         """Load the models and start the engine.
@@ -39,5 +42,10 @@ class EngineSpec:
         """
         torch.set_num_threads(self.threads)
         return SpeculativeLM.from_pretrained(
-            self.model, self.drafter, config=self.config, isolated=self.isolated, **self.loading
+            self.model,
+            self.drafter,
+            config=self.config,
+            isolated=self.isolated,
+            verifier=self.verifier,
+            **self.loading,
         )

@@ -12,6 +12,7 @@ from jsonargparse import ArgumentParser
 
 from drafter.engine.engine_config import EngineSettings
 from drafter.requests import SamplingParams
+from drafter.verifiers.verifier_settings import VerifierSettings
 from pipeline.cluster.resources_config import ResourcesConfig
 from pipeline.command_line import make_parser, parse
 from pipeline.engines.limits_config import LimitsConfig
@@ -48,6 +49,7 @@ class GenerateConfig:
         model: Base model: hub id or folder; by default the embedded demonstration model.
         drafter: What proposes tokens: `none`, `ngram`, `memory`, `cacheback`, a draft head's folder or hub id, `ctc`
             (the embedded head), two of these joined by `+`, or `auto`.
+        verifier: Which draft tokens become output; by default those that plain decoding would give.
         reading: How rows become prompts.
         loading: How the models are loaded.
         sampling: How tokens are chosen.
@@ -61,6 +63,7 @@ class GenerateConfig:
     output: str
     model: str | None = None
     drafter: str = "auto"
+    verifier: VerifierSettings = field(default_factory=VerifierSettings)
     reading: ReadingConfig = field(default_factory=ReadingConfig)
     loading: LoadingConfig = field(default_factory=LoadingConfig)
     sampling: SamplingParams = field(default_factory=SamplingParams)

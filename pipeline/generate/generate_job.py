@@ -41,6 +41,7 @@ def generate(config: GenerateConfig) -> None:
         refuse_settings_of_requests(config)
     base = model_fingerprint(model_name(config.model))
     check_tokenizer(config, prompts)
+    check_verifier(config)
     meaning = job_meaning(config, listing, prompts, base, head_fingerprints(config.model, config.drafter))
     job = JobContext(config, listing, prompts, open_output(config, meaning), meaning)
     print(config.as_yaml(), end="", file=sys.stderr, flush=True)
@@ -87,6 +88,21 @@ def check_tokenizer(config: GenerateConfig, prompts: PromptSource) -> None:
         raise InputError(str(error)) from error
     if (prompts.kind == "messages" or config.reading.chat) and tokenizer.chat_template is None:
         raise InputError(f"model {name} has no chat template: give text prompts, with reading.chat false")
+
+
+def check_verifier(config: GenerateConfig) -> None:
+    """See that there is such a verifier, and that it defines what the sampling settings ask for.
+
+    Raises:
+        InputError: It is not, or does not.
+    """
+    from drafter.errors import LoadError, RequestError
+    from drafter.verifiers.registry import make_verifier
+
+    try:
+        make_verifier(config.verifier).refuse(config.sampling)
+    except (LoadError, RequestError) as error:
+        raise InputError(str(error)) from error
 
 
 def open_output(config: GenerateConfig, meaning: dict[str, Any]) -> OutputFolder:

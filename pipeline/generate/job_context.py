@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from drafter.requests import DRAW
+from drafter.verifiers.verifier_settings import VerifierSettings
 from pipeline.cluster.shares import ActorResources
 from pipeline.generate.generate_config import GenerateConfig
 from pipeline.io.fingerprints import input_fingerprints
@@ -93,4 +94,5 @@ def job_meaning(
         "max_length": config.engine.max_length,
         "per_step_accepted": config.writing.per_step_accepted,
         **({"draw": DRAW} if draws else {}),
+        **({} if config.verifier == VerifierSettings() else {"verifier": asdict(config.verifier)}),
     }

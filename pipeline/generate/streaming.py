@@ -88,7 +88,8 @@ def engine_spec(job: JobContext, work: Work) -> EngineSpec:
     """Return what each engine of this job loads."""
     config = job.config
     engine = EngineConfig(**asdict(config.engine), max_queue=capacity(config.engine.slots))
-    return EngineSpec(config.model, config.drafter, asdict(config.loading), engine, work.resources.threads)
+    loading, threads = asdict(config.loading), work.resources.threads
+    return EngineSpec(config.model, config.drafter, loading, engine, threads, verifier=config.verifier)
 
 
 def run_traits(job: JobContext, work: Work) -> RunTraits:

@@ -12,6 +12,7 @@ from pipeline.openai.api_error import OpenAIError, bad_request, missing
 from pipeline.openai.parsed_request import ParsedRequest
 from pipeline.openai.request_body import parse_chat, parse_completion
 from pipeline.openai.response_body import TokenText, chat_response, completion_response
+from pipeline.openai.speculation import lossless_mark
 
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -63,6 +64,7 @@ def answer_line(
             body = completion_response(request, generations, f"cmpl-{name}", created, token_text)
     except OpenAIError as error:
         return refusal_line(line["custom_id"], created, error)
+    body |= lossless_mark(*generations)
     return _line(line["custom_id"], name, {"status_code": 200, "request_id": f"req_{name}", "body": body}, None)
 
 

@@ -50,4 +50,8 @@ def lossless_mark(*generations: Generation) -> dict[str, Any]:
 
     It is in every such answer, asked for or not.
     """
-    return {} if all(generation.lossless for generation in generations) else {"lossless": False}
+    marked = [generation for generation in generations if not generation.lossless]
+    if not marked:
+        return {}
+    lenient = sum(len(generation.lenient) for generation in marked)
+    return {"lossless": False, "verifier": marked[0].verifier, "lenient_tokens": lenient}

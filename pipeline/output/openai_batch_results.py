@@ -104,6 +104,9 @@ def _generation(row: Row) -> Generation:
         row["num_prompt_tokens"],
         counts,
         logprobs_of(row["logprobs"]),
+        verifier=row.get("verifier", "exact"),
+        lossless=row.get("lossless", True),
+        lenient=row.get("lenient_positions", []),
     )
 
 

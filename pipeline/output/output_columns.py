@@ -40,6 +40,10 @@ def _always(run: RunTraits) -> bool:
     return True
 
 
+def _leniently(run: RunTraits) -> bool:
+    return not run.lossless
+
+
 @dataclass(frozen=True)
 class OutputColumn:
     """A column that generation adds to a row.
@@ -96,7 +100,10 @@ COLUMNS = (
         lambda g, r: logprobs_value(g.logprobs),
         wanted=lambda run: run.sampling.logprobs is not None or run.rows_have_settings,
     ),
-    OutputColumn("lossless", pa.bool_(), lambda g, r: g.lossless, wanted=lambda run: not run.lossless),
+    OutputColumn("lossless", pa.bool_(), lambda g, r: g.lossless, wanted=_leniently),
+    OutputColumn("verifier", _TEXT, lambda g, r: g.verifier, wanted=_leniently),
+    OutputColumn("num_lenient_tokens", _INTEGER, lambda g, r: len(g.lenient), wanted=_leniently),
+    OutputColumn("lenient_positions", _INTEGERS, lambda g, r: g.lenient, wanted=_leniently),
 )
 """All columns, in the order of the output; `g` is the generation and `r` its request."""
 

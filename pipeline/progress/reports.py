@@ -7,7 +7,7 @@ counted twice.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 BEAT_SECONDS = 2.0
 """Engines report their state this often."""
@@ -51,11 +51,13 @@ class EngineFacts:
         base_fingerprint: Fingerprint of the base model.
         verifier: Name of the verifier, which decides which draft tokens are kept.
         lossless: Whether the tokens are exactly those of plain decoding.
+        verifier_settings: The numbers that the verifier decides by, by name.
     """
 
     base_fingerprint: str
     verifier: str
     lossless: bool
+    verifier_settings: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

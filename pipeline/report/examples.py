@@ -52,5 +52,6 @@ def make_examples(rows: Sequence[Mapping[str, Any]], model: str) -> tuple[list[E
         ids = row["prompt_token_ids"]
         prompt = " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
         pieces = text_pieces(tokenizer, row["token_ids"])
-        examples.append(Example(row, prompt, steps_of(pieces, row.get(_STEPS, [0] * len(pieces)))))
+        steps = steps_of(pieces, row.get(_STEPS, [0] * len(pieces)), row.get("lenient_positions") or ())
+        examples.append(Example(row, prompt, steps))
     return examples, missing

@@ -34,6 +34,8 @@ _COLUMNS = (
     "generation_seconds",
     "finished_at",
 )
+_LENIENT = "num_lenient_tokens"
+"""Only outputs of verifiers that are not lossless have this column."""
 _MOST_CATEGORIES = 10_000
 
 
@@ -78,6 +80,7 @@ class RowSummary:
     Args:
         rows: How many there are.
         prompt_tokens: Tokens of their prompts.
+        lenient_tokens: Accepted tokens that the base would not have chosen.
         counts: Sums of their speculation counts.
         finish_reasons: How many ended for each reason.
         groups: The rows by category; empty where there are no categories.
@@ -90,6 +93,7 @@ class RowSummary:
 
     rows: int = 0
     prompt_tokens: int = 0
+    lenient_tokens: int = 0
     counts: DecodeCounts = field(default_factory=DecodeCounts)
     finish_reasons: Counter[str] = field(default_factory=Counter)
     groups: dict[str, Category] = field(default_factory=lambda: defaultdict(Category))
@@ -133,7 +137,8 @@ def read_rows(
         raise InputError(f"the output has no column {category!r} to group by (it has {names}): set --category")
     result = RowSummary()
     keys: list[tuple[int, str, str]] = []
-    for table in _batches(dataset, list(dict.fromkeys([*_COLUMNS, *filter(None, [category])]))):
+    leniently = [_LENIENT] if _LENIENT in dataset.schema.names else []
+    for table in _batches(dataset, list(dict.fromkeys([*_COLUMNS, *leniently, *filter(None, [category])]))):
         ids = table["request_id"].to_pylist()
         _add_counts(result, table)
         _add_times(result, table)
@@ -214,6 +219,8 @@ def _batches(dataset: pyarrow.dataset.Dataset, columns: list[str]) -> Iterator[p
 def _add_counts(result: RowSummary, table: pa.Table) -> None:
     result.rows += table.num_rows
     result.prompt_tokens += pc.sum(table["num_prompt_tokens"]).as_py() or 0
+    if _LENIENT in table.column_names:
+        result.lenient_tokens += pc.sum(table[_LENIENT]).as_py() or 0
     for name in _COUNTS:
         setattr(result.counts, name, getattr(result.counts, name) + (pc.sum(table[name]).as_py() or 0))
     lists = table["acceptance_histogram"].combine_chunks()

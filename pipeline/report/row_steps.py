@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from drafter.text.detokenizer import Detokenizer
+
+
+@dataclass(frozen=True)
+class Run:
+    """Draft tokens one after another that a step accepted for the same reason.
+
+    Args:
+        text: Their text.
+        lenient: Whether the base would have chosen others.
+    """
+
+    text: str
+    lenient: bool = False
 
 
 @dataclass(frozen=True)
@@ -16,28 +30,39 @@ class Step:
     Args:
         number: The step's place, from 1.
         accepted: How many draft tokens it accepted.
-        drafted: Their text.
+        runs: Their text.
         own: Text of the base's own token after them; empty where the row ended before it.
     """
 
     number: int
     accepted: int
-    drafted: str
+    runs: tuple[Run, ...]
     own: str
 
+    @property
+    def drafted(self) -> str:
+        """Text of the draft tokens."""
+        return "".join(run.text for run in self.runs)
 
-def steps_of(pieces: Sequence[str], per_step_accepted: Sequence[int]) -> list[Step]:
+
+def steps_of(
+    pieces: Sequence[str], per_step_accepted: Sequence[int], lenient_positions: Collection[int] = ()
+) -> list[Step]:
     """Return a row's steps.
 
     Args:
         pieces: The text of each of its tokens.
         per_step_accepted: How many draft tokens each step accepted; it added one token more.
+        lenient_positions: Places of tokens that the base would not have chosen.
     """
+    lenient = set(lenient_positions)
     steps, start = [], 0
     for number, accepted in enumerate(per_step_accepted, start=1):
-        end = start + accepted
-        steps.append(Step(number, accepted, "".join(pieces[start:end]), "".join(pieces[end : end + 1])))
-        start = end + 1
+        end = min(start + accepted, len(pieces))
+        groups = itertools.groupby(range(start, end), lenient.__contains__)
+        runs = tuple(Run("".join(pieces[place] for place in places), marked) for marked, places in groups)
+        steps.append(Step(number, accepted, runs, "".join(pieces[start + accepted : start + accepted + 1])))
+        start += accepted + 1
     return steps
 
 

@@ -15,6 +15,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from drafter.engine.engine_config import EngineConfig
+from drafter.verifiers.verifier_settings import VerifierSettings
 from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.resources_config import ResourcesConfig
 from pipeline.cluster.shares import HELPER_CPUS, ActorResources, Cluster, share_out
@@ -133,7 +134,8 @@ def _engines(config: ApplicationConfig, drafter: str, name: str, share: ActorRes
         }
     # Each text of a call is a request of the engine, so that the last call that fits may need `choices` places.
     engine = EngineConfig(**asdict(config.engine), max_queue=limits.queue + limits.choices)
-    spec = EngineSpec(config.model, drafter, asdict(config.loading), engine, 1, config.isolation)
+    verifier = VerifierSettings() if drafter == "none" else config.verifier
+    spec = EngineSpec(config.model, drafter, asdict(config.loading), engine, 1, config.isolation, verifier)
     deployment = serve.deployment(
         EngineReplica,
         name=name,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drafter.engine.engine_config import EngineSettings
+from drafter.verifiers.verifier_settings import VerifierSettings
 from pipeline.command_line import at_least, make_parser, parse, parse_object
 from pipeline.errors import InputError
 from pipeline.generate.generate_config import LoadingConfig
@@ -84,6 +85,8 @@ class ApplicationConfig:
         isolation: Draft no request from another one's text, as `memory` and `cacheback` would. Who may send many
             requests can tell from how long answers take what others have been answered. Without it all clients must
             trust each other.
+        verifier: Which draft tokens become output; by default those that plain decoding would give. Clients cannot
+            choose it.
         name: What clients call the model; by default as in `model`, or `embedded`.
         plain: Serve the model a second time, without a drafter, as NAME-plain: to compare with.
         keys: Whether clients must send a key: `required`, `none` (everybody is answered), or `auto`, which asks for one
@@ -100,6 +103,7 @@ class ApplicationConfig:
     model: str | None = None
     drafter: str = "auto"
     isolation: bool = True
+    verifier: VerifierSettings = field(default_factory=VerifierSettings)
     name: str | None = None
     plain: bool = False
     keys: KeyRule = "auto"

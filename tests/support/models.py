@@ -16,6 +16,7 @@ from drafter.engine.loop import Engine
 from drafter.requests import Generation, Request
 from drafter.tree.token_tree import TokenTree
 from drafter.tree.trie import from_nodes
+from drafter.verifiers.contract import Verifier
 
 VOCABULARY = 97
 EOS = 2
@@ -147,9 +148,11 @@ class OracleDrafter(Drafter):
         )
 
 
-def run_engine(base: BaseModel, drafter: Drafter, requests: list[Request], **config: Any) -> list[Generation]:
+def run_engine(
+    base: BaseModel, drafter: Drafter, requests: list[Request], verifier: Verifier | None = None, **config: Any
+) -> list[Generation]:
     """Decode all requests to their ends."""
-    engine = Engine(base, drafter, SpellingTokenizer(), EngineConfig(**config))
+    engine = Engine(base, drafter, SpellingTokenizer(), EngineConfig(**config), verifier=verifier)
     handles = [engine.submit(request) for request in requests]
     while not engine.idle:
         engine.step()

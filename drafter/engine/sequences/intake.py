@@ -9,19 +9,23 @@ from drafter.engine.sequences.handle import Handle
 from drafter.engine.sequences.sequence import Sequence
 from drafter.errors import RequestError
 from drafter.requests import Request
+from drafter.verifiers.contract import Verifier
 
 
-def refuse_unusable(request: Request, base: BaseModel, max_length: int) -> None:
+def refuse_unusable(request: Request, base: BaseModel, verifier: Verifier, max_length: int) -> None:
     """Refuse a request that cannot be decoded.
 
     Args:
         request: What was submitted.
         base: Says which tokens there are.
+        verifier: Says which settings it defines.
         max_length: Tokens that prompt and output may have together.
 
     Raises:
-        RequestError: The prompt is empty, too long, or not of token ids in the vocabulary; or a bias is not.
+        RequestError: The prompt is empty, too long, or not of token ids in the vocabulary; a bias is not; or the
+            verifier does not define what the settings ask for.
     """
+    verifier.refuse(request.sampling)
     ids = request.prompt_ids
     if len(ids) == 0:
         raise RequestError("the prompt is empty: give at least one token")
@@ -51,15 +55,15 @@ def refuse_long(prompt_tokens: int, max_length: int) -> None:
         )
 
 
-def new_sequence(handle: Handle, base: BaseModel, tokenizer: Any, max_length: int, *, lossless: bool) -> Sequence:
+def new_sequence(handle: Handle, base: BaseModel, tokenizer: Any, verifier: Verifier, max_length: int) -> Sequence:
     """The sequence of a request that `refuse_unusable` has let pass.
 
     Args:
         handle: The caller's end.
         base: Says which tokens end a sequence.
         tokenizer: Decodes its tokens.
+        verifier: Decides which of its draft tokens are accepted.
         max_length: Tokens that prompt and output may have together.
-        lossless: Whether the verifier is.
     """
     prompt, sampling = len(handle.request.prompt_ids), handle.request.sampling
     return Sequence(
@@ -68,5 +72,5 @@ def new_sequence(handle: Handle, base: BaseModel, tokenizer: Any, max_length: in
         length=prompt - 1,
         eos=frozenset() if sampling.ignore_eos else base.eos_token_ids,
         tokenizer=tokenizer,
-        lossless=lossless,
+        verifier=verifier,
     )

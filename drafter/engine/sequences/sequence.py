@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from drafter.requests import FinishReason, Generation, SamplingParams, Timing, T
 from drafter.statistics import DecodeCounts
 from drafter.text.detokenizer import Detokenizer
 from drafter.text.stop_strings import StopSearch, cut_at_stop
+from drafter.verifiers.contract import Verifier
 
 
 @dataclass(eq=False)
@@ -27,8 +29,9 @@ class Sequence:
         length: Committed tokens: all of `text` but the last, which is pending.
         eos: Tokens that end it.
         tokenizer: Decodes its tokens.
-        lossless: Whether its verifier is.
+        verifier: Decides which of its draft tokens are accepted.
         output: Tokens generated so far.
+        lenient: Places of those that the base would not have chosen.
         logprobs: Of these, where the request wants them.
         counts: What its steps have drafted and accepted.
         finish_reason: Why it has ended; None while it has not.
@@ -48,8 +51,9 @@ class Sequence:
     length: int
     eos: frozenset[int]
     tokenizer: Any
-    lossless: bool = True
+    verifier: Verifier
     output: list[int] = field(default_factory=list)
+    lenient: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     counts: DecodeCounts = field(default_factory=DecodeCounts)
     finish_reason: FinishReason | None = None
@@ -99,7 +103,14 @@ class Sequence:
         if self.entered is None:
             self.entered = time.monotonic()
 
-    def take(self, tokens: list[int], accepted: int, drafted: int, logprobs: list[TokenLogprob] | None) -> int:
+    def take(
+        self,
+        tokens: list[int],
+        accepted: int,
+        drafted: int,
+        logprobs: list[TokenLogprob] | None,
+        lenient: Iterable[int] = (),
+    ) -> int:
         """Add a step's tokens one by one and stop exactly where plain decoding would; return how many were added.
 
         Args:
@@ -107,6 +118,7 @@ class Sequence:
             accepted: How many of them were drafted.
             drafted: Draft tokens verified in the step.
             logprobs: Of `tokens`, where the request asked for them.
+            lenient: Places of those of `tokens` that the base would not have chosen.
         """
         before = len(self.output)
         if tokens and self.first_token is None:
@@ -128,6 +140,7 @@ class Sequence:
                 break
         emitted = len(self.output) - before
         self.length += len(tokens)
+        self.lenient += [before + place for place in lenient if place < emitted]
         accepted = min(emitted, accepted)
         self.counts.record_step(emitted=emitted, accepted=accepted, drafted=drafted)
         if logprobs is not None:
@@ -177,7 +190,9 @@ class Sequence:
             counts=self.counts,
             logprobs=self.logprobs if self.sampling.logprobs is not None else None,
             timing=self._timing(),
-            lossless=self.lossless,
+            verifier=self.verifier.name,
+            lossless=self.verifier.lossless,
+            lenient=self.lenient,
         )
 
     def _timing(self) -> Timing:

@@ -30,6 +30,7 @@ class RowOutcomes:
         drafted: Draft nodes that were verified in each row.
         log_probs: `[B, N]` float64 log prefix probabilities of the draft nodes, -inf in padding; N may be 0.
         on_path: `[B, N]` bool: whether a draft node was accepted.
+        lenient: Places of each row's tokens that the base would not have chosen.
     """
 
     tokens: list[list[int]]
@@ -38,6 +39,7 @@ class RowOutcomes:
     drafted: list[int]
     log_probs: npt.NDArray[np.float64]
     on_path: npt.NDArray[np.bool_]
+    lenient: list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,13 @@ class StepOutcome:
             alone, `[B, 1]`, where nothing was drafted.
         log_probs: `[B, N]` of the draft nodes.
         logprobs: Log-probabilities of emitted tokens, of the rows that want them; None if none do.
+        lenient: `[B, D + 1]` bool: which tokens the base would not have chosen; None where none can be.
     """
 
     packed: Tensor
     log_probs: Tensor
     logprobs: PathLogprobs | None
+    lenient: Tensor | None = None
 
     @staticmethod
     def pack(tree: TokenTree, accepted: Accepted, sound: Tensor, logprobs: PathLogprobs | None) -> StepOutcome:
@@ -70,7 +74,7 @@ class StepOutcome:
             return StepOutcome(tokens, tree.log_probs[:, 1:], logprobs)
         drafted = (tree.tokens[:, 1:] >= 0).sum(dim=1, keepdim=True)
         packed = torch.cat([accepted.count[:, None], drafted, accepted.path, tokens], dim=1)
-        return StepOutcome(packed, tree.log_probs[:, 1:], logprobs)
+        return StepOutcome(packed, tree.log_probs[:, 1:], logprobs, accepted.lenient)
 
     def to_host(self, rows: int) -> StepOutcome:
         """The first `rows` rows on the host, once what is queued on the device is done."""
@@ -78,6 +82,7 @@ class StepOutcome:
             self.packed[:rows].to("cpu", non_blocking=True),
             self.log_probs[:rows].to("cpu", non_blocking=True),
             None if self.logprobs is None else self.logprobs.to_host(),
+            None if self.lenient is None else self.lenient[:rows].to("cpu", non_blocking=True),
         )
 
     def unpack(self) -> RowOutcomes:
@@ -97,7 +102,13 @@ class StepOutcome:
         sound = [row[0] != _NOT_FINITE for row in said]
         given = [row[: count + 1] if is_sound else [] for row, count, is_sound in zip(said, counts, sound, strict=True)]
         accepted = [count if is_sound else 0 for count, is_sound in zip(counts, sound, strict=True)]
-        return RowOutcomes(given, sound, accepted, drafted, self.log_probs.numpy().astype(np.float64), on_path)
+        lenient: list[list[int]] = [[] for _ in given]
+        if self.lenient is not None:
+            for row, place in zip(*(index.tolist() for index in self.lenient.numpy().nonzero()), strict=True):
+                if sound[row]:
+                    lenient[row].append(place)
+        log_probs = self.log_probs.numpy().astype(np.float64)
+        return RowOutcomes(given, sound, accepted, drafted, log_probs, on_path, lenient)
 
     def read_logprobs(self, wanted: Mapping[int, int], tokens: list[list[int]]) -> dict[int, list[TokenLogprob]]:
         """Log-probabilities of the rows that want them; it must be on the host.

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from drafter.verifiers.verifier_settings import VerifierSettings
 from pipeline.errors import InputError
 from pipeline.generate.generate_config import GenerateConfig, parse_config
 from tests.support.paths import ROOT
@@ -29,6 +30,17 @@ def test_a_printed_configuration_is_a_configuration(tmp_path: Path) -> None:
     file.write_text(config.as_yaml())
     assert parse_config(["--config", str(file)]) == config
     assert yaml.safe_load(config.as_yaml())["engine"]["nodes"] == 5
+
+
+def test_a_verifier_is_named_by_itself_or_with_its_settings(tmp_path: Path) -> None:
+    both = ["--input", "a", "--output", "b"]
+    assert parse_config(both).verifier == VerifierSettings()
+    assert parse_config([*both, "--verifier=typical"]).verifier == VerifierSettings("typical")
+    given = parse_config([*both, "--verifier", "fly", "--verifier.theta", "0.5"])
+    assert given.verifier == VerifierSettings("fly", theta=0.5)
+    file = tmp_path / "job.yaml"
+    file.write_text("input: a\noutput: b\nverifier: {name: fly, window: 4}\n")
+    assert parse_config(["--config", str(file)]).verifier == VerifierSettings("fly", window=4)
 
 
 def test_the_demo_configuration_is_valid() -> None:
@@ -76,6 +88,8 @@ def test_the_demo_configuration_is_valid() -> None:
         ("--input a --output b --resources.gpus_per_actor 2", "set loading.device_map to auto, or take 1"),
         ("--input a --output b --writing.rows_per_file 0", "writing.rows_per_file must be at least 1, not 0"),
         ("--input a --output b --loading.dtype int8", "loading.dtype must be one of auto, float32, bfloat16, float16"),
+        ("--input a --output b --verifier loose", "verifier.name must be one of exact, fly, typical, not loose"),
+        ("--input a --output b --verifier.theta low", "verifier.theta must be"),
         ("--config nowhere.yaml", "nowhere.yaml"),
     ],
 )

@@ -106,6 +106,31 @@ def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, t
     assert not list((done.folder / "_temporary").iterdir())
 
 
+@pytest.mark.slow
+def test_rows_of_a_lenient_verifier_are_marked_everywhere(run: Run, tmp_path: Path) -> None:
+    rows = [{"prompt": QUESTIONS[n % 4], "seed": n, "sampling": {"temperature": n % 2}} for n in range(8)]
+    source = write_jsonl(tmp_path / "in.jsonl", rows)
+    settings = ["--verifier", "typical", "--verifier.epsilon", 0, "--verifier.delta", 0]
+    done = run(source, *settings)
+    assert done.code == 0, done.stderr
+    assert len(done.rows) == 8
+    lenient = 0
+    for row in done.rows:
+        assert (row["lossless"], row["verifier"]) == (False, "typical")
+        assert row["num_lenient_tokens"] == len(row["lenient_positions"]) <= row["num_accepted_draft_tokens"]
+        assert all(place < row["num_output_tokens"] for place in row["lenient_positions"])
+        if row["seed"] % 2 == 0:  # greedy rows are decoded exactly
+            assert row["num_lenient_tokens"] == 0
+        lenient += row["num_lenient_tokens"]
+    assert lenient > 0
+    ran = json.loads((done.folder / "run.json").read_text())
+    assert (ran["verifier"], ran["lossless"]) == ("typical", False)
+    assert ran["verifier_settings"] == {"epsilon": 0, "delta": 0}
+    again = run(source)
+    assert again.code == 2
+    assert "belongs to another job (verifier was" in again.stderr
+
+
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,15 @@ def test_an_answer_without_numbers_is_an_error(url: str) -> None:
         to_json(answer)
         if status == 500:
             assert answer["response"]["body"]["error"]["code"] == "not_finite"
+
+
+def test_an_answer_that_was_made_leniently_says_so() -> None:
+    asked = {"custom_id": "a", "method": "POST", "url": CHAT, "body": json.dumps({"model": "m", "messages": HELLO})}
+    made = [Generation(f"a#{n}", [1, 2], "x", "stop", 3, DecodeCounts()) for n in range(2)]
+    assert "lossless" not in answer_line(asked, made, 7, str)["response"]["body"]
+    made[1] = replace(made[1], verifier="fly", lossless=False, lenient=[1])
+    body = answer_line(asked, made, 7, str)["response"]["body"]
+    assert (body["lossless"], body["verifier"], body["lenient_tokens"]) == (False, "fly", 1)
 
 
 def test_the_example_is_a_batch() -> None:

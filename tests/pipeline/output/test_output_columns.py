@@ -22,6 +22,10 @@ from pipeline.output.writing_config import WritingConfig
 PLAIN = RunTraits(SamplingParams(), WritingConfig(), rows_have_settings=False)
 
 
+MARKS = ("lossless", "verifier", "num_lenient_tokens", "lenient_positions")
+"""Columns of a verifier that is not lossless."""
+
+
 def names(traits: RunTraits) -> set[str]:
     return {column.name for column in wanted_columns(traits)}
 
@@ -40,7 +44,7 @@ def test_the_columns_are_those_that_outputs_have() -> None:
         "generation_seconds",
         "finished_at",
         "logprobs",
-        "lossless",
+        *MARKS,
     ]
     assert TIMING_COLUMNS == ("generation_seconds", "finished_at")
     assert columns.field("finished_at").type == pa.timestamp("ms", "UTC")
@@ -73,6 +77,9 @@ def test_every_value_has_the_type_of_its_column() -> None:
             }
         ],
         "lossless": True,
+        "verifier": "exact",
+        "num_lenient_tokens": 0,
+        "lenient_positions": [],
     }
 
 
@@ -83,9 +90,9 @@ def test_every_value_has_the_type_of_its_column() -> None:
         (dataclasses.replace(PLAIN, writing=WritingConfig(per_step_accepted=False)), set()),
         (dataclasses.replace(PLAIN, sampling=SamplingParams(logprobs=0)), {"per_step_accepted", "logprobs"}),
         (dataclasses.replace(PLAIN, rows_have_settings=True), {"per_step_accepted", "logprobs"}),
-        (dataclasses.replace(PLAIN, lossless=False), {"per_step_accepted", "lossless"}),
+        (dataclasses.replace(PLAIN, lossless=False), {"per_step_accepted", *MARKS}),
     ],
 )
 def test_optional_columns_are_there_for_who_asks(traits: RunTraits, optional: set[str]) -> None:
-    always = {column.name for column in COLUMNS} - {"per_step_accepted", "logprobs", "lossless"}
+    always = {column.name for column in COLUMNS} - {"per_step_accepted", "logprobs", *MARKS}
     assert names(traits) == always | optional

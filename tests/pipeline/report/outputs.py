@@ -41,6 +41,7 @@ def write_output(folder: Path, parts: list[list[dict[str, Any]]], errors: list[d
                     **statistics_columns(counts),
                     "generation_seconds": row.get("seconds", 1.0),
                     "finished_at": BEGUN + timedelta(seconds=row.get("at", 0)),
+                    **row.get("marks", {}),
                 }
             )
         pa.parquet.write_table(pa.Table.from_pylist(full), folder / "data" / f"{number}.parquet")

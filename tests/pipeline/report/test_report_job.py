@@ -17,6 +17,7 @@ from playwright.sync_api import sync_playwright
 from transformers import AutoTokenizer
 
 from pipeline.generate.generate_job import main as generate
+from pipeline.output.output_folder import OutputFolder
 from pipeline.report.report_job import main
 from pipeline.report.row_steps import steps_of, text_pieces
 from tests.pipeline.conftest import HOSTILE, JOB_SETTINGS, FinishedJob, job_arguments
@@ -146,13 +147,29 @@ def test_what_is_not_known_is_said(outputs: tuple[Path, Path], tmp_path: Path) -
     assert "The other output is not plain decoding: its drafter was ngram" in said
 
 
-def test_steps_and_texts_that_are_lost_are_said(tmp_path: Path) -> None:
-    output = write_output(tmp_path / "out", [[{"id": "a", "accepted": [1, 1]}]], [])
+def write_run(output: OutputFolder, **facts: Any) -> None:
     sampling = {"temperature": 0.0, "max_new_tokens": 4, "seed": 0}
     config = {"input": "in", "model": "no/such-model", "drafter": "x", "reading": {"id_column": "id"}}
     versions = dict.fromkeys(["drafter", "torch", "transformers", "ray"])
     run = {"config": {**config, "sampling": sampling}, "state": "running", "versions": versions, "git_commit": None}
-    output.run_file.write_text(json.dumps({**run, "meaning": {}}))
+    output.run_file.write_text(json.dumps({**run, "meaning": {}, **facts}))
+
+
+def test_tokens_that_were_accepted_leniently_are_counted_and_marked(tmp_path: Path) -> None:
+    marks = {"lossless": False, "verifier": "fly", "num_lenient_tokens": 2, "lenient_positions": [0, 3]}
+    rows = [{"id": "a", "accepted": [2, 1], "token_ids": [11, 12, 13, 14, 15], "marks": marks}]
+    write_run(write_output(tmp_path / "out", [rows], []), lossless=False, verifier="fly")
+    assert job(tmp_path / "out") == 0
+    page = Page((tmp_path / "out" / "report.html").read_text())
+    assert "2 tokens accepted by the verifier fly" in page.text
+    assert "In red are draft tokens" in page.text
+    assert page.attributes.count(("class", "lenient")) == 2
+    assert page.answers == ["11 12 13 14 15 "]
+
+
+def test_steps_and_texts_that_are_lost_are_said(tmp_path: Path) -> None:
+    output = write_output(tmp_path / "out", [[{"id": "a", "accepted": [1, 1]}]], [])
+    write_run(output)
     assert job(tmp_path / "out") == 0
     page = Page((tmp_path / "out" / "report.html").read_text())
     assert "Tokens are shown as numbers: the tokenizer of no/such-model is not on this machine" in page.text

@@ -412,5 +412,6 @@ def test_answers_of_a_verifier_that_is_not_lossless_are_marked(plain: Speculativ
             body = {"model": NAME, "messages": chat("how many"), "max_tokens": 3, "stream": stream}
             text = httpx2.post(f"{address}/v1/chat/completions", json=body, timeout=PATIENCE).text
         events = [line.removeprefix("data: ") for line in text.splitlines() if line and "[DONE]" not in line]
-        marks[verifier.lossless] = json.loads(events[-1]).get("lossless")
-    assert marks == {True: None, False: False}
+        last = json.loads(events[-1])
+        marks[verifier.lossless] = [last.get(name) for name in ("lossless", "verifier", "lenient_tokens")]
+    assert marks == {True: [None, None, None], False: [False, "exact", 0]}

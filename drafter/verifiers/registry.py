@@ -1,0 +1,39 @@
+"""Verifiers by name. A new one is one module, and one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from drafter.errors import LoadError
+from drafter.verifiers.contract import Verifier
+from drafter.verifiers.exact import ExactVerifier
+from drafter.verifiers.lenient.fly import FlyVerifier
+from drafter.verifiers.lenient.typical import TypicalVerifier
+from drafter.verifiers.verifier_settings import VerifierSettings
+
+_MAKERS: dict[str, tuple[Callable[..., Verifier], tuple[str, ...]]] = {
+    "exact": (ExactVerifier, ()),
+    "fly": (FlyVerifier, ("theta", "window")),
+    "typical": (TypicalVerifier, ("epsilon", "delta")),
+}
+"""Class of each verifier, and the settings that are its own."""
+
+
+def make_verifier(settings: VerifierSettings) -> Verifier:
+    """Return the verifier that settings ask for.
+
+    Raises:
+        LoadError: A setting is another verifier's, or has a value that is not allowed.
+    """
+    made, own = _MAKERS[settings.name]
+    given: dict[str, Any] = {
+        name: value for name, value in vars(settings).items() if name != "name" and value is not None
+    }
+    if foreign := sorted(set(given) - set(own)):
+        has = f"it has {', '.join(own)}" if own else "it has no settings"
+        raise LoadError(f"the verifier {settings.name} has no {foreign[0]}: {has}")
+    try:
+        return made(**given)
+    except ValueError as error:
+        raise LoadError(f"verifier {settings.name}: {error}") from error
