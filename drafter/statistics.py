@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import sqrt
 from statistics import mean, median
 from typing import Any
 
@@ -140,3 +141,47 @@ def statistics_columns(counts: DecodeCounts) -> dict[str, Any]:
         "mean_acceptance_length": mean_acceptance_length(counts),
         "draft_acceptance_rate": draft_acceptance_rate(counts),
     }
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """Two measurements of the same things.
+
+    Args:
+        first: Mean of the first.
+        second: Mean of the second.
+        mean: Mean of second minus first.
+        margin: Half the width of its 95 % confidence interval, by the normal approximation; None for fewer than two.
+    """
+
+    first: float
+    second: float
+    mean: float
+    margin: float | None
+
+
+@dataclass
+class PairedSums:
+    """Sums over pairs, from which a paired difference follows without keeping the pairs."""
+
+    pairs: int = 0
+    first: float = 0.0
+    second: float = 0.0
+    squares: float = 0.0
+
+    def add(self, first: float, second: float) -> None:
+        """Count a pair."""
+        self.pairs += 1
+        self.first += first
+        self.second += second
+        self.squares += (second - first) ** 2
+
+    @property
+    def difference(self) -> PairedDifference:
+        """The difference of at least one pair."""
+        number, total = self.pairs, self.second - self.first
+        margin = None
+        if number > 1:
+            variance = max(self.squares - total * total / number, 0.0) / (number - 1)
+            margin = 1.96 * sqrt(variance / number)
+        return PairedDifference(self.first / number, self.second / number, total / number, margin)

@@ -9,6 +9,7 @@ from drafter.engine.sequences.sequence import Sequence
 from drafter.engine.sequences.waiting_queue import WaitingQueue
 from drafter.errors import EngineError, QueueFullError
 from drafter.requests import Request
+from drafter.verifiers.exact import ExactVerifier
 
 
 def waiting(queue: WaitingQueue, *timeouts: float | None) -> list[Sequence]:
@@ -16,7 +17,7 @@ def waiting(queue: WaitingQueue, *timeouts: float | None) -> list[Sequence]:
     slots = []
     for timeout in timeouts:
         handle = Handle(Request([5], timeout=timeout), stream=False, on_cancel=queue.look_again)
-        slots.append(Sequence(handle, limit=1, length=0, eos=frozenset(), tokenizer=None))
+        slots.append(Sequence(handle, limit=1, length=0, eos=frozenset(), tokenizer=None, verifier=ExactVerifier()))
         queue.put(slots[-1])
     return slots
 

@@ -1,0 +1,1 @@
+"""Two outputs of the same prompts, side by side."""

@@ -1,0 +1,134 @@
+"""The comparison job's entry: reads two outputs, prints what differs, and writes one page."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow.dataset
+
+from drafter.base.loading import load_tokenizer
+from drafter.errors import LoadError, one_line
+from pipeline.command_line import run_job
+from pipeline.compare.comparison import Comparison, compare_rows
+from pipeline.compare.comparison_page import render, shown_rows
+from pipeline.compare.row_pairs import rows_of
+from pipeline.compare.scorers import make_scorer
+from pipeline.engines.named_models import model_name
+from pipeline.errors import InputError
+from pipeline.io.files import locate
+from pipeline.output.output_folder import OutputFolder
+from pipeline.report.output_files import open_output, read_run_of
+
+PAGE = "comparison.html"
+_DESCRIPTION = """\
+Compare two outputs of generation jobs, of the same prompts: how many rows have the same tokens, where the
+others differ, and, with a scorer, whether one is worth more than the other.
+
+  python -m jobs.compare exact lenient --scorer number --target answer
+  python -m jobs.compare exact lenient --scorer score.py:is_right --page /tmp/comparison.html"""
+_COLUMNS = ("request_id", "token_ids")
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """A comparison.
+
+    Args:
+        first: Folder or URI of one output.
+        second: Folder or URI of the other.
+        scorer: Name of the scorer; see `make_scorer`. None compares tokens alone.
+        target: Column with the right answer, for a built-in scorer.
+        page: File or URI to write.
+        examples: How many differing rows to show.
+    """
+
+    first: str
+    second: str
+    scorer: str | None
+    target: str | None
+    page: str
+    examples: int
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the job that a command line asks for; see `run_job` for what it returns."""
+    return run_job(lambda given: compare(parse_config(given)), arguments)
+
+
+def parse_config(arguments: Sequence[str] | None = None) -> CompareConfig:
+    """Return the comparison that a command line asks for."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.compare", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("first", help="folder or URI of a generation job's results")
+    parser.add_argument("second", help="the same of another job on the same prompts")
+    parser.add_argument("--scorer", help="number, string, json, or FILE.py:function: what a row is worth")
+    parser.add_argument("--target", help="column with the right answer, for number, string and json")
+    parser.add_argument("--page", help=f"file or URI to write; by default {PAGE} in the second output")
+    parser.add_argument("--examples", type=int, default=20, help="differing rows to show (20)")
+    given = parser.parse_args(arguments)
+    if given.examples < 0:
+        raise InputError(f"--examples must be at least 0, not {given.examples}")
+    page = given.page if given.page is not None else f"{given.second.rstrip('/')}/{PAGE}"
+    return CompareConfig(given.first, given.second, given.scorer, given.target, page, given.examples)
+
+
+def compare(config: CompareConfig) -> None:
+    """Read both outputs, print the summary and write the page.
+
+    Raises:
+        InputError: An output, the scorer or the page cannot be used.
+    """
+    outputs = [open_output(uri) for uri in (config.first, config.second)]
+    scorer = None if config.scorer is None else make_scorer(config.scorer, config.target)
+    for uri, output in zip((config.first, config.second), outputs, strict=True):
+        _refuse_without_rows(uri, output)
+    columns = None if scorer is not None else _COLUMNS
+    first, second = (rows_of(output, columns) for output in outputs)
+    found = compare_rows(first, second, scorer, config.examples)
+    model = model_name(read_run_of(outputs[1])["config"]["model"])
+    page = locate(config.page)
+    rows = shown_rows(found.shown, _tokenizer(model))
+    try:
+        page.write_text(render((config.first, config.second), found, config.scorer, rows))
+    except OSError as error:
+        raise InputError(f"page {config.page} cannot be written: {one_line(error)}") from error
+    print("\n".join([*_summary(found, config), page.path]), flush=True)
+
+
+def _refuse_without_rows(uri: str, output: OutputFolder) -> None:
+    if not any(info.path.endswith(".parquet") for info in output.data.children()):
+        raise InputError(f"output {uri} has no finished rows: run jobs.generate first")
+    names = pyarrow.dataset.dataset(output.data.path, filesystem=output.data.filesystem, format="parquet").schema.names
+    if missing := [name for name in _COLUMNS if name not in names]:
+        raise InputError(f"output {uri} is not of jobs.generate: its rows have no {', '.join(missing)}")
+
+
+def _tokenizer(model: str) -> Any:
+    """The base's tokeniser, if it is on this machine; it is not downloaded."""
+    try:
+        return load_tokenizer(model, local_files_only=True)
+    except LoadError:
+        print(f"tokens are shown as numbers: the tokenizer of {model} is not on this machine", file=sys.stderr)
+        return None
+
+
+def _summary(found: Comparison, config: CompareConfig) -> list[str]:
+    """What was found, in lines."""
+    lines = [f"{found.rows:,} rows in both outputs, {found.identical:,} of them with the same tokens"]
+    if found.only_first or found.only_second:
+        lines.append(f"{found.only_first:,} rows only in {config.first}, {found.only_second:,} only in {config.second}")
+    if found.earliest is not None:
+        lines.append(f"earliest difference: row {found.earliest.name}, token {found.earliest.place}")
+    if found.utility is not None and found.rows:
+        difference = found.utility.difference
+        margin = "" if difference.margin is None else f" ± {difference.margin:.4f} (95 %, paired)"
+        lines.append(
+            f"utility by {config.scorer}: {difference.first:.4f} and {difference.second:.4f}, "
+            f"difference {difference.mean:+.4f}{margin}"
+        )
+    return lines

@@ -1,0 +1,107 @@
+"""What an answer is worth: by a built-in rule against a column of the input, or by the user's own function."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from drafter.errors import one_line, shown
+from pipeline.errors import InputError
+
+Scorer = Callable[[Mapping[str, Any]], float]
+"""A finished row, with all of its columns → its utility, mostly 0 or 1."""
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def last_number(text: str) -> float | None:
+    """Return the last number in a text, in which commas may part thousands; None if there is none."""
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def _same_number(text: str, target: str) -> bool:
+    said = last_number(text)
+    return said is not None and said == last_number(target)
+
+
+def _same_string(text: str, target: str) -> bool:
+    return text.strip() == target.strip()
+
+
+def _same_json(text: str, target: str) -> bool:
+    try:
+        return bool(json.loads(text) == json.loads(target))
+    except ValueError:
+        return False
+
+
+_BUILT_IN: dict[str, Callable[[str, str], bool]] = {
+    "number": _same_number,
+    "string": _same_string,
+    "json": _same_json,
+}
+"""Whether a text is right, given the target."""
+
+
+def make_scorer(name: str, target: str | None) -> Scorer:
+    """Return a scorer.
+
+    Args:
+        name: `number` (the last number of text and target is the same), `string` (they are the same but for space
+            around them), `json` (they are equal as JSON), or `FILE.py:function`, which is given a row as a dictionary.
+        target: Column with the right answer, for the built-in ones.
+
+    Raises:
+        InputError: There is no such scorer, or a built-in one has no target.
+    """
+    if name in _BUILT_IN:
+        if target is None:
+            raise InputError(f"the scorer {name} compares with a column of the rows: name it with --target")
+        rule, column = _BUILT_IN[name], target
+        return lambda row: float(rule(row["text"], _text_of(row, column)))
+    file, _, function = name.rpartition(":")
+    if not file.endswith(".py") or not function:
+        raise InputError(f"no scorer {name!r}: use {', '.join(_BUILT_IN)}, or FILE.py:function")
+    return _checked(_load(Path(file), function), name)
+
+
+def _text_of(row: Mapping[str, Any], column: str) -> str:
+    if column not in row:
+        raise InputError(f"row {row['request_id']} has no column {column!r} to compare with: set --target")
+    value = row[column]
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _load(file: Path, function: str) -> Callable[[dict[str, Any]], object]:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if not file.is_file() or spec is None or spec.loader is None:
+        raise InputError(f"scorer {file} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's file does
+        raise InputError(f"scorer {file} cannot be loaded: {type(error).__name__}: {one_line(error)}") from error
+    found = getattr(module, function, None)
+    if not callable(found):
+        raise InputError(f"scorer {file} has no function {function!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def _checked(function: Callable[[dict[str, Any]], object], name: str) -> Scorer:
+    def score(row: Mapping[str, Any]) -> float:
+        try:
+            value = function(dict(row))
+        except Exception as error:  # whatever the user's function does
+            why = f"{type(error).__name__}: {one_line(error)}"
+            raise InputError(f"scorer {name} failed on row {row['request_id']}: {why}") from error
+        if not isinstance(value, bool | int | float) or not math.isfinite(value):
+            raise InputError(f"scorer {name} must return a finite number, not {shown(value)}, row {row['request_id']}")
+        return float(value)
+
+    return score
