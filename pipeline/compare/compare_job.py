@@ -13,7 +13,7 @@ import pyarrow.dataset
 from drafter.base.loading import load_tokenizer
 from drafter.errors import LoadError, one_line
 from pipeline.command_line import run_job
-from pipeline.compare.comparison import Comparison, compare_rows
+from pipeline.compare.compared_rows import Comparison, compare_rows
 from pipeline.compare.comparison_page import render, shown_rows
 from pipeline.compare.row_pairs import rows_of
 from pipeline.compare.scorers import make_scorer

@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
-from pipeline.compare.comparison import Comparison, DifferingRow
+from pipeline.compare.compared_rows import Comparison, DifferingRow
 from pipeline.compare.token_differences import Span, differing_spans
 from pipeline.report.row_steps import text_pieces
 
