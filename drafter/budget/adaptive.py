@@ -99,6 +99,33 @@ class AdaptiveBudget:
             band.pause = math.ceil(min(band.tried / (_LOOKS * float(band.seconds[0])), _LONGEST_PAUSE))
             band.seen, band.tried = 0, 0.0
 
+    def best(self, rows: int) -> tuple[float, int]:
+        """Tokens per second and row to expect of the best number of nodes, and that number; 0 is plain decoding."""
+        rates = self._rates(self._band(rows))
+        return float(rates.max()), int(self._nodes[rates.argmax()])
+
+    def drafted_rate(self, rows: int) -> float:
+        """Tokens per second and row to expect of the best number of nodes but none."""
+        return float(self._rates(self._band(rows))[1:].max())
+
+    def seconds(self, rows: int, nodes: int) -> float:
+        """Seconds to expect of a step with so many draft nodes, one of the table's numbers."""
+        return float(self._band(rows).seconds[self._nodes.searchsorted(nodes)])
+
+    def drafts(self, rows: int) -> bool:
+        """Whether the next step of `rows` rows is no pause."""
+        return not self._band(rows).pause
+
+    def look_again(self, rows: int) -> None:
+        """End the pause, if there is one."""
+        band = self._band(rows)
+        band.pause = band.seen = 0
+        band.tried = 0.0
+
+    def band_of(self, rows: int) -> int:
+        """Index of the measured batch size that is closest to `rows`, in ratio."""
+        return int(np.abs(np.log(self._batches / rows)).argmin())
+
     def _learn_gain(self, band: _Band, size: int, promised: Floats) -> None:
         """Average what the leading nodes of a tree of the `size`-th number promised, and extend it to larger trees."""
         known, larger = slice(0, size + 1), slice(size + 1, None)
@@ -111,5 +138,4 @@ class AdaptiveBudget:
         return rates
 
     def _band(self, rows: int) -> _Band:
-        """That of the measured batch size that is closest to `rows`, in ratio."""
-        return self._bands[int(np.abs(np.log(self._batches / rows)).argmin())]
+        return self._bands[self.band_of(rows)]

@@ -40,6 +40,7 @@ class StepObservation:
         log_probs: `[B, N]` those of the nodes that were verified, the leading ones of each row; -inf in padding.
         accepted: `[B, N]` bool: whether each of them became output.
         seconds: Where the time went; None where the host does not know.
+        member: `Ask.member`.
     """
 
     rows: int
@@ -48,6 +49,7 @@ class StepObservation:
     log_probs: Floats
     accepted: npt.NDArray[np.bool_]
     seconds: StepSeconds | None = None
+    member: int = 0
 
     @property
     def verified(self) -> Counts:

@@ -73,10 +73,12 @@ class Ask:
         nodes: Draft nodes of each row's tree, root not counted.
         least_probability: Less probable prefixes will hardly be verified. Where every path costs time, on a CPU, a
             search may leave them out.
+        member: Which of the drafter's `members` is to draft.
     """
 
     nodes: int
     least_probability: float = 0.0
+    member: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,8 @@ class Drafter(ABC):
     """
 
     spec: DraftSpec
+    members: tuple[str, ...] = ()
+    """Names of the drafters among which a budget chooses; none if it is one drafter."""
 
     def open(self, loan: Loan) -> None:  # noqa: B027 - a drafter without memory has nothing to do
         """Make room for the loan's slots. Called once, before everything else."""
@@ -151,6 +155,9 @@ class Drafter(ABC):
 
     def clear(self, slot: int) -> None:  # noqa: B027
         """Set all numbers kept for `slot` to zero: some may not be finite, and would reach the next sequence there."""
+
+    def select(self, member: int) -> None:  # noqa: B027
+        """Let this one of the `members` draft from now on. Comes before `prepare`."""
 
     def prepare(self, context: DraftContext) -> None:  # noqa: B027
         """Do what a step needs beside `propose`, such as reading a new prompt. Comes before each `propose`.

@@ -15,7 +15,7 @@ class MergedDrafter(Drafter):
     """Lets all members propose; the best nodes of any of them make the tree."""
 
     def __init__(self, *members: Drafter) -> None:
-        self.members = members
+        self._drafters = members
         specs = [member.spec for member in members]
         self.spec = DraftSpec(
             max_nodes=max(spec.max_nodes for spec in specs),
@@ -28,45 +28,45 @@ class MergedDrafter(Drafter):
 
     def open(self, loan: Loan) -> None:
         """Open all."""
-        for member in self.members:
+        for member in self._drafters:
             member.open(loan)
 
     def enter(self, slot: int, text: Ids) -> None:
         """Tell all."""
-        for member in self.members:
+        for member in self._drafters:
             member.enter(slot, text)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy in all."""
-        for member in self.members:
+        for member in self._drafters:
             member.copy(source, target, length)
 
     def move(self, source: int, target: int) -> None:
         """Move in all."""
-        for member in self.members:
+        for member in self._drafters:
             member.move(source, target)
 
     def clear(self, slot: int) -> None:
         """Clear all."""
-        for member in self.members:
+        for member in self._drafters:
             member.clear(slot)
 
     def prepare(self, context: DraftContext) -> None:
         """Prepare all."""
-        for member in self.members:
+        for member in self._drafters:
             member.prepare(self._seen_by(member, context))
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         """Trees `[B, 1 + ask.nodes]`."""
         trees = [
             member.propose(self._seen_by(member, context), replace(ask, nodes=min(ask.nodes, member.spec.max_nodes)))
-            for member in self.members
+            for member in self._drafters
         ]
         return merge(trees, self.spec.max_depth, ask.nodes + 1)
 
     def observe(self, committed: Committed) -> None:
         """Tell all."""
-        for member in self.members:
+        for member in self._drafters:
             member.observe(committed)
 
     def _seen_by(self, member: Drafter, context: DraftContext) -> DraftContext:

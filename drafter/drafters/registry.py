@@ -10,6 +10,7 @@ import torch
 
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.cacheback import CachebackDrafter
+from drafter.drafters.choosing import ChoosingDrafter
 from drafter.drafters.contract import Drafter
 from drafter.drafters.memory import MemoryDrafter
 from drafter.drafters.merged import MergedDrafter
@@ -69,13 +70,26 @@ def shipped_head(base: BaseModel) -> Path | None:
     return next((folder for folder in folders if is_head_of(folder, base)), None)
 
 
+def automatic(loading: Loading) -> Drafter:
+    """Return the drafter `auto`: all that are to be had for a base, among which a budget chooses.
+
+    On a GPU a step is recorded with its drafter, so there is one alone: the head that ships, or else `ngram`.
+    """
+    head = shipped_head(loading.base)
+    if loading.base.device.type != "cpu":
+        return loading.load(str(head or "ngram"))
+    named = {"head": str(head)} if head else {}
+    named |= {name: name for name in ("memory", "cacheback", "ngram")}
+    return ChoosingDrafter({name: loading.load(one) for name, one in named.items()})
+
+
 def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: bool = False) -> Drafter:
     """A drafter for `base`.
 
     Args:
         name: `none`, `ngram`, `memory`, `cacheback`, the algorithm of an embedded head (`ctc`), a head's folder or hub
-            id, several of these joined by `+`, or `auto`: the CTC head that ships with the project for this base, else
-            `ngram`.
+            id, several of these joined by `+`, or `auto`: the CTC head that ships with the project for this base,
+            `memory`, `cacheback` and `ngram`, of which the fastest drafts.
         base: The base it drafts for.
         nodes: Draft nodes of its largest trees.
         isolated: Whether no text may be drafted from another one.
@@ -87,7 +101,7 @@ def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: boo
     if nodes < 1:
         name = "none"
     if name == "auto":
-        name = str(shipped_head(base) or "ngram")
+        return automatic(loading)
     if name in TRAINING_FREE:
         return ((ISOLATED.get(name) if isolated else None) or TRAINING_FREE[name])(nodes)
     kind, rest = kind_and_rest(name)

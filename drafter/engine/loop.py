@@ -17,6 +17,7 @@ import torch
 from drafter import devices
 from drafter.base.causal_lm import BaseModel
 from drafter.budget.adaptive import AdaptiveBudget
+from drafter.budget.choosing import ChoosingBudget
 from drafter.budget.contract import Budget, StepObservation
 from drafter.budget.fixed import FixedBudget
 from drafter.drafters.contract import Committed, Drafter
@@ -33,7 +34,7 @@ from drafter.engine.steps.eager_step import EagerStep, StepRun
 from drafter.engine.steps.flights import Flight, Flights
 from drafter.engine.steps.graph_step import GraphStep
 from drafter.engine.steps.outcome import RowOutcomes, StepOutcome
-from drafter.engine.warm_up import compile_base, measure_steps
+from drafter.engine.warm_up import compile_base, measure_member, measure_steps
 from drafter.errors import EngineError, LoadError
 from drafter.requests import Request
 from drafter.stage_times import StageTimes
@@ -228,6 +229,7 @@ class Engine:
                 run.seconds,
                 planned,
                 landed,
+                run.member,
             )
         )
 
@@ -282,8 +284,9 @@ class Engine:
             return
         log_probs = outcome.log_probs[alive]
         promised = log_probs if flight.promised is None else flight.promised[alive]
+        on_path = outcome.on_path[alive]
         self.budget.observe(
-            StepObservation(len(alive), flight.asked, promised, log_probs, outcome.on_path[alive], flight.seconds)
+            StepObservation(len(alive), flight.asked, promised, log_probs, on_path, flight.seconds, flight.member)
         )
 
     # ---- entering and leaving
@@ -327,7 +330,12 @@ class Engine:
             return FixedBudget(0)
         if nodes != "auto":
             return FixedBudget(min(nodes, self.drafter.spec.max_nodes))
-        return AdaptiveBudget(measure_steps(self._device_step, self._graphs))
+        table = measure_steps(self._device_step, self._graphs)
+        members = self.drafter.members
+        if len(members) < 2 or self._graphs is not None:  # a recorded step always has the same drafter
+            return AdaptiveBudget(table)
+        tables = [table, *(measure_member(self._device_step, table, one) for one in range(1, len(members)))]
+        return ChoosingBudget(members, [AdaptiveBudget(one) for one in tables])
 
 
 def _refuse_mismatch(drafter: Drafter, verifier: Verifier) -> None:

@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 _PROBED_LENGTH = 256
 """Committed tokens of the sequences whose steps are timed."""
+_DRAFT_RUNS = 2
+"""How often a draft is timed: the first run may do what only a first run must."""
 _PROBED_TEXT, _PROBED_TEXTS = 24, 16
 """How many of these the base generates itself, in how many different texts."""
 
@@ -82,6 +84,34 @@ def measure_steps(step: DeviceStep, graphs: StepGraphs | None) -> LatencyTable:
         ) from error
     state.forget()
     return table
+
+
+@torch.inference_mode()
+def measure_member(step: DeviceStep, table: LatencyTable, member: int) -> LatencyTable:
+    """Latencies of steps that another of the drafter's members drafts.
+
+    Args:
+        step: The stages; all slots are empty.
+        table: Latencies of the member that is selected at first. Verification takes as long whoever has drafted.
+        member: Which one.
+    """
+    state, device = step.state, step.base.device
+    generate_texts(step)
+    state.drafter.select(member)
+    length = _probed_length(state)
+    state.lengths.fill_(length)
+    draft = table.draft.copy()
+    for place, rows in enumerate(int(batch) for batch in table.batches):
+        context = state.context([length] * rows)
+        for column, nodes in enumerate(table.nodes):
+            if nodes:
+                ask = Ask(nodes, 1 / (nodes + 1), member)
+                state.drafter.prepare(context)
+                taken = [_timed(device, lambda: step.draft(context, ask))[1] for _ in range(_DRAFT_RUNS)]  # noqa: B023
+                draft[place, column] = min(taken)
+    state.drafter.select(0)
+    state.forget()
+    return replace(table, draft=draft)
 
 
 def _probed_length(state: BatchState) -> int:

@@ -10,6 +10,7 @@ import pytest
 
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.cacheback import CachebackDrafter
+from drafter.drafters.choosing import ChoosingDrafter
 from drafter.drafters.contract import Drafter
 from drafter.drafters.memory import MemoryDrafter
 from drafter.drafters.merged import MergedDrafter
@@ -60,6 +61,7 @@ def drafters(base: BaseModel, texts: list[list[int]]) -> dict[str, Drafter]:
         "ngram": NgramDrafter(),
         "memory": MemoryDrafter(),
         "cacheback": CachebackDrafter(),
+        "choosing": ChoosingDrafter({"head": make_head(base, "ctc").drafter(base, 8), "ngram": NgramDrafter(8)}),
         "adversarial": AdversarialDrafter(seed=1),
         "oracle": OracleDrafter(texts),
         "ensemble": MergedDrafter(NgramDrafter(nodes=8, depth=4), OracleDrafter(texts)),

@@ -28,6 +28,7 @@ class StepRun:
         verified: Draft nodes of the widest row that was verified.
         promised: `[B, asked]` log prefix probabilities of all drafted nodes, where not all of them are verified.
         seconds: Where the time went; None where the host does not know.
+        member: Which of the drafter's members drafted.
     """
 
     outcome: StepOutcome
@@ -35,6 +36,7 @@ class StepRun:
     verified: int
     promised: npt.NDArray[np.float64] | None = None
     seconds: StepSeconds | None = None
+    member: int = 0
 
 
 class EagerStep:
@@ -62,6 +64,7 @@ class EagerStep:
         promised = None
         if ask.nodes:
             begun = time.perf_counter()
+            self._step.state.drafter.select(ask.member)
             self._step.state.drafter.prepare(context)
             reading = time.perf_counter() - begun
             self._times.mark("draft")
@@ -80,4 +83,4 @@ class EagerStep:
         outcome = self._step.accept(verified, slice(0, rows))
         self._times.mark("commit")
         seconds = StepSeconds(reading, drafting, time.perf_counter() - started) if self._timed else None
-        return StepRun(outcome, ask.nodes, tree.size - 1, promised, seconds)
+        return StepRun(outcome, ask.nodes, tree.size - 1, promised, seconds, ask.member)

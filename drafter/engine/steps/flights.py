@@ -29,6 +29,7 @@ class Flight:
         seconds: Where the time went, where the host knows.
         planned: Whether the budget planned the step; not where it came with a prompt's forward.
         landed: Happens when the outcome is there; None where it is.
+        member: Which of the drafter's members drafted.
     """
 
     sequences: list[Sequence]
@@ -41,6 +42,7 @@ class Flight:
     seconds: StepSeconds | None = None
     planned: bool = True
     landed: torch.cuda.Event | None = None
+    member: int = 0
 
     @property
     def alive(self) -> list[int]:

@@ -6,11 +6,9 @@ import pytest
 
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters import registry
-from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.registry import load_drafter, shipped_head
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import Provenance
-from drafter.heads.frame_head import FrameDrafter
 from drafter.heads.registry import new_head
 
 
@@ -23,14 +21,14 @@ def head_of_tiny_base(tiny_base: BaseModel, tmp_path: Path) -> Path:
     return tmp_path / "tiny"
 
 
-def test_auto_drafts_with_the_head_that_ships_for_a_base(
+def test_auto_chooses_among_the_head_that_ships_for_a_base_and_what_needs_none(
     tiny_base: BaseModel, head_of_tiny_base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert shipped_head(tiny_base) is None
-    assert isinstance(load_drafter("auto", tiny_base, 8), NgramDrafter)
+    assert load_drafter("auto", tiny_base, 8).members == ("memory", "cacheback", "ngram")
     monkeypatch.setattr(registry, "OTHER_HEADS", head_of_tiny_base.parent)
     assert shipped_head(tiny_base) == head_of_tiny_base
-    assert isinstance(load_drafter("auto", tiny_base, 8), FrameDrafter)
+    assert load_drafter("auto", tiny_base, 8).members == ("head", "memory", "cacheback", "ngram")
 
 
 def test_a_head_of_another_base_is_not_taken(

@@ -1,0 +1,170 @@
+"""A budget for a drafter that is several: which of them drafts, and how much.
+
+Each member has an adaptive budget of its own, which says what it brings: tokens per second at its best number of nodes,
+plain decoding included. The best one drafts. The others are tried in turns, and the more a trial is expected to lose,
+the longer it is until the next one: trials cost a few percent at most, whatever the members are worth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from drafter.budget.adaptive import AdaptiveBudget
+from drafter.budget.contract import Counts, Floats, StepObservation
+from drafter.drafters.contract import Ask
+
+_TRIAL_ROWS, _TRIAL_STEPS = 48, 8
+"""A trial has as many drafted steps as it takes to see so many trees, and no fewer than so many steps."""
+_LOSS = 0.01
+"""Share of the time that may be lost in trials, all members together."""
+_LONGEST_PAUSE = 8192
+"""Steps until a member is tried again at most."""
+_BETTER = 1.02
+"""A member must promise so many times the rate of the one that drafts to take its place."""
+
+
+@dataclass(frozen=True)
+class MemberView:
+    """What is believed of a member at a batch size.
+
+    Args:
+        name: Of the member.
+        rate: Tokens per second and row at its best number of nodes, plain decoding included.
+        nodes: That number; 0 where plain decoding is faster.
+    """
+
+    name: str
+    rate: float
+    nodes: int
+
+
+@dataclass(frozen=True)
+class BatchChoice:
+    """Which member drafts at a batch size, and why.
+
+    Args:
+        rows: The batch size for which latencies were measured.
+        chosen: Name of the member.
+        trials: Trials that have ended.
+        members: What is believed of each.
+    """
+
+    rows: int
+    chosen: str
+    trials: int
+    members: tuple[MemberView, ...]
+
+
+@dataclass
+class _Band:
+    """The choice for steps of about the same number of rows.
+
+    Args:
+        pauses: Steps until each member is tried.
+        leader: The member that drafts.
+        trial: The member that is tried now; None if none is.
+        steps: Drafted steps of this trial.
+        seconds: Their time.
+        trials: Trials that have ended.
+    """
+
+    pauses: list[int]
+    leader: int = 0
+    trial: int | None = None
+    steps: int = 0
+    seconds: float = 0.0
+    trials: int = 0
+    untried: set[int] = field(default_factory=set)
+
+
+class ChoosingBudget:
+    """Chooses the member and the nodes of each step; verifies all that is drafted.
+
+    Args:
+        names: Of the members, in the order in which they are tried first.
+        budgets: Of the members, over the same batch sizes.
+    """
+
+    def __init__(self, names: Sequence[str], budgets: Sequence[AdaptiveBudget]) -> None:
+        self._names, self._budgets = tuple(names), tuple(budgets)
+        members = len(self._names)
+        self._bands = [
+            _Band([0] * members, trial=0, untried=set(range(members))) for _ in self._budgets[0].table.batches
+        ]
+
+    def plan(self, rows: int) -> Ask:
+        """What to draft in a step of `rows` rows, and who drafts it."""
+        band = self._band(rows)
+        member = band.leader if band.trial is None else band.trial
+        return replace(self._budgets[member].plan(rows), member=member)
+
+    def trim(self, log_probs: Floats) -> Counts:
+        """All nodes of each row; see `Budget.trim`."""
+        return self._budgets[0].trim(log_probs)
+
+    def observe(self, step: StepObservation) -> None:
+        """Learn what the member that drafted is worth, and who drafts next; see `Budget.observe`."""
+        if step.asked:
+            self._budgets[step.member].observe(step)
+        else:  # a plain step says to all what plain decoding costs
+            for budget in self._budgets:
+                budget.observe(step)
+        band = self._band(step.rows)
+        if band.trial is None:
+            band.pauses = [max(pause - 1, 0) for pause in band.pauses]
+        else:
+            self._go_on_with_trial(band, step)
+        if band.trial is None:
+            self._begin_trial(band, step.rows)
+
+    def choices(self) -> tuple[BatchChoice, ...]:
+        """Return who drafts at each batch size that has been seen, and what is believed of the members."""
+        found = []
+        for rows, band in zip(self._budgets[0].table.batches, self._bands, strict=True):
+            if band.trials:
+                views = tuple(
+                    MemberView(name, *budget.best(int(rows)))
+                    for name, budget in zip(self._names, self._budgets, strict=True)
+                )
+                found.append(BatchChoice(int(rows), self._names[band.leader], band.trials, views))
+        return tuple(found)
+
+    def _go_on_with_trial(self, band: _Band, step: StepObservation) -> None:
+        member = band.trial
+        assert member is not None
+        budget = self._budgets[member]
+        if step.asked:
+            band.steps += 1
+            band.seconds += budget.seconds(step.rows, step.asked)
+        enough = max(_TRIAL_STEPS, math.ceil(_TRIAL_ROWS / step.rows))
+        if band.steps < enough and budget.drafts(step.rows):
+            return
+        rates = [one.best(step.rows)[0] for one in self._budgets]
+        band.trials += 1
+        band.untried.discard(member)
+        loser = member
+        if member != band.leader and rates[member] > _BETTER * rates[band.leader]:
+            band.leader, loser = member, band.leader
+        # What a trial of the loser loses, relative to the steps that the leader would make in the same time.
+        share = 1 - budget.drafted_rate(step.rows) / rates[band.leader] if loser == member else 0.0
+        lost = max(share, 0.0) * band.seconds
+        step_seconds = self._budgets[band.leader].seconds(step.rows, self._budgets[band.leader].plan(step.rows).nodes)
+        others = max(len(self._budgets) - 1, 1)
+        pause = math.ceil(lost * others / (_LOSS * step_seconds))
+        band.pauses[loser] = min(max(pause, 4 * enough), _LONGEST_PAUSE)
+        band.trial = None
+
+    def _begin_trial(self, band: _Band, rows: int) -> None:
+        """Begin the next trial, if one is due."""
+        untried = min(band.untried, default=None)
+        due = [member for member, pause in enumerate(band.pauses) if not pause and member != band.leader]
+        if untried is None and not due:
+            return
+        band.trial = due[0] if untried is None else untried
+        band.steps, band.seconds = 0, 0.0
+        self._budgets[band.trial].look_again(rows)
+
+    def _band(self, rows: int) -> _Band:
+        return self._bands[self._budgets[0].band_of(rows)]

@@ -1,0 +1,125 @@
+"""The choice between drafters in a world whose costs and acceptance are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafter.budget.adaptive import AdaptiveBudget
+from drafter.budget.choosing import ChoosingBudget
+from drafter.budget.contract import StepObservation, StepSeconds
+from drafter.budget.latency_table import LatencyTable
+from drafter.drafters.contract import Ask
+
+BASE = LatencyTable(
+    batches=np.array([1.0, 8.0]),
+    nodes=(0, 3, 7, 15),
+    verify=np.array([[1.0, 1.1, 1.3, 1.7], [2.0, 3.0, 5.0, 9.0]]),
+    draft=np.zeros((2, 4)),
+)
+
+
+class Members:
+    """Drafters of chains: member `m` is right about a token with `right[m]`, and drafts in `costs[m]` seconds."""
+
+    def __init__(self, right: list[float], costs: list[float], seed: int = 0) -> None:
+        self.right, self.costs = right, costs
+        self.tables = [replace(BASE, draft=np.array([[0.0, cost, cost, cost]] * 2)) for cost in costs]
+        self.random = np.random.default_rng(seed)
+        self.asked: list[Ask] = []
+
+    def budget(self) -> ChoosingBudget:
+        names = [f"member {member}" for member in range(len(self.right))]
+        return ChoosingBudget(names, [AdaptiveBudget(table) for table in self.tables])
+
+    def run(self, budget: ChoosingBudget | AdaptiveBudget, rows: int, steps: int) -> float:
+        """Tokens per second and row."""
+        tokens = seconds = 0.0
+        self.asked = []
+        for _ in range(steps):
+            ask = budget.plan(rows)
+            self.asked.append(ask)
+            right = self.right[ask.member]
+            promised = np.log(max(right, 1e-3)) * np.tile(np.arange(1.0, ask.nodes + 1), (rows, 1))
+            accepted = (self.random.random((rows, ask.nodes)) < right).cumprod(1).astype(bool)
+            verify, draft = self.tables[ask.member].at(rows)
+            place = BASE.nodes.index(ask.nodes)
+            taken = StepSeconds(0.0, float(draft[place]), float(verify[place]))
+            budget.observe(StepObservation(rows, ask.nodes, promised, promised, accepted, taken, ask.member))
+            tokens += 1 + accepted.sum() / rows
+            seconds += taken.drafting + taken.rest
+        return tokens / seconds
+
+    def alone(self, rows: int, member: int) -> float:
+        """The rate of the best number of nodes of one member, plain decoding included."""
+        verify, draft = self.tables[member].at(rows)
+        gains = [sum(self.right[member] ** depth for depth in range(1, nodes + 1)) for nodes in BASE.nodes]
+        return max((1 + gain) / (v + d) for gain, v, d in zip(gains, verify, draft, strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(
+    ("right", "costs"),
+    [
+        ([0.8, 0.3, 0.2], [0.1, 0.01, 0.01]),  # the first is the best
+        ([0.3, 0.2, 0.8], [0.3, 0.01, 0.01]),  # the last
+        ([0.8, 0.7], [1.5, 0.01]),  # the more accurate one is too dear
+        ([0.02, 0.02, 0.02], [0.1, 0.05, 0.05]),  # none pays
+        ([0.6, 0.6, 0.6, 0.6], [0.05, 0.05, 0.05, 0.05]),
+    ],
+)
+def test_it_settles_on_the_best_and_looking_costs_little(rows: int, right: list[float], costs: list[float]) -> None:
+    world = Members(right, costs)
+    budget = world.budget()
+    rate = world.run(budget, rows, 3000)
+    best = max(world.alone(rows, member) for member in range(len(right)))
+    assert rate > 0.94 * best
+    assert rate > 0.96 / float(BASE.at(rows)[0][0])
+    later = world.asked[-1000:]
+    (choice,) = budget.choices()
+    assert choice.members[int(choice.chosen.split()[-1])].rate > 0.9 * best
+    if len(set(right)) > 1 or len(set(costs)) > 1:
+        drafted = [ask.member for ask in later if ask.nodes]
+        most = max(range(len(right)), key=lambda member: world.alone(rows, member))
+        assert (
+            not drafted
+            or max(set(drafted), key=drafted.count) == most
+            or world.alone(rows, most) <= 1 / float(BASE.at(rows)[0][0])
+        )
+
+
+def test_it_finds_another_when_the_text_changes() -> None:
+    world = Members([0.8, 0.1], [0.05, 0.05])
+    budget = world.budget()
+    world.run(budget, 1, 2000)
+    assert budget.choices()[0].chosen == "member 0"
+    world.right = [0.1, 0.8]
+    world.run(budget, 1, 4000)
+    assert budget.choices()[0].chosen == "member 1"
+
+
+def test_each_batch_size_has_a_choice_of_its_own() -> None:
+    """A dear draft pays where a step is dear."""
+    world = Members([0.85, 0.4], [1.0, 0.01])
+    world.tables[0] = replace(BASE, draft=np.array([[0, 9.0, 9.0, 9.0], [0, 0.01, 0.01, 0.01]]))
+    budget = world.budget()
+    world.run(budget, 1, 1500)
+    world.run(budget, 8, 1500)
+    alone, many = budget.choices()
+    assert (alone.rows, alone.chosen, many.rows, many.chosen) == (1, "member 1", 8, "member 0")
+
+
+@settings(deadline=None, max_examples=10, derandomize=True)  # chance may always be worse once
+@given(
+    right=st.lists(st.floats(0.01, 0.9), min_size=1, max_size=4), seed=st.integers(0, 99), rows=st.sampled_from([1, 8])
+)
+def test_planning_changes_nothing_and_the_regret_is_bounded(right: list[float], seed: int, rows: int) -> None:
+    world = Members(right, [0.02 * (member + 1) for member in range(len(right))], seed)
+    budget = world.budget()
+    assert budget.plan(rows) == budget.plan(rows)
+    rate = world.run(budget, rows, 1500)
+    assert rate > 0.88 * max(world.alone(rows, member) for member in range(len(right)))

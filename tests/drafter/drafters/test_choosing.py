@@ -1,0 +1,92 @@
+"""Whoever drafts a step, and whoever has not for long: the tokens are those of plain decoding."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from drafter.base.causal_lm import BaseModel
+from drafter.budget.choosing import ChoosingBudget
+from drafter.budget.fixed import FixedBudget
+from drafter.drafters.cacheback import CachebackDrafter
+from drafter.drafters.choosing import ChoosingDrafter
+from drafter.drafters.contract import Ask
+from drafter.drafters.memory import MemoryDrafter
+from drafter.drafters.ngram import NgramDrafter
+from drafter.drafters.none import PlainDecoding
+from drafter.engine.engine_config import EngineConfig
+from drafter.engine.loop import Engine
+from drafter.requests import Request, SamplingParams
+from tests.support.heads import make_head
+from tests.support.marks import slow_but
+from tests.support.models import SpellingTokenizer, random_model, random_prompts, run_engine
+
+NAMES = ("head", "hydra++", "memory", "cacheback", "ngram")
+
+
+def choosing(base: BaseModel) -> ChoosingDrafter:
+    members = (
+        make_head(base, "context 2").drafter(base, 8),
+        make_head(base, "hydra++").drafter(base, 8),
+        MemoryDrafter(8),
+        CachebackDrafter(8),
+        NgramDrafter(5),  # asked for more nodes than it has
+    )
+    return ChoosingDrafter(dict(zip(NAMES, members, strict=True)))
+
+
+class ChangingBudget(FixedBudget):
+    """Asks another member, for another number of nodes, every few steps."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(8)
+        self._random = random.Random(seed)
+        self.members: list[int] = []
+        self._next()
+
+    def plan(self, rows: int) -> Ask:
+        if self._random.random() < 0.4:
+            self._next()
+        self.members.append(self._planned.member)
+        return self._planned
+
+    def _next(self) -> None:
+        self._planned = Ask(self._random.choice([0, 3, 8]), 0.05, self._random.randrange(len(NAMES)))
+
+
+@pytest.mark.parametrize("family", slow_but(["gemma2"], ["llama", "gemma2", "gpt2", "qwen3"]))
+@pytest.mark.parametrize("slots", [1, 4])
+def test_tokens_stay_those_of_plain_decoding(family: str, slots: int) -> None:
+    base = BaseModel(random_model(family))
+    requests = [
+        Request(prompt, SamplingParams(24, temperature=0.8 * (row % 2), seed=row, ignore_eos=True))
+        for row, prompt in enumerate(random_prompts(9, seed=3))
+    ]
+    expected = run_engine(base, PlainDecoding(), requests)
+    budget = ChangingBudget(seed=slots)
+    config = EngineConfig(slots=slots, nodes=8, max_length=96)
+    engine = Engine(base, choosing(base), SpellingTokenizer(), config, budget=budget)
+    handles = [engine.submit(request) for request in requests]
+    while not engine.idle:
+        engine.step()
+    assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in expected]
+    assert set(budget.members) == set(range(len(NAMES)))
+
+
+@pytest.mark.slow
+def test_an_engine_measures_its_members_and_chooses() -> None:
+    base = BaseModel(random_model("llama"))
+    config = EngineConfig(slots=2, nodes="auto", max_length=96)
+    engine = Engine(base, choosing(base), SpellingTokenizer(), config)
+    assert isinstance(engine.budget, ChoosingBudget)
+    requests = [Request(prompt, SamplingParams(80, ignore_eos=True)) for prompt in random_prompts(12, seed=4)]
+    handles = [engine.submit(request) for request in requests]
+    while not engine.idle:
+        engine.step()
+    expected = run_engine(base, PlainDecoding(), requests, max_length=96)
+    assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in expected]
+    for choice in engine.budget.choices():
+        assert tuple(view.name for view in choice.members) == NAMES
+        assert choice.chosen in NAMES
+    assert engine.budget.choices()
