@@ -65,6 +65,8 @@ class EngineState:
         shared_tokens: Tokens of prompts that it had read for another request already.
         preemptions: Requests that gave up their slot because memory ran out, to be taken up again later.
         stage_seconds: Seconds in each stage of a step; see `drafter.stage_times`.
+        memory_tokens: Tokens of texts that the drafter remembers.
+        memory_bytes: Bytes that its memory of them takes.
     """
 
     active: int
@@ -79,6 +81,8 @@ class EngineState:
     shared_tokens: int
     preemptions: int
     stage_seconds: dict[str, float]
+    memory_tokens: int = 0
+    memory_bytes: int = 0
 
     @property
     def busy_seconds(self) -> float:

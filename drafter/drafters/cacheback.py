@@ -1,7 +1,8 @@
 """`cacheback`: a tree out of tables of recent n-grams (Cacheback, arXiv 2511.21699). Needs no training.
 
 The followers of a text's last token are drafted, and from the end of each of them the search goes on in the same way. A
-table of the text itself is asked first, and then one of all texts that this engine has decoded.
+table of the text itself is asked first, then one of all texts that this engine has decoded, and at last, where there is
+one, a frozen table of a corpus.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import torch
 
 from drafter.devices import send
 from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftSpec, Ids, Loan
-from drafter.drafters.lru_table import Gram, LruTable
+from drafter.drafters.tables.contract import Gram, Table
+from drafter.drafters.tables.frozen_table import FrozenTable
+from drafter.drafters.tables.lru_table import LruTable
 from drafter.tree.token_tree import TokenTree
 from drafter.tree.trie import from_nodes
 
@@ -36,11 +39,13 @@ class CachebackDrafter(Drafter):
 
     Args:
         nodes: Draft nodes of the largest tree.
-        isolated: Whether each text is drafted from itself alone; see `MemoryDrafter`.
+        isolated: Whether no text is drafted from another one; see `MemoryDrafter`. A frozen table is no such text.
+        frozen: A table of a corpus, which is asked after those of what is decoded.
     """
 
-    def __init__(self, nodes: int = 16, *, isolated: bool = False) -> None:
+    def __init__(self, nodes: int = 16, *, isolated: bool = False, frozen: FrozenTable | None = None) -> None:
         self.spec = DraftSpec(nodes, min(nodes, _DEPTH), graph_safe=False)
+        self._frozen = frozen
         self._shared = None if isolated else LruTable(_SHARED_LEADERS, _FOLLOWERS)
 
     def open(self, loan: Loan) -> None:
@@ -61,7 +66,7 @@ class CachebackDrafter(Drafter):
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         """Trees `[B, 1 + ask.nodes]`; a row whose last token is new gets a lone root."""
         grown = [
-            grow(self._tables(slot), self._tails[slot], ask.nodes, self.spec.max_depth)
+            grow(self._asked(slot), self._tails[slot], ask.nodes, self.spec.max_depth)
             for slot in range(len(context.tokens))
         ]
         tokens, parents, depths, log_probs = (
@@ -74,12 +79,15 @@ class CachebackDrafter(Drafter):
         for slot, tokens in zip(committed.slots, committed.tokens, strict=True):
             self._learn(slot, tokens)
 
-    def _tables(self, slot: int) -> list[LruTable]:
+    def _learning(self, slot: int) -> list[LruTable]:
         return [self._own[slot], *([] if self._shared is None else [self._shared])]
+
+    def _asked(self, slot: int) -> list[Table]:
+        return [*self._learning(slot), *([] if self._frozen is None else [self._frozen])]
 
     def _learn(self, slot: int, tokens: Sequence[int]) -> None:
         text = [*self._tails[slot], *tokens]
-        for table in self._tables(slot):
+        for table in self._learning(slot):
             table.learn(text)
         self._tails[slot] = text[1 - self._own[slot].window :]
 
@@ -100,7 +108,7 @@ class Candidates:
         return len(self.tokens) - 1
 
 
-def grow(tables: Sequence[LruTable], tail: Sequence[int], nodes: int, depth: int) -> Candidates:
+def grow(tables: Sequence[Table], tail: Sequence[int], nodes: int, depth: int) -> Candidates:
     """Follow the likeliest ends first, from the text's, until no other end could give one of the best `nodes` nodes.
 
     Args:
@@ -136,7 +144,7 @@ def grow(tables: Sequence[LruTable], tail: Sequence[int], nodes: int, depth: int
     return found
 
 
-def _followers(tables: Sequence[LruTable], leader: Gram) -> Iterator[Gram]:
+def _followers(tables: Sequence[Table], leader: Gram) -> Iterator[Gram]:
     """The followers of a leader in all tables, each once, in the tables' order."""
     return iter(dict.fromkeys(itertools.chain.from_iterable(table.followers(leader) for table in tables)))
 

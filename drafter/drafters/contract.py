@@ -130,6 +130,21 @@ class DraftContext:
         return self.tokens.gather(1, self.lengths[:, None])[:, 0]
 
 
+@dataclass(frozen=True)
+class DraftMemory:
+    """What a drafter keeps of texts.
+
+    Args:
+        tokens: Tokens that it remembers.
+        nbytes: Bytes that its memory takes.
+        room: Tokens of texts from elsewhere that `Drafter.remember` is of use for at most; 0 if it drafts from none.
+    """
+
+    tokens: int = 0
+    nbytes: int = 0
+    room: int = 0
+
+
 class Drafter(ABC):
     """Proposes draft trees.
 
@@ -181,3 +196,14 @@ class Drafter(ABC):
 
     def observe(self, committed: Committed) -> None:  # noqa: B027
         """Learn from what a step added, whether this drafter proposed it or not. Comes after every step."""
+
+    @property
+    def memory(self) -> DraftMemory:
+        """What it keeps of texts; may be asked from any thread, after `open`."""
+        return DraftMemory()
+
+    def remember(self, texts: Sequence[Sequence[int] | npt.NDArray[np.int32]]) -> None:  # noqa: B027
+        """Learn from texts that were decoded elsewhere, oldest first. Alone of all methods it may come at any time.
+
+        It is called from any thread, and must not wait for a step.
+        """

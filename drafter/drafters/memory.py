@@ -1,5 +1,7 @@
 """`memory`: what followed the last tokens where these were seen before, in any text that this engine has decoded?
 
+Texts that were decoded elsewhere can be told to it, too (`remember`).
+
 The rows of a job resemble each other: samples of one prompt, one template for all, answers that quote the same tables.
 So a row drafts from what the others have said, running and finished, and from its own text. Tokens do not change by it.
 
@@ -19,8 +21,9 @@ import numpy.typing as npt
 import torch
 
 from drafter.devices import send
-from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftSpec, Ids, Loan
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftMemory, DraftSpec, Ids, Loan
 from drafter.drafters.suffix_index import CONTEXT, NOTHING, Matches, SuffixIndex, Text
+from drafter.drafters.text_queue import TextQueue
 from drafter.tree.token_tree import TokenTree
 from drafter.tree.trie import from_nodes
 
@@ -32,6 +35,10 @@ _MATCHES = 8
 """Continuations that vote."""
 _WEIGHT = 2.0
 """Weight of a match relative to one that is a token shorter."""
+_TOLD_AT_ONCE = 2048
+"""Tokens of other texts that are entered before a step, so that no step takes much longer for them."""
+_TOLD_WRITERS = 8
+"""Of them so many are written at the same time."""
 _BELIEF = 4
 """Tokens of each match length that are taken to have been tried before the first one; half of them came true."""
 
@@ -70,15 +77,21 @@ class MemoryDrafter(Drafter):
         self.spec = DraftSpec(nodes, min(nodes, _DEPTH), graph_safe=False)
         self._capacity, self._isolated, self._groups = capacity, isolated, itertools.count(1)
         self._trust = Trust(CONTEXT + self.spec.max_depth)
+        self._told = TextQueue(capacity)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the memory."""
-        return self._index.nbytes
+    def memory(self) -> DraftMemory:
+        """Tokens and bytes of the index; isolated texts have no use for others."""
+        return DraftMemory(self._index.filled, self._index.nbytes, 0 if self._isolated else self._capacity)
+
+    def remember(self, texts: Sequence[Sequence[int] | npt.NDArray[np.int32]]) -> None:
+        """Let texts from elsewhere be entered before the next steps, unless texts are isolated."""
+        if not self._isolated:
+            self._told.put(texts)
 
     def open(self, loan: Loan) -> None:
         """Make room for the texts."""
-        self._index = SuffixIndex(self._capacity, loan.slots)
+        self._index = SuffixIndex(self._capacity, loan.slots + _TOLD_WRITERS)
         self._rows = [self._new_row() for _ in range(loan.slots)]
 
     def enter(self, slot: int, text: Ids) -> None:
@@ -94,6 +107,7 @@ class MemoryDrafter(Drafter):
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         """Trees `[B, 1 + ask.nodes]`; a row without a match gets a lone root."""
         rows, device = self._rows[: len(context.tokens)], context.tokens.device
+        self._read_told()
         self._read(self._rows)
         texts = [row.text for row in rows]
         self._matches = self._index.look_up(texts, min(ask.nodes, self.spec.max_depth), _MATCHES)
@@ -128,6 +142,16 @@ class MemoryDrafter(Drafter):
         self._index.append([row.text for row in rows], [row.unread for row in rows])
         for row in rows:
             row.unread = []
+
+    def _read_told(self) -> None:
+        """Enter a portion of the texts from elsewhere."""
+        told = self._told.take(_TOLD_AT_ONCE)
+        for start in range(0, len(told), _TOLD_WRITERS):
+            some = told[start : start + _TOLD_WRITERS]
+            texts = [Text() for _ in some]
+            self._index.append(texts, [tokens.tolist() for tokens in some])
+            for text in texts:
+                self._index.end(text)
 
     def _replace(self, slot: int, row: _Row) -> None:
         """Let another text be in `slot`; what came of the one before is remembered."""

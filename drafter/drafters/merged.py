@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftSpec, Ids, Loan
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftMemory, DraftSpec, Ids, Loan
 from drafter.tree.token_tree import TokenTree
 from drafter.tree.trie import merge
 
@@ -68,6 +71,21 @@ class MergedDrafter(Drafter):
         """Tell all."""
         for member in self._drafters:
             member.observe(committed)
+
+    @property
+    def memory(self) -> DraftMemory:
+        """All memories together; as much is of use to remember as for the one with the most room."""
+        memories = [member.memory for member in self.members]
+        return DraftMemory(
+            tokens=sum(one.tokens for one in memories),
+            nbytes=sum(one.nbytes for one in memories),
+            room=max(one.room for one in memories),
+        )
+
+    def remember(self, texts: Sequence[Sequence[int] | npt.NDArray[np.int32]]) -> None:
+        """Tell all."""
+        for member in self.members:
+            member.remember(texts)
 
     def _seen_by(self, member: Drafter, context: DraftContext) -> DraftContext:
         """The context with the hidden states that a member's spec names."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from drafter.base.causal_lm import BaseModel
+from drafter.base.loading import load_tokenizer
 from drafter.drafters.cacheback import CachebackDrafter
 from drafter.drafters.choosing import ChoosingDrafter
 from drafter.drafters.contract import Drafter
@@ -17,10 +18,12 @@ from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.names import kind_and_rest, merged_names
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
+from drafter.drafters.tables.frozen_table import Vocabulary, load_table
 from drafter.embedded import EMBEDDED_HEADS, OTHER_HEADS
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import is_head_of, load_head
 from drafter.heads.registry import HEADS
+from drafter.text.vocabulary import vocabulary_digest
 
 TRAINING_FREE: dict[str, Callable[[int], Drafter]] = {
     "none": lambda nodes: PlainDecoding(),
@@ -55,7 +58,15 @@ class Loading:
         return load_drafter(name, self.base, self.nodes, isolated=self.isolated)
 
 
-NAMED_WITH_COLON: dict[str, Callable[[str, Loading], Drafter]] = {}
+def _with_frozen_table(path: str, loading: Loading) -> Drafter:
+    base = loading.base
+    vocabulary = Vocabulary(vocabulary_digest(load_tokenizer(base.name)), base.vocab_size)
+    return CachebackDrafter(loading.nodes, isolated=loading.isolated, frozen=load_table(path, vocabulary))
+
+
+NAMED_WITH_COLON: dict[str, Callable[[str, Loading], Drafter]] = {
+    "cacheback": _with_frozen_table,
+}
 """Drafters that are named `kind:rest`, by kind; made from the rest."""
 
 
@@ -87,9 +98,9 @@ def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: boo
     """A drafter for `base`.
 
     Args:
-        name: `none`, `ngram`, `memory`, `cacheback`, the algorithm of an embedded head (`ctc`), a head's folder or hub
-            id, several of these joined by `+`, or `auto`: the CTC head that ships with the project for this base,
-            `memory`, `cacheback` and `ngram`, of which the fastest drafts.
+        name: `none`, `ngram`, `memory`, `cacheback`, `cacheback:` and a table of `jobs.cache`, the algorithm of an
+            embedded head (`ctc`), a head's folder or hub id, several of these joined by `+`, or `auto`: the CTC head
+            that ships with the project for this base, `memory`, `cacheback` and `ngram`, of which the fastest drafts.
         base: The base it drafts for.
         nodes: Draft nodes of its largest trees.
         isolated: Whether no text may be drafted from another one.

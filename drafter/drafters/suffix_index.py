@@ -85,6 +85,8 @@ class SuffixIndex:
         self._places = np.full((len(_ORDERS), buckets, _NEWEST), NOTHING, np.int32)
         self._ends = np.zeros((len(_ORDERS), buckets), np.int64)
         self._hand = 0
+        self.filled = 0
+        """Tokens that are in it."""
 
     @property
     def capacity(self) -> int:
@@ -137,6 +139,7 @@ class SuffixIndex:
             self._tokens[start : start + count] = new[:count]
             places.append(np.arange(start, start + count))
             text.filled += count
+            self.filled += count
             new = new[count:]
         return np.concatenate(places)
 
@@ -147,7 +150,9 @@ class SuffixIndex:
             if neighbours[block] != NOTHING:
                 others[neighbours[block]] = NOTHING
             neighbours[block] = NOTHING
-        self._tokens[block * _BLOCK : (block + 1) * _BLOCK] = NOTHING
+        span = slice(block * _BLOCK, (block + 1) * _BLOCK)
+        self.filled -= int(np.count_nonzero(self._tokens[span] != NOTHING))
+        self._tokens[span] = NOTHING
         self._uses[block], self._groups[block] = 0, text.group
         self._written[block] = True
         if before != NOTHING:

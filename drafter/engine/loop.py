@@ -133,6 +133,7 @@ class Engine:
 
     def state(self) -> EngineState:
         """What it is doing and has done. Figures may be a step apart."""
+        memory = self.drafter.memory
         return EngineState(
             active=len(self.scheduler.in_slots),
             waiting=len(self.scheduler.waiting),
@@ -146,6 +147,8 @@ class Engine:
             shared_tokens=self._admission.shared_tokens,
             preemptions=self._preemptions,
             stage_seconds=dict(self._times.seconds),
+            memory_tokens=memory.tokens,
+            memory_bytes=memory.nbytes,
         )
 
     @property

@@ -27,6 +27,7 @@ from pipeline.engines.engine_spec import EngineSpec
 from pipeline.engines.feeder import Feeder
 from pipeline.engines.ledger import RowOutcome
 from pipeline.engines.limits_config import LimitsConfig
+from pipeline.engines.memory.memory_feed import MemoryFeed, OtherTexts
 from pipeline.engines.remote_ledger import RemoteLedger
 from pipeline.engines.watchdog import watch
 from pipeline.errors import JobError
@@ -51,10 +52,18 @@ class EngineActor:
         ledger: A `Ledger` actor.
         progress: A `ProgressBoard` actor.
         run: The job's name in metrics: its output.
+        others: What its drafter can learn from beside its own rows.
     """
 
     def __init__(
-        self, spec: EngineSpec, limits: LimitsConfig, traits: RunTraits, ledger: Any, progress: Any, run: str
+        self,
+        spec: EngineSpec,
+        limits: LimitsConfig,
+        traits: RunTraits,
+        ledger: Any,
+        progress: Any,
+        run: str,
+        others: OtherTexts,
     ) -> None:
         self._progress = progress
         self._name, self._begun = uuid.uuid4().hex, time.monotonic()
@@ -77,12 +86,14 @@ class EngineActor:
         self._columns = wanted_columns(replace(traits, lossless=self._facts.lossless))
         tags = {"run": run, "model": spec.model or "embedded", "drafter": spec.drafter}
         self._metrics, self._row_metrics = EngineMetrics(engine.state, tags), RowMetrics(tags)
+        self._memory = MemoryFeed(engine.drafter, others, run)
         self._feeder = Feeder(self._lm.submit, self._finished, remote_ledger, spec.config.slots, limits.row_attempts)
         self._row_seconds = limits.row_seconds
         stuck = RuntimeError(f"a step took longer than limits.step_seconds, {limits.step_seconds:g}")
         watch(engine, limits.step_seconds, partial(self._end, stuck))
         self._beat()
         self._pulse.start()
+        self._memory.start()
 
     def _load(self, spec: EngineSpec, ledger: RemoteLedger) -> LoadError | None:
         """Load the models, and return why they cannot be loaded.
@@ -152,6 +163,7 @@ class EngineActor:
     def _finished(self, generation: Generation, request: Request) -> dict[str, Any]:
         """Count a request that has just finished, and return what it adds to its row."""
         self._row_metrics.generated(generation.finish_reason, slot_seconds(generation))
+        self._memory.finished(generation, request)
         return column_values(generation, request, self._columns)
 
     def _report(self, part: str, errors: int, outcomes: Mapping[str, RowOutcome]) -> None:
@@ -172,6 +184,8 @@ class EngineActor:
             slots=state.slots,
             active=state.active,
             waiting=state.waiting,
+            memory_tokens=state.memory_tokens,
+            memory_bytes=state.memory_bytes,
         )
         self._tell("engine", self._name, report)
 

@@ -38,6 +38,11 @@ def folder_fingerprint(folder: Path) -> str:
     return f"v2-{digest.hexdigest()[:16]}"
 
 
+def file_fingerprint(file: Path) -> str:
+    """Return `v2-` and 16 hex digits for what is in a file; a large one is sampled as a model's are."""
+    return f"v2-{hashlib.sha256(_digest(file)).hexdigest()[:16]}"
+
+
 def tensor_spans(file: Any, size: int) -> list[Span]:
     """Return where the tensors of a file of safetensors lie in it.
 

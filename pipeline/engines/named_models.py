@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drafter.drafters.names import merged_names
+from drafter.drafters.names import kind_and_rest, merged_names
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
 from drafter.errors import one_line
-from pipeline.engines.model_files import folder_fingerprint
+from pipeline.engines.model_files import file_fingerprint, folder_fingerprint
 from pipeline.errors import InputError
 
 _PATH_BEGINNINGS = ("/", "./", "../", "~")
@@ -39,15 +39,19 @@ def model_fingerprint(name: str) -> str:
 
 
 def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:
-    """Return the fingerprints of the draft heads, embedded ones included, that `drafter` names for `model`.
+    """Return the fingerprints of the draft heads, embedded ones included, and tables that `drafter` names for `model`.
 
     Raises:
-        InputError: There is no head at a path, or on the hub.
+        InputError: There is no head at a path, or on the hub, or no table.
     """
     if drafter == "auto" and model is None:
         drafter = "ctc"
     found = {}
     for name in merged_names(drafter):
+        kind, rest = kind_and_rest(name)
+        if kind == "cacheback":
+            found[name] = _table_fingerprint(name, rest)
+            continue
         embedded = EMBEDDED_HEADS / name
         folder = embedded if embedded.is_dir() else Path(name).expanduser()
         if folder.is_dir():
@@ -59,6 +63,14 @@ def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:
         elif "/" in name:  # other drafters have names without
             found[name] = _on_hub("drafter", name)
     return found
+
+
+def _table_fingerprint(name: str, path: str) -> str:
+    """Return what tells a table of n-grams from others."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise InputError(f"drafter {name} names no table: there is no file {path} (make one with python -m jobs.cache)")
+    return file_fingerprint(file)
 
 
 def _on_hub(what: str, name: str) -> str:

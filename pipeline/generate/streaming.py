@@ -22,6 +22,7 @@ from pipeline.cluster.shares import HELPER_CPUS
 from pipeline.engines.engine_actor import EngineActor
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.engines.feeder import capacity
+from pipeline.engines.memory.memory_feed import OtherTexts
 from pipeline.engines.named_models import model_name
 from pipeline.generate.job_context import JobContext, Work
 from pipeline.generate.row_requests import PromptSettings
@@ -66,6 +67,7 @@ def stream(job: JobContext, work: Work, board: Any, ledger: Any) -> None:
             "ledger": ledger,
             "progress": board,
             "run": job.config.output,
+            "others": OtherTexts(job.output.data, shared=most_engines(work) > 1),
         },
     )
     generated.write_datasink(PartsDatasink(job.output, ledger.commit.remote), ray_remote_args={"num_cpus": HELPER_CPUS})
@@ -99,11 +101,16 @@ def run_traits(job: JobContext, work: Work) -> RunTraits:
     return RunTraits(job.config.sampling, job.config.writing, rows_have_settings)
 
 
+def most_engines(work: Work) -> int:
+    """Return how many engines there are at most: one without a part would only hold its node."""
+    most = min(work.resources.max_actors or len(work.missing), len(work.missing))
+    return max(most, work.resources.min_actors)
+
+
 def engine_pool(job: JobContext, work: Work) -> ray.data.ActorPoolStrategy:
     """Return how many engines there are, and how many parts each of them has at once."""
     fewest = work.resources.min_actors
-    # An engine without a part would only hold its node.
-    most = max(min(work.resources.max_actors or len(work.missing), len(work.missing)), fewest)
+    most = most_engines(work)
     # While one part's last rows are decoded, rows of the next ones must fill the other slots.
     calls = 2 + math.ceil(job.config.engine.slots / max(part.rows for part in work.missing))
     return ray.data.ActorPoolStrategy(

@@ -31,6 +31,8 @@ class Progress:
         slots: Sequences that they decode together at most.
         active: Sequences that they decode now.
         waiting: Requests that wait for a slot.
+        memory_tokens: Tokens of texts that their drafters remember.
+        memory_bytes: Bytes that these memories take.
         engine_seconds: Seconds that all engines have existed, ended ones included.
         device: The devices that the engines run on.
         facts: What the engines decode with, once one has loaded its models.
@@ -53,6 +55,8 @@ class Progress:
     slots: int = 0
     active: int = 0
     waiting: int = 0
+    memory_tokens: int = 0
+    memory_bytes: int = 0
     engine_seconds: float = 0.0
     device: str | None = None
     facts: EngineFacts | None = None

@@ -31,6 +31,8 @@ _GAUGES = {
     "slots": "Sequences that can be decoded together.",
     "slots_active": "Sequences being decoded.",
     "requests_waiting": "Requests that wait for a slot.",
+    "memory_tokens": "Tokens of texts that the drafter remembers.",
+    "memory_bytes": "Bytes that its memory of them takes.",
 }
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 _ROW_SECONDS = [0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0]
@@ -75,6 +77,8 @@ class EngineMetrics:
             "slots": state.slots,
             "slots_active": state.active,
             "requests_waiting": state.waiting,
+            "memory_tokens": state.memory_tokens,
+            "memory_bytes": state.memory_bytes,
         }.items():
             self._gauges[name].set(value, self._tags)
 

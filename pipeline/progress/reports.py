@@ -71,6 +71,8 @@ class EngineReport:
         slots: Sequences that it decodes together at most.
         active: Sequences that it decodes now.
         waiting: Requests that wait for a slot.
+        memory_tokens: Tokens of texts that its drafter remembers.
+        memory_bytes: Bytes that this memory takes.
     """
 
     seconds: float
@@ -79,6 +81,8 @@ class EngineReport:
     slots: int
     active: int
     waiting: int
+    memory_tokens: int = 0
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,8 @@ class StatusFile:
             "slots": now.slots,
             "slots_active": now.active,
             "requests_waiting": now.waiting,
+            "memory_tokens": now.memory_tokens,
+            "memory_bytes": now.memory_bytes,
             "failure": now.failure,
             "last_crash": now.crash,
             "submissions": [*self._earlier, self._submission()],

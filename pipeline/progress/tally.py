@@ -77,6 +77,8 @@ class Tally:
             slots=sum(report.slots for report in alive),
             active=sum(report.active for report in alive),
             waiting=sum(report.waiting for report in alive),
+            memory_tokens=sum(report.memory_tokens for report in alive),
+            memory_bytes=sum(report.memory_bytes for report in alive),
             engine_seconds=sum(report.seconds for report in reports),
             device=", ".join(dict.fromkeys(report.device for report in reports)) or None,
             facts=reports[0].facts if reports else None,

@@ -81,6 +81,8 @@ class ReplicaMetrics:
             ("drafter_slots", "Requests that can be decoded together.", state.slots),
             ("drafter_slots_active", "Requests being decoded.", state.active),
             ("drafter_requests_waiting", "Requests that wait for a slot.", state.waiting),
+            ("drafter_memory_tokens", "Tokens of texts that the drafter remembers.", state.memory_tokens),
+            ("drafter_memory_bytes", "Bytes that its memory of them takes.", state.memory_bytes),
         )
         counters = (
             ("drafter_steps", "Decode steps of the engine.", state.steps),

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.cacheback import CachebackDrafter, grow, side_by_side
-from drafter.drafters.lru_table import LruTable
 from drafter.drafters.none import PlainDecoding
+from drafter.drafters.tables.lru_table import LruTable
 from drafter.requests import Request, SamplingParams
 from drafter.tree.token_tree import TokenTree
 from drafter.tree.trie import from_nodes

@@ -7,13 +7,17 @@ import pytest
 import torch
 
 from drafter.base.causal_lm import BaseModel
+from drafter.drafters.contract import Drafter, Loan
 from drafter.drafters.memory import MemoryDrafter, Trust, vote
+from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.none import PlainDecoding
 from drafter.drafters.registry import load_drafter
 from drafter.drafters.suffix_index import NOTHING, Matches
+from drafter.engine.engine_config import EngineConfig
+from drafter.engine.loop import Engine
 from drafter.requests import Request, SamplingParams
 from drafter.tree.trie import from_nodes
-from tests.support.models import run_engine
+from tests.support.models import SpellingTokenizer, run_engine
 from tests.support.trees import check_slice_contract, nodes
 
 
@@ -77,6 +81,54 @@ def test_isolated_rows_are_drafted_as_if_they_were_alone(tiny_base: BaseModel) -
     alone = run_engine(tiny_base, MemoryDrafter(7, isolated=True), [second], slots=1, nodes=7)[0].counts
     drafter = MemoryDrafter(7, isolated=True)
     assert run_engine(tiny_base, drafter, [first, first, second], slots=1, nodes=7)[2].counts == alone
+
+
+def accepted_of(base: BaseModel, drafter: Drafter, asked: list[Request]) -> int:
+    return sum(one.counts.num_accepted_draft_tokens for one in run_engine(base, drafter, asked, slots=1, nodes=7))
+
+
+class ToldDrafter(MergedDrafter):
+    """Is told of texts when it opens, as by another thread before the first step."""
+
+    def __init__(self, told: list[list[int]], member: Drafter) -> None:
+        super().__init__(member, PlainDecoding())
+        self._texts = told
+
+    def open(self, loan: Loan) -> None:
+        super().open(loan)
+        self.remember(self._texts)
+
+
+def test_texts_from_elsewhere_are_drafted_from_and_change_no_token(tiny_base: BaseModel) -> None:
+    asked = requests(1)
+    (plain,) = run_engine(tiny_base, PlainDecoding(), asked)
+    told = [[*asked[0].prompt_ids, *plain.token_ids], [3] * 5]
+    drafter = ToldDrafter(told, MemoryDrafter(7))
+    (found,) = run_engine(tiny_base, drafter, asked, nodes=7)
+    assert found.token_ids == plain.token_ids
+    assert found.counts.num_accepted_draft_tokens > accepted_of(tiny_base, MemoryDrafter(7), asked)
+    # What the last steps have added is entered with the next one.
+    entered = drafter.memory.tokens - len(told[0]) - len(told[1]) - len(asked[0].prompt_ids)
+    assert 0 <= entered <= len(plain.token_ids)
+    assert drafter.memory.room == drafter.members[0].memory.room > 0
+
+
+def test_isolated_rows_are_told_of_no_others(tiny_base: BaseModel) -> None:
+    asked = requests(1)
+    (plain,) = run_engine(tiny_base, PlainDecoding(), asked)
+    told = ToldDrafter([[*asked[0].prompt_ids, *plain.token_ids]], MemoryDrafter(7, isolated=True))
+    assert accepted_of(tiny_base, told, asked) == accepted_of(tiny_base, MemoryDrafter(7, isolated=True), asked)
+    assert told.memory.room == 0
+
+
+def test_the_engine_says_how_much_is_remembered(tiny_base: BaseModel) -> None:
+    drafter = MemoryDrafter(7, capacity=1000)
+    engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(slots=2, nodes=7))
+    assert (engine.state().memory_tokens, engine.state().memory_bytes) == (0, drafter.memory.nbytes)
+    engine.submit(Request([5, 6, 7], SamplingParams(4, ignore_eos=True)))
+    while not engine.idle:
+        engine.step()
+    assert 3 <= engine.state().memory_tokens <= 7
 
 
 def test_memory_by_name(tiny_base: BaseModel) -> None:

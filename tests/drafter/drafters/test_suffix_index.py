@@ -60,6 +60,15 @@ def test_what_was_of_use_stays_longer() -> None:
     assert index.look_up(tails, depth=1, most=1).paths[:, 0, 0].tolist() == [1002, NOTHING]
 
 
+def test_it_knows_how_many_tokens_are_in_it() -> None:
+    index = SuffixIndex(4 * 128)
+    for text in written(index, [1] * 100, [2] * 200):
+        index.end(text)
+    assert index.filled == 300
+    written(index, [3] * 300)  # takes the only free block and two others
+    assert index.filled == np.count_nonzero(index._tokens != NOTHING) < 500
+
+
 def test_memory_is_bounded_and_texts_under_way_keep_their_last_block() -> None:
     index = SuffixIndex(10_000, writers=3)
     before, texts = index.nbytes, [Text() for _ in range(3)]

@@ -18,6 +18,7 @@ from pipeline.engines.engine_actor import EngineActor
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.engines.ledger import Ledger
 from pipeline.engines.limits_config import LimitsConfig
+from pipeline.engines.memory.memory_feed import OtherTexts
 from pipeline.output.output_columns import RunTraits, columns_type, wanted_columns
 from pipeline.output.writing_config import WritingConfig
 from pipeline.progress.board import ProgressBoard
@@ -50,7 +51,7 @@ def make_actor(local_ray: None, model: Path) -> Iterator[MakeActor]:
         spec = loads(str(model), drafter, {}, EngineConfig(slots=2, nodes=3), threads=1)
         board = ray.remote(num_cpus=0)(ProgressBoard).remote()
         ledger = ray.remote(num_cpus=0)(Ledger).remote(4, (), base)
-        actor = EngineActor(spec, LimitsConfig(), TRAITS, ledger, board, "test")
+        actor = EngineActor(spec, LimitsConfig(), TRAITS, ledger, board, "test", OtherTexts(None, shared=False))
         made.append(actor)
         return actor
 

@@ -20,6 +20,7 @@ from pipeline.engines.engine_actor import EngineActor
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.engines.ledger import Ledger
 from pipeline.engines.limits_config import LimitsConfig
+from pipeline.engines.memory.memory_feed import OtherTexts
 from pipeline.output.output_columns import RunTraits
 from pipeline.output.writing_config import WritingConfig
 from pipeline.progress.board import ProgressBoard
@@ -75,10 +76,12 @@ def scrape() -> list[Sample]:
 @pytest.fixture(scope="module")
 def exported(local_ray: None) -> Iterator[Exported]:
     """An engine of a real actor has generated ten rows and refused two."""
-    spec = EngineSpec(None, "ctc", {}, EngineConfig(slots=4, nodes=8), threads=1)
+    spec = EngineSpec(None, "ctc+memory", {}, EngineConfig(slots=4, nodes=8), threads=1)
     traits = RunTraits(SamplingParams(), WritingConfig(), rows_have_settings=False)
     board, ledger = ray.remote(num_cpus=0)(ProgressBoard).remote(), ray.remote(num_cpus=0)(Ledger).remote(4)
-    actor = ray.remote(num_cpus=1)(EngineActor).remote(spec, LimitsConfig(), traits, ledger, board, RUN)
+    actor = ray.remote(num_cpus=1)(EngineActor).remote(
+        spec, LimitsConfig(), traits, ledger, board, RUN, OtherTexts(None, shared=False)
+    )
     prompts: list[list[int] | None] = [list(range(20, 24 + n)) for n in range(10)]
     ((_, table),) = unpack(ray.get(actor.__call__.remote(request_part([*prompts, [], []], tokens=40))))
     job = JobMetrics(RUN)
@@ -100,7 +103,9 @@ def test_exported_sums_are_those_of_the_rows(exported: Exported) -> None:
         return sum(row[name] for row in exported.rows)
 
     assert (
-        exported.total("ray_drafter_tokens_total", model="embedded", drafter="ctc") == rows("num_output_tokens") == 400
+        exported.total("ray_drafter_tokens_total", model="embedded", drafter="ctc+memory")
+        == rows("num_output_tokens")
+        == 400
     )
     assert exported.total("ray_drafter_row_steps_total") == rows("num_decode_steps")
     assert exported.total("ray_drafter_draft_tokens_total") == rows("num_draft_tokens")
@@ -110,6 +115,9 @@ def test_exported_sums_are_those_of_the_rows(exported: Exported) -> None:
     assert exported.total("ray_drafter_row_seconds_count") == 10
     assert exported.total("ray_drafter_slots") == 4
     assert exported.total("ray_drafter_slots_active") == 0
+    remembered = exported.total("ray_drafter_memory_tokens")
+    assert rows("num_prompt_tokens") < remembered <= rows("num_prompt_tokens") + rows("num_output_tokens")
+    assert exported.total("ray_drafter_memory_bytes") > 20_000_000
     # More steps than any row has, as only four rows fit; at least as many as the rows have when four share each.
     steps = exported.total("ray_drafter_steps_total")
     assert rows("num_decode_steps") / 4 <= steps <= rows("num_decode_steps")

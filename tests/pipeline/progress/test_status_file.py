@@ -27,7 +27,13 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def test_status_of_submissions_that_fail_stop_and_finish(tmp_path: Path) -> None:
-    rates: dict[str, Any] = {"row_rate": 2.0, "engines": 2, "engine_seconds": 6.0}
+    rates: dict[str, Any] = {
+        "row_rate": 2.0,
+        "engines": 2,
+        "engine_seconds": 6.0,
+        "memory_tokens": 70,
+        "memory_bytes": 800,
+    }
     half = Progress("generating", 10, rows=4, errors=1, tokens=40, steps=20, **rates)
 
     def fails(status: StatusFile) -> None:
@@ -37,6 +43,7 @@ def test_status_of_submissions_that_fail_stop_and_finish(tmp_path: Path) -> None
         now = read(tmp_path)
         assert (now["state"], now["rows_done"], now["rows_total"], now["errors"]) == ("generating", 4, 10, 1)
         assert (now["eta_seconds"], now["mean_acceptance_length"], now["engines"]) == (3.0, 2.0, 2)
+        assert (now["memory_tokens"], now["memory_bytes"]) == (70, 800)
         raise JobError("the cluster\nis gone")
 
     with pytest.raises(JobError), StatusFile(place(tmp_path)) as status:

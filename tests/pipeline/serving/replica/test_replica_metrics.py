@@ -29,6 +29,8 @@ def a_page() -> str:
         shared_tokens=4,
         preemptions=0,
         stage_seconds={"verify": 1.5},
+        memory_tokens=50,
+        memory_bytes=600,
     )
     return metrics_page(
         [({"model": "m", "replica": name}, metrics.snapshot(name, state)) for name in ("a", "b")]
@@ -54,6 +56,8 @@ def test_replicas_stand_side_by_side() -> None:
         label = f'model="m",replica="{replica}"'
         assert f"drafter_slots_active{{{label}}} 3.0\n" in page
         assert f"drafter_requests_waiting{{{label}}} 2.0\n" in page
+        assert f"drafter_memory_tokens{{{label}}} 50.0\n" in page
+        assert f"drafter_memory_bytes{{{label}}} 600.0\n" in page
         assert f"drafter_mean_acceptance_length_sum{{{label}}} 3.0\n" in page
         assert f"drafter_time_to_first_token_seconds_sum{{{label}}} 0.03\n" in page
         assert f"drafter_time_per_output_token_seconds_sum{{{label}}} 0.02\n" in page

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-Gram = tuple[int, ...]
+from drafter.drafters.tables.contract import Gram, Table
 
 
-class LruTable:
+class LruTable(Table):
     """From *leaders*, the last tokens of a text, to *followers*, the tokens after them (arXiv 2511.21699).
 
     A window slides over every text, and each place is a use of a leader and of its follower. A leader has a bounded

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter.drafters.lru_table import LruTable
+from drafter.drafters.tables.lru_table import LruTable
 
 
 def test_followers_come_newest_first() -> None:

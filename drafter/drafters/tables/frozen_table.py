@@ -1,0 +1,160 @@
+"""A table of n-grams that does not change: what follows each token in a corpus, most frequent first.
+
+On disk it is a file of safetensors with three arrays:
+
+    leaders        [L]      the tokens that have followers, rising
+    offsets        [L + 1]  the followers of leader `l` are rows `offsets[l]` to `offsets[l + 1] - 1`
+    continuations  [F, U]   tokens that have followed it
+
+Its metadata say which vocabulary the ids are of, by its digest and size, and, as JSON, where the table comes from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from drafter.drafters.tables.contract import Gram, Table
+from drafter.errors import LoadError, first_line
+
+FORMAT = "drafter-ngram-table-1"
+_KINDS = {"leaders": (1, np.int32), "offsets": (1, np.int64), "continuations": (2, np.int32)}
+"""Dimensions and types of the arrays."""
+_HINT = "make one with python -m jobs.cache"
+
+
+@dataclass(frozen=True)
+class FrozenTable(Table):
+    """What has followed which token.
+
+    Args:
+        leaders: `[L]` int32 tokens with followers, rising.
+        offsets: `[L + 1]` int64 where the followers of each begin, and where the last ones end.
+        continuations: `[F, U]` int32 what has followed, of each leader most frequent first.
+    """
+
+    leaders: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int64]
+    continuations: npt.NDArray[np.int32]
+    leader_length: int = field(default=1, init=False)
+
+    def __len__(self) -> int:
+        """Leaders there are."""
+        return len(self.leaders)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table."""
+        return self.leaders.nbytes + self.offsets.nbytes + self.continuations.nbytes
+
+    def followers(self, leader: Gram) -> Iterator[Gram]:
+        """The followers of a leader, most frequent first."""
+        place = int(self.leaders.searchsorted(leader[0]))
+        if place < len(self.leaders) and self.leaders[place] == leader[0]:
+            yield from map(tuple, self.continuations[self.offsets[place] : self.offsets[place + 1]].tolist())
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Whose token ids a table is of.
+
+    Args:
+        digest: See `vocabulary_digest`.
+        size: Token ids are below it.
+    """
+
+    digest: str
+    size: int
+
+
+def table_bytes(table: FrozenTable, vocabulary: Vocabulary, provenance: Mapping[str, Any]) -> bytes:
+    """Return a table's file.
+
+    Args:
+        table: The table.
+        vocabulary: Of the tokeniser that made its token ids.
+        provenance: Where it comes from, as plain values.
+    """
+    metadata = {
+        "format": FORMAT,
+        "vocabulary": vocabulary.digest,
+        "vocab_size": str(vocabulary.size),
+        "provenance": json.dumps(provenance),
+    }
+    arrays = {name: np.ascontiguousarray(getattr(table, name), kind) for name, (_, kind) in _KINDS.items()}
+    return bytes(save(arrays, metadata))
+
+
+def read_metadata(path: str | Path) -> dict[str, str]:
+    """Read a table's metadata.
+
+    Raises:
+        LoadError: There is no table, or the file is another one.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise LoadError(f"no table of n-grams at {str(path)!r}: there is no such file; {_HINT}")
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            metadata = dict(opened.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise LoadError(f"{str(path)!r} is no table of n-grams: {first_line(error)}; {_HINT}") from error
+    if metadata.get("format") != FORMAT or not {"vocabulary", "vocab_size", "provenance"} <= metadata.keys():
+        raise LoadError(
+            f"{str(path)!r} is no table of n-grams of this release: it has the format {metadata.get('format')!r}, not "
+            f"{FORMAT!r}; {_HINT}"
+        )
+    return metadata
+
+
+def load_table(path: str | Path, vocabulary: Vocabulary) -> FrozenTable:
+    """Load a table for a base whose tokeniser has this vocabulary.
+
+    Raises:
+        LoadError: There is no table, it is damaged, or its token ids are another tokeniser's.
+    """
+    metadata = read_metadata(path)
+    if metadata["vocabulary"] != vocabulary.digest:
+        raise LoadError(
+            f"table {str(path)!r} is of another tokeniser ({metadata['vocab_size']} tokens, digest "
+            f"{metadata['vocabulary']}, not {vocabulary.digest}): {_HINT} for this model"
+        )
+    try:
+        with safe_open(Path(path).expanduser(), framework="numpy") as opened:
+            arrays = {name: opened.get_tensor(name) for name in _KINDS}
+        table = FrozenTable(**arrays)
+        _check(table, vocabulary.size)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise LoadError(f"table {str(path)!r} is damaged: {first_line(error)}; {_HINT}") from error
+    return table
+
+
+def _check(table: FrozenTable, vocab_size: int) -> None:
+    """Raise `ValueError` for a table that is not what it should be: a search would fail in the middle of a job."""
+    for name, (dimensions, kind) in _KINDS.items():
+        array = getattr(table, name)
+        if array.ndim != dimensions or array.dtype != kind:
+            raise ValueError(f"{name} is {array.dtype} of {array.ndim} dimensions")
+    offsets, followers = table.offsets, table.continuations
+    if (
+        len(offsets) != len(table) + 1
+        or offsets[0] != 0
+        or offsets[-1] != len(followers)
+        or (np.diff(offsets) < 0).any()
+    ):
+        raise ValueError("its offsets do not fit its leaders and followers")
+    if (np.diff(table.leaders) <= 0).any():
+        raise ValueError("its leaders do not rise")
+    if not followers.shape[1]:
+        raise ValueError("its followers are empty")
+    for tokens in (table.leaders, followers):
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+            raise ValueError(f"it has token ids outside of 0 to {vocab_size - 1}")

@@ -1,0 +1,1 @@
+"""Tables of n-grams of a corpus, for the drafter `cacheback`."""

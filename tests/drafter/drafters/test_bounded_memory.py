@@ -1,0 +1,56 @@
+"""Drafters that remember take no more memory for twenty thousand rows than for ten."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from collections.abc import Callable
+from functools import partial
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+
+from drafter.drafters.cacheback import CachebackDrafter
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Loan
+from drafter.drafters.memory import MemoryDrafter
+from drafter.stage_times import StageTimes
+
+_SLOTS, _PROMPT, _STEPS = 8, 12, 3
+
+
+def decode(drafter: Drafter, rows: int, rng: random.Random) -> None:
+    """Let rows come and go as an engine would: a prompt, some steps, and texts that others have decoded."""
+    for _ in range(0, rows, _SLOTS):
+        texts = [[rng.randrange(300) for _ in range(_PROMPT)] for _ in range(_SLOTS)]
+        drafter.remember([[rng.randrange(300) for _ in range(_PROMPT)]])
+        for slot, text in enumerate(texts):
+            drafter.enter(slot, np.array(text))
+        for _ in range(_STEPS):
+            lengths = [len(text) - 1 for text in texts]
+            context = DraftContext(torch.tensor(texts), None, torch.tensor(lengths), lengths)
+            drafter.propose(context, Ask(4))
+            new = [[rng.randrange(300)] for _ in texts]
+            drafter.observe(Committed(range(_SLOTS), new))
+            texts = [text + some for text, some in zip(texts, new, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolated", [False, True])
+@pytest.mark.parametrize("make", [partial(MemoryDrafter, 4, 20_000), partial(CachebackDrafter, 4)])
+def test_twenty_thousand_rows_take_no_more_than_ten(make: Callable[..., Drafter], isolated: bool) -> None:
+    drafter, rng = make(isolated=isolated), random.Random(0)
+    drafter.open(Loan(Mock(), _SLOTS, 100, None, StageTimes()))
+    bytes_before = drafter.memory.nbytes
+    decode(drafter, 10_000, rng)
+    tracemalloc.start()
+    try:
+        decode(drafter, 10_000, rng)
+        grown, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert drafter.memory.nbytes == bytes_before
+    assert drafter.memory.tokens <= 30_000
+    # What was allocated since is still there only where it has taken the place of something older.
+    assert grown < 4 << 20
