@@ -49,6 +49,38 @@ class DecodeCounts:
 
 
 @dataclass(frozen=True)
+class MemberView:
+    """What is believed of a member at a batch size.
+
+    Args:
+        name: Of the member.
+        rate: Tokens per second and row at its best number of nodes, plain decoding included.
+        nodes: That number; 0 where plain decoding is faster.
+    """
+
+    name: str
+    rate: float
+    nodes: int
+
+
+@dataclass(frozen=True)
+class BatchChoice:
+    """Which member drafts at a batch size, and why.
+
+    Args:
+        rows: The batch size for which latencies were measured.
+        chosen: Name of the member.
+        trials: Trials that have ended.
+        members: What is believed of each.
+    """
+
+    rows: int
+    chosen: str
+    trials: int
+    members: tuple[MemberView, ...]
+
+
+@dataclass(frozen=True)
 class EngineState:
     """What an engine is doing, and sums of what it has done.
 
@@ -67,6 +99,7 @@ class EngineState:
         stage_seconds: Seconds in each stage of a step; see `drafter.stage_times`.
         memory_tokens: Tokens of texts that the drafter remembers.
         memory_bytes: Bytes that its memory of them takes.
+        choices: Which of several drafters drafts, by batch size; empty where there is one.
     """
 
     active: int
@@ -83,6 +116,7 @@ class EngineState:
     stage_seconds: dict[str, float]
     memory_tokens: int = 0
     memory_bytes: int = 0
+    choices: tuple[BatchChoice, ...] = ()
 
     @property
     def busy_seconds(self) -> float:

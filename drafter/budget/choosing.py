@@ -7,6 +7,7 @@ the longer it is until the next one: trials cost a few percent at most, whatever
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,9 @@ from dataclasses import dataclass, field, replace
 from drafter.budget.adaptive import AdaptiveBudget
 from drafter.budget.contract import Counts, Floats, StepObservation
 from drafter.drafters.contract import Ask
+from drafter.statistics import BatchChoice, MemberView
+
+_log = logging.getLogger(__name__)
 
 _TRIAL_ROWS, _TRIAL_STEPS = 48, 8
 """A trial has as many drafted steps as it takes to see so many trees, and no fewer than so many steps."""
@@ -23,38 +27,6 @@ _LONGEST_PAUSE = 8192
 """Steps until a member is tried again at most."""
 _BETTER = 1.02
 """A member must promise so many times the rate of the one that drafts to take its place."""
-
-
-@dataclass(frozen=True)
-class MemberView:
-    """What is believed of a member at a batch size.
-
-    Args:
-        name: Of the member.
-        rate: Tokens per second and row at its best number of nodes, plain decoding included.
-        nodes: That number; 0 where plain decoding is faster.
-    """
-
-    name: str
-    rate: float
-    nodes: int
-
-
-@dataclass(frozen=True)
-class BatchChoice:
-    """Which member drafts at a batch size, and why.
-
-    Args:
-        rows: The batch size for which latencies were measured.
-        chosen: Name of the member.
-        trials: Trials that have ended.
-        members: What is believed of each.
-    """
-
-    rows: int
-    chosen: str
-    trials: int
-    members: tuple[MemberView, ...]
 
 
 @dataclass
@@ -143,10 +115,13 @@ class ChoosingBudget:
             return
         rates = [one.best(step.rows)[0] for one in self._budgets]
         band.trials += 1
+        settles = band.untried == {member}
         band.untried.discard(member)
         loser = member
         if member != band.leader and rates[member] > _BETTER * rates[band.leader]:
             band.leader, loser = member, band.leader
+        if settles or (loser != member and not band.untried):
+            self._tell(band, step.rows, rates)
         # What a trial of the loser loses, relative to the steps that the leader would make in the same time.
         share = 1 - budget.drafted_rate(step.rows) / rates[band.leader] if loser == member else 0.0
         lost = max(share, 0.0) * band.seconds
@@ -155,6 +130,10 @@ class ChoosingBudget:
         pause = math.ceil(lost * others / (_LOSS * step_seconds))
         band.pauses[loser] = min(max(pause, 4 * enough), _LONGEST_PAUSE)
         band.trial = None
+
+    def _tell(self, band: _Band, rows: int, rates: Sequence[float]) -> None:
+        listed = ", ".join(f"{name} {rate:,.0f}" for name, rate in zip(self._names, rates, strict=True))
+        _log.info("%s drafts for about %d rows (tokens/s a row: %s)", self._names[band.leader], rows, listed)
 
     def _begin_trial(self, band: _Band, rows: int) -> None:
         """Begin the next trial, if one is due."""

@@ -75,7 +75,7 @@ class MergedDrafter(Drafter):
     @property
     def memory(self) -> DraftMemory:
         """All memories together; as much is of use to remember as for the one with the most room."""
-        memories = [member.memory for member in self.members]
+        memories = [member.memory for member in self._drafters]
         return DraftMemory(
             tokens=sum(one.tokens for one in memories),
             nbytes=sum(one.nbytes for one in memories),
@@ -84,7 +84,7 @@ class MergedDrafter(Drafter):
 
     def remember(self, texts: Sequence[Sequence[int] | npt.NDArray[np.int32]]) -> None:
         """Tell all."""
-        for member in self.members:
+        for member in self._drafters:
             member.remember(texts)
 
     def _seen_by(self, member: Drafter, context: DraftContext) -> DraftContext:

@@ -34,7 +34,7 @@ from drafter.engine.steps.eager_step import EagerStep, StepRun
 from drafter.engine.steps.flights import Flight, Flights
 from drafter.engine.steps.graph_step import GraphStep
 from drafter.engine.steps.outcome import RowOutcomes, StepOutcome
-from drafter.engine.warm_up import compile_base, measure_member, measure_steps
+from drafter.engine.warm_up import compile_base, measure_members, measure_steps
 from drafter.errors import EngineError, LoadError
 from drafter.requests import Request
 from drafter.stage_times import StageTimes
@@ -149,6 +149,7 @@ class Engine:
             stage_seconds=dict(self._times.seconds),
             memory_tokens=memory.tokens,
             memory_bytes=memory.nbytes,
+            choices=self.budget.choices() if isinstance(self.budget, ChoosingBudget) else (),
         )
 
     @property
@@ -337,7 +338,7 @@ class Engine:
         members = self.drafter.members
         if len(members) < 2 or self._graphs is not None:  # a recorded step always has the same drafter
             return AdaptiveBudget(table)
-        tables = [table, *(measure_member(self._device_step, table, one) for one in range(1, len(members)))]
+        tables = measure_members(self._device_step, table, len(members))
         return ChoosingBudget(members, [AdaptiveBudget(one) for one in tables])
 
 

@@ -8,8 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import torch
 
+from drafter.budget.contract import Floats
 from drafter.budget.latency_table import NODE_COUNTS, LatencyTable, batch_sizes, measure_latency
 from drafter.devices import synchronise
 from drafter.drafters.contract import Ask
@@ -87,31 +89,33 @@ def measure_steps(step: DeviceStep, graphs: StepGraphs | None) -> LatencyTable:
 
 
 @torch.inference_mode()
-def measure_member(step: DeviceStep, table: LatencyTable, member: int) -> LatencyTable:
-    """Latencies of steps that another of the drafter's members drafts.
+def measure_members(step: DeviceStep, table: LatencyTable, members: int) -> list[LatencyTable]:
+    """Latencies of steps by who drafts them, of all the drafter's members.
 
     Args:
         step: The stages; all slots are empty.
-        table: Latencies of the member that is selected at first. Verification takes as long whoever has drafted.
-        member: Which one.
+        table: Latencies of the first member. Verification takes as long whoever has drafted.
+        members: How many there are.
     """
-    state, device = step.state, step.base.device
     generate_texts(step)
+    tables = [table, *(replace(table, draft=_measure_drafts(step, table, one)) for one in range(1, members))]
+    step.state.drafter.select(0)
+    step.state.forget()
+    return tables
+
+
+def _measure_drafts(step: DeviceStep, table: LatencyTable, member: int) -> Floats:
+    """Seconds `[K, M]` in which a member drafts each of the table's shapes over the generated texts."""
+    state, length, draft = step.state, _probed_length(step.state), np.zeros_like(table.draft)
     state.drafter.select(member)
-    length = _probed_length(state)
     state.lengths.fill_(length)
-    draft = table.draft.copy()
     for place, rows in enumerate(int(batch) for batch in table.batches):
         context = state.context([length] * rows)
-        for column, nodes in enumerate(table.nodes):
-            if nodes:
-                ask = Ask(nodes, 1 / (nodes + 1), member)
-                state.drafter.prepare(context)
-                taken = [_timed(device, lambda: step.draft(context, ask))[1] for _ in range(_DRAFT_RUNS)]  # noqa: B023
-                draft[place, column] = min(taken)
-    state.drafter.select(0)
-    state.forget()
-    return replace(table, draft=draft)
+        for column, nodes in enumerate(table.nodes[1:], start=1):
+            work = partial(step.draft, context, Ask(nodes, 1 / (nodes + 1), member))
+            state.drafter.prepare(context)
+            draft[place, column] = min(_timed(step.base.device, work)[1] for _ in range(_DRAFT_RUNS))
+    return draft
 
 
 def _probed_length(state: BatchState) -> int:

@@ -186,6 +186,7 @@ class EngineActor:
             waiting=state.waiting,
             memory_tokens=state.memory_tokens,
             memory_bytes=state.memory_bytes,
+            choices=state.choices,
         )
         self._tell("engine", self._name, report)
 

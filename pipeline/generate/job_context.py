@@ -18,6 +18,9 @@ from pipeline.output.run_file import read_run, save_run
 from pipeline.progress.reports import EngineFacts
 from pipeline.staging.staged_input import Part, StagedInput
 
+DRAFTING = "drafting"
+"""In `run.json`: which of several drafters drafted, by batch size, and why."""
+
 
 @dataclass(frozen=True)
 class JobContext:
@@ -44,7 +47,8 @@ class JobContext:
     def engine_facts(self) -> dict[str, Any]:
         """Read from `run.json` what the engines decode with; all None before an engine has reported it."""
         run = read_run(self.output.run_file)
-        return {field.name: run.get(field.name) for field in dataclasses.fields(EngineFacts)}
+        names = [*(field.name for field in dataclasses.fields(EngineFacts)), DRAFTING]
+        return {name: run.get(name) for name in names}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 from pyarrow import fs
@@ -13,7 +13,7 @@ from pipeline.cluster.shares import share_out
 from pipeline.engines.named_models import model_name
 from pipeline.engines.unfinished_rows import delete_unfinished
 from pipeline.errors import InputError, JobError, JobStopped
-from pipeline.generate.job_context import JobContext, Work
+from pipeline.generate.job_context import DRAFTING, JobContext, Work
 from pipeline.generate.supervision import generate_missing
 from pipeline.output.compaction import compact
 from pipeline.output.lease import Lease
@@ -100,7 +100,10 @@ def finish(job: JobContext, stopping: Stopping, status: StatusFile) -> Progress:
         write_batch(output, staged, partial(load_tokenizer, model_name(job.config.model)))
     output.delete_temporary()
     delete_unfinished(output)
-    job.save_run("finished", rows=staged.rows, batch_bytes=batch_bytes(output), **job.engine_facts())
+    facts = job.engine_facts()
+    if last.choices:
+        facts[DRAFTING] = [asdict(choice) for choice in last.choices]
+    job.save_run("finished", rows=staged.rows, batch_bytes=batch_bytes(output), **facts)
     return last
 
 

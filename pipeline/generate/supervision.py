@@ -83,7 +83,7 @@ def _explained(error: Exception, last: Progress) -> Exception:
 def note_facts(job: JobContext, now: Progress) -> None:
     """Write to `run.json` what the engines decode with, as soon as it is known: who trains on the rows relies on it."""
     if now.facts is not None:
-        job.save_run("running", **asdict(now.facts))
+        job.save_run("running", **job.engine_facts() | asdict(now.facts))
 
 
 def _tally(output: OutputFolder, work: Work, unfinished: Sequence[SavedRow]) -> Tally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from drafter.statistics import DecodeCounts, mean_acceptance_length
+from drafter.statistics import BatchChoice, DecodeCounts, mean_acceptance_length
 from pipeline.progress.reports import EngineFacts
 
 State = Literal["starting", "generating", "finished", "failed", "stopped"]
@@ -33,6 +33,7 @@ class Progress:
         waiting: Requests that wait for a slot.
         memory_tokens: Tokens of texts that their drafters remember.
         memory_bytes: Bytes that these memories take.
+        choices: Which of several drafters drafts in one of the engines, by batch size.
         engine_seconds: Seconds that all engines have existed, ended ones included.
         device: The devices that the engines run on.
         facts: What the engines decode with, once one has loaded its models.
@@ -57,6 +58,7 @@ class Progress:
     waiting: int = 0
     memory_tokens: int = 0
     memory_bytes: int = 0
+    choices: tuple[BatchChoice, ...] = ()
     engine_seconds: float = 0.0
     device: str | None = None
     facts: EngineFacts | None = None

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from drafter.statistics import BatchChoice
+
 BEAT_SECONDS = 2.0
 """Engines report their state this often."""
 
@@ -73,6 +75,7 @@ class EngineReport:
         waiting: Requests that wait for a slot.
         memory_tokens: Tokens of texts that its drafter remembers.
         memory_bytes: Bytes that this memory takes.
+        choices: Which of several drafters drafts, by batch size.
     """
 
     seconds: float
@@ -83,6 +86,7 @@ class EngineReport:
     waiting: int
     memory_tokens: int = 0
     memory_bytes: int = 0
+    choices: tuple[BatchChoice, ...] = ()
 
 
 @dataclass(frozen=True)

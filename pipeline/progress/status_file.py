@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any
@@ -91,6 +91,7 @@ class StatusFile:
             "requests_waiting": now.waiting,
             "memory_tokens": now.memory_tokens,
             "memory_bytes": now.memory_bytes,
+            "drafting": [asdict(choice) for choice in now.choices],
             "failure": now.failure,
             "last_crash": now.crash,
             "submissions": [*self._earlier, self._submission()],

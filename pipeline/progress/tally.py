@@ -79,6 +79,7 @@ class Tally:
             waiting=sum(report.waiting for report in alive),
             memory_tokens=sum(report.memory_tokens for report in alive),
             memory_bytes=sum(report.memory_bytes for report in alive),
+            choices=next((report.choices for report in reversed(reports) if report.choices), ()),
             engine_seconds=sum(report.seconds for report in reports),
             device=", ".join(dict.fromkeys(report.device for report in reports)) or None,
             facts=reports[0].facts if reports else None,

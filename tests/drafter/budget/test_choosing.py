@@ -52,7 +52,7 @@ class Members:
             budget.observe(StepObservation(rows, ask.nodes, promised, promised, accepted, taken, ask.member))
             tokens += 1 + accepted.sum() / rows
             seconds += taken.drafting + taken.rest
-        return tokens / seconds
+        return float(tokens / seconds)
 
     def alone(self, rows: int, member: int) -> float:
         """The rate of the best number of nodes of one member, plain decoding included."""

@@ -107,6 +107,20 @@ def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, t
 
 
 @pytest.mark.slow
+def test_auto_says_what_it_chose(run: Run, lm: SpeculativeLM, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"{QUESTIONS[n % 4]} {n}"} for n in range(40)])
+    done = run(source, "--sampling.ignore_eos", True, "--sampling.max_new_tokens", 80, drafter="auto")
+    assert done.code == 0, done.stderr
+    asked = expected(lm, {"prompt": f"{QUESTIONS[1]} 1"}, max_new_tokens=80, ignore_eos=True)
+    assert done.rows[1]["token_ids"] == asked.token_ids
+    drafting = json.loads((done.folder / "run.json").read_text())["drafting"]
+    assert drafting
+    for choice in drafting:
+        assert [view["name"] for view in choice["members"]] == ["memory", "cacheback", "ngram"]
+        assert choice["chosen"] in ("memory", "cacheback", "ngram")
+
+
+@pytest.mark.slow
 def test_rows_of_a_lenient_verifier_are_marked_everywhere(run: Run, tmp_path: Path) -> None:
     rows = [{"prompt": QUESTIONS[n % 4], "seed": n, "sampling": {"temperature": n % 2}} for n in range(8)]
     source = write_jsonl(tmp_path / "in.jsonl", rows)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pyarrow import fs
 
+from drafter.statistics import BatchChoice, MemberView
 from pipeline.cluster.shares import ActorResources
 from pipeline.errors import JobError
 from pipeline.io.files import Location
@@ -33,6 +34,7 @@ def test_status_of_submissions_that_fail_stop_and_finish(tmp_path: Path) -> None
         "engine_seconds": 6.0,
         "memory_tokens": 70,
         "memory_bytes": 800,
+        "choices": (BatchChoice(4, "memory", 3, (MemberView("memory", 30.5, 7), MemberView("ngram", 20.0, 0))),),
     }
     half = Progress("generating", 10, rows=4, errors=1, tokens=40, steps=20, **rates)
 
@@ -44,6 +46,9 @@ def test_status_of_submissions_that_fail_stop_and_finish(tmp_path: Path) -> None
         assert (now["state"], now["rows_done"], now["rows_total"], now["errors"]) == ("generating", 4, 10, 1)
         assert (now["eta_seconds"], now["mean_acceptance_length"], now["engines"]) == (3.0, 2.0, 2)
         assert (now["memory_tokens"], now["memory_bytes"]) == (70, 800)
+        (choice,) = now["drafting"]
+        assert (choice["rows"], choice["chosen"], choice["trials"]) == (4, "memory", 3)
+        assert choice["members"][1] == {"name": "ngram", "rate": 20.0, "nodes": 0}
         raise JobError("the cluster\nis gone")
 
     with pytest.raises(JobError), StatusFile(place(tmp_path)) as status:

@@ -167,6 +167,16 @@ def test_tokens_that_were_accepted_leniently_are_counted_and_marked(tmp_path: Pa
     assert page.answers == ["11 12 13 14 15 "]
 
 
+def test_which_drafter_was_chosen_is_said(tmp_path: Path) -> None:
+    views = [{"name": "memory", "rate": 30.5, "nodes": 7}, {"name": "ngram", "rate": 20.0, "nodes": 0}]
+    choice = {"rows": 4, "chosen": "memory", "trials": 3, "members": views}
+    write_run(write_output(tmp_path / "out", [[{"id": "a", "accepted": [1]}]], []), drafting=[choice])
+    assert job(tmp_path / "out") == 0
+    page = Page((tmp_path / "out" / "report.html").read_text())
+    told = "memory (tokens/s a row expected of memory: 30.5, ngram: 20 without drafts, after 3 trials)"
+    assert f"Drafted about 4 rows {told}" in page.text
+
+
 def test_steps_and_texts_that_are_lost_are_said(tmp_path: Path) -> None:
     output = write_output(tmp_path / "out", [[{"id": "a", "accepted": [1, 1]}]], [])
     write_run(output)
