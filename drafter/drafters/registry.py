@@ -11,7 +11,7 @@ import torch
 from drafter.base.causal_lm import BaseModel
 from drafter.base.loading import load_tokenizer
 from drafter.drafters.cacheback import CachebackDrafter
-from drafter.drafters.choosing import ChoosingDrafter
+from drafter.drafters.choosing_drafter import ChoosingDrafter
 from drafter.drafters.contract import Drafter
 from drafter.drafters.memory import MemoryDrafter
 from drafter.drafters.merged import MergedDrafter

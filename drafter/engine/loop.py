@@ -17,7 +17,7 @@ import torch
 from drafter import devices
 from drafter.base.causal_lm import BaseModel
 from drafter.budget.adaptive import AdaptiveBudget
-from drafter.budget.choosing import ChoosingBudget
+from drafter.budget.choosing_budget import ChoosingBudget
 from drafter.budget.contract import Budget, StepObservation
 from drafter.budget.fixed import FixedBudget
 from drafter.drafters.contract import Committed, Drafter

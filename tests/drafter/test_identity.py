@@ -10,7 +10,7 @@ import pytest
 
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.cacheback import CachebackDrafter
-from drafter.drafters.choosing import ChoosingDrafter
+from drafter.drafters.choosing_drafter import ChoosingDrafter
 from drafter.drafters.contract import Drafter
 from drafter.drafters.memory import MemoryDrafter
 from drafter.drafters.merged import MergedDrafter

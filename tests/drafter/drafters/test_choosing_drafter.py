@@ -7,10 +7,10 @@ import random
 import pytest
 
 from drafter.base.causal_lm import BaseModel
-from drafter.budget.choosing import ChoosingBudget
+from drafter.budget.choosing_budget import ChoosingBudget
 from drafter.budget.fixed import FixedBudget
 from drafter.drafters.cacheback import CachebackDrafter
-from drafter.drafters.choosing import ChoosingDrafter
+from drafter.drafters.choosing_drafter import ChoosingDrafter
 from drafter.drafters.contract import Ask
 from drafter.drafters.memory import MemoryDrafter
 from drafter.drafters.ngram import NgramDrafter

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter.budget.adaptive import AdaptiveBudget
-from drafter.budget.choosing import ChoosingBudget
+from drafter.budget.choosing_budget import ChoosingBudget
 from drafter.budget.contract import StepObservation, StepSeconds
 from drafter.budget.latency_table import LatencyTable
 from drafter.drafters.contract import Ask
