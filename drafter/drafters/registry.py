@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.cacheback import CachebackDrafter
 from drafter.drafters.contract import Drafter
+from drafter.drafters.draft_models.named import load_model_drafter, load_stack
 from drafter.drafters.memory import MemoryDrafter
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.names import kind_and_rest, merged_names
@@ -54,7 +55,12 @@ class Loading:
         return load_drafter(name, self.base, self.nodes, isolated=self.isolated)
 
 
-NAMED_WITH_COLON: dict[str, Callable[[str, Loading], Drafter]] = {}
+NAMED_WITH_COLON: dict[str, Callable[[str, Loading], Drafter]] = {
+    "model": lambda rest, loading: load_model_drafter(rest, loading.base, loading.nodes),
+    "stack": lambda rest, loading: load_stack(
+        rest, loading.base, loading.nodes, lambda name, nodes: replace(loading, nodes=nodes).load(name)
+    ),
+}
 """Drafters that are named `kind:rest`, by kind; made from the rest."""
 
 
@@ -74,8 +80,9 @@ def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: boo
 
     Args:
         name: `none`, `ngram`, `memory`, `cacheback`, the algorithm of an embedded head (`ctc`), a head's folder or hub
-            id, several of these joined by `+`, or `auto`: the CTC head that ships with the project for this base, else
-            `ngram`.
+            id, `model:` and a draft model's folder or hub id, several of these joined by `+`,
+            `stack:LOWER>model:A` (see `load_stack`), or `auto`: the CTC head that ships with the project for this
+            base, else `ngram`.
         base: The base it drafts for.
         nodes: Draft nodes of its largest trees.
         isolated: Whether no text may be drafted from another one.
