@@ -36,14 +36,12 @@ def model_and_device(rest: str) -> tuple[str, str | None]:
     return (rest, None) if not at or Path(rest).exists() else (name, device)
 
 
-def named_models(name: str) -> list[str]:
-    """Return the paths and hub ids of the draft models that a drafter's name mentions, each once."""
-    kind, rest = kind_and_rest(name)
+def leaf_names(name: str) -> list[str]:
+    """Return the drafters that a name is made of, each once: members of merged ones, and levels of stacks."""
     members = merged_names(name)
-    if len(members) > 1:
-        parts = members
-    elif kind == "stack":
-        parts = stack_levels(rest)
-    else:
-        return [model_and_device(rest)[0]] if kind == "model" else []
-    return list(dict.fromkeys(model for part in parts for model in named_models(part)))
+    if len(members) == 1:
+        kind, rest = kind_and_rest(name)
+        if kind != "stack":
+            return members
+        members = stack_levels(rest)
+    return list(dict.fromkeys(leaf for member in members for leaf in leaf_names(member)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drafter.drafters.names import merged_names
+from drafter.drafters.names import kind_and_rest, leaf_names, model_and_device
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
 from drafter.errors import one_line
 from pipeline.engines.model_files import folder_fingerprint
@@ -39,15 +39,19 @@ def model_fingerprint(name: str) -> str:
 
 
 def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:
-    """Return the fingerprints of the draft heads, embedded ones included, that `drafter` names for `model`.
+    """Return the fingerprints of the draft heads, embedded ones included, and draft models that `drafter` names.
 
     Raises:
-        InputError: There is no head at a path, or on the hub.
+        InputError: There is no head or model at a path, or on the hub.
     """
     if drafter == "auto" and model is None:
         drafter = "ctc"
     found = {}
-    for name in merged_names(drafter):
+    for name in leaf_names(drafter):
+        kind, rest = kind_and_rest(name)
+        if kind == "model":
+            found[name] = model_fingerprint(model_and_device(rest)[0])
+            continue
         embedded = EMBEDDED_HEADS / name
         folder = embedded if embedded.is_dir() else Path(name).expanduser()
         if folder.is_dir():

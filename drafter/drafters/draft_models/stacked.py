@@ -38,7 +38,9 @@ class StackedDrafter(Drafter):
 
     def __init__(self, lower: Drafter, model: BaseModel, base: BaseModel, nodes: int) -> None:
         if lower.spec.shared_layers:
-            raise LoadError("the base's own layers cannot draft for a stack: the base's KV cache has no room for its trees")
+            raise LoadError(
+                "the base's own layers cannot draft for a stack: the base's KV cache has no room for its trees"
+            )
         self.lower = lower
         spec, depth = lower.spec, min(lower.spec.max_depth + 1, nodes)
         self._reader = TextReader(model, base, depth + 1)
@@ -110,7 +112,7 @@ def reprice(tree: TokenTree, log_probs: Tensor, own: int, depth: int, size: int)
     place = tree.parents * log_probs.shape[2] + tree.tokens.clamp(0, log_probs.shape[2] - 1)
     conditional = log_probs.flatten(1).gather(1, place)
     conditional = torch.where(tree.tokens >= 0, conditional, -torch.inf)
-    conditional[:, 0] = 0.0
+    conditional[:, 0].zero_()
     # All paths are summed in the same order, so that rounding never puts a child above its parent.
     paths = torch.where(tree.ancestors(), conditional[:, None], 0.0).sum(2)
     best, tokens = log_probs.topk(min(own, log_probs.shape[2]))
