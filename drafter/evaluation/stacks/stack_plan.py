@@ -78,7 +78,7 @@ def expected_tokens(acceptance: float, block: float) -> float:
     """Return the tokens of a step, `(1 − α^(B + 1)) / (1 − α)`, of B drafted ones that are each accepted with α."""
     if acceptance >= 1.0 - 1e-9:
         return block + 1.0
-    return (1.0 - acceptance ** (block + 1.0)) / (1.0 - acceptance)
+    return (1.0 - math.pow(acceptance, block + 1.0)) / (1.0 - acceptance)
 
 
 def acceptance_of(tokens: float, block: float) -> float:

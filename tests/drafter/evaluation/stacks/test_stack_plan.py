@@ -18,9 +18,7 @@ def per_token(levels: Levels, stack: tuple[int, ...]) -> float:
     block, seconds = levels.blocks[stack[0]], levels.drafting[stack[0]]
     for below, above in zip(stack, (*stack[1:], -1), strict=True):
         alpha = levels.acceptance[below][above]
-        block = sum(alpha**place for place in range(int(block) + 1)) if block == int(block) else (
-            (1 - alpha ** (block + 1)) / (1 - alpha)
-        )
+        block = (1 - alpha ** (block + 1)) / (1 - alpha)
         seconds += levels.pricing[below][above]
     return seconds / (block * levels.rows) + sum(levels.reading[model] for model in stack[1:])
 
@@ -45,7 +43,9 @@ def measured(draw: Any) -> Levels:
 @given(measured())
 def test_the_best_of_all_stacks_is_found(levels: Levels) -> None:
     count = len(levels.names)
-    every = {stack: per_token(levels, stack) for size in range(1, count + 1) for stack in combinations(range(count), size)}
+    every = {
+        stack: per_token(levels, stack) for size in range(1, count + 1) for stack in combinations(range(count), size)
+    }
     best = min([levels.plain / levels.rows, *every.values()])
     found = compare_stacks(levels)
     assert found[0].per_token == pytest.approx(best)
