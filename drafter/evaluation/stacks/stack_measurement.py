@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any
-
-import torch
 
 from drafter import devices
 from drafter.base.causal_lm import BaseModel
@@ -25,11 +21,8 @@ from drafter.engine.loop import Engine
 from drafter.errors import LoadError
 from drafter.evaluation.decoders import decode_all
 from drafter.evaluation.prepared_prompts import Prompt
-from drafter.evaluation.stacks.stack_plan import Expectation, Levels, acceptance_of, compare_stacks
+from drafter.evaluation.stacks.stack_plan import Expectation, Levels, acceptance_of, block_of, compare_stacks
 from drafter.requests import Request
-
-_PIECES = 4
-"""Pieces of an answer that a draft model continues, each from the base's own words before it."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +63,14 @@ class _Run:
         drafting: Seconds of drafting, a step.
         rest: Seconds of the rest of a step; prefills are no part of it.
         rows: Rows of a step, on average.
-        accepted: Accepted draft tokens of each step of each request.
+        row_steps: Steps of all rows.
         tokens: New tokens.
     """
 
     drafting: float
     rest: float
     rows: float
-    accepted: list[list[int]]
+    row_steps: int
     tokens: int
 
     @property
@@ -124,66 +117,67 @@ class StackPlanning:
         taken = []
         for stack in dict.fromkeys([expected[0].levels, ()]):
             yield f"taking the time of {stack_name(stack)}"
-            run = self._decode(self._base, self._stack(stack), requests, self._nodes)
-            tokens = _tokens(run.accepted, whole=True)
+            run = self._decode(self._stack(stack), requests)
+            tokens = _tokens(run)
             taken.append(Measured(stack, tokens, run.step / (tokens * run.rows)))
         return Comparison(levels, expected, taken)
 
     def _measure(self, prompts: Sequence[Prompt]) -> Generator[str, None, Levels]:
         names, count = self._names, len(self._names)
-        requests, pieces = [prompt.request for prompt in prompts], list(_pieces(prompts))
+        requests = [prompt.request for prompt in prompts]
         yield "measuring plain decoding"
-        plain = self._decode(self._base, PlainDecoding(), requests, 0)
-        blocks, drafting, reading = [0.0] * count, [0.0] * count, [0.0] * count
+        plain = self._decode(PlainDecoding(), requests)
+        blocks, drafting = [0.0] * count, [0.0] * count
         acceptance, pricing = ([[empty] * (count + 1) for _ in names] for empty in (0.0, inf))
         for place, name in enumerate(names):
             yield f"measuring {name} for the base"
-            drafter = self._lowest(name, self._base, self._nodes)
-            run = self._decode(self._base, drafter, requests, self._nodes)
-            if devices.is_asynchronous(self._base.device):  # there a step's parts have no times of their own
-                run = replace(run, drafting=max(run.step - plain.step, 0.0), rest=min(run.step, plain.step))
-            blocks[place], drafting[place] = float(drafter.spec.max_depth), run.drafting
-            acceptance[place][-1] = acceptance_of(_tokens(run.accepted, whole=True), blocks[place])
-            pricing[place][-1] = run.rest
-        for above, model in ((place, self._models[name]) for place, name in enumerate(names) if name in self._models):
-            reading[above] = _reading_seconds(model, requests) / max(plain.tokens, 1)
-            for below in range(above):
-                yield f"measuring {names[below]} for {names[above]}"
-                nodes = LOWER_NODES * self._nodes
-                run = self._decode(model, self._lowest(names[below], model, nodes), pieces, nodes)
-                drafted = drafting[below] if devices.is_asynchronous(model.device) else run.drafting
-                pricing[below][above] = max(run.step - drafted, 0.0)
-                acceptance[below][above] = acceptance_of(_tokens(run.accepted, whole=False), blocks[below])
-        return Levels(names, blocks, drafting, acceptance, pricing, reading, plain.step, plain.rows)
+            drafter = self._stack((name,))
+            run = self._decode(drafter, requests)
+            blocks[place], drafting[place] = float(drafter.spec.max_depth), self._drafting(run, plain)
+            acceptance[place][-1] = acceptance_of(_tokens(run), blocks[place])
+            pricing[place][-1] = run.step - drafting[place]
+        models = [place for place, name in enumerate(names) if name in self._models]
+        for below, above in ((lower, model) for model in models for lower in range(model)):
+            stack = (names[below], names[above])
+            yield f"measuring {stack_name(stack)}"
+            run = self._decode(self._stack(stack), requests)
+            # What the model passes on counts as so many of its own tokens as give the base as much.
+            passed = block_of(_tokens(run), acceptance[above][-1], blocks[below] + 1.0)
+            acceptance[below][above] = acceptance_of(passed, blocks[below])
+            pricing[below][above] = max(self._drafting(run, plain) - drafting[below], 0.0)
+        return Levels(names, blocks, drafting, acceptance, pricing, plain.step, plain.rows)
 
-    def _lowest(self, name: str, verifier: BaseModel, nodes: int) -> Drafter:
-        """Return a drafter as the lowest level, for the base or a draft model.
-
-        It drafts a text from that text alone: of one that learns from others, a second measurement would say more.
-        """
-        if name in self._models:
-            return ModelDrafter(self._models[name], verifier, nodes)
-        return load_drafter(name, verifier, nodes, isolated=True)
+    def _drafting(self, run: _Run, plain: _Run) -> float:
+        """Return the seconds of drafting, a step. On a GPU a step's parts have no times of their own."""
+        return max(run.step - plain.step, 0.0) if devices.is_asynchronous(self._base.device) else run.drafting
 
     def _stack(self, levels: Sequence[str]) -> Drafter:
-        """Return the drafter that consists of these levels, as `stack:…` names it."""
+        """Return the drafter that consists of these levels, as `stack:…` names it.
+
+        Its lowest level drafts each text from that text alone: the sample is decoded more than once.
+        """
         if not levels:
             return PlainDecoding()
         nodes = self._nodes * LOWER_NODES ** (len(levels) - 1)
-        drafter = self._lowest(levels[0], self._base, nodes)
+        model = self._models.get(levels[0])
+        drafter: Drafter = (
+            load_drafter(levels[0], self._base, nodes, isolated=True)
+            if model is None
+            else ModelDrafter(model, self._base, nodes)
+        )
         for name in levels[1:]:
             nodes //= LOWER_NODES
             drafter = StackedDrafter(drafter, self._models[name], self._base, nodes)
         return drafter
 
-    def _decode(self, model: BaseModel, drafter: Drafter, requests: Sequence[Request], nodes: int) -> _Run:
+    def _decode(self, drafter: Drafter, requests: Sequence[Request]) -> _Run:
         longest = max(len(one.prompt_ids) + one.sampling.max_new_tokens for one in requests)
         slots = min(self._slots, len(requests))
-        config = EngineConfig(slots, max_length=longest, nodes=nodes, max_queue=len(requests))
-        engine = Engine(model, drafter, self._tokenizer, config)
+        config = EngineConfig(slots, max_length=longest, nodes=self._nodes, max_queue=len(requests))
+        engine = Engine(self._base, drafter, self._tokenizer, config)
         decode_all(engine, requests[:slots])  # the first steps are slower
         before = engine.state()
-        _, generations = decode_all(engine, requests)
+        decode_all(engine, requests)
         after = engine.state()
         steps = max(after.steps - before.steps, 1)
         spent = {
@@ -194,8 +188,8 @@ class StackPlanning:
             drafting,
             sum(spent.values()) - drafting - spent["prefill"],
             (after.row_steps - before.row_steps) / steps,
-            [one.counts.per_step_accepted for one in generations],
-            sum(len(one.token_ids) for one in generations),
+            after.row_steps - before.row_steps,
+            after.output_tokens - before.output_tokens,
         )
 
 
@@ -214,30 +208,6 @@ def _parameters(model: BaseModel) -> int:
     return sum(parameter.numel() for parameter in model.model.parameters())
 
 
-def _pieces(prompts: Sequence[Prompt]) -> Iterator[Request]:
-    """Return requests to continue the answers from several places in them, each up to the next place."""
-    for prompt in prompts:
-        answer = prompt.answer
-        places = sorted({len(answer) * part // _PIECES for part in range(_PIECES + 1)})
-        for start, stop in pairwise(places):
-            sampling = replace(prompt.request.sampling, max_new_tokens=stop - start, ignore_eos=True)
-            yield replace(prompt.request, prompt_ids=[*prompt.request.prompt_ids, *answer[:start]], sampling=sampling)
-
-
-def _tokens(accepted: Sequence[Sequence[int]], *, whole: bool) -> float:
-    """Return the tokens of a step. The last step of a request that is not `whole` may have been cut: it is left out."""
-    steps = [count for one in accepted for count in (one if whole else one[:-1])]
-    return 1.0 + sum(steps) / max(len(steps), 1)
-
-
-@torch.inference_mode()
-def _reading_seconds(model: BaseModel, requests: Sequence[Request]) -> float:
-    """Return the seconds in which a model reads all prompts, one by one."""
-    cache = model.new_cache(1, max(len(one.prompt_ids) for one in requests))
-    texts = [torch.tensor(list(one.prompt_ids), device=model.device) for one in requests]
-    devices.synchronise(model.device)
-    start = time.perf_counter()
-    for text in texts:
-        model.prefill(cache, 0, [text.clamp_max(model.vocab_size - 1)])
-    devices.synchronise(model.device)
-    return time.perf_counter() - start
+def _tokens(run: _Run) -> float:
+    """Return the tokens a row of a step."""
+    return run.tokens / max(run.row_steps, 1)

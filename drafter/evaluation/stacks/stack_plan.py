@@ -22,10 +22,10 @@ class Levels:
         names: Of the drafters.
         blocks: Draft tokens of a path at most, of each as the lowest level.
         drafting: Seconds a step of each as the lowest level, for what the base is asked to verify.
-        acceptance: `[N][N + 1]` probability that a token of drafter `i` is accepted by model `j`; the last is the base.
+        acceptance: `[N][N + 1]` probability that model `j` passes on what drafter `i` proposes for a token, or a token
+            of its own that is as good to the level above; the last is the base, which accepts or does not.
         pricing: `[N][N + 1]` seconds a step of model `j` over what drafter `i` proposes; the last is the base. Infinite
             where `j` is no model.
-        reading: Seconds for each generated token that a model as an upper level takes to read prompts.
         plain: Seconds of a step of the base without drafts.
         rows: Rows of a step, on average.
     """
@@ -35,7 +35,6 @@ class Levels:
     drafting: Numbers
     acceptance: Sequence[Numbers]
     pricing: Sequence[Numbers]
-    reading: Numbers
     plain: float
     rows: float = 1.0
 
@@ -48,13 +47,11 @@ class Stack:
         levels: Indices of its drafters, from the lowest on.
         seconds: Of a step, up to the highest of them.
         block: Draft tokens that this one passes on.
-        reading: Seconds for each generated token that prompts take.
     """
 
     levels: tuple[int, ...]
     seconds: float
     block: float
-    reading: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -90,6 +87,14 @@ def acceptance_of(tokens: float, block: float) -> float:
     return (low + high) / 2
 
 
+def block_of(tokens: float, acceptance: float, most: float) -> float:
+    """Return the B for which `expected_tokens` is `tokens`; at most `most`, from 0 on."""
+    if acceptance <= 1e-9 or acceptance >= 1.0 - 1e-9:
+        return min(max(tokens - 1.0, 0.0), most)
+    left = 1.0 - tokens * (1.0 - acceptance)
+    return most if left <= 0.0 else min(max(math.log(left) / math.log(acceptance) - 1.0, 0.0), most)
+
+
 def lowest(levels: Levels, drafter: int) -> Stack:
     """Return the stack of one drafter."""
     return Stack((drafter,), levels.drafting[drafter], levels.blocks[drafter])
@@ -102,7 +107,6 @@ def put_above(levels: Levels, stack: Stack, model: int) -> Stack:
         (*stack.levels, model),
         stack.seconds + levels.pricing[below][model],
         expected_tokens(levels.acceptance[below][model], stack.block),
-        stack.reading + levels.reading[model],
     )
 
 
@@ -114,13 +118,13 @@ def expectation(levels: Levels, stack: Stack | None) -> Expectation:
     tokens = expected_tokens(levels.acceptance[below][-1], stack.block)
     seconds = stack.seconds + levels.pricing[below][-1]
     names = tuple(levels.names[level] for level in stack.levels)
-    return Expectation(names, tokens, seconds, seconds / (tokens * levels.rows) + stack.reading)
+    return Expectation(names, tokens, seconds, seconds / (tokens * levels.rows))
 
 
 def compare_stacks(levels: Levels) -> list[Expectation]:
     """Return the expectations of the stacks that may be best, plain decoding included, the best first.
 
-    A shortest path from the lowest levels to the base, whose labels have three numbers: of two stacks with the same
+    A shortest path from the lowest levels to the base, whose labels have two numbers: of two stacks with the same
     highest level, one that takes longer and passes on less cannot become better by what comes above both.
     """
     kept: list[list[Stack]] = []
@@ -132,10 +136,10 @@ def compare_stacks(levels: Levels) -> list[Expectation]:
 
 
 def undominated(stacks: Sequence[Stack]) -> list[Stack]:
-    """Return the stacks than which no other is at least as good in all three numbers."""
-    order = sorted(stacks, key=lambda stack: (stack.seconds, stack.reading, -stack.block))
+    """Return the stacks than which no other takes as little time and passes on as much."""
+    order = sorted(stacks, key=lambda stack: (stack.seconds, -stack.block))
     kept: list[Stack] = []
     for stack in order:
-        if not any(other.reading <= stack.reading and other.block >= stack.block for other in kept):
+        if not kept or stack.block > kept[-1].block:
             kept.append(stack)
     return kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,13 @@ def test_the_job_compares_stacks_and_names_the_best(
 def test_settings_that_cannot_be_used_are_refused() -> None:
     config = parse_plan(["--output", "out", "--drafters", "[ngram, 'model:a']"])
     assert config == PlanConfig("out", ["ngram", "model:a"])
-    for drafters, change in (([], {}), (["ngram", "ngram"], {}), (["ngram"], {"batch": 0}), (["ngram"], {"nodes": 0})):
+    wrong: list[tuple[list[str], dict[str, Any]]] = [
+        ([], {}),
+        (["ngram", "ngram"], {}),
+        (["ngram"], {"batch": 0}),
+        (["ngram"], {"nodes": 0}),
+    ]
+    for drafters, change in wrong:
         with pytest.raises(InputError):
             PlanConfig("out", drafters, **change)
     with pytest.raises(InputError, match="temperature"):

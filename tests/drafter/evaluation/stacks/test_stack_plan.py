@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter.evaluation.stacks.stack_plan import Levels, acceptance_of, compare_stacks, expected_tokens
+from drafter.evaluation.stacks.stack_plan import Levels, acceptance_of, block_of, compare_stacks, expected_tokens
 
 
 def per_token(levels: Levels, stack: tuple[int, ...]) -> float:
@@ -20,7 +20,7 @@ def per_token(levels: Levels, stack: tuple[int, ...]) -> float:
         alpha = levels.acceptance[below][above]
         block = (1 - alpha ** (block + 1)) / (1 - alpha)
         seconds += levels.pricing[below][above]
-    return seconds / (block * levels.rows) + sum(levels.reading[model] for model in stack[1:])
+    return seconds / (block * levels.rows)
 
 
 @st.composite
@@ -34,7 +34,6 @@ def measured(draw: Any) -> Levels:
         drafting=[draw(time) for _ in range(count)],
         acceptance=[[draw(share) for _ in range(count + 1)] for _ in range(count)],
         pricing=[[*(draw(time) if model else math.inf for model in is_model), draw(time)] for _ in range(count)],
-        reading=[draw(st.sampled_from([0.0, 0.01, 0.3])) for _ in range(count)],
         plain=draw(time),
         rows=draw(st.sampled_from([1.0, 3.5])),
     )
@@ -56,7 +55,7 @@ def test_the_best_of_all_stacks_is_found(levels: Levels) -> None:
 
 
 def test_one_drafter_is_plain_speculation() -> None:
-    levels = Levels(["a"], [4.0], [0.1], [[0.0, 0.5]], [[math.inf, 1.0]], [0.0], 0.9)
+    levels = Levels(["a"], [4.0], [0.1], [[0.0, 0.5]], [[math.inf, 1.0]], 0.9)
     speculation, plain = compare_stacks(levels)
     assert speculation.levels == ("a",)
     assert speculation.tokens == pytest.approx(1.9375)  # 1 + 1/2 + 1/4 + 1/8 + 1/16
@@ -65,7 +64,7 @@ def test_one_drafter_is_plain_speculation() -> None:
 
 
 def test_drafts_that_are_not_accepted_are_not_worth_their_time() -> None:
-    levels = Levels(["a"], [4.0], [0.1], [[0.0, 0.05]], [[math.inf, 1.0]], [0.0], 0.9)
+    levels = Levels(["a"], [4.0], [0.1], [[0.0, 0.05]], [[math.inf, 1.0]], 0.9)
     assert compare_stacks(levels)[0].levels == ()
 
 
@@ -74,3 +73,10 @@ def test_acceptance_follows_from_tokens(acceptance: float, block: float) -> None
     assert expected_tokens(acceptance_of(expected_tokens(acceptance, block), block), block) == pytest.approx(
         expected_tokens(acceptance, block)
     )
+
+
+@given(st.floats(0.01, 0.99), st.floats(0.0, 8.0))
+def test_the_block_follows_from_tokens(acceptance: float, block: float) -> None:
+    tokens = expected_tokens(acceptance, block)
+    assert expected_tokens(acceptance, block_of(tokens, acceptance, 20.0)) == pytest.approx(tokens)
+    assert block_of(1.0 / (1.0 - acceptance) + 1.0, acceptance, 20.0) == 20.0  # more than any block gives
