@@ -45,7 +45,7 @@ INFERENCE = ("heads", "search", "drafters", "engine", "base", "tree", "verifiers
 NAMES_DRAFTERS = ("drafter.llm", "drafter.evaluation.", "jobs.", "pipeline.")
 """Only these may ask the registry of drafters for one by name."""
 
-SAME_NAMES = {"contract", "registry", "errors"}
+SAME_NAMES = {"contract", "registry", "errors", "plan"}
 """Module names that several rooms may have: each says what it is together with its room's name."""
 
 MOST_MODULES = 12

@@ -1,18 +1,47 @@
-"""How drafters are named: `a+b` merges drafters, `kind:rest` makes one from what comes after the colon."""
+"""How drafters are named: `a+b` merges drafters, `kind:rest` makes one from what comes after the colon.
+
+`stack:` takes all of the rest of a name: `>` separates its levels, and `+` binds tighter than `>`.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+_STACK = "stack:"
 
 
 def merged_names(name: str) -> list[str]:
     """Return the names of the drafters whose trees `name` merges; `name` alone if it is a path or merges none."""
     if Path(name).exists() or Path(name.partition(":")[2] or name).exists():
         return [name]
-    return name.split("+")
+    members = name.split("+")
+    stack = next((place for place, member in enumerate(members) if member.startswith(_STACK)), len(members))
+    return [*members[:stack], *(["+".join(members[stack:])] if members[stack:] else [])]
 
 
 def kind_and_rest(name: str) -> tuple[str, str]:
     """Return what stands before and after the first colon; the kind is empty for a path or a name without colon."""
     kind, colon, rest = name.partition(":")
     return ("", name) if not colon or "/" in kind or Path(name).exists() else (kind, rest)
+
+
+def stack_levels(rest: str) -> list[str]:
+    """Return the levels of a stack, from the lowest on, out of what follows `stack:`."""
+    return rest.split(">")
+
+
+def model_and_device(rest: str) -> tuple[str, str | None]:
+    """Return the path or hub id and the device out of what follows `model:`, `NAME@DEVICE`; None without a device."""
+    name, at, device = rest.rpartition("@")
+    return (rest, None) if not at or Path(rest).exists() else (name, device)
+
+
+def leaf_names(name: str) -> list[str]:
+    """Return the drafters that a name is made of, each once: members of merged ones, and levels of stacks."""
+    members = merged_names(name)
+    if len(members) == 1:
+        kind, rest = kind_and_rest(name)
+        if kind != "stack":
+            return members
+        members = stack_levels(rest)
+    return list(dict.fromkeys(leaf for member in members for leaf in leaf_names(member)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from drafter.base.loading import load_tokenizer
 from drafter.drafters.cacheback import CachebackDrafter
 from drafter.drafters.choosing_drafter import ChoosingDrafter
 from drafter.drafters.contract import Drafter
+from drafter.drafters.draft_models.named import load_model_drafter, load_stack
 from drafter.drafters.memory import MemoryDrafter
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.names import kind_and_rest, merged_names
@@ -66,6 +67,10 @@ def _with_frozen_table(path: str, loading: Loading) -> Drafter:
 
 NAMED_WITH_COLON: dict[str, Callable[[str, Loading], Drafter]] = {
     "cacheback": _with_frozen_table,
+    "model": lambda rest, loading: load_model_drafter(rest, loading.base, loading.nodes),
+    "stack": lambda rest, loading: load_stack(
+        rest, loading.base, loading.nodes, lambda name, nodes: replace(loading, nodes=nodes).load(name)
+    ),
 }
 """Drafters that are named `kind:rest`, by kind; made from the rest."""
 
@@ -99,8 +104,9 @@ def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: boo
 
     Args:
         name: `none`, `ngram`, `memory`, `cacheback`, `cacheback:` and a table of `jobs.cache`, the algorithm of an
-            embedded head (`ctc`), a head's folder or hub id, several of these joined by `+`, or `auto`: the CTC head
-            that ships with the project for this base, `memory`, `cacheback` and `ngram`, of which the fastest drafts.
+            embedded head (`ctc`), a head's folder or hub id, `model:` and a draft model's folder or hub id, several of
+            these joined by `+`, `stack:LOWER>model:A` (see `load_stack`), or `auto`: the CTC head that ships with the
+            project for this base, `memory`, `cacheback` and `ngram`, of which the fastest drafts.
         base: The base it drafts for.
         nodes: Draft nodes of its largest trees.
         isolated: Whether no text may be drafted from another one.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drafter.drafters.names import kind_and_rest, merged_names
+from drafter.drafters.names import kind_and_rest, leaf_names, model_and_device
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
 from drafter.errors import one_line
 from pipeline.engines.model_files import file_fingerprint, folder_fingerprint
@@ -39,16 +39,19 @@ def model_fingerprint(name: str) -> str:
 
 
 def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:
-    """Return the fingerprints of the draft heads, embedded ones included, and tables that `drafter` names for `model`.
+    """Return the fingerprints of draft heads, embedded ones included, draft models and tables that `drafter` names.
 
     Raises:
-        InputError: There is no head at a path, or on the hub, or no table.
+        InputError: There is no head or model at a path, or on the hub, or no table.
     """
     if drafter == "auto" and model is None:
         drafter = "ctc"
     found = {}
-    for name in merged_names(drafter):
+    for name in leaf_names(drafter):
         kind, rest = kind_and_rest(name)
+        if kind == "model":
+            found[name] = model_fingerprint(model_and_device(rest)[0])
+            continue
         if kind == "cacheback":
             found[name] = _table_fingerprint(name, rest)
             continue

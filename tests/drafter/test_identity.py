@@ -12,6 +12,8 @@ from drafter.base.causal_lm import BaseModel
 from drafter.drafters.cacheback import CachebackDrafter
 from drafter.drafters.choosing_drafter import ChoosingDrafter
 from drafter.drafters.contract import Drafter
+from drafter.drafters.draft_models.model_drafter import ModelDrafter
+from drafter.drafters.draft_models.stacked import StackedDrafter
 from drafter.drafters.memory import MemoryDrafter
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.ngram import NgramDrafter
@@ -54,6 +56,11 @@ def base_of(family: str) -> BaseModel:
     return BaseModel(random_model(family))
 
 
+@cache
+def draft_model_of(family: str) -> BaseModel:
+    return BaseModel(random_model(family, seed=1))
+
+
 def drafters(base: BaseModel, texts: list[list[int]]) -> dict[str, Drafter]:
     heads = (make_head(base, kind).drafter(base, 8) for kind in ("ctc", "context 2", "medusa", "hydra++"))
     return {
@@ -65,6 +72,10 @@ def drafters(base: BaseModel, texts: list[list[int]]) -> dict[str, Drafter]:
         "adversarial": AdversarialDrafter(seed=1),
         "oracle": OracleDrafter(texts),
         "ensemble": MergedDrafter(NgramDrafter(nodes=8, depth=4), OracleDrafter(texts)),
+        "models": MergedDrafter(
+            ModelDrafter(draft_model_of(base.config.model_type), base, 6),
+            StackedDrafter(CachebackDrafter(12), draft_model_of(base.config.model_type), base, 6),
+        ),
         "heads": reduce(MergedDrafter, heads),
     }
 
@@ -81,7 +92,7 @@ def test_greedy_equals_generate(family: str) -> None:
         found = run_engine(base, drafter, requests, slots=3, nodes=10)
         assert [one.token_ids for one in found] == expected, name
         accepted = sum(one.counts.num_accepted_draft_tokens for one in found)
-        assert accepted > 0 or name in ("none", "adversarial", "heads")
+        assert accepted > 0 or name in ("none", "adversarial", "heads", "models")
 
 
 @pytest.mark.parametrize("family", slow_but(MAIN_FAMILIES, FAMILIES))

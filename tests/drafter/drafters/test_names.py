@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drafter.drafters.names import kind_and_rest, merged_names
+from drafter.drafters.names import kind_and_rest, leaf_names, merged_names, model_and_device, stack_levels
 
 
 def test_plus_merges_and_a_path_is_one_name(tmp_path: Path) -> None:
@@ -20,3 +20,23 @@ def test_a_kind_comes_before_the_first_colon(tmp_path: Path) -> None:
     assert kind_and_rest("/with:colon/head") == ("", "/with:colon/head")
     (tmp_path / "x:y").mkdir()
     assert kind_and_rest(str(tmp_path / "x:y")) == ("", str(tmp_path / "x:y"))
+
+
+def test_a_stack_takes_the_rest_of_the_name() -> None:
+    assert merged_names("stack:ngram+memory>model:a") == ["stack:ngram+memory>model:a"]
+    assert merged_names("ctc+stack:ngram+memory>model:a") == ["ctc", "stack:ngram+memory>model:a"]
+    assert kind_and_rest("stack:ngram>model:a") == ("stack", "ngram>model:a")
+    assert stack_levels("ngram+memory>model:a>model:b") == ["ngram+memory", "model:a", "model:b"]
+
+
+def test_a_model_may_be_on_another_device(tmp_path: Path) -> None:
+    assert model_and_device("org/name") == ("org/name", None)
+    assert model_and_device("org/name@cuda:1") == ("org/name", "cuda:1")
+    (tmp_path / "at@home").mkdir()
+    assert model_and_device(str(tmp_path / "at@home")) == (str(tmp_path / "at@home"), None)
+
+
+def test_the_drafters_that_a_name_is_made_of() -> None:
+    assert leaf_names("ngram") == ["ngram"]
+    assert leaf_names("model:a@cpu+model:b+ngram") == ["model:a@cpu", "model:b", "ngram"]
+    assert leaf_names("memory+stack:ngram+memory>model:a>model:b") == ["memory", "ngram", "model:a", "model:b"]

@@ -37,6 +37,13 @@ def test_a_hub_id_stands_for_its_commit(cache: Path) -> None:
     assert model_fingerprint("somebody/tiny") == f"somebody/tiny@{COMMITS[1]}"
 
 
+def test_draft_models_are_told_apart_wherever_they_are_named(cache: Path) -> None:
+    found = head_fingerprints(None, "ngram+stack:cacheback>model:somebody/tiny@cpu")
+    assert found == {"model:somebody/tiny@cpu": f"somebody/tiny@{COMMITS[0]}"}
+    with pytest.raises(InputError, match="nobody/none"):
+        head_fingerprints(None, "stack:ngram>model:nobody/none")
+
+
 def test_a_hub_id_that_cannot_be_found_is_named(cache: Path) -> None:
     with pytest.raises(InputError, match="model nobody/none is no folder, and as a hub id: "):
         model_fingerprint("nobody/none")

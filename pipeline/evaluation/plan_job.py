@@ -1,0 +1,110 @@
+"""Entry of the planning job: one Ray task measures the drafters and plans the best stack of them."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from drafter.base.loading import load_base, load_tokenizer
+from drafter.drafters.registry import useful_nodes
+from drafter.errors import LoadError, RequestError, one_line
+from drafter.evaluation.environment import environment
+from drafter.evaluation.prepared_prompts import prompts_of
+from drafter.evaluation.questions import Question, QuestionError, read_questions
+from drafter.evaluation.stacks.stack_measurement import Comparison, StackPlanning, stack_name
+from drafter.evaluation.stacks.stack_report import acceptance_table, stack_table, write_stacks
+from pipeline.cluster.ray_cluster import connect
+from pipeline.cluster.resources_config import ResourcesConfig
+from pipeline.cluster.shares import share_out
+from pipeline.command_line import run_job
+from pipeline.engines.named_models import head_fingerprints, model_name
+from pipeline.errors import InputError, JobError
+from pipeline.evaluation.plan_config import PlanConfig, parse_plan
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the job that a command line asks for; see `run_job` for what it returns."""
+    given = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "-m", "jobs.plan", *given])
+    return run_job(lambda given: plan(parse_plan(given), command), arguments)
+
+
+def plan(config: PlanConfig, command: str) -> None:
+    """Run a job to its end.
+
+    Args:
+        config: What to plan.
+        command: The command line to repeat it, for the record.
+
+    Raises:
+        InputError: The configuration, the questions, the models or the output cannot be used.
+        JobError: The job failed on the way.
+    """
+    try:
+        questions = read_questions(config.questions, config.questions_per_file)
+    except QuestionError as error:
+        raise InputError(str(error)) from error
+    for name in config.drafters:
+        head_fingerprints(config.model, name)  # a mistake in a name is found before anything is loaded
+    folder = Path(config.output).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"output {folder} cannot be used: {error.strerror or error}") from error
+    resources = share_out(ResourcesConfig(gpus_per_actor=config.gpus), connect(), what="planning", settings="{}")
+    options = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_retries": 0, "num_returns": "streaming"}
+    stream = ray.remote(**options)(measure_stacks).remote(config, questions, command, resources.threads)
+    found: tuple[Comparison, dict[str, Any]] | None = None
+    try:
+        for reference in stream:
+            item = ray.get(reference)
+            if isinstance(item, str):
+                print(item, file=sys.stderr, flush=True)
+            else:
+                found = item
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None) or error
+        if isinstance(cause, LoadError | QuestionError | RequestError):
+            raise InputError(str(cause)) from error
+        raise JobError(f"{type(cause).__name__}: {one_line(cause)}") from error
+    assert found is not None
+    comparison, where = found
+    files = write_stacks(comparison, where, folder)
+    print(f"{acceptance_table(comparison)}\n\n{stack_table(comparison)}\n")
+    print(f"best:     --drafter '{stack_name(comparison.expected[0].levels)}'")
+    print("written:  " + ", ".join(map(str, files)), flush=True)
+
+
+def measure_stacks(
+    config: PlanConfig, questions: Sequence[Question], command: str, threads: int
+) -> Iterator[str | tuple[Comparison, dict[str, Any]]]:
+    """Load the models, and measure; yield what is measured next, then the result and where it was found.
+
+    Raises:
+        LoadError: A model cannot be loaded.
+        QuestionError: The questions do not fit the base.
+    """
+    torch.set_num_threads(threads)
+    model = model_name(config.model)
+    base = load_base(model, **asdict(config.loading))
+    tokenizer = load_tokenizer(model, trust_remote_code=config.loading.trust_remote_code)
+    nodes = config.nodes or useful_nodes(base.device)
+    planning = StackPlanning(base, tokenizer, config.drafters, nodes, config.batch)
+    prompts = prompts_of(
+        base,
+        tokenizer,
+        questions,
+        temperature=config.temperature,
+        max_new_tokens=config.max_new_tokens,
+        slots=config.batch,
+    )
+    yield f"{len(prompts)} prompts"
+    comparison = yield from planning.run(prompts)
+    yield comparison, environment(base, command)

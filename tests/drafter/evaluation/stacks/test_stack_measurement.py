@@ -1,0 +1,93 @@
+"""What is measured for a plan, as far as it is counts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from drafter.base.causal_lm import BaseModel
+from drafter.base.loading import load_base, load_tokenizer
+from drafter.drafters.registry import load_drafter
+from drafter.embedded import EMBEDDED_BASE
+from drafter.engine.engine_config import EngineConfig
+from drafter.engine.loop import Engine
+from drafter.errors import LoadError
+from drafter.evaluation.decoders import decode_all
+from drafter.evaluation.prepared_prompts import Prompt, prompts_of
+from drafter.evaluation.questions import Question, read_questions
+from drafter.evaluation.stacks.stack_measurement import Comparison, StackPlanning, stack_name
+from drafter.evaluation.stacks.stack_plan import expectation, expected_tokens, lowest, put_above
+from drafter.evaluation.stacks.stack_report import acceptance_table, stack_table
+from tests.support.paths import ROOT
+
+MODEL = f"model:{EMBEDDED_BASE}"
+
+
+@pytest.fixture(scope="module")
+def base() -> BaseModel:
+    return load_base(EMBEDDED_BASE)
+
+
+def planned(planning: StackPlanning, prompts: list[Prompt]) -> tuple[Comparison, list[str]]:
+    """What comes of a plan, and what was said meanwhile."""
+    stream = planning.run(prompts)
+    said: list[str] = []
+    while True:
+        try:
+            said.append(next(stream))
+        except StopIteration as stop:
+            return stop.value, said
+
+
+def test_a_drafter_alone_is_expected_to_do_what_it_did(base: BaseModel) -> None:
+    tokenizer = load_tokenizer(EMBEDDED_BASE)
+    questions = [Question("1", "", ("Tom has 3 boxes of 12 pens. How many pens?",))]
+    prompts = prompts_of(base, tokenizer, questions, temperature=0.0, max_new_tokens=24, slots=1)
+    found, said = planned(StackPlanning(base, tokenizer, [MODEL, "ngram"], 6, 1), prompts)
+    assert f"measuring stack:ngram>{MODEL}" in said
+    levels = found.measured
+    assert levels.names == ["ngram", MODEL]  # a model above those that are cheaper
+    by_stack = {one.levels: one for one in found.expected}
+    assert {(), ("ngram",), (MODEL,)} <= by_stack.keys()
+    assert by_stack[MODEL,].tokens == pytest.approx(expected_tokens(levels.acceptance[1][-1], 6))
+    best = found.taken[0]
+    assert best.tokens == pytest.approx(by_stack[best.levels].tokens, rel=0.15)
+    assert f"| `{stack_name(best.levels)}` |" in stack_table(found)
+    assert acceptance_table(found).count("\n") == 3
+
+
+@pytest.mark.slow
+def test_a_stack_of_three_is_expected_to_do_about_what_it_does(base: BaseModel, tmp_path: Path) -> None:
+    """A draft model of the base's first five layers, and above it the base itself; only pairs have been measured."""
+    shutil.copytree(EMBEDDED_BASE, tmp_path / "five")
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_BASE)
+    model.model.layers = model.model.layers[:5]
+    model.config.num_hidden_layers = 5
+    model.save_pretrained(tmp_path / "five")
+    tokenizer = load_tokenizer(EMBEDDED_BASE)
+    questions = read_questions(ROOT / "data" / "gsm8k" / "test.jsonl", 4)
+    prompts = prompts_of(base, tokenizer, questions, temperature=0.0, max_new_tokens=40, slots=2)
+    names = ["cacheback", f"model:{tmp_path / 'five'}", MODEL]
+    found = planned(StackPlanning(base, tokenizer, names, 8, 2), prompts)[0]
+    levels = found.measured
+    assert levels.names == names
+    stack = put_above(levels, put_above(levels, lowest(levels, 0), 1), 2)
+    drafter = load_drafter("stack:" + ">".join(names), base, 8, isolated=True)
+    engine = Engine(base, drafter, tokenizer, EngineConfig(2, nodes=8))
+    decode_all(engine, [prompt.request for prompt in prompts])
+    state = engine.state()
+    tokens = state.output_tokens / state.row_steps
+    assert tokens > 1.5
+    assert expectation(levels, stack).tokens == pytest.approx(tokens, rel=0.15)
+
+
+def test_heads_cannot_be_levels(base: BaseModel) -> None:
+    with pytest.raises(LoadError, match="'ctc' cannot be planned with"):
+        StackPlanning(base, None, ["ctc"], 4, 1)
+
+
+def test_a_stacks_name_is_that_of_the_drafter() -> None:
+    assert [stack_name(()), stack_name(("a",)), stack_name(("a", "b", "c"))] == ["none", "a", "stack:a>b>c"]

@@ -1,0 +1,56 @@
+"""The planning job on a tiny model: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import InputError
+from pipeline.evaluation.plan_config import PlanConfig, parse_plan
+from pipeline.evaluation.plan_job import main
+from tests.pipeline.conftest import write_jsonl
+
+
+@pytest.mark.slow
+def test_the_job_compares_stacks_and_names_the_best(
+    local_ray: None, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    questions = write_jsonl(tmp_path / "questions.jsonl", [{"question": "how many pens"}, {"question": "apples she"}])
+    arguments = ["--output", tmp_path / "out", "--model", model, "--questions", questions, "--nodes", 4]
+    arguments += ["--drafters", f'[cacheback, "model:{model}"]', "--max_new_tokens", 8]
+    code = main([str(argument) for argument in arguments])
+    printed = capfd.readouterr()
+    assert code == 0, printed.err
+    found = json.loads((tmp_path / "out" / "stacks.json").read_text())
+    stacks = [one["levels"] for one in found["expected"]]
+    assert [] in stacks
+    assert ["cacheback"] in stacks
+    assert [f"model:{model}"] in stacks
+    times = [one["per_token"] for one in found["expected"]]
+    assert times == sorted(times)
+    assert {tuple(one["levels"]) for one in found["taken"]} == {(), tuple(stacks[0])}
+    assert 0 < found["measured"]["acceptance"][1][-1] <= 1
+    assert f"best:     --drafter '{found['best']}'" in printed.out
+    assert "| drafter | expected ms a token |" in printed.out
+    assert "jobs.plan --output" in found["environment"]["command"]
+    assert main([str(argument) for argument in [*arguments, "--drafters", "[ctc]"]]) == 2
+    assert "cannot be planned with" in capfd.readouterr().err
+
+
+def test_settings_that_cannot_be_used_are_refused() -> None:
+    config = parse_plan(["--output", "out", "--drafters", "[ngram, 'model:a']"])
+    assert config == PlanConfig("out", ["ngram", "model:a"])
+    wrong: list[tuple[list[str], dict[str, Any]]] = [
+        ([], {}),
+        (["ngram", "ngram"], {}),
+        (["ngram"], {"batch": 0}),
+        (["ngram"], {"nodes": 0}),
+    ]
+    for drafters, change in wrong:
+        with pytest.raises(InputError):
+            PlanConfig("out", drafters, **change)
+    with pytest.raises(InputError, match="temperature"):
+        PlanConfig("out", ["ngram"], temperature=-1.0)
