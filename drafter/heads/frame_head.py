@@ -11,7 +11,6 @@ from torch import Tensor
 
 from drafter.base.causal_lm import BaseModel
 from drafter.base.executors.prepacked import prepack
-from drafter.base.hidden_states import LM_HEAD_INPUT
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Ids, Loan
 from drafter.heads.contract import DraftHead, Tree
 from drafter.heads.modules.contract import DraftModule
@@ -86,7 +85,7 @@ class FrameDrafter(Drafter):
     """Drafts with a `FrameHead`; see `DraftHead.drafter`."""
 
     def __init__(self, head: FrameHead, base: BaseModel, nodes: int, tree: Tree) -> None:
-        self.spec = DraftSpec(nodes, head.config.depth, hidden_layers=(LM_HEAD_INPUT,))
+        self.spec = DraftSpec(nodes, head.config.depth, hidden_layers=head.hidden_layers)
         self._recent_tokens = head.recent_tokens
         self._reader = head.module.reader(base, self.spec.max_depth + 1)
         self._search, self._name_nodes = head.prepared_search(base, tree), head.name_nodes

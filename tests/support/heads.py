@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from drafter.base.causal_lm import BaseModel
+from drafter.base.hidden_states import LM_HEAD_INPUT
 from drafter.heads.contract import DraftHead
 from drafter.heads.draft_batch import DraftBatch
 from drafter.heads.losses import LossSum, hard_labels
@@ -63,11 +64,13 @@ def make_head(base: BaseModel, kind: str, seed: int = 0, **settings: Any) -> Dra
     return head.eval().requires_grad_(False)
 
 
-def sequence(base: BaseModel, rows: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def sequence(
+    base: BaseModel, rows: int, length: int, seed: int = 0, layers: tuple[int, ...] = (LM_HEAD_INPUT,)
+) -> tuple[Tensor, Tensor]:
     """Return random tokens `[rows, length]` and the base's hidden states of them."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, base.vocab_size, (rows, length), generator=generator)
-    return tokens, base_hidden_states(base, tokens)
+    return tokens, base_hidden_states(base, tokens, layers)
 
 
 def random_texts(count: int, length: int = 14) -> list[RegeneratedText]:
@@ -78,4 +81,5 @@ def random_texts(count: int, length: int = 14) -> list[RegeneratedText]:
 
 def text_loss(head: DraftHead, base: BaseModel, batch: DraftBatch) -> LossSum:
     """Return the loss of a head with the text itself as labels."""
-    return head(base, batch, base_hidden_states(base, batch.tokens), hard_labels(batch.targets))  # type: ignore[no-any-return]
+    hidden = base_hidden_states(base, batch.tokens, head.hidden_layers)
+    return head(base, batch, hidden, hard_labels(batch.targets))  # type: ignore[no-any-return]

@@ -27,7 +27,7 @@ class DraftModule(nn.Module, ABC):
 
         Args:
             embeddings: `[B, L, d]` frozen embeddings of the tokens.
-            hidden: `[B, L, d]` the base's last hidden states, after its final norm.
+            hidden: `[B, L, K · d]` the base's hidden states that the head reads, `DraftHead.hidden_layers`.
             anchors: `[B, A]` positions of the pending tokens. Hidden states from an anchor on are not read for it.
             count: F, number of frames, counted from the first; None for all T. Frames that attend to one another
                 attend to these F only.

@@ -51,7 +51,7 @@ def test_decoding_sees_what_training_saw(tiny_base: BaseModel, kind: str, seed: 
     """
     head = make_head(tiny_base, kind, seed)
     slots, length = 3, 60
-    tokens, hidden = sequence(tiny_base, 6, length, seed)
+    tokens, hidden = sequence(tiny_base, 6, length, seed, head.hidden_layers)
     drafter = head.drafter(tiny_base, 8)
     drafter.open(Loan(tiny_base, slots, length, None, StageTimes()))
     rng = random.Random(seed)
@@ -86,7 +86,7 @@ def test_decoding_sees_what_training_saw(tiny_base: BaseModel, kind: str, seed: 
 def test_trees_never_see_the_future(tiny_base: BaseModel, kind: str, tree: Tree) -> None:
     """Later tokens, and hidden states from the pending token on, change no node. The hidden state before it does."""
     head = make_head(tiny_base, kind)
-    tokens, hidden = sequence(tiny_base, 2, 16)
+    tokens, hidden = sequence(tiny_base, 2, 16, layers=head.hidden_layers)
     anchors = torch.tensor([[6], [9]])
     drafted = head.trees_at(tiny_base, tokens, hidden, anchors, 9, tree)
     check_slice_contract(drafted)
@@ -110,7 +110,7 @@ def test_the_loss_of_a_place_never_sees_that_place_or_later(tiny_base: BaseModel
     head = make_head(tiny_base, kind)
     texts = random_texts(2)
     whole = draft_batch(texts, DEPTH, 1)
-    hidden = sequence(tiny_base, 2, whole.tokens.shape[1])[1]
+    hidden = sequence(tiny_base, 2, whole.tokens.shape[1], layers=head.hidden_layers)[1]
     labels = hard_labels(whole.targets)
     place = torch.arange(whole.tokens.shape[1])
     for count in range(1, DEPTH + 1):
@@ -130,7 +130,7 @@ def test_the_loss_of_a_place_never_sees_that_place_or_later(tiny_base: BaseModel
 def test_a_nodes_probability_is_what_the_loss_makes_of_its_path(tiny_base: BaseModel, kind: str) -> None:
     """With all places of the same weight, the loss of a text is its negative log prefix probability."""
     head = make_head(tiny_base, kind, depth_decay=1.0)
-    tokens, hidden = sequence(tiny_base, 1, 8)
+    tokens, hidden = sequence(tiny_base, 1, 8, layers=head.hidden_layers)
     anchors = torch.tensor([[5]])
     found = nodes(head.trees_at(tiny_base, tokens, hidden, anchors, 150), 0, DEPTH)
     deepest = sorted(found, key=len)[-8:]
@@ -213,7 +213,7 @@ def test_a_saved_head_is_the_same_head(tiny_base: BaseModel, kind: str, tmp_path
     loaded = load_head(tmp_path, tiny_base, HEADS)
     assert type(loaded) is type(head)
     assert loaded.config == head.config
-    tokens, hidden = sequence(tiny_base, 2, 12)
+    tokens, hidden = sequence(tiny_base, 2, 12, layers=head.hidden_layers)
     anchors = torch.tensor([[3, 8], [0, 11]])
     ours, theirs = (one.trees_at(tiny_base, tokens, hidden, anchors, 9) for one in (head, loaded))
     assert all(torch.equal(value, getattr(theirs, name)) for name, value in vars(ours).items())
@@ -225,4 +225,6 @@ def test_heads_that_know_the_path_have_no_static_tree(tiny_base: BaseModel, kind
     with pytest.raises(ValueError, match="static tree needs"):
         head.drafter(tiny_base, 8, "static")
     with pytest.raises(ValueError, match="static tree needs"):
-        head.trees_at(tiny_base, *sequence(tiny_base, 1, 8), torch.tensor([[3]]), 9, "static")
+        head.trees_at(
+            tiny_base, *sequence(tiny_base, 1, 8, layers=head.hidden_layers), torch.tensor([[3]]), 9, "static"
+        )
