@@ -87,6 +87,10 @@ class DraftHead(nn.Module, ABC):
         """Return the base's tokens of draft ids, both `[...]`."""
         return ids if self.vocabulary is None else self.vocabulary.tokens[ids]
 
+    def name_nodes(self, tree: TokenTree) -> TokenTree:
+        """Return a tree of tokens, of one whose draft nodes have draft ids."""
+        return tree if self.vocabulary is None else self.vocabulary.name_nodes(tree)
+
     def start_from(self, base: BaseModel) -> None:
         """Copy from the base what the head starts with. Called once, before training."""
 

@@ -43,11 +43,11 @@ class DraftModule(nn.Module, ABC):
         """
 
 
-class FrameReader(ABC):
-    """Computes frames for the engine's slots. The reader of a module without memory implements `read` alone."""
+class SlotReader(ABC):
+    """What a draft module remembers of the sequences in the engine's slots. A module without memory overrides nothing."""
 
     def open(self, slots: int, length: int) -> None:  # noqa: B027 - nothing to remember
-        """Make room for `slots` sequences of `length` tokens and the frames behind them. Called once."""
+        """Make room for `slots` sequences of `length` tokens and the drafts behind them. Called once."""
 
     def enter(self, slot: int) -> None:  # noqa: B027
         """Forget what was read in `slot`: a new sequence enters."""
@@ -62,7 +62,11 @@ class FrameReader(ABC):
         """Set all numbers kept for `slot` to zero; see `Drafter.clear`."""
 
     def prepare(self, context: DraftContext) -> None:  # noqa: B027
-        """Do what `read` must not do. Comes before each `read`, with the same rows; see `Drafter.prepare`."""
+        """Do what drafting must not do. Comes before each step, with the same rows; see `Drafter.prepare`."""
+
+
+class FrameReader(SlotReader):
+    """Computes frames for the engine's slots."""
 
     @abstractmethod
     def read(self, context: DraftContext, count: int | None = None) -> Tensor:

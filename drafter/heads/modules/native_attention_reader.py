@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import DraftContext
 from drafter.heads.modules.attention_layers import AttentionLayers, FrameLayer
-from drafter.heads.modules.attention_reader import AttentionReader, Entries
+from drafter.heads.modules.attention_reader import AttentionReader
+from drafter.heads.modules.context_reader import Entries
 from drafter.native.library import PackedWeights, UnsuitableError, library
 from drafter.native.structures import FrameLayersStruct, FrameLayerStruct, FramesStruct, LayerNormStruct
 
