@@ -91,6 +91,11 @@ class DraftHead(nn.Module, ABC):
         """Return a tree of tokens, of one whose draft nodes have draft ids."""
         return tree if self.vocabulary is None else self.vocabulary.name_nodes(tree)
 
+    @classmethod
+    def defaults(cls, base: BaseModel) -> Mapping[str, Any]:
+        """Return the fields of a configuration that follow from the base where nobody sets them."""
+        return {}
+
     def start_from(self, base: BaseModel) -> None:
         """Copy from the base what the head starts with. Called once, before training."""
 

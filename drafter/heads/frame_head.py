@@ -13,8 +13,8 @@ from drafter.base.causal_lm import BaseModel
 from drafter.base.executors.prepacked import prepack
 from drafter.drafters.contract import Ask, DraftContext, DraftSpec
 from drafter.heads.contract import DraftHead, Tree
-from drafter.heads.head_drafter import HeadDrafter
 from drafter.heads.modules.contract import DraftModule, FrameReader
+from drafter.heads.modules.head_drafter import HeadDrafter
 from drafter.tree.token_tree import TokenTree
 
 Search = Callable[[Tensor, Tensor, int, float], TokenTree]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +50,7 @@ class CacheShape:
     behind: int = 0
 
 
-class ContextReader(SlotReader):
+class ContextReader(SlotReader, ABC):
     """Reads each sequence's new tokens into a cache of keys and values, which is allocated once.
 
     An entry stands for a token and the base's hidden state before it. What it holds follows from these alone.
@@ -127,7 +127,8 @@ class ContextReader(SlotReader):
     def _texts(self, rows: int, longest: int) -> Tensor:
         """Return the cache of `rows` rows with room for `longest` entries, `[layers, 2, rows, S, H, D]`."""
         bound = min(-(-longest // _CONTEXT_BUCKET) * _CONTEXT_BUCKET, self._length)
-        return self._cache.unflatten(2, (-1, self._length))[:, :, :rows, :bound]
+        texts: Tensor = self._cache.unflatten(2, (-1, self._length))
+        return texts[:, :, :rows, :bound]
 
     def _store(self, places: Tensor, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write keys and values `[1, E, H, D]` to `places` `[E]` of the flattened cache."""

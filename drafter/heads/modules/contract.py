@@ -43,29 +43,29 @@ class DraftModule(nn.Module, ABC):
         """
 
 
-class SlotReader(ABC):
-    """What a draft module remembers of the sequences in the engine's slots. A module without memory overrides nothing."""
+class SlotReader:
+    """What a draft module remembers of the sequences in the engine's slots: by itself, nothing."""
 
-    def open(self, slots: int, length: int) -> None:  # noqa: B027 - nothing to remember
+    def open(self, slots: int, length: int) -> None:
         """Make room for `slots` sequences of `length` tokens and the drafts behind them. Called once."""
 
-    def enter(self, slot: int) -> None:  # noqa: B027
+    def enter(self, slot: int) -> None:
         """Forget what was read in `slot`: a new sequence enters."""
 
-    def copy(self, source: int, target: int, length: int) -> None:  # noqa: B027
+    def copy(self, source: int, target: int, length: int) -> None:
         """Let `target` have what was read of the first `length` tokens in `source`."""
 
-    def move(self, source: int, target: int) -> None:  # noqa: B027
+    def move(self, source: int, target: int) -> None:
         """Let the sequence in slot `source` go on in slot `target`."""
 
-    def clear(self, slot: int) -> None:  # noqa: B027
+    def clear(self, slot: int) -> None:
         """Set all numbers kept for `slot` to zero; see `Drafter.clear`."""
 
-    def prepare(self, context: DraftContext) -> None:  # noqa: B027
+    def prepare(self, context: DraftContext) -> None:
         """Do what drafting must not do. Comes before each step, with the same rows; see `Drafter.prepare`."""
 
 
-class FrameReader(SlotReader):
+class FrameReader(SlotReader, ABC):
     """Computes frames for the engine's slots."""
 
     @abstractmethod

@@ -16,7 +16,7 @@ SCALINGS = ("default", "linear", "llama3")
 def rotary_rates(theta: float, size: int, device: torch.device) -> Tensor:
     """Return the angles a position turns by, `[size / 2]` float64, of heads of `size` numbers."""
     half = size // 2
-    return theta ** (-torch.arange(half, device=device, dtype=torch.float64) / half)  # type: ignore[no-any-return]
+    return theta ** (-torch.arange(half, device=device, dtype=torch.float64) / half)
 
 
 def scaled_rates(rates: Tensor, scaling: Mapping[str, Any]) -> Tensor:

@@ -190,7 +190,7 @@ def test_the_engines_tokens_stay_those_of_plain_decoding(tiny_base: BaseModel, k
     assert sum(one.counts.num_draft_tokens for one in drafted) > 0
 
 
-@pytest.mark.parametrize("kind", sorted(set(KINDS) - set(STATIC) - {"hydra", "hydra++"}))
+@pytest.mark.parametrize("kind", [kind for kind, (_, settings) in KINDS.items() if settings.get("label_context")])
 @torch.no_grad()
 def test_a_prepared_search_finds_the_same_tree(
     tiny_base: BaseModel, kind: str, monkeypatch: pytest.MonkeyPatch
