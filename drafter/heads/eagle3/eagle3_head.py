@@ -74,6 +74,13 @@ class Eagle3Head(DraftHead):
     def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
         """Return the depth-weighted cross-entropy of steps along the text; see `DraftHead.forward`."""
         told = self.draft_targets(batch, labels)
+        real = told.lengths > 0
+        labels = told.labels[real]
+        log_probs = self.log_probs(self.unrolled(base, batch, hidden)[real]).gather(2, labels.tokens)
+        return cross_entropy(log_probs, labels, told.lengths[real], self.config.depth_decay)
+
+    def unrolled(self, base: BaseModel, batch: DraftBatch, hidden: Tensor) -> Tensor:
+        """Return the layer's outputs `[B, A, U, d]` of steps that follow the text; see `DraftHead.forward`."""
         rollout, rotation = self._rollout(base, batch.tokens, hidden, batch.anchors)
         tokens, positions = batch.targets.flatten(0, 1), batch.anchors.flatten()[:, None]
         states = [rollout.start()]
@@ -81,10 +88,7 @@ class Eagle3Head(DraftHead):
             sees = torch.ones(len(tokens), 1, step, dtype=torch.bool, device=tokens.device)
             embeddings = base.embed(tokens[:, step - 1 : step])
             states.append(rollout.grow(embeddings, self.carried(states[-1]), rotation(positions + step), sees))
-        real = told.lengths > 0
-        labels = told.labels[real]
-        log_probs = self.log_probs(torch.cat(states, 1)[real.flatten()]).gather(2, labels.tokens)
-        return cross_entropy(log_probs, labels, told.lengths[real], self.config.depth_decay)
+        return torch.cat(states, 1).view(*batch.anchors.shape, self.config.depth, -1)
 
     def trees_at(
         self, base: BaseModel, tokens: Tensor, hidden: Tensor, anchors: Tensor, size: int, tree: Tree = "exact"

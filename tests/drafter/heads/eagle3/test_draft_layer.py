@@ -12,14 +12,16 @@ def test_text_and_draft_have_one_softmax() -> None:
     torch.manual_seed(0)
     length, size, heads, groups = 5, 4, 4, 2
     texts = [torch.randn(2, length, groups, size) for _ in range(2)]
-    own = [torch.randn(6, 3, groups, size) for _ in range(2)]
+    own_keys, own_values = torch.randn(6, 3, groups, size), torch.randn(6, 3, groups, size)
     queries = torch.randn(6, 2, heads, size)
     anchors = torch.tensor([0, 2, 4, 1, 3, 3])
     sees_texts = sees_entries(torch.arange(length), anchors)
     sees = torch.tensor([[True, True, False], [False, True, True]]).expand(6, -1, -1)
-    found = attend(queries, KnownTexts(texts[0], texts[1], sees_texts), *own, sees)
+    found = attend(queries, KnownTexts(texts[0], texts[1], sees_texts), own_keys, own_values, sees)
     for draft in range(6):
-        keys, values = (torch.cat([one[draft // 3], other[draft]]) for one, other in zip(texts, own, strict=True))
+        keys, values = (
+            torch.cat([one[draft // 3], other[draft]]) for one, other in zip(texts, (own_keys, own_values), strict=True)
+        )
         mask = torch.cat([sees_texts[draft].expand(2, -1), sees[draft]], 1)
         query, key, value = (part.transpose(0, 1) for part in (queries[draft], keys, values))
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
