@@ -15,8 +15,11 @@ from drafter.heads.eagle3.eagle3_head import Eagle3Head
 from drafter.heads.head_config import head_config
 from drafter.heads.hydra import HydraHead
 from drafter.heads.medusa import MedusaHead
+from drafter.heads.specformer.specformer_head import SpecFormerHead
 
-HEADS: dict[str, type[DraftHead]] = {head.algorithm: head for head in (CTCHead, MedusaHead, HydraHead, Eagle3Head)}
+HEADS: dict[str, type[DraftHead]] = {
+    head.algorithm: head for head in (CTCHead, MedusaHead, HydraHead, Eagle3Head, SpecFormerHead)
+}
 """Class of each algorithm."""
 
 

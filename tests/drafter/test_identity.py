@@ -54,7 +54,10 @@ def base_of(family: str) -> BaseModel:
 
 
 def drafters(base: BaseModel, texts: list[list[int]]) -> dict[str, Drafter]:
-    heads = (make_head(base, kind).drafter(base, 8) for kind in ("ctc", "context 2", "medusa", "hydra++", "eagle3"))
+    heads = (
+        make_head(base, kind).drafter(base, 8)
+        for kind in ("ctc", "context 2", "medusa", "hydra++", "eagle3", "specformer")
+    )
     return {
         "none": PlainDecoding(),
         "ngram": NgramDrafter(),

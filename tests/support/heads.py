@@ -38,6 +38,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {**_ATTENTION, "num_kv_heads": 1}),
     "eagle3, in part": ("eagle3", {**_ATTENTION, "draft_vocab_size": 90, "norm_before_residual": True}),
     "eagle3, normed": ("eagle3", {**_ATTENTION, "fusion_norm": "each", "qk_norm": True, "norm_output": True}),
+    "specformer": ("specformer", _ATTENTION),
+    "specformer, in part": ("specformer", {**_ATTENTION, "draft_vocab_size": 90}),
     "hydra++": ("hydra", {**_ATTENTION, "prefix_attention": True, "num_layers": 4}),
 }
 """Algorithm and settings of every kind of head, by a name for people."""
@@ -45,7 +47,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 STATIC = tuple(
     kind
     for kind, (algorithm, settings) in KINDS.items()
-    if algorithm not in ("hydra", "eagle3") and not settings.get("label_context")
+    if algorithm not in ("hydra", "eagle3", "specformer") and not settings.get("label_context")
 )
 """The kinds that have the published tree too."""
 

@@ -29,7 +29,7 @@ class DraftModule(nn.Module, ABC):
             embeddings: `[B, L, d]` frozen embeddings of the tokens.
             hidden: `[B, L, K · d]` the base's hidden states that the head reads, `DraftHead.hidden_layers`.
             anchors: `[B, A]` positions of the pending tokens. Hidden states from an anchor on are not read for it.
-            count: F, number of frames, counted from the first; None for all T. Frames that attend to one another
+            count: F, number of frames, counted from the first; None for all T. Frames that attend to one another may
                 attend to these F only.
         """
 
