@@ -92,8 +92,8 @@ class DraftHead(nn.Module, ABC):
         return tree if self.vocabulary is None else self.vocabulary.name_nodes(tree)
 
     @classmethod
-    def defaults(cls, base: BaseModel) -> Mapping[str, Any]:
-        """Return the fields of a configuration that follow from the base where nobody sets them."""
+    def defaults(cls, layers: int) -> Mapping[str, Any]:
+        """Return the fields of a configuration that follow from how many layers the base has, unless they are set."""
         return {}
 
     def start_from(self, base: BaseModel) -> None:

@@ -43,7 +43,7 @@ def new_head(
         raise LoadError(f"no draft head {algorithm!r}: known are {', '.join(HEADS)}")
     sizes = {"hidden_size": base.hidden_size, "vocab_size": base.vocab_size}
     head_class = HEADS[algorithm]
-    fields = {**head_class.defaults(base), **settings, **sizes}
+    fields = {**head_class.defaults(base.config.num_hidden_layers), **settings, **sizes}
     head = head_class(head_config(algorithm, head_class.config_class, fields))
     head.to(base.device)
     if head.vocabulary is not None:

@@ -54,9 +54,9 @@ class Eagle3Head(DraftHead):
         self.output_layer = nn.Linear(width, self._ids, bias=False)
 
     @classmethod
-    def defaults(cls, base: BaseModel) -> dict[str, Any]:
+    def defaults(cls, layers: int) -> dict[str, Any]:
         """Return the layers to fuse; see `DraftHead.defaults`."""
-        return {"hidden_layers": fused_layers(len(base.layers.modules))}
+        return {"hidden_layers": fused_layers(layers)}
 
     def start_from(self, base: BaseModel) -> None:
         """The output layer starts as the base's LM head."""

@@ -84,10 +84,9 @@ class SpecFormerHead(FrameHead):
         self.norm = nn.RMSNorm(config.hidden_size, 1e-6)
 
     @classmethod
-    def defaults(cls, base: BaseModel) -> dict[str, Any]:
+    def defaults(cls, layers: int) -> dict[str, Any]:
         """Return the published layers: the middle one, the last but one, and what the LM head reads."""
-        count = len(base.layers.modules)
-        return {"hidden_layers": tuple(dict.fromkeys((max(0, count // 2 - 1), max(0, count - 2), LM_HEAD_INPUT)))}
+        return {"hidden_layers": tuple(dict.fromkeys((max(0, layers // 2 - 1), max(0, layers - 2), LM_HEAD_INPUT)))}
 
     def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
         """Return the depth-weighted cross-entropy; see `DraftHead.forward`."""

@@ -119,7 +119,7 @@ class SpecFormerModule(DraftModule):
         row = torch.arange(len(anchors), device=anchors.device)[:, None]
         read = self.text_attention.mix(queries[row, anchors], keys, values, place <= anchors[:, :, None])
         frames = self.frames(entries[row, anchors].flatten(0, 1), read.flatten(0, 1), count)
-        return frames.unflatten(0, anchors.shape)
+        return frames.view(*anchors.shape, *frames.shape[1:])
 
     def reader(self, base: BaseModel, fresh: int) -> FrameReader:
         """Return a reader with a cache of the text's keys and values."""
