@@ -68,7 +68,7 @@ class FrameLayer(nn.Module):
 
 
 class AttentionLayers(nn.Module):
-    """Frames that attend to the whole text and to each other.
+    """Frames that attend to the whole text and to each other, or to those before them alone.
 
     Args:
         width: d.
@@ -77,12 +77,21 @@ class AttentionLayers(nn.Module):
         num_heads: Attention heads of a layer; each has an even width.
         intermediate_size: Inner width of the gated MLP.
         rope_theta: Base of the rotary positions.
+        causal: Whether a frame attends to no later frame.
     """
 
     def __init__(
-        self, width: int, num_frames: int, num_layers: int, num_heads: int, intermediate_size: int, rope_theta: float
+        self,
+        width: int,
+        num_frames: int,
+        num_layers: int,
+        num_heads: int,
+        intermediate_size: int,
+        rope_theta: float,
+        causal: bool = False,
     ) -> None:
         super().__init__()
+        self.causal = causal
         self.width, self.num_frames, self.num_heads, self.rope_theta = width, num_frames, num_heads, rope_theta
         self.embedding_norm = nn.LayerNorm(width)
         self.hidden_norm = nn.LayerNorm(width)

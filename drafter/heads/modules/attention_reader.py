@@ -43,7 +43,8 @@ class AttentionReader(ContextReader, FrameReader):
             [positions + entries.slots * self._length, (ahead + self._slot[:rows, None] * self._length).flatten()]
         )
         texts = self._texts(rows, context.longest + 1 + frames)
-        mask = (self._place[: texts.shape[3]] <= context.lengths[:, None] + frames)[:, None, None]
+        last = ahead if module.causal else ahead[:, -1:]
+        mask = (self._place[: texts.shape[3]] <= last[:, :, None])[:, None]
 
         def memory(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             self._store(places, layer, keys, values)
