@@ -11,7 +11,7 @@ from drafter.errors import LoadError, first_line
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-PUBLISHED_WEIGHTS = (WEIGHTS_FILE, "medusa_lm_head.safetensors")
+PUBLISHED_WEIGHTS = (WEIGHTS_FILE, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
 """Names that weights may have."""
 UNPICKLE = "python -m drafter.heads.public.unpickle"
 """Converts pickled weights, in a process that can do nothing else."""

@@ -43,6 +43,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3, normed": ("eagle3", {**_ATTENTION, "fusion_norm": "each", "qk_norm": True, "norm_output": True}),
     "specformer": ("specformer", _ATTENTION),
     "specformer, in part": ("specformer", {**_ATTENTION, "draft_vocab_size": 90}),
+    "hydra, own outputs": ("hydra", {"own_outputs": True, "num_layers": 2}),
     "hydra++": ("hydra", {**_ATTENTION, "prefix_attention": True, "num_layers": 4}),
 }
 """Algorithm and settings of every kind of head, by a name for people."""

@@ -12,6 +12,7 @@ from drafter.base.causal_lm import BaseModel
 from drafter.errors import LoadError, shown
 from drafter.heads.public.contract import Json, PublicHead
 from drafter.heads.public.eagle3_layout import is_eagle3, read_eagle3
+from drafter.heads.public.hydra_layout import is_hydra, read_hydra
 from drafter.heads.public.medusa_layout import is_medusa, read_medusa
 
 _log = logging.getLogger(__name__)
@@ -25,8 +26,8 @@ def public_config(file: Path) -> Json | None:
         return None  # who reads it as one of ours says what is wrong
     if not isinstance(config, dict) or "algorithm" in config:
         return None
-    public = is_eagle3(config) or is_medusa(config) or "speculators_model_type" in config
-    return config if public else None
+    known = is_eagle3(config) or is_medusa(config) or is_hydra(config)
+    return config if known or "speculators_model_type" in config else None
 
 
 def read_public(name: str, config: Json, tensors: dict[str, Tensor], base: BaseModel) -> PublicHead:
@@ -45,6 +46,8 @@ def read_public(name: str, config: Json, tensors: dict[str, Tensor], base: BaseM
         found = read_eagle3(name, config, tensors, base, len(base.layers.modules))
     elif is_medusa(config):
         found = read_medusa(name, config, tensors, base)
+    elif is_hydra(config):
+        found = read_hydra(name, config, tensors, base)
     else:
         kind = config["speculators_model_type"]
         raise LoadError(f"draft head {name!r} is a speculators head of kind {shown(kind)}: only 'eagle3' can be loaded")

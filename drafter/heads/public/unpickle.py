@@ -20,7 +20,7 @@ from pathlib import Path
 
 from drafter.heads.head_files import WEIGHTS_FILE
 
-_PICKLES = ("medusa_lm_head.pt", "pytorch_model.bin")
+_PICKLES = ("hydra_lm_head.pt", "medusa_lm_head.pt", "pytorch_model.bin")
 _SECONDS = 600
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000
 

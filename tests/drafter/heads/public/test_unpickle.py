@@ -63,9 +63,7 @@ def test_code_in_a_pickle_is_not_run(tmp_path: Path) -> None:
 def test_what_else_cannot_be_converted(tmp_path: Path) -> None:
     done = unpickle(tmp_path)
     assert done.returncode == 1
-    assert (
-        done.stderr == f"{tmp_path} has none of medusa_lm_head.pt, pytorch_model.bin: give the folder of a draft head\n"
-    )
+    assert f"{tmp_path} has none of hydra_lm_head.pt, medusa_lm_head.pt, pytorch_model.bin" in done.stderr
     torch.save([torch.zeros(1)], tmp_path / "pytorch_model.bin")
     assert (
         "pytorch_model.bin cannot be converted: ValueError: it holds more than named tensors"
