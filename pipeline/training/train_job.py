@@ -47,14 +47,16 @@ def train(config: TrainConfig) -> None:
     if folder.run_file.type == fs.FileType.File:
         mend_run(folder.run_file)
     print(config.as_yaml(), end="", file=sys.stderr, flush=True)
+    from drafter.heads.public.base_embeddings import base_embeddings
     from drafter.heads.public.export import BaseOfExport
     from pipeline.training.cluster_training import Texts, run  # Importing Ray takes seconds.
 
     try:
         run(config, model, Texts(data, held_out, base, text.vocab_size), folder, meant)
         if config.export is not None:
-            architectures = base_config.architectures or []
-            folder.export_head(BaseOfExport(model, architectures, getattr(text, "max_position_embeddings", None)))
+            embeddings = base_embeddings(model, base_config, trust_remote_code=config.trust_remote_code)
+            longest = getattr(text, "max_position_embeddings", None)
+            folder.export_head(BaseOfExport(model, base_config.architectures or [], longest, embeddings))
     except OSError as error:
         raise JobError(f"output {config.output} cannot be written to: {one_line(error)}") from error
 

@@ -33,11 +33,14 @@ class BaseOfExport:
         name: Hub id or path.
         architectures: Of its configuration.
         max_positions: Longest sequence, if its configuration says.
+        embeddings: `[V, d]` its token embeddings. Without them in the file speculators 0.9 may leave those of an EAGLE-3
+            head to chance; vLLM takes the base's.
     """
 
     name: str
     architectures: Sequence[str]
     max_positions: int | None = None
+    embeddings: Tensor | None = None
 
 
 def export_head(source: Path, target: Path, base: BaseOfExport) -> None:
@@ -130,6 +133,8 @@ def _eagle3(
         for ours, parts in theirs(shape, "layers.0.").items()
         for one, part in zip(parts, tensors[ours].split(rows.get(ours, len(tensors[ours]))), strict=True)
     }
+    if base.embeddings is not None:
+        found["embed_tokens.weight"] = base.embeddings
     if shape.draft_vocab_size is not None:
         tokens = tensors["vocabulary.tokens"]
         found["d2t"] = tokens - torch.arange(len(tokens))

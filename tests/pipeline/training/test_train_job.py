@@ -14,6 +14,7 @@ import psutil
 import pyarrow.parquet
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from drafter.base.loading import load_base
 from drafter.heads.checkpoint import load_head
@@ -111,6 +112,8 @@ def test_a_head_of_several_hidden_layers_learns_the_same_anywhere_and_is_exporte
 
     trained, exported = (load_head(one.folder / name, base, HEADS) for name in ("head", "export"))
     assert all(torch.equal(exported.state_dict()[name], tensor) for name, tensor in trained.state_dict().items())
+    embeddings = load_file(one.folder / "export" / "model.safetensors")["embed_tokens.weight"]
+    assert torch.equal(embeddings, base.embed(torch.arange(base.vocab_size)))
     # Submitted again, a finished job exports what it has; what has no layout is refused at once.
     (one.folder / "export" / "config.json").unlink()
     assert train(output=one.folder, **settings, export="speculators").code == 0

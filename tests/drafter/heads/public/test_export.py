@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from drafter.base.causal_lm import BaseModel
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import load_head, save_head
 from drafter.heads.contract import DraftHead, Provenance
+from drafter.heads.public.base_embeddings import base_embeddings
 from drafter.heads.public.export import BaseOfExport, export_head
 from drafter.heads.registry import HEADS, new_head
 from tests.drafter.heads.public.test_eagle3_layout import CASES, DATA, VOCABULARY, WIDTH
@@ -45,7 +46,9 @@ def exported(head: DraftHead, base: BaseModel, tmp_path: Path) -> Path:
     head.provenance = Provenance(base.name, base.fingerprint)
     save_head(head, tmp_path / "head")
     (tmp_path / "export").mkdir()
-    export_head(tmp_path / "head", tmp_path / "export", BaseOfExport("the base", ["LlamaForCausalLM"], 2048))
+    embeddings = base.embed(torch.arange(base.vocab_size))
+    of = BaseOfExport("the base", ["LlamaForCausalLM"], 2048, embeddings)
+    export_head(tmp_path / "head", tmp_path / "export", of)
     return tmp_path / "export"
 
 
@@ -57,9 +60,7 @@ def test_an_exported_head_is_what_the_public_code_reads(tmp_path: Path, name: st
     head = new_head("eagle3", base, {**sizes, **LIKE[name], "draft_vocab_size": 9}, counts)
     folder = exported(head, base, tmp_path)
     tensors = load_file(folder / "model.safetensors")
-    shapes = {key: list(one.shape) for key, one in tensors.items()}
-    # The embeddings are the base's, and whoever loads the head takes them from there.
-    assert shapes | {"embed_tokens.weight": [VOCABULARY, WIDTH]} == case["shapes"]
+    assert {key: list(one.shape) for key, one in tensors.items()} == case["shapes"]
     assert (tensors["d2t"] + torch.arange(9)).tolist() == DATA["draft_tokens"]
     assert tensors["t2d"].nonzero().flatten().tolist() == DATA["draft_tokens"]
 
@@ -90,6 +91,19 @@ def test_an_exported_head_drafts_the_same_when_it_is_read_again(
     ours, theirs = (one.trees_at(tiny_base, tokens, hidden, anchors, 5) for one in (head, again))
     assert again.hidden_layers == head.hidden_layers
     check_same_trees(theirs, ours, 4)
+
+
+def test_embeddings_are_read_from_the_bases_files(tiny_base: BaseModel, tmp_path: Path) -> None:
+    """From one file or from several; and not guessed where they have another name."""
+    expected = tiny_base.embed(torch.arange(tiny_base.vocab_size))
+    for name, size in (("whole", "1GB"), ("sharded", "10KB")):
+        tiny_base.model.save_pretrained(tmp_path / name, max_shard_size=size)
+        found = base_embeddings(str(tmp_path / name), tiny_base.model.config)
+        assert found is not None
+        assert torch.equal(found, expected)
+    assert (tmp_path / "sharded" / "model.safetensors.index.json").is_file()
+    save_file({"other": torch.zeros(1)}, tmp_path / "whole" / "model.safetensors")
+    assert base_embeddings(str(tmp_path / "whole"), tiny_base.model.config) is None
 
 
 def test_what_has_no_such_layout_is_refused(tiny_base: BaseModel, tmp_path: Path) -> None:
