@@ -33,8 +33,8 @@ class BaseOfExport:
         name: Hub id or path.
         architectures: Of its configuration.
         max_positions: Longest sequence, if its configuration says.
-        embeddings: `[V, d]` its token embeddings. Without them in the file speculators 0.9 may leave those of an EAGLE-3
-            head to chance; vLLM takes the base's.
+        embeddings: `[V, d]` its token embeddings. An EAGLE-3 head has a copy: without it speculators 0.9 may leave them
+            to chance, though vLLM would take the base's.
     """
 
     name: str
@@ -134,7 +134,7 @@ def _eagle3(
         for one, part in zip(parts, tensors[ours].split(rows.get(ours, len(tensors[ours]))), strict=True)
     }
     if base.embeddings is not None:
-        found["embed_tokens.weight"] = base.embeddings
+        found["embed_tokens.weight"] = base.embeddings.to(tensors["norm.weight"].dtype)
     if shape.draft_vocab_size is not None:
         tokens = tensors["vocabulary.tokens"]
         found["d2t"] = tokens - torch.arange(len(tokens))
