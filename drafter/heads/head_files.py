@@ -14,7 +14,7 @@ WEIGHTS_FILE = "model.safetensors"
 PUBLISHED_WEIGHTS = (WEIGHTS_FILE, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
 """Names that weights may have."""
 UNPICKLE = "python -m drafter.heads.public.unpickle"
-"""Converts pickled weights, in a process that can do nothing else."""
+"""Converts pickled weights, in a restricted process of its own."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 

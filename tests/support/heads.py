@@ -48,6 +48,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Algorithm and settings of every kind of head, by a name for people."""
 
+VARIANTS = ("ctc, causal", "eagle3, normed", "specformer, in part", "hydra, own outputs")
+"""Kinds that differ little from others."""
+
 STATIC = tuple(
     kind
     for kind, (algorithm, settings) in KINDS.items()

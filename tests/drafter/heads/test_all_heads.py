@@ -29,13 +29,27 @@ from drafter.training.settings import TrainingSettings
 from drafter.training.simulated_walk import simulated_beta
 from drafter.training.targets import draft_batch
 from drafter.training.training_step import TrainingStep
-from tests.support.heads import DEPTH, KINDS, STATIC, make_head, random_texts, sequence, text_loss, untrained_head
+from tests.support.heads import (
+    DEPTH,
+    KINDS,
+    STATIC,
+    VARIANTS,
+    make_head,
+    random_texts,
+    sequence,
+    text_loss,
+    untrained_head,
+)
+from tests.support.marks import slow_but
 from tests.support.models import random_prompts, run_engine
 from tests.support.trees import check_same_trees, check_slice_contract, nodes
 
-every_kind = pytest.mark.parametrize("kind", KINDS)
+MAIN_KINDS = [kind for kind in KINDS if kind not in VARIANTS]
+every_kind = pytest.mark.parametrize("kind", slow_but(MAIN_KINDS, KINDS))
 TREES: list[tuple[str, Tree]] = [*((kind, "exact") for kind in KINDS), *((kind, "static") for kind in STATIC)]
-every_tree = pytest.mark.parametrize(("kind", "tree"), TREES)
+every_tree = pytest.mark.parametrize(
+    ("kind", "tree"), [pytest.param(*one, marks=[pytest.mark.slow] if one[0] in VARIANTS else []) for one in TREES]
+)
 
 
 def test_every_algorithm_is_tested() -> None:
