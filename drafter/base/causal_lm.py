@@ -44,6 +44,7 @@ class BaseModel:
 
     Attributes:
         decoder: The model without its LM head.
+        layers: The decoder's layers, and the hidden states between them.
         dtype: Of the hidden states.
         max_positions: Longest sequence that it decodes as the model by itself would; None if its configuration does not
             say.
@@ -71,10 +72,10 @@ class BaseModel:
         if self._head is None or self._embedding is None:
             raise LoadError(f"{self.name}: {model.config.model_type} has no LM head")
         self.decoder: nn.Module = decoder_of(model)
-        layers = DecoderLayers(self.decoder, self.config.num_hidden_layers, self.name)
+        self.layers = DecoderLayers(self.decoder, self.config.num_hidden_layers, self.name)
         self.dtype: torch.dtype = model.dtype
         self.max_positions = max_positions(self.config)
-        self._model_code = ModelCode(model, self.decoder, layers, self.config, self.device)
+        self._model_code = ModelCode(model, self.decoder, self.layers, self.config, self.device)
         self._executor: Executor = self._model_code
         plain = run_plainly(self)
         self._layer_shapes = plain.layer_shapes

@@ -33,6 +33,8 @@ TRAINING_FREE: dict[str, Callable[[int], Drafter]] = {
     "cacheback": lambda nodes: CachebackDrafter(nodes),
 }
 """Drafters that need no weights, by name; made for a number of draft nodes."""
+SHIPPED = [name for name in HEADS if (EMBEDDED_HEADS / name).is_dir()]
+"""The embedded model's draft heads."""
 ISOLATED: dict[str, Callable[[int], Drafter]] = {
     "memory": lambda nodes: MemoryDrafter(nodes, isolated=True),
     "cacheback": lambda nodes: CachebackDrafter(nodes, isolated=True),
@@ -127,9 +129,9 @@ def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: boo
         return MergedDrafter(*map(loading.load, members))
     if kind in NAMED_WITH_COLON:
         return NAMED_WITH_COLON[kind](rest, loading)
-    if name in HEADS:
+    if name in SHIPPED:
         name = str(EMBEDDED_HEADS / name)
     elif "/" not in name and not Path(name).exists():
-        known = ", ".join([*TRAINING_FREE, *(f"{one}:…" for one in NAMED_WITH_COLON), *HEADS, "auto"])
+        known = ", ".join([*TRAINING_FREE, *(f"{one}:…" for one in NAMED_WITH_COLON), *SHIPPED, "auto"])
         raise LoadError(f"no drafter {name!r}: use {known}, a draft head's folder or hub id, or several joined by '+'")
     return load_head(name, base, HEADS).drafter(base, nodes)

@@ -11,7 +11,8 @@
     }
 
 A head fits one base: the base's fingerprint is checked before a tensor is read. Heads of earlier releases, whose
-fingerprint is of the first scheme, are checked by that. Weights are safetensors. A pickle is never opened, because
+fingerprint is of the first scheme, are checked by that. Heads in a layout of others are checked by what they say of
+their base; see `heads.public`. Weights are safetensors. A pickle is never opened, because
 opening one runs code.
 """
 
@@ -28,12 +29,14 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from drafter.base.causal_lm import BaseModel
 from drafter.errors import LoadError, first_line
 from drafter.heads.contract import DraftHead, Provenance
 from drafter.heads.head_config import head_config
 from drafter.heads.head_files import CONFIG_FILE, WEIGHTS_FILE, find_files
+from drafter.heads.public.public_layouts import public_config, read_public
 
 FORMAT_VERSION = 1
 
@@ -93,6 +96,12 @@ def load_head(name_or_path: str | Path, base: BaseModel, algorithms: Mapping[str
     """
     name = str(name_or_path)
     config_file, weights_file = find_files(name)
+    if (public := public_config(config_file)) is not None:
+        found = read_public(name, public, _read_weights(name, weights_file), base)
+        head_class = algorithms[found.algorithm]
+        head = head_class(head_config(name, head_class.config_class, found.fields))
+        head.provenance = Provenance(found.made_for or "", base.fingerprint, {"layout": found.layout})
+        return _ready(name, head, found.tensors, base)
     config = _read_config(name, config_file)
     if config.algorithm not in algorithms:
         known = ", ".join(sorted(algorithms))
@@ -106,14 +115,7 @@ def load_head(name_or_path: str | Path, base: BaseModel, algorithms: Mapping[str
     head_class = algorithms[config.algorithm]
     head = head_class(head_config(name, head_class.config_class, config.head))
     head.provenance = Provenance(trained_for.name, trained_for.fingerprint, config.training)
-    _load_weights(name, head, weights_file)
-    head.to(base.device, base.dtype).eval().requires_grad_(False)
-    if head.vocabulary is not None:
-        try:
-            head.vocabulary.borrow(base)
-        except ValueError as error:
-            raise LoadError(f"draft head {name!r}: {error}") from error
-    return head
+    return _ready(name, head, _read_weights(name, weights_file), base)
 
 
 def is_head_of(name_or_path: str | Path, base: BaseModel) -> bool:
@@ -128,6 +130,18 @@ def is_head_of(name_or_path: str | Path, base: BaseModel) -> bool:
     """
     name = str(name_or_path)
     return base.has_fingerprint(_read_config(name, find_files(name)[0]).base_model.fingerprint)
+
+
+def _ready(name: str, head: DraftHead, tensors: dict[str, Tensor], base: BaseModel) -> DraftHead:
+    """Return the head with its weights, ready to draft."""
+    _load_weights(name, head, tensors)
+    head.to(base.device, base.dtype).eval().requires_grad_(False)
+    if head.vocabulary is not None:
+        try:
+            head.vocabulary.borrow(base)
+        except ValueError as error:
+            raise LoadError(f"draft head {name!r}: {error}") from error
+    return head
 
 
 def _replace(target: Path, write: Callable[[Path], object]) -> None:
@@ -160,11 +174,14 @@ def _read_config(name: str, file: Path) -> _HeadFile:
     return config
 
 
-def _load_weights(name: str, head: DraftHead, file: Path) -> None:
+def _read_weights(name: str, file: Path) -> dict[str, Tensor]:
     try:
-        tensors = load_file(file)
+        return load_file(file)  # type: ignore[no-any-return]
     except (OSError, SafetensorError) as error:
         raise LoadError(f"draft head {name!r} has damaged weights: {first_line(error)}") from error
+
+
+def _load_weights(name: str, head: DraftHead, tensors: dict[str, Tensor]) -> None:
     expected = head.state_dict()
     if missing := sorted(set(expected) - set(tensors)):
         raise LoadError(f"draft head {name!r}: tensor {missing[0]!r} is missing from {WEIGHTS_FILE}")

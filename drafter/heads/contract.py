@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from drafter.base.causal_lm import BaseModel
+from drafter.base.hidden_states import LM_HEAD_INPUT
 from drafter.drafters.contract import Drafter
 from drafter.heads.draft_batch import DraftBatch
 from drafter.heads.draft_vocabulary import DraftTargets, DraftVocabulary, OutputLayer, draft_vocabulary
@@ -64,6 +65,8 @@ class DraftHead(nn.Module, ABC):
     config: Any
     provenance: Provenance | None = None
     """Set by training and by loading. A head without it cannot be saved."""
+    hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,)
+    """Hidden states that the head reads, K of them side by side in this order; see `DraftSpec.hidden_layers`."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -84,6 +87,15 @@ class DraftHead(nn.Module, ABC):
         """Return the base's tokens of draft ids, both `[...]`."""
         return ids if self.vocabulary is None else self.vocabulary.tokens[ids]
 
+    def name_nodes(self, tree: TokenTree) -> TokenTree:
+        """Return a tree of tokens, of one whose draft nodes have draft ids."""
+        return tree if self.vocabulary is None else self.vocabulary.name_nodes(tree)
+
+    @classmethod
+    def defaults(cls, layers: int) -> Mapping[str, Any]:
+        """Return the fields of a configuration that follow from how many layers the base has, unless they are set."""
+        return {}
+
     def start_from(self, base: BaseModel) -> None:
         """Copy from the base what the head starts with. Called once, before training."""
 
@@ -94,7 +106,7 @@ class DraftHead(nn.Module, ABC):
         Args:
             base: The head's base, which generated the targets.
             batch: B texts with A anchors each. Anchors without a target do not count.
-            hidden: `[B, L, d]` the base's last hidden states of the texts.
+            hidden: `[B, L, K · d]` the base's `hidden_layers` of the texts.
             labels: `[B, A, U, K]` what the head should predict for each target.
         """
 
@@ -120,7 +132,7 @@ class DraftHead(nn.Module, ABC):
         Args:
             base: The head's base.
             tokens: `[B, L]`.
-            hidden: `[B, L, d]` the base's last hidden states.
+            hidden: `[B, L, K · d]` the base's `hidden_layers`.
             anchors: `[B, A]` positions of the pending tokens.
             size: Nodes of a tree, root included.
             tree: As in `drafter`.

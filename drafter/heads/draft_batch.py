@@ -17,7 +17,8 @@ class DraftBatch:
         anchors: `[B, A]` positions of the pending tokens.
         targets: `[B, A, U]` the tokens after each anchor; 0 past the end of the text.
         lengths: `[B, A]` number of valid targets; 0 for an anchor that is padding.
-        hidden: `[B, L, d]` the base's last hidden states if they were stored; None lets the training step compute them.
+        hidden: `[B, L, K · d]` the base's hidden states that the training step reads (`training_layers`) if they were
+            stored; None lets it compute them.
     """
 
     tokens: Tensor

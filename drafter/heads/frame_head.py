@@ -11,10 +11,10 @@ from torch import Tensor
 
 from drafter.base.causal_lm import BaseModel
 from drafter.base.executors.prepacked import prepack
-from drafter.base.hidden_states import LM_HEAD_INPUT
-from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Ids, Loan
+from drafter.drafters.contract import Ask, DraftContext, DraftSpec
 from drafter.heads.contract import DraftHead, Tree
-from drafter.heads.modules.contract import DraftModule
+from drafter.heads.modules.contract import DraftModule, FrameReader
+from drafter.heads.modules.head_drafter import HeadDrafter
 from drafter.tree.token_tree import TokenTree
 
 Search = Callable[[Tensor, Tensor, int, float], TokenTree]
@@ -59,10 +59,6 @@ class FrameHead(DraftHead):
         """Return how many frames a tree of `size` nodes can use, counted from the first; None for all."""
         return None
 
-    def name_nodes(self, tree: TokenTree) -> TokenTree:
-        """Return a tree of tokens, of one that `search` has found."""
-        return tree if self.vocabulary is None else self.vocabulary.name_nodes(tree)
-
     def refuse_tree(self, tree: Tree) -> None:
         """Raise `ValueError` if the head has no such tree."""
 
@@ -82,40 +78,17 @@ class FrameHead(DraftHead):
         return FrameDrafter(self, base, nodes, tree)
 
 
-class FrameDrafter(Drafter):
+class FrameDrafter(HeadDrafter):
     """Drafts with a `FrameHead`; see `DraftHead.drafter`."""
 
     def __init__(self, head: FrameHead, base: BaseModel, nodes: int, tree: Tree) -> None:
-        self.spec = DraftSpec(nodes, head.config.depth, hidden_layers=(LM_HEAD_INPUT,))
+        spec = DraftSpec(nodes, head.config.depth, hidden_layers=head.hidden_layers)
+        reader = head.module.reader(base, spec.max_depth + 1)
+        super().__init__(spec, reader)
+        self._reader: FrameReader = reader
         self._recent_tokens = head.recent_tokens
-        self._reader = head.module.reader(base, self.spec.max_depth + 1)
         self._search, self._name_nodes = head.prepared_search(base, tree), head.name_nodes
         self._frames_for = partial(head.frames_for, tree=tree)
-
-    def open(self, loan: Loan) -> None:
-        """Make room for the module's memory."""
-        self._times = loan.times
-        self._reader.open(loan.slots, loan.length)
-
-    def enter(self, slot: int, text: Ids) -> None:
-        """Forget the sequence before: nothing of the new one has been read."""
-        self._reader.enter(slot)
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy what was read of the common beginning."""
-        self._reader.copy(source, target, length)
-
-    def move(self, source: int, target: int) -> None:
-        """Move what was read of the sequence."""
-        self._reader.move(source, target)
-
-    def clear(self, slot: int) -> None:
-        """Set what the module remembers of the slot to zero."""
-        self._reader.clear(slot)
-
-    def prepare(self, context: DraftContext) -> None:
-        """Read rows that have more new tokens than an ordinary step brings."""
-        self._reader.prepare(context)
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         """Read the new tokens, compute the frames and return the best trees `[B, 1 + ask.nodes]`."""

@@ -11,6 +11,10 @@ from drafter.errors import LoadError, first_line
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+PUBLISHED_WEIGHTS = (WEIGHTS_FILE, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
+"""Names that weights may have."""
+UNPICKLE = "python -m drafter.heads.public.unpickle"
+"""Converts pickled weights, in a restricted process of its own."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
@@ -37,9 +41,10 @@ def find_files(name: str) -> tuple[Path, Path]:
 def _in_folder(name: str, folder: Path) -> tuple[Path, Path]:
     if not (folder / CONFIG_FILE).is_file():
         raise LoadError(f"draft head {name!r} has no {CONFIG_FILE}: give a folder that a draft head was saved in")
-    if not (folder / WEIGHTS_FILE).is_file():
+    weights = next((folder / one for one in PUBLISHED_WEIGHTS if (folder / one).is_file()), None)
+    if weights is None:
         raise LoadError(f"draft head {name!r} has no {WEIGHTS_FILE}{_only_pickles(folder)}")
-    return folder / CONFIG_FILE, folder / WEIGHTS_FILE
+    return folder / CONFIG_FILE, weights
 
 
 def _on_hub(name: str, hint: str) -> tuple[Path, Path]:
@@ -48,15 +53,17 @@ def _on_hub(name: str, hint: str) -> tuple[Path, Path]:
     except (OSError, ValueError, RuntimeError, HFValidationError) as error:
         reason = "not in the local cache, and the hub cannot be reached" if _is_offline(error) else first_line(error)
         raise LoadError(f"no draft head at {name!r}: no such folder, and as a hub id: {reason}; {hint}") from error
-    try:
-        return Path(config_file), Path(hf_hub_download(name, WEIGHTS_FILE))
-    except EntryNotFoundError as error:
-        reason = "is not in the local cache, and the hub cannot be reached"
-        if not _is_offline(error):
-            reason = "is not there; pickled weights are never loaded"
-        raise LoadError(f"draft head {name!r}: {WEIGHTS_FILE} {reason}") from error
-    except (OSError, ValueError, RuntimeError) as error:
-        raise LoadError(f"draft head {name!r}: {WEIGHTS_FILE} cannot be downloaded: {first_line(error)}") from error
+    for weights in PUBLISHED_WEIGHTS:
+        try:
+            return Path(config_file), Path(hf_hub_download(name, weights))
+        except EntryNotFoundError as error:
+            missing = error
+        except (OSError, ValueError, RuntimeError) as error:
+            raise LoadError(f"draft head {name!r}: {weights} cannot be downloaded: {first_line(error)}") from error
+    reason = "is not in the local cache, and the hub cannot be reached"
+    if not _is_offline(missing):
+        reason = f"is not there; pickled weights are never loaded: `hf download {name}`, then `{UNPICKLE} FOLDER`"
+    raise LoadError(f"draft head {name!r}: {WEIGHTS_FILE} {reason}") from missing
 
 
 def _is_offline(error: BaseException) -> bool:
@@ -68,4 +75,6 @@ def _only_pickles(folder: Path) -> str:
     found = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if not found:
         return ""
-    return f", only {found[0]}: pickles are never loaded, because loading one runs code; convert it to safetensors"
+    return (
+        f", only {found[0]}: pickles are never loaded, because loading one runs code; `{UNPICKLE} {folder}` converts it"
+    )

@@ -40,6 +40,8 @@ class HydraHeadConfig:
         num_heads: Attention heads of that layer; each has an even width.
         intermediate_size: Inner width of that layer's gated MLP.
         rope_theta: Base of that layer's rotary positions.
+        own_outputs: Whether heads are as their authors publish them: each has an output layer of its own, and a linear
+            map in place of the first layer's residual path, and there are no norms.
         depth_decay: Weight of a head's loss relative to the head before it.
         draft_vocab_size: Number of tokens that may be drafted, the most frequent ones; None for all.
 
@@ -55,6 +57,7 @@ class HydraHeadConfig:
     num_heads: int = 4
     intermediate_size: int = 704
     rope_theta: float = 10_000.0
+    own_outputs: bool = False
     depth_decay: float = 0.8
     draft_vocab_size: int | None = None
 
@@ -66,16 +69,21 @@ class HydraHeadConfig:
 
 
 class _Mlp(nn.Module):
-    """One head: from the state and the path's embeddings to a state. Its layers are residual."""
+    """One head: from the state and the path's embeddings to a state.
 
-    def __init__(self, width: int, inputs: int, num_layers: int) -> None:
+    Its layers are residual: the first one to the state or, if `mapped`, to a linear map of all that it reads.
+    """
+
+    def __init__(self, width: int, inputs: int, num_layers: int, mapped: bool) -> None:
         super().__init__()
+        self.residual = nn.Linear(inputs * width, width) if mapped else None
         self.first = nn.Linear(inputs * width, width)
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers - 1))
 
     def forward(self, state: Tensor, path: Tensor) -> Tensor:
         """Return `[..., d]` for a state `[..., d]` and a path `[..., u · d]`."""
-        mixed = state + F.silu(self.first(torch.cat([state, path], -1)))
+        both = torch.cat([state, path], -1)
+        mixed = (state if self.residual is None else self.residual(both)) + F.silu(self.first(both))
         for layer in self.layers:
             mixed = mixed + F.silu(layer(mixed))
         return mixed
@@ -94,9 +102,20 @@ class HydraHead(FrameHead):
         self.module: DraftModule = LastHidden()
         if config.prefix_attention:
             self.module = AttentionModule(width, 1, 1, config.num_heads, config.intermediate_size, config.rope_theta)
-        self.embedding_norm = nn.LayerNorm(width)
-        self.heads = nn.ModuleList(_Mlp(width, u + 2, config.num_layers) for u in range(config.depth))
-        self.norm = nn.LayerNorm(width)
+        mapped = config.own_outputs
+        self.embedding_norm = nn.Identity() if mapped else nn.LayerNorm(width)
+        self.heads = nn.ModuleList(_Mlp(width, u + 2, config.num_layers, mapped) for u in range(config.depth))
+        self.norm = nn.Identity() if mapped else nn.LayerNorm(width)
+        ids = config.draft_vocab_size or config.vocab_size
+        self.outputs = nn.ModuleList(nn.Linear(width, ids) for _ in range(config.depth if mapped else 0))
+
+    def start_from(self, base: BaseModel) -> None:
+        """Output layers of the heads' own start as the base's LM head."""
+        with torch.no_grad():
+            for output in self.outputs:
+                assert isinstance(output, nn.Linear)
+                output.weight.copy_(self.output(base).lm_head_weight)
+                output.bias.zero_()
 
     def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
         """Return the depth-weighted cross-entropy of the heads along the text; see `DraftHead.forward`."""
@@ -108,7 +127,11 @@ class HydraHead(FrameHead):
         width = self.config.hidden_size
         states = [head(state, path[:, : (u + 1) * width]) for u, head in enumerate(self.heads)]
         labels = told.labels[real]
-        log_probs = chosen_log_probs(self.output(base), self.norm(torch.stack(states, 1)), labels.tokens)
+        if self.outputs:
+            logits = torch.stack([output(one) for output, one in zip(self.outputs, states, strict=True)], 1)
+            log_probs = logits.float().log_softmax(-1).gather(2, labels.tokens)
+        else:
+            log_probs = chosen_log_probs(self.output(base), self.norm(torch.stack(states, 1)), labels.tokens)
         return cross_entropy(log_probs, labels, told.lengths[real], self.config.depth_decay)
 
     def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
@@ -144,7 +167,8 @@ class _Paths:
     def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         path = self._head.embedding_norm(self._base.embed(state)).flatten(1)
         states = self._head.norm(self._head.heads[first](self._states[rows], path))
-        shares = self._head.output(self._base).lm_head(states)[:, None].float().softmax(-1)
+        output = self._head.outputs[first] if self._head.outputs else self._head.output(self._base).lm_head
+        shares = output(states)[:, None].float().softmax(-1)
         return shares, torch.zeros(shares.shape[:2], device=shares.device)
 
     def extend(self, state: Tensor, tokens: Tensor) -> Tensor:

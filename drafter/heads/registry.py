@@ -11,11 +11,15 @@ from drafter.base.causal_lm import BaseModel
 from drafter.errors import LoadError
 from drafter.heads.contract import DraftHead
 from drafter.heads.ctc.ctc_head import CTCHead
+from drafter.heads.eagle3.eagle3_head import Eagle3Head
 from drafter.heads.head_config import head_config
 from drafter.heads.hydra import HydraHead
 from drafter.heads.medusa import MedusaHead
+from drafter.heads.specformer.specformer_head import SpecFormerHead
 
-HEADS: dict[str, type[DraftHead]] = {head.algorithm: head for head in (CTCHead, MedusaHead, HydraHead)}
+HEADS: dict[str, type[DraftHead]] = {
+    head.algorithm: head for head in (CTCHead, MedusaHead, HydraHead, Eagle3Head, SpecFormerHead)
+}
 """Class of each algorithm."""
 
 
@@ -38,7 +42,9 @@ def new_head(
     if algorithm not in HEADS:
         raise LoadError(f"no draft head {algorithm!r}: known are {', '.join(HEADS)}")
     sizes = {"hidden_size": base.hidden_size, "vocab_size": base.vocab_size}
-    head = HEADS[algorithm](head_config(algorithm, HEADS[algorithm].config_class, {**settings, **sizes}))
+    head_class = HEADS[algorithm]
+    fields = {**head_class.defaults(base.config.num_hidden_layers), **settings, **sizes}
+    head = head_class(head_config(algorithm, head_class.config_class, fields))
     head.to(base.device)
     if head.vocabulary is not None:
         if token_counts is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drafter.tree.token_tree import TokenTree, root_only
-from drafter.tree.trie import from_nodes
+from drafter.tree.trie import from_nodes, from_paths
 
 
 def best_product_trie(log_probs: Tensor, pending: Tensor, size: int) -> TokenTree:
@@ -42,3 +42,15 @@ def best_product_trie(log_probs: Tensor, pending: Tensor, size: int) -> TokenTre
     return from_nodes(
         pending, torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(depths, 1), torch.cat(levels, 1), size
     )
+
+
+def likeliest_chain(log_probs: Tensor, pending: Tensor, size: int) -> TokenTree:
+    """Return the chain of each depth's likeliest token.
+
+    Args:
+        log_probs: `[B, U, V]` normalised log-probabilities of the token at each depth.
+        pending: `[B]` tokens of the roots.
+        size: Nodes of each chain, root included; a chain longer than U is padded.
+    """
+    best, names = log_probs[:, : size - 1].float().max(2)
+    return from_paths(pending, names[:, None], best.cumsum(1)[:, None], size)

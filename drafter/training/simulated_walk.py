@@ -45,7 +45,7 @@ def simulated_beta(
     tokens, steps = 0, dict.fromkeys(node_counts, 0)
     for batch in _batches(texts, head.config.depth, texts_at_once):
         batch = batch.to(base.device)
-        hidden = base_hidden_states(base, batch.tokens)
+        hidden = base_hidden_states(base, batch.tokens, head.hidden_layers)
         trees = head.trees_at(base, batch.tokens, hidden, batch.anchors, max(node_counts) + 1, tree)
         accepted = accepted_depths(trees, batch.targets.flatten(0, 1), batch.lengths.flatten(), node_counts)
         table = accepted.view(len(node_counts), *batch.anchors.shape).tolist()

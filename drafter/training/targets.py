@@ -24,7 +24,7 @@ class RegeneratedText:
     Args:
         tokens: Prompt and continuation.
         prompt_length: Number of tokens of the prompt, at least 1.
-        hidden: `[len(tokens), d]` the base's last hidden states if they were stored.
+        hidden: `[len(tokens), K · d]` the base's hidden states that training reads if they were stored.
     """
 
     tokens: Sequence[int]

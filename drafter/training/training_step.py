@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from drafter.base.causal_lm import BaseModel
+from drafter.base.hidden_states import LM_HEAD_INPUT
 from drafter.heads.contract import DraftHead
 from drafter.heads.draft_batch import DraftBatch
 from drafter.heads.losses import hard_labels
@@ -30,17 +31,39 @@ class TrainingStep(nn.Module):
 
     def forward(self, batch: DraftBatch) -> tuple[Tensor, Tensor]:
         """Return the loss's total and weight, scalars (see `LossSum`), of a batch on the base's device."""
-        settings, base = self._settings, self._base
+        settings, base, head = self._settings, self._base, self.head
+        layers = training_layers(head, settings)
         with torch.autocast(base.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
-            hidden = base_hidden_states(base, batch.tokens) if batch.hidden is None else batch.hidden.to(base.dtype)
+            if batch.hidden is None:
+                hidden = base_hidden_states(base, batch.tokens, layers)
+            else:
+                hidden = batch.hidden.to(base.dtype)
+            parts = hidden.chunk(len(layers), -1)
             labels = hard_labels(batch.targets)
             if settings.teacher:
-                labels = teacher_labels(base, self.head, batch, hidden, settings.teacher, settings.teacher_temperature)
-            loss = self.head(base, batch, hidden, labels)
+                last = parts[layers.index(LM_HEAD_INPUT)]
+                labels = teacher_labels(base, head, batch, last, settings.teacher, settings.teacher_temperature)
+            if layers != head.hidden_layers:
+                hidden = torch.cat(parts[: len(head.hidden_layers)], -1)
+            loss = head(base, batch, hidden, labels)
         return loss.total, loss.weight
 
 
+def training_layers(head: DraftHead, settings: TrainingSettings) -> tuple[int, ...]:
+    """Return the hidden layers that a training step reads: the head's, and for a teacher what the LM head reads."""
+    layers = head.hidden_layers
+    return (*layers, LM_HEAD_INPUT) if settings.teacher and LM_HEAD_INPUT not in layers else layers
+
+
 @torch.no_grad()
-def base_hidden_states(base: BaseModel, tokens: Tensor) -> Tensor:
-    """Return the base's last hidden states `[B, L, d]`, the LM head's input, of right-padded tokens `[B, L]`."""
-    return base.decoder(input_ids=tokens, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
+def base_hidden_states(base: BaseModel, tokens: Tensor, layers: tuple[int, ...] = (LM_HEAD_INPUT,)) -> Tensor:
+    """Return the base's hidden states `[B, L, K · d]` of right-padded tokens `[B, L]`.
+
+    Args:
+        base: The base.
+        tokens: The texts.
+        layers: Which K; see `DraftSpec.hidden_layers`. The others are not kept.
+    """
+    base.layers.watch(layers)
+    last = base.decoder(input_ids=tokens, use_cache=False).last_hidden_state
+    return base.layers.take(layers, last, base.device)

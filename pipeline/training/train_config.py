@@ -101,7 +101,7 @@ class TrainConfig:
         output: Folder or URI for the head. It is new, empty, or the output of an earlier submission of the same job.
         model: The base that generated the texts, as a hub id or folder; by default the embedded demonstration model.
         trust_remote_code: Run modeling code that comes with the base.
-        algorithm: Kind of draft head: `ctc`, `medusa` or `hydra`.
+        algorithm: Kind of draft head: `ctc`, `medusa`, `hydra`, `eagle3` or `specformer`.
         head: Fields of the head's configuration, such as `{num_frames: 10, depth: 8}`. With `draft_vocab_size: 8192` it
             drafts only the 8,192 tokens that are the most frequent in the answers, which is much cheaper if the base's
             vocabulary is large.
@@ -109,6 +109,7 @@ class TrainConfig:
         training: How the head is trained.
         sharding: How a step is divided among workers.
         workers: How much of the cluster the job uses.
+        export: `speculators` also writes the best head to `export/`, in the layout that vLLM reads: EAGLE-3 and Medusa.
         log_every: Steps between two lines of metrics.
         checkpoint_every: Steps between two checkpoints.
     """
@@ -123,6 +124,7 @@ class TrainConfig:
     training: TrainingSettings = field(default_factory=TrainingSettings)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
+    export: Literal["speculators"] | None = None
     log_every: int = 10
     checkpoint_every: int = 100
 

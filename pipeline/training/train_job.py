@@ -39,17 +39,24 @@ def train(config: TrainConfig) -> None:
     base = same_base([*data, *([held_out] if held_out else [])])
     model = model_name(config.model)
     meant = meaning(config, data, held_out, model_fingerprint(model))
-    vocab_size = check_head(config, model)
+    base_config = check_head(config, model)
+    text = base_config.get_text_config(decoder=True)
     folder = TrainingFolder(locate(config.output))
     check_output(config.output, folder, meant)
     folder.create()
     if folder.run_file.type == fs.FileType.File:
         mend_run(folder.run_file)
     print(config.as_yaml(), end="", file=sys.stderr, flush=True)
+    from drafter.heads.public.base_embeddings import base_embeddings
+    from drafter.heads.public.export import BaseOfExport
     from pipeline.training.cluster_training import Texts, run  # Importing Ray takes seconds.
 
     try:
-        run(config, model, Texts(data, held_out, base, vocab_size), folder, meant)
+        run(config, model, Texts(data, held_out, base, text.vocab_size), folder, meant)
+        if config.export is not None:
+            embeddings = base_embeddings(model, base_config, trust_remote_code=config.trust_remote_code)
+            longest = getattr(text, "max_position_embeddings", None)
+            folder.export_head(BaseOfExport(model, base_config.architectures or [], longest, embeddings))
     except OSError as error:
         raise JobError(f"output {config.output} cannot be written to: {one_line(error)}") from error
 
@@ -77,8 +84,8 @@ def meaning(
     }
 
 
-def check_head(config: TrainConfig, model: str) -> int:
-    """Check the head's settings against the base's configuration, and return the size of the base's vocabulary.
+def check_head(config: TrainConfig, model: str) -> Any:
+    """Check the head's settings against the base's configuration, and return that of transformers.
 
     Raises:
         InputError: There is no such base, algorithm or setting, or a value is not allowed.
@@ -87,6 +94,7 @@ def check_head(config: TrainConfig, model: str) -> int:
 
     from drafter.errors import LoadError
     from drafter.heads.head_config import head_config
+    from drafter.heads.public.export import exportable
     from drafter.heads.registry import HEADS
 
     if config.algorithm not in HEADS:
@@ -97,8 +105,12 @@ def check_head(config: TrainConfig, model: str) -> int:
         raise InputError(f"no base model at {model!r}: {one_line(error)}") from error
     text = base.get_text_config(decoder=True)
     sizes = {"hidden_size": text.hidden_size, "vocab_size": text.vocab_size}
+    head_class = HEADS[config.algorithm]
+    fields = {**head_class.defaults(text.num_hidden_layers), **config.head, **sizes}
     try:
-        head_config(config.algorithm, HEADS[config.algorithm].config_class, {**config.head, **sizes})
+        head_config(config.algorithm, head_class.config_class, fields)
+        if config.export is not None:
+            exportable(config.algorithm, fields)
     except LoadError as error:
         raise InputError(f"head: {error}") from error
-    return int(text.vocab_size)
+    return base

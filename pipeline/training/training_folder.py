@@ -12,6 +12,7 @@ from pyarrow import fs
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import DraftHead
 from drafter.heads.head_files import CONFIG_FILE, WEIGHTS_FILE
+from drafter.heads.public.export import BaseOfExport, export_head
 from pipeline.engines.model_files import tensor_spans
 from pipeline.io.files import Location, make_folders
 from pipeline.output.output_folder import LEASE_FILE, RUN_FILE
@@ -34,6 +35,11 @@ class TrainingFolder:
     def head(self) -> Location:
         """The head with the highest β so far."""
         return self.root / "head"
+
+    @property
+    def exported(self) -> Location:
+        """The same head in the layout of others, if it is asked for."""
+        return self.root / "export"
 
     @property
     def metrics(self) -> Location:
@@ -104,6 +110,26 @@ class TrainingFolder:
         except (FileNotFoundError, ValueError):
             return False
         return True
+
+    def export_head(self, base: BaseOfExport) -> None:
+        """Write the best head to `exported`, in the layout that vLLM reads.
+
+        Raises:
+            InputError: The folder cannot be created.
+            LoadError: The head is of a kind that the layout does not have.
+        """
+        make_folders(self.root, [self.exported], self.root)
+        with tempfile.TemporaryDirectory() as name:
+            source, target = Path(name) / "head", Path(name) / "export"
+            for folder in (source, target):
+                folder.mkdir()
+            for file in (WEIGHTS_FILE, CONFIG_FILE):
+                trained = self.head / file
+                with trained.filesystem.open_input_file(trained.path) as stream:
+                    (source / file).write_bytes(stream.read())
+            export_head(source, target, base)
+            for file in (WEIGHTS_FILE, CONFIG_FILE):
+                (self.exported / file).copy_from(target / file)
 
     def save_head(self, head: DraftHead) -> None:
         """Replace the best head so far by `head`."""

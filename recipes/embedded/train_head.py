@@ -26,6 +26,7 @@ import yaml
 from torch.nn.utils.rnn import pad_sequence
 
 from drafter.base.causal_lm import BaseModel
+from drafter.base.hidden_states import LM_HEAD_INPUT
 from drafter.base.loading import load_base
 from drafter.embedded import EMBEDDED_BASE
 from drafter.heads.checkpoint import save_head
@@ -37,7 +38,7 @@ from drafter.training.settings import TrainingSettings
 from drafter.training.simulated_walk import simulated_beta
 from drafter.training.targets import RegeneratedText, anchor_draws, count_targets, draft_batch
 from drafter.training.train_loop import train
-from drafter.training.training_step import TrainingStep, base_hidden_states
+from drafter.training.training_step import TrainingStep, base_hidden_states, training_layers
 
 HEADS = Path(__file__).with_name("heads.yaml")
 HELD_OUT = 60
@@ -76,25 +77,29 @@ def read_texts(folder: Path) -> dict[str, list[RegeneratedText]]:
     return texts
 
 
-def with_hidden_states(base: BaseModel, texts: list[RegeneratedText], folder: Path) -> list[RegeneratedText]:
+def with_hidden_states(
+    base: BaseModel, texts: list[RegeneratedText], folder: Path, layers: tuple[int, ...] = (LM_HEAD_INPUT,)
+) -> list[RegeneratedText]:
     """Return texts with the base's hidden states, which are stored in `folder` in bf16 for the heads that follow.
 
     Args:
         base: The base.
         texts: The texts, sorted by length.
-        folder: Holds a file of hidden states for each set of texts.
+        folder: Holds a file of hidden states for each set of texts and layers.
+        layers: Which hidden states; see `training_layers`.
     """
-    digest = zlib.crc32(repr([list(text.tokens) for text in texts]).encode())
+    digest = zlib.crc32(repr([layers, *(list(text.tokens) for text in texts)]).encode())
     file = folder / f"hidden-{base.fingerprint}-{digest:08x}.bf16"
     starts = [0, *itertools.accumulate(len(text.tokens) for text in texts)]
-    width, size = base.hidden_size, starts[-1] * base.hidden_size * 2
+    width = base.hidden_size * len(layers)
+    size = starts[-1] * width * 2
     if not file.exists() or file.stat().st_size != size:
         print(f"hidden states of {starts[-1]:,} tokens: {size / 2**20:,.0f} MiB in {file}", flush=True)
         with file.with_suffix(".tmp").open("wb") as output:
             for group in (texts[first : first + 16] for first in range(0, len(texts), 16)):
                 tokens = pad_sequence([torch.as_tensor(text.tokens) for text in group], batch_first=True)
                 with torch.autocast(base.device.type, torch.bfloat16):
-                    hidden = base_hidden_states(base, tokens.to(base.device)).to("cpu", torch.bfloat16)
+                    hidden = base_hidden_states(base, tokens.to(base.device), layers).to("cpu", torch.bfloat16)
                 for text, states in zip(group, hidden, strict=True):
                     output.write(states[: len(text.tokens)].contiguous().view(torch.uint8).numpy().tobytes())
         file.with_suffix(".tmp").replace(file)
@@ -131,9 +136,9 @@ def train_head(
     held_out = data["validation"][:HELD_OUT]
     parts = {part: data[part] for part in recipe.parts or sorted(set(data) - {"validation"})}
     texts = sorted((text for part in parts.values() for text in part), key=lambda text: len(text.tokens))
-    texts = with_hidden_states(base, texts, output)
     torch.manual_seed(settings.seed)
     head = new_head(recipe.algorithm, base, recipe.head, count_targets(texts, base.vocab_size))
+    texts = with_hidden_states(base, texts, output, training_layers(head, settings))
     print(f"{name}: {sum(p.numel() for p in head.parameters()):,} parameters, {len(texts):,} texts", flush=True)
     optimiser = TorchOptimiser(TrainingStep(base, head, settings), settings)
     history: list[dict[str, Any]] = []

@@ -62,7 +62,10 @@ def draft_model_of(family: str) -> BaseModel:
 
 
 def drafters(base: BaseModel, texts: list[list[int]]) -> dict[str, Drafter]:
-    heads = (make_head(base, kind).drafter(base, 8) for kind in ("ctc", "context 2", "medusa", "hydra++"))
+    heads = (
+        make_head(base, kind).drafter(base, 8)
+        for kind in ("ctc", "context 2", "medusa", "hydra++", "eagle3", "specformer")
+    )
     return {
         "none": PlainDecoding(),
         "ngram": NgramDrafter(),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from drafter.base.causal_lm import BaseModel
+from drafter.base.hidden_states import LM_HEAD_INPUT
 from drafter.heads.contract import DraftHead
 from drafter.heads.draft_batch import DraftBatch
 from drafter.heads.losses import LossSum, hard_labels
@@ -27,6 +28,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "ctc, linear": ("ctc", {**_CTC, "module": "linear"}),
     "ctc, linear, cross-entropy": ("ctc", {**_CTC, "module": "linear", "loss": "ce", "num_frames": DEPTH}),
     "ctc, 2 layers": ("ctc", {**_CTC, "num_layers": 2}),
+    "ctc, causal": ("ctc", {**_CTC, "causal": True, "num_layers": 2}),
+    "parallel + markov": ("ctc", {**_CTC, "num_frames": DEPTH, "label_context": 1, "band": 1}),
+    "causal parallel": ("ctc", {**_CTC, "num_frames": DEPTH, "label_context": 1, "band": 1, "causal": True}),
     "context 1": ("ctc", {**_CTC, "label_context": 1}),
     "context 2": ("ctc", {**_CTC, "label_context": 2, "band": 3, "joint_layers": 2}),
     "context 4": ("ctc", {**_CTC, "label_context": 4, "band": 1}),
@@ -34,12 +38,23 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa": ("medusa", {}),
     "medusa, in part": ("medusa", {"draft_vocab_size": 90}),
     "hydra": ("hydra", _ATTENTION),
+    "eagle3": ("eagle3", {**_ATTENTION, "num_kv_heads": 1}),
+    "eagle3, in part": ("eagle3", {**_ATTENTION, "draft_vocab_size": 90, "norm_before_residual": True}),
+    "eagle3, normed": ("eagle3", {**_ATTENTION, "fusion_norm": "each", "qk_norm": True, "norm_output": True}),
+    "specformer": ("specformer", _ATTENTION),
+    "specformer, in part": ("specformer", {**_ATTENTION, "draft_vocab_size": 90}),
+    "hydra, own outputs": ("hydra", {"own_outputs": True, "num_layers": 2}),
     "hydra++": ("hydra", {**_ATTENTION, "prefix_attention": True, "num_layers": 4}),
 }
 """Algorithm and settings of every kind of head, by a name for people."""
 
+VARIANTS = ("ctc, causal", "eagle3, normed", "specformer, in part", "hydra, own outputs")
+"""Kinds that differ little from others."""
+
 STATIC = tuple(
-    kind for kind, (algorithm, settings) in KINDS.items() if algorithm != "hydra" and not settings.get("label_context")
+    kind
+    for kind, (algorithm, settings) in KINDS.items()
+    if algorithm not in ("hydra", "eagle3", "specformer") and not settings.get("label_context")
 )
 """The kinds that have the published tree too."""
 
@@ -63,11 +78,13 @@ def make_head(base: BaseModel, kind: str, seed: int = 0, **settings: Any) -> Dra
     return head.eval().requires_grad_(False)
 
 
-def sequence(base: BaseModel, rows: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def sequence(
+    base: BaseModel, rows: int, length: int, seed: int = 0, layers: tuple[int, ...] = (LM_HEAD_INPUT,)
+) -> tuple[Tensor, Tensor]:
     """Return random tokens `[rows, length]` and the base's hidden states of them."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, base.vocab_size, (rows, length), generator=generator)
-    return tokens, base_hidden_states(base, tokens)
+    return tokens, base_hidden_states(base, tokens, layers)
 
 
 def random_texts(count: int, length: int = 14) -> list[RegeneratedText]:
@@ -78,4 +95,5 @@ def random_texts(count: int, length: int = 14) -> list[RegeneratedText]:
 
 def text_loss(head: DraftHead, base: BaseModel, batch: DraftBatch) -> LossSum:
     """Return the loss of a head with the text itself as labels."""
-    return head(base, batch, base_hidden_states(base, batch.tokens), hard_labels(batch.targets))  # type: ignore[no-any-return]
+    hidden = base_hidden_states(base, batch.tokens, head.hidden_layers)
+    return head(base, batch, hidden, hard_labels(batch.targets))  # type: ignore[no-any-return]

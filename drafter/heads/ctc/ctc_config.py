@@ -19,6 +19,7 @@ class CTCHeadConfig:
         depth: U, number of target tokens in training and of levels of a tree.
         module: Draft module. `attention` reads the whole text; `linear` reads only the last hidden state, through
             Medusa's residual blocks.
+        causal: Whether a frame of the attention module attends to no later frame.
         num_layers: Transformer layers of the attention module.
         num_heads: Attention heads of a layer; each has an even width.
         intermediate_size: Inner width of a layer's gated MLP.
@@ -44,6 +45,7 @@ class CTCHeadConfig:
     num_frames: int = 8
     depth: int = 6
     module: Literal["attention", "linear"] = "attention"
+    causal: bool = False
     num_layers: int = 1
     num_heads: int = 4
     intermediate_size: int = 704

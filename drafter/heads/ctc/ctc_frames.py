@@ -39,6 +39,7 @@ class CTCFrames(FrameHead):
                 config.num_heads,
                 config.intermediate_size,
                 config.rope_theta,
+                config.causal,
             )
         self.norm = nn.LayerNorm(width)
         if config.loss != "ce":

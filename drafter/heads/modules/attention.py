@@ -36,8 +36,11 @@ class AttentionModule(AttentionLayers, DraftModule):
         rotation = self.rotation(length + frames, hidden.device, context.dtype)[positions]
         sees_context = (place <= anchors[:, :, None]).repeat_interleave(frames, 1)
         anchor = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(frames)
-        sees_frames = (anchor[:, None] == anchor).expand(batch, -1, -1)
-        mask = torch.cat([sees_context, sees_frames], 2)[:, None]
+        sees_frames = anchor[:, None] == anchor
+        if self.causal:
+            number = own.repeat(anchors.shape[1])
+            sees_frames = sees_frames & (number <= number[:, None])
+        mask = torch.cat([sees_context, sees_frames.expand(batch, -1, -1)], 2)[:, None]
         return self.frames(context, starts, frames, rotation, mask, lambda _, keys, values: (keys, values))
 
     def reader(self, base: BaseModel, fresh: int) -> FrameReader:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drafter.heads.modules.rotary import rotary_rates, rotate, rotation_table
+
 Memory = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(layer, new keys `[B, S, H, D]`, new values) → all keys and values to attend to, `[C, S', H, D]`."""
 
@@ -43,7 +45,7 @@ class FrameLayer(nn.Module):
             sin: `[B, S, 1, 1, D]`, the first half negative.
         """
         qkv = self.qkv(self.attention_norm(entries)).unflatten(2, (3, self.num_heads, -1))
-        queries, keys = _rotate(qkv[:, :, :2], cos, sin).unbind(2)
+        queries, keys = rotate(qkv[:, :, :2], cos, sin).unbind(2)
         return queries, keys, qkv[:, :, 2]
 
     def forward(self, frames: Tensor, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
@@ -65,13 +67,8 @@ class FrameLayer(nn.Module):
         return frames + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
-def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary positions to `heads` `[B, S, 2, H, D]`; see `FrameLayer.project`."""
-    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
-
-
 class AttentionLayers(nn.Module):
-    """Frames that attend to the whole text and to each other.
+    """Frames that attend to the whole text and to each other, or to those before them alone.
 
     Args:
         width: d.
@@ -80,12 +77,21 @@ class AttentionLayers(nn.Module):
         num_heads: Attention heads of a layer; each has an even width.
         intermediate_size: Inner width of the gated MLP.
         rope_theta: Base of the rotary positions.
+        causal: Whether a frame attends to no later frame.
     """
 
     def __init__(
-        self, width: int, num_frames: int, num_layers: int, num_heads: int, intermediate_size: int, rope_theta: float
+        self,
+        width: int,
+        num_frames: int,
+        num_layers: int,
+        num_heads: int,
+        intermediate_size: int,
+        rope_theta: float,
+        causal: bool = False,
     ) -> None:
         super().__init__()
+        self.causal = causal
         self.width, self.num_frames, self.num_heads, self.rope_theta = width, num_frames, num_heads, rope_theta
         self.embedding_norm = nn.LayerNorm(width)
         self.hidden_norm = nn.LayerNorm(width)
@@ -99,11 +105,7 @@ class AttentionLayers(nn.Module):
 
     def rotation(self, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Return cosine and signed sine (first half negative) of positions `0..length-1`, `[length, 2, D]`."""
-        half = self.width // self.num_heads // 2
-        rates = self.rope_theta ** (-torch.arange(half, device=device, dtype=torch.float64) / half)
-        angles = torch.arange(length, device=device)[:, None] * rates
-        cos, sin = angles.cos(), angles.sin()
-        return torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)], 1).to(dtype)
+        return rotation_table(rotary_rates(self.rope_theta, self.width // self.num_heads, device), length, dtype)
 
     def frames(
         self, context: Tensor, starts: Tensor, count: int, rotation: Tensor, mask: Tensor, memory: Memory

@@ -27,9 +27,9 @@ class DraftModule(nn.Module, ABC):
 
         Args:
             embeddings: `[B, L, d]` frozen embeddings of the tokens.
-            hidden: `[B, L, d]` the base's last hidden states, after its final norm.
+            hidden: `[B, L, K · d]` the base's hidden states that the head reads, `DraftHead.hidden_layers`.
             anchors: `[B, A]` positions of the pending tokens. Hidden states from an anchor on are not read for it.
-            count: F, number of frames, counted from the first; None for all T. Frames that attend to one another
+            count: F, number of frames, counted from the first; None for all T. Frames that attend to one another may
                 attend to these F only.
         """
 
@@ -43,26 +43,30 @@ class DraftModule(nn.Module, ABC):
         """
 
 
-class FrameReader(ABC):
-    """Computes frames for the engine's slots. The reader of a module without memory implements `read` alone."""
+class SlotReader:
+    """What a draft module remembers of the sequences in the engine's slots: by itself, nothing."""
 
-    def open(self, slots: int, length: int) -> None:  # noqa: B027 - nothing to remember
-        """Make room for `slots` sequences of `length` tokens and the frames behind them. Called once."""
+    def open(self, slots: int, length: int) -> None:
+        """Make room for `slots` sequences of `length` tokens and the drafts behind them. Called once."""
 
-    def enter(self, slot: int) -> None:  # noqa: B027
+    def enter(self, slot: int) -> None:
         """Forget what was read in `slot`: a new sequence enters."""
 
-    def copy(self, source: int, target: int, length: int) -> None:  # noqa: B027
+    def copy(self, source: int, target: int, length: int) -> None:
         """Let `target` have what was read of the first `length` tokens in `source`."""
 
-    def move(self, source: int, target: int) -> None:  # noqa: B027
+    def move(self, source: int, target: int) -> None:
         """Let the sequence in slot `source` go on in slot `target`."""
 
-    def clear(self, slot: int) -> None:  # noqa: B027
+    def clear(self, slot: int) -> None:
         """Set all numbers kept for `slot` to zero; see `Drafter.clear`."""
 
-    def prepare(self, context: DraftContext) -> None:  # noqa: B027
-        """Do what `read` must not do. Comes before each `read`, with the same rows; see `Drafter.prepare`."""
+    def prepare(self, context: DraftContext) -> None:
+        """Do what drafting must not do. Comes before each step, with the same rows; see `Drafter.prepare`."""
+
+
+class FrameReader(SlotReader, ABC):
+    """Computes frames for the engine's slots."""
 
     @abstractmethod
     def read(self, context: DraftContext, count: int | None = None) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import DraftContext
 from drafter.heads.modules.attention_layers import AttentionLayers, FrameLayer
-from drafter.heads.modules.attention_reader import AttentionReader, Entries
+from drafter.heads.modules.attention_reader import AttentionReader
+from drafter.heads.modules.context_reader import Entries
 from drafter.native.library import PackedWeights, UnsuitableError, library
 from drafter.native.structures import FrameLayersStruct, FrameLayerStruct, FramesStruct, LayerNormStruct
 
@@ -26,11 +27,14 @@ class NativeAttentionReader(AttentionReader):
 
     Raises:
         BuildError: The library cannot be compiled here.
-        UnsuitableError: Its weights are elsewhere, or its heads of a size that the library does not have.
+        UnsuitableError: Its weights are elsewhere, its frames causal, or its heads of a size that the library does not
+            have.
     """
 
     def __init__(self, module: AttentionLayers, base: BaseModel, fresh: int) -> None:
         super().__init__(module, base, fresh)
+        if module.causal:
+            raise UnsuitableError("the library has no frames that leave out later ones")
         size = module.width // module.num_heads
         if not library().drafter_takes_heads_of(size):
             raise UnsuitableError(f"the library has no attention for heads of {size} numbers")

@@ -30,6 +30,7 @@ def store_hidden(
     base: BaseModel,
     staged: StagedTexts,
     settings: TrainingSettings,
+    layers: tuple[int, ...],
     rank: int,
     workers: int,
     show: Callable[[str], None],
@@ -40,18 +41,19 @@ def store_hidden(
         base: The base, not partitioned.
         staged: The texts.
         settings: Give the precision.
+        layers: Which hidden states; see `training_layers`.
         rank: Rank of this worker.
         workers: Number of workers.
         show: Shows the user a line about the size of the store.
     """
     missing = [part for part in staged.parts if not _is_stored(staged, part)]
     if rank == 0 and missing:
-        show(size_line(staged.counts.tokens, base.hidden_size, _dtype(settings).itemsize))
+        show(size_line(staged.counts.tokens, base.hidden_size * len(layers), _dtype(settings).itemsize))
     for part in staged.parts[rank::workers]:
         if part not in missing:
             continue
         texts = read_part(staged.folder, part.name)["tokens"].to_pylist()
-        rows = [_bytes(states) for states in _states(base, texts, settings)]
+        rows = [_bytes(states) for states in _states(base, texts, settings, layers)]
         table = pa.table({"hidden": pa.array(rows, pa.large_binary())})
         with _file(staged, part).open_whole() as stream:
             pa.parquet.write_table(table, stream, compression="none")
@@ -67,7 +69,7 @@ def read_hidden(staged: StagedTexts, part: Part) -> pa.ChunkedArray:
 
 
 def as_states(stored: bytes, length: int, settings: TrainingSettings) -> Tensor:
-    """Return one text's hidden states `[length, d]`."""
+    """Return one text's hidden states `[length, K · d]`."""
     return torch.frombuffer(bytearray(stored), dtype=_dtype(settings)).view(length, -1)
 
 
@@ -77,15 +79,17 @@ def size_line(tokens: int, width: int, itemsize: int) -> str:
     return f"hidden states of {tokens:,} tokens: {tokens:,} × {width:,} × {itemsize} bytes = {size / 2**30:,.2f} GiB"
 
 
-def _states(base: BaseModel, texts: Sequence[Sequence[int]], settings: TrainingSettings) -> list[Tensor]:
-    """Return hidden states `[len(text), d]` of each text, as the training step would compute them."""
+def _states(
+    base: BaseModel, texts: Sequence[Sequence[int]], settings: TrainingSettings, layers: tuple[int, ...]
+) -> list[Tensor]:
+    """Return hidden states `[len(text), K · d]` of each text, as the training step would compute them."""
     found: dict[int, Tensor] = {}
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
     for first in range(0, len(order), _TEXTS_AT_ONCE):
         group = order[first : first + _TEXTS_AT_ONCE]
         tokens = pad_sequence([torch.tensor(texts[index]) for index in group], batch_first=True).to(base.device)
         with torch.autocast(base.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
-            hidden = base_hidden_states(base, tokens)
+            hidden = base_hidden_states(base, tokens, layers)
         for index, states in zip(group, hidden, strict=True):
             found[index] = states[: len(texts[index])].to("cpu", _dtype(settings))
     return [found[index] for index in range(len(texts))]

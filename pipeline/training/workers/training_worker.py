@@ -17,7 +17,7 @@ from drafter.heads.registry import new_head
 from drafter.training.simulated_walk import simulated_beta
 from drafter.training.targets import anchor_draws, draft_batch
 from drafter.training.train_loop import train
-from drafter.training.training_step import TrainingStep
+from drafter.training.training_step import TrainingStep, training_layers
 from pipeline.errors import InputError
 from pipeline.training.texts.hidden_store import store_hidden
 from pipeline.training.texts.step_stream import Share, StepTexts, stream_steps
@@ -44,12 +44,12 @@ def run(task: WorkerTask) -> None:
     base = load_task_base(task, device)
     rank, workers = context.get_world_rank(), context.get_world_size()
     show = task.board.show.remote
-    if config.texts.store_hidden:
-        store_hidden(base, task.staged, settings, rank, workers, show)
     saved = restore(task.folder.checkpoints, rank == 0, broadcast_from_rank_zero, show)
     torch.manual_seed(settings.seed)
     counts = task.staged.token_counts() if config.draft_vocab_size else None
     head = new_head(config.algorithm, base, config.head, counts)
+    if config.texts.store_hidden:
+        store_hidden(base, task.staged, settings, training_layers(head, settings), rank, workers, show)
     if saved is not None:
         head.load_state_dict(saved.state.weights)
     step_of = TrainingStep(base, head, settings)

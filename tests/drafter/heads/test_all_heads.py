@@ -29,13 +29,27 @@ from drafter.training.settings import TrainingSettings
 from drafter.training.simulated_walk import simulated_beta
 from drafter.training.targets import draft_batch
 from drafter.training.training_step import TrainingStep
-from tests.support.heads import DEPTH, KINDS, STATIC, make_head, random_texts, sequence, text_loss, untrained_head
+from tests.support.heads import (
+    DEPTH,
+    KINDS,
+    STATIC,
+    VARIANTS,
+    make_head,
+    random_texts,
+    sequence,
+    text_loss,
+    untrained_head,
+)
+from tests.support.marks import slow_but
 from tests.support.models import random_prompts, run_engine
 from tests.support.trees import check_same_trees, check_slice_contract, nodes
 
-every_kind = pytest.mark.parametrize("kind", KINDS)
+MAIN_KINDS = [kind for kind in KINDS if kind not in VARIANTS]
+every_kind = pytest.mark.parametrize("kind", slow_but(MAIN_KINDS, KINDS))
 TREES: list[tuple[str, Tree]] = [*((kind, "exact") for kind in KINDS), *((kind, "static") for kind in STATIC)]
-every_tree = pytest.mark.parametrize(("kind", "tree"), TREES)
+every_tree = pytest.mark.parametrize(
+    ("kind", "tree"), [pytest.param(*one, marks=[pytest.mark.slow] if one[0] in VARIANTS else []) for one in TREES]
+)
 
 
 def test_every_algorithm_is_tested() -> None:
@@ -51,7 +65,7 @@ def test_decoding_sees_what_training_saw(tiny_base: BaseModel, kind: str, seed: 
     """
     head = make_head(tiny_base, kind, seed)
     slots, length = 3, 60
-    tokens, hidden = sequence(tiny_base, 6, length, seed)
+    tokens, hidden = sequence(tiny_base, 6, length, seed, head.hidden_layers)
     drafter = head.drafter(tiny_base, 8)
     drafter.open(Loan(tiny_base, slots, length, None, StageTimes()))
     rng = random.Random(seed)
@@ -86,7 +100,7 @@ def test_decoding_sees_what_training_saw(tiny_base: BaseModel, kind: str, seed: 
 def test_trees_never_see_the_future(tiny_base: BaseModel, kind: str, tree: Tree) -> None:
     """Later tokens, and hidden states from the pending token on, change no node. The hidden state before it does."""
     head = make_head(tiny_base, kind)
-    tokens, hidden = sequence(tiny_base, 2, 16)
+    tokens, hidden = sequence(tiny_base, 2, 16, layers=head.hidden_layers)
     anchors = torch.tensor([[6], [9]])
     drafted = head.trees_at(tiny_base, tokens, hidden, anchors, 9, tree)
     check_slice_contract(drafted)
@@ -110,7 +124,7 @@ def test_the_loss_of_a_place_never_sees_that_place_or_later(tiny_base: BaseModel
     head = make_head(tiny_base, kind)
     texts = random_texts(2)
     whole = draft_batch(texts, DEPTH, 1)
-    hidden = sequence(tiny_base, 2, whole.tokens.shape[1])[1]
+    hidden = sequence(tiny_base, 2, whole.tokens.shape[1], layers=head.hidden_layers)[1]
     labels = hard_labels(whole.targets)
     place = torch.arange(whole.tokens.shape[1])
     for count in range(1, DEPTH + 1):
@@ -130,7 +144,7 @@ def test_the_loss_of_a_place_never_sees_that_place_or_later(tiny_base: BaseModel
 def test_a_nodes_probability_is_what_the_loss_makes_of_its_path(tiny_base: BaseModel, kind: str) -> None:
     """With all places of the same weight, the loss of a text is its negative log prefix probability."""
     head = make_head(tiny_base, kind, depth_decay=1.0)
-    tokens, hidden = sequence(tiny_base, 1, 8)
+    tokens, hidden = sequence(tiny_base, 1, 8, layers=head.hidden_layers)
     anchors = torch.tensor([[5]])
     found = nodes(head.trees_at(tiny_base, tokens, hidden, anchors, 150), 0, DEPTH)
     deepest = sorted(found, key=len)[-8:]
@@ -190,7 +204,7 @@ def test_the_engines_tokens_stay_those_of_plain_decoding(tiny_base: BaseModel, k
     assert sum(one.counts.num_draft_tokens for one in drafted) > 0
 
 
-@pytest.mark.parametrize("kind", sorted(set(KINDS) - set(STATIC) - {"hydra", "hydra++"}))
+@pytest.mark.parametrize("kind", [kind for kind, (_, settings) in KINDS.items() if settings.get("label_context")])
 @torch.no_grad()
 def test_a_prepared_search_finds_the_same_tree(
     tiny_base: BaseModel, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -213,7 +227,7 @@ def test_a_saved_head_is_the_same_head(tiny_base: BaseModel, kind: str, tmp_path
     loaded = load_head(tmp_path, tiny_base, HEADS)
     assert type(loaded) is type(head)
     assert loaded.config == head.config
-    tokens, hidden = sequence(tiny_base, 2, 12)
+    tokens, hidden = sequence(tiny_base, 2, 12, layers=head.hidden_layers)
     anchors = torch.tensor([[3, 8], [0, 11]])
     ours, theirs = (one.trees_at(tiny_base, tokens, hidden, anchors, 9) for one in (head, loaded))
     assert all(torch.equal(value, getattr(theirs, name)) for name, value in vars(ours).items())
@@ -225,4 +239,6 @@ def test_heads_that_know_the_path_have_no_static_tree(tiny_base: BaseModel, kind
     with pytest.raises(ValueError, match="static tree needs"):
         head.drafter(tiny_base, 8, "static")
     with pytest.raises(ValueError, match="static tree needs"):
-        head.trees_at(tiny_base, *sequence(tiny_base, 1, 8), torch.tensor([[3]]), 9, "static")
+        head.trees_at(
+            tiny_base, *sequence(tiny_base, 1, 8, layers=head.hidden_layers), torch.tensor([[3]]), 9, "static"
+        )

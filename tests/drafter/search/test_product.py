@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drafter.search.product import best_product_trie
+from drafter.search.product import best_product_trie, likeliest_chain
 from tests.support.trees import Prefix, check_best, check_slice_contract, nodes
 
 
@@ -61,3 +61,12 @@ def test_impossible_tokens_leave_padding() -> None:
     tree = best_product_trie(log_probs, torch.tensor([3]), 5)
     assert tree.tokens.tolist() == [[3, 0, 1, -1, -1]]
     check_slice_contract(tree)
+
+
+def test_a_chain_has_the_likeliest_token_of_each_depth() -> None:
+    probs = torch.tensor([[[0.2, 0.5, 0.3], [0.6, 0.3, 0.1]], [[0.1, 0.1, 0.8], [0.0, 1.0, 0.0]]])
+    tree = likeliest_chain(probs.log(), torch.tensor([7, 8]), 4)
+    assert tree.tokens.tolist() == [[7, 1, 0, -1], [8, 2, 1, -1]]
+    assert tree.parents.tolist() == [[0, 0, 1, 0], [0, 0, 1, 0]]
+    assert torch.allclose(tree.log_probs.exp(), torch.tensor([[1, 0.5, 0.3, 0], [1, 0.8, 0.8, 0]]))
+    assert torch.equal(likeliest_chain(probs.log(), torch.tensor([7, 8]), 2).tokens, tree.tokens[:, :2])

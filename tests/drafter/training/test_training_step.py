@@ -1,15 +1,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from drafter.base.causal_lm import BaseModel
+from drafter.base.hidden_states import LM_HEAD_INPUT
+from drafter.drafters.contract import Drafter
+from drafter.heads.contract import DraftHead
+from drafter.heads.draft_batch import DraftBatch
+from drafter.heads.losses import Labels, LossSum
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import draft_batch
 from drafter.training.teacher import teacher_labels
-from drafter.training.training_step import TrainingStep, base_hidden_states
+from drafter.training.training_step import TrainingStep, base_hidden_states, training_layers
+from drafter.tree.token_tree import TokenTree
 from tests.support.heads import DEPTH, make_head, random_texts, text_loss
 
 BATCH = draft_batch(random_texts(3), DEPTH, 16)
@@ -18,6 +27,48 @@ BATCH = draft_batch(random_texts(3), DEPTH, 16)
 def test_hidden_states_are_what_the_lm_head_reads(tiny_base: BaseModel) -> None:
     logits = tiny_base.model(input_ids=BATCH.tokens[:1]).logits
     assert torch.allclose(tiny_base.lm_head(base_hidden_states(tiny_base, BATCH.tokens))[:1], logits, atol=1e-5)
+
+
+def test_hidden_states_of_several_layers_are_side_by_side(tiny_base: BaseModel) -> None:
+    states = tiny_base.model(input_ids=BATCH.tokens, output_hidden_states=True).hidden_states
+    # Entry 0 is the embedding, and the last one comes after the final norm.
+    expected = torch.cat([states[2], states[-1], states[1]], -1)
+    assert torch.allclose(base_hidden_states(tiny_base, BATCH.tokens, (1, LM_HEAD_INPUT, 0)), expected, atol=1e-5)
+
+
+class Recorder(DraftHead):
+    """Keeps what it is given. It reads the outputs of two layers."""
+
+    hidden_layers = (0, 2)
+
+    def __init__(self) -> None:
+        super().__init__(SimpleNamespace(vocab_size=97, depth=DEPTH))
+
+    def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
+        self.hidden, self.labels = hidden, labels
+        return LossSum(hidden.sum(), hidden.new_ones(()))
+
+    def drafter(self, *args: Any, **kwargs: Any) -> Drafter:
+        raise NotImplementedError
+
+    def trees_at(self, *args: Any, **kwargs: Any) -> TokenTree:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize(("teacher", "layers"), [(0, (0, 2)), (3, (0, 2, LM_HEAD_INPUT))])
+def test_a_head_gets_the_layers_it_names_and_the_teacher_the_last(
+    tiny_base: BaseModel, teacher: int, layers: tuple[int, ...], stored: bool
+) -> None:
+    head, settings = Recorder(), TrainingSettings(teacher=teacher)
+    assert training_layers(head, settings) == layers
+    batch = replace(BATCH, hidden=base_hidden_states(tiny_base, BATCH.tokens, layers)) if stored else BATCH
+    TrainingStep(tiny_base, head, settings)(batch)
+    assert torch.equal(head.hidden, base_hidden_states(tiny_base, BATCH.tokens, (0, 2)))
+    if teacher:
+        last = base_hidden_states(tiny_base, BATCH.tokens)
+        expected = teacher_labels(tiny_base, head, BATCH, last, teacher, settings.teacher_temperature)
+        assert torch.equal(head.labels.probs, expected.probs)
 
 
 @pytest.mark.parametrize("kind", ["context 1", "medusa", "hydra"])

@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import pyarrow.parquet
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from drafter.base.loading import load_base
 from drafter.heads.checkpoint import load_head
@@ -86,6 +88,37 @@ def test_two_workers_with_stored_hidden_states_learn_what_one_does(unbroken: Tra
     assert f"hidden states of {tokens:,} tokens: {tokens:,} × 32 × 4 bytes" in two.stderr
     stored = pyarrow.parquet.read_table(two.folder / "_staged" / "part-000000.hidden.parquet")["hidden"]
     assert sum(len(row.as_py()) for row in stored) == tokens * 32 * 4
+
+
+@pytest.mark.slow
+def test_a_head_of_several_hidden_layers_learns_the_same_anywhere_and_is_exported(
+    train: Train, model: Path, tmp_path: Path
+) -> None:
+    """With the base's states computed or stored, and weights partitioned; the teacher reads a layer more."""
+    shape = {"depth": 3, "num_heads": 2, "intermediate_size": 48, "draft_vocab_size": 64, "hidden_layers": [0, 1, 1]}
+    settings = {"algorithm": "eagle3", "head": json.dumps(shape), "training__teacher": 2, "training__steps": 12}
+    one = train(**settings, export="speculators")
+    assert one.code == 0, one.stderr
+    two = train(
+        output=tmp_path / "two", workers__number=2, sharding__zero_stage=3, texts__store_hidden=True, **settings
+    )
+    assert two.code == 0, two.stderr
+    same(two, one)
+    base = load_base(model, device="cpu")
+    tokens = json.loads((two.folder / "run.json").read_text())["texts"]["tokens"]
+    assert f"hidden states of {tokens:,} tokens: {tokens:,} × {4 * 32} × 4 bytes" in two.stderr
+
+    trained, exported = (load_head(one.folder / name, base, HEADS) for name in ("head", "export"))
+    assert all(torch.equal(exported.state_dict()[name], tensor) for name, tensor in trained.state_dict().items())
+    embeddings = load_file(one.folder / "export" / "model.safetensors")["embed_tokens.weight"]
+    assert torch.equal(embeddings, base.embed(torch.arange(base.vocab_size)))
+    # Submitted again, a finished job exports what it has; what has no layout is refused at once.
+    (one.folder / "export" / "config.json").unlink()
+    assert train(output=one.folder, **settings, export="speculators").code == 0
+    assert (one.folder / "export" / "config.json").is_file()
+    refused = train(output=tmp_path / "no", algorithm="ctc", export="speculators")
+    assert refused.code == 2
+    assert "heads of algorithm 'ctc' have no layout that others read; eagle3, medusa have" in refused.error
 
 
 def workers_of(job: subprocess.Popen[bytes]) -> list[psutil.Process]:

@@ -129,6 +129,8 @@ DRAFTERS: dict[str, Callable[[BaseModel], Drafter]] = {
     "ctc, lattice": lambda base: make_head(base, "context 2").drafter(base, 8),
     "ctc, static": lambda base: make_head(base, "ctc").drafter(base, 8, "static"),
     "medusa": lambda base: make_head(base, "medusa").drafter(base, 8),
+    "eagle3": lambda base: make_head(base, "eagle3, in part").drafter(base, 8),
+    "specformer": lambda base: make_head(base, "specformer").drafter(base, 8),
     "hydra": lambda base: make_head(base, "hydra").drafter(base, 8),
     "ctc + ngram": lambda base: MergedDrafter(make_head(base, "ctc").drafter(base, 8), NgramDrafter(8)),
 }

@@ -54,6 +54,17 @@ def test_every_frame_sees_every_other(tiny_base: BaseModel, module: AttentionMod
     assert bool(((before - after).abs().amax(-1) > 1e-6).all())
 
 
+def test_a_causal_frame_sees_no_later_one(tiny_base: BaseModel, module: AttentionModule) -> None:
+    tokens, hidden = sequence(tiny_base, 1, 10)
+    module.causal = True
+    embeddings, anchors = tiny_base.embed(tokens), torch.tensor([[4, 7]])
+    before = module(embeddings, hidden, anchors)
+    module.slots[2] *= -1.0
+    after = module(embeddings, hidden, anchors)
+    assert torch.equal(before[:, :, :2], after[:, :, :2])
+    assert bool(((before - after).abs().amax(-1) > 1e-6)[:, :, 2:].all())
+
+
 def test_the_first_frames_alone(tiny_base: BaseModel, module: AttentionModule) -> None:
     """They are those of a module without the other frames."""
     tokens, hidden = sequence(tiny_base, 2, 10)
