@@ -37,8 +37,9 @@ class Result:
 class OperationCounts(TorchDispatchMode):
     """Counts what runs while it is entered. Works on fake tensors, too, which have no numbers and take no memory.
 
-    A view is not counted. An operation that makes or changes a tensor counts as one kernel. It reads each tensor that it
-    is given once, but of one that it only chooses from no more than it returns, and of an expanded one what there is.
+    A view is not counted. An operation that makes or changes a tensor counts as one kernel. It reads each tensor that
+    it is given once, but of one that it only chooses from no more than it returns, and of an expanded one what there
+    is.
 
     Attributes:
         kernels: Number of operations that do something, by name.

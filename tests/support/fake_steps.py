@@ -20,7 +20,6 @@ from drafter.engine.steps.graph_step import whole_step
 from drafter.engine.steps.outcome import StepOutcome
 from drafter.requests import SamplingParams
 from drafter.stage_times import StageTimes
-from drafter.verifiers.choices import SamplingMode
 from drafter.verifiers.exact import ExactVerifier
 from tests.support.fake_gpus import place_weights
 
@@ -44,6 +43,9 @@ LLAMA_8B = LlamaConfig(
 )
 
 
+_GREEDY = SamplingParams()
+
+
 @dataclass(frozen=True)
 class FakeStep:
     """A step of `rows` rows over `kv_length` positions, on fake GPUs; made and run within `fake_gpus`.
@@ -63,7 +65,7 @@ class FakeStep:
     rows: int
     nodes: int
     kv_length: int
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = _GREEDY
     other: SamplingParams | None = None
 
     def run(self) -> StepOutcome:
