@@ -48,17 +48,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="few and small cells")
     parser.add_argument("--minutes", type=float, default=9.0, help="no cell of a stage begins later (default: 9)")
     parser.add_argument("--run", default=datetime.now(UTC).isoformat(), help=argparse.SUPPRESS)
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    args = parser.parse_args(given)
+    args = parser.parse_args(arguments)
     args.output.mkdir(parents=True, exist_ok=True)
     names = args.stage or list(STAGES)
     if len(names) > 1:
-        codes = {name: _in_process(name, _without_stages(args)) for name in names}
+        codes = {name: _in_process(name, [*_asked(args), "--run", args.run]) for name in names}
         left = [name for name, code in codes.items() if code]
     else:
         signal.signal(signal.SIGTERM, _interrupt)
         plan = Plan(args.model, args.drafter, args.tiny)
-        code = run(STAGES[names[0]], plan, args.output, args.minutes, args.run, shlex.join(given))
+        command = shlex.join(["python", "-m", "benchmarks.gpu", "--stage", names[0], *_asked(args)])
+        code = run(STAGES[names[0]], plan, args.output, args.minutes, args.run, command)
         page.write_page(args.output)
         if code == _BROKEN:
             sys.exit(_BROKEN)
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(stage: Stage, plan: Plan, output: Path, minutes: float, run_name: str, command: str) -> int:
     """Measure the cells of a stage that have no result yet. Return an exit code."""
     device, end = pick_device(), time.monotonic() + 60 * minutes
-    about = surroundings(device, f"python -m benchmarks.gpu {command}")
+    about = surroundings(device, command)
     same = {name: about[name] for name in ("commit", "hardware", "threads", "versions")}
     file = CellFile(output, stage.name, same | asdict(plan))
     left = file.left(stage.cells(plan), run_name)
@@ -106,10 +106,10 @@ def named(cell: Key) -> str:
     return ", ".join(f"{name} {value}" for name, value in cell.items())
 
 
-def _without_stages(args: argparse.Namespace) -> list[str]:
-    named = {name: getattr(args, name) for name in ("output", "model", "drafter", "minutes", "run")}
-    flags = ["--tiny"] if args.tiny else []
-    return flags + [part for name, value in named.items() for part in (f"--{name}", str(value))]
+def _asked(args: argparse.Namespace) -> list[str]:
+    """The arguments that a stage has from the command line."""
+    named = {name: getattr(args, name) for name in ("output", "model", "drafter", "minutes")}
+    return [*(part for name, value in named.items() for part in (f"--{name}", str(value))), *["--tiny"] * args.tiny]
 
 
 def _in_process(name: str, arguments: list[str]) -> int:

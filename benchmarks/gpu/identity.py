@@ -1,4 +1,4 @@
-"""Identity: tokens of every drafter and batch beside plain decoding's alone, in fp32, and in bf16, where rounding shows."""
+"""Identity: tokens of every drafter and batch beside plain decoding's alone, in fp32 and in bf16, which rounds."""
 
 from __future__ import annotations
 

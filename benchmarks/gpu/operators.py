@@ -160,7 +160,7 @@ def compare(name: str, rows: int, vocabulary: int, device: torch.device) -> Valu
     """Compare an operator's results on the CPU and on a device: integers, and how far numbers are apart."""
     given = _inputs(rows, vocabulary)
     expected = _parts(OPERATORS[name]({key: value.clone() for key, value in given.items()}))
-    with _as_on_a_gpu():
+    with as_on_a_gpu():
         found = _parts(OPERATORS[name]({key: value.clone().to(device) for key, value in given.items()}))
     differing, furthest = 0, 0.0
     for ours, theirs in zip((part.cpu() for part in found), expected, strict=True):
@@ -177,7 +177,8 @@ def _parts(result: Any) -> list[Tensor]:
 
 
 @contextmanager
-def _as_on_a_gpu() -> Iterator[None]:
+def as_on_a_gpu() -> Iterator[None]:
+    """For a `with` block, the host does not look at numbers, on whatever device."""
     with mock.patch.object(devices, "is_asynchronous", return_value=True):
         yield
 

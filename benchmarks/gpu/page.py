@@ -58,6 +58,6 @@ def _heading(line: dict[str, Any]) -> str:
     changes = " with changes" if about["uncommitted_changes"] else ""
     return (
         f"{machine(about)}, {about['threads']} threads, {versions}; model {Path(plan['model']).name}, drafter "
-        f"{plan['drafter']}{', tiny' if plan['tiny'] else ''}. `{about['command']}`, commit {about['commit']}{changes}, "
-        f"{about['date']}."
+        f"{plan['drafter']}{', tiny' if plan['tiny'] else ''}. `{about['command']}`, commit {about['commit']}"
+        f"{changes}, {about['date']}."
     )

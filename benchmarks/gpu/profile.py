@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
@@ -25,7 +24,7 @@ KINDS: dict[str, str] = {
     "matmul": r"gemm|gemv|cutlass|cublas|wgmma|nvjet|matmul|linear|addmm|\bmm\b|bmm|splitk",
     "norm": r"norm|rsqrt|welford",
     "sampling": r"argmax|argmin|topk|sort|softmax|gumbel|cumsum|scan|multinomial|radix|logsumexp|arg_?max",
-    "copy": r"memcpy|memset|copy|\bcat|catarray|index|gather|scatter|clone|contiguous|fill|embedding|\bto\b|repeat|roll",
+    "copy": r"memcpy|memset|copy|\bcat|catarray|index|gather|scatter|clone|contiguous|fill|embedding|\bto\b|repeat",
 }
 """Patterns of names of kernels or operations, tried in this order; the rest is `other`."""
 _NODES = 15
@@ -104,8 +103,8 @@ def shares(events: list[Any], *, on_gpu: bool) -> tuple[Counter[str], int, list[
     by_kind: Counter[str] = Counter()
     count, single = 0, []
     for event in events:
-        is_kernel = event.device_type == torch.autograd.DeviceType.CUDA
-        if is_kernel != on_gpu or (not on_gpu and not event.key.startswith("aten::")):
+        is_kernel = event.device_type.name == "CUDA"
+        if is_kernel != on_gpu or (not on_gpu and "::" not in event.key):
             continue
         seconds = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
         by_kind[kind_of(event.key)] += seconds

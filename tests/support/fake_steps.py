@@ -75,7 +75,8 @@ class FakeStep:
     def counted(self) -> OperationCounts:
         """Do the step, and count what it does; what the state takes is not counted."""
         step = self.prepared()
-        with OperationCounts() as counts:
+        counts = OperationCounts()
+        with counts:
             step()
         return counts
 

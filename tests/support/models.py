@@ -118,7 +118,8 @@ class AdversarialDrafter(Drafter):
             parent = parents[:, i : i + 1]
             drop[:, i] |= (parent >= 0)[:, 0] & drop.gather(1, parent.clamp_min(0))[:, 0]
         made = (tokens, parents, depths, probs.masked_fill(drop, -torch.inf))
-        return from_nodes(context.pending, *(one.to(context.tokens.device) for one in made), size)
+        tokens, parents, depths, probs = (one.to(context.tokens.device) for one in made)
+        return from_nodes(context.pending, tokens, parents, depths, probs, size)
 
 
 class OracleDrafter(Drafter):
@@ -142,8 +143,8 @@ class OracleDrafter(Drafter):
         index = torch.arange(2 * self.depth)
         parents = (2 * (index // 2) - 1).expand(batch, -1)
         depths = (index // 2 + 1).expand(batch, -1)
-        made = (tokens, parents, depths, -depths.float())
-        return from_nodes(context.pending, *(one.to(context.tokens.device) for one in made), ask.nodes + 1)
+        tokens, parents, depths = (one.to(context.tokens.device) for one in (tokens, parents, depths))
+        return from_nodes(context.pending, tokens, parents, depths, -depths.float(), ask.nodes + 1)
 
 
 def run_engine(base: BaseModel, drafter: Drafter, requests: list[Request], **config: Any) -> list[Generation]:

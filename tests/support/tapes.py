@@ -37,10 +37,11 @@ class Waits(TorchDispatchMode):
     def __enter__(self) -> Self:
         for owner, name in [(torch, "from_numpy"), *((torch.Tensor, name) for name in _READERS)]:
             self._patches.enter_context(mock.patch.object(owner, name, self._told(name, getattr(owner, name))))
-        return super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._patches.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from drafter.search.lattice import LATTICE_BEAM
 from tests.support.fake_gpus import base_of_shape, fake_gpus, move_to_gpus
 from tests.support.fake_steps import LLAMA_1B, LLAMA_8B, FakeStep, on_gpu
 from tests.support.marks import slow_but
+from tests.support.paths import ROOT
 
 CTC = {"num_heads": 32, "intermediate_size": 8192}
 HEADS = {"ctc": ("ctc", CTC), "ctc lattice": ("ctc", {**CTC, "label_context": 2}), "medusa": ("medusa", {})}
@@ -92,6 +95,22 @@ def test_no_choice_of_a_token_needs_all_nodes_in_double_precision(rows: int) -> 
         counts = FakeStep(base, NgramDrafter(NODES, depth=2), rows, NODES, 2048, sampling).counted()
     double = [one.numel for one in counts.results if one.dtype == torch.float64]
     assert max(double) == rows * base.vocab_size
+
+
+def test_the_documentation_has_the_formulae() -> None:
+    text = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8").split("## What a step reads and runs")[1]
+    lines = [line.split(" = ") for block in text.split("```")[1:4:2] for line in block.strip().splitlines()]
+    written = {name.strip(): formula.replace("·", "*").replace("÷", "/") for name, formula in lines}
+    sizes, rows, nodes, length, depth = BaseSizes.of(LLAMA_8B, torch.bfloat16), 3, 16, 500, 6
+    names = dict(zip("LdiqkVs", astuple(sizes), strict=True)) | {"B": rows, "N": nodes, "S": length, "D": depth}
+    names |= {"drafting": formulae.ngram(depth).kernels}
+    expected = vars(step_bytes(sizes, rows, nodes, length, depth, NO_DRAFT)) | {
+        "kernels": step_kernels(sizes, nodes, formulae.ngram(depth)),
+        "plain": step_kernels(sizes, 1, NO_DRAFT),
+    }
+    assert {name: eval(formula, names) for name, formula in written.items()} == {
+        name: value for name, value in expected.items() if name != "draft"
+    }
 
 
 def test_views_are_no_kernels_and_choosing_reads_what_is_chosen() -> None:

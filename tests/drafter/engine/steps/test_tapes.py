@@ -12,6 +12,7 @@ from drafter.engine.steps.outcome import StepOutcome
 from tests.support.fake_gpus import fake_gpus
 from tests.support.tapes import Tape, Watch
 
+ARRAY = torch.ones(3).numpy()
 REFUSED: dict[str, Callable[[Tensor], object]] = {
     "a mask as index": lambda x: x[x > 1],
     "a mask as index beside others": lambda x: x[torch.arange(3)[:, None], x > 1] if x.dim() > 1 else x[x > 1],
@@ -32,7 +33,6 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
     "numbers of the host": lambda x: x + torch.tensor([1.0]),
     "an array of the host": lambda x: x + torch.from_numpy(ARRAY),
 }
-ARRAY = torch.ones(3).numpy()
 ALLOWED: dict[str, Callable[[Tensor], object]] = {
     "where": lambda x: torch.where(x > 1, x, 0),
     "indices": lambda x: x[torch.arange(2)],
@@ -68,7 +68,7 @@ def test_a_copy_from_one_kind_of_device_to_another_is_refused() -> None:
             gpu.to(other.device)
         for copy in (lambda: gpu.cpu(), lambda: host.to(gpu.device), lambda: gpu + host[0], lambda: gpu.copy_(host)):
             with pytest.raises(RuntimeError, match="from one kind of device to another"), Tape():
-                copy()
+                copy()  # type: ignore[no-untyped-call]
 
 
 def test_a_tape_repeats_what_it_has_recorded() -> None:
