@@ -19,10 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from drafter.base.causal_lm import BaseModel
@@ -43,6 +42,9 @@ from drafter.heads.registry import new_head
 from drafter.stage_times import StageTimes
 from drafter.tree.token_tree import root_only
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 COSTS_FILE = "costs.json"
 TABLE_FILE = "costs.md"
 PLOT_FILE = "costs.png"
@@ -57,8 +59,29 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "num_attention_heads": 32,
             "num_key_value_heads": 8,
             "vocab_size": 128_256,
+            "max_position_embeddings": 131_072,
         },
         {"num_heads": 32, "intermediate_size": 8192},
+    ),
+    "llama-8b": (
+        {
+            "intermediate_size": 14_336,
+            "num_key_value_heads": 8,
+            "vocab_size": 128_256,
+            "max_position_embeddings": 131_072,
+        },
+        {"num_heads": 32, "intermediate_size": 14_336},
+    ),
+    "tiny": (
+        {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 512,
+        },
+        {"num_heads": 4, "intermediate_size": 128},
     ),
 }
 """Settings of `LlamaConfig` for bases of random weights, and of CTC heads for them."""
@@ -147,6 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             base, drafter = of_shape(args.shape, args.dtype)
     except LoadError as error:
         raise SystemExit(f"error: {error}") from error
+    base.allow_packing()  # as an engine does: it decides what attention reads
     if args.compile:
         base.compile()
     contexts = [one for one in CONTEXTS if base.max_positions is None or one + max(NODES) < base.max_positions]
@@ -286,6 +310,8 @@ def write_report(folder: Path) -> str:
 
 def plot(points: Sequence[Point]) -> Figure:
     """Plot milliseconds over nodes, rows and context."""
+    from matplotlib.figure import Figure  # not everywhere where times are measured
+
     figure = Figure(figsize=(13, 4), layout="constrained")
     for axes, name in zip(figure.subplots(1, 3), _HELD, strict=True):
         others = {other: value for other, value in _HELD.items() if other != name}

@@ -13,6 +13,7 @@ from pathlib import Path
 from benchmarks import budgets, costs, draws, searches, speed
 from benchmarks.endpoint import serving
 from benchmarks.generation_jobs import scale
+from benchmarks.gpu import page
 from benchmarks.heads import HEADS_FILE, write_table
 from drafter.evaluation.report_files import write_report
 from drafter.evaluation.results import RESULTS_FILE, Results
@@ -28,8 +29,9 @@ _REPORTS: dict[str, Callable[[Path], object]] = {
     costs.COSTS_FILE: costs.write_report,
     draws.DRAWS_FILE: draws.write_table,
     searches.SEARCHES_FILE: searches.write_table,
+    page.PAGE_FILE: page.write_page,
 }
-"""Functions that write a folder's tables and plots, by the file that they read."""
+"""Functions that write a folder's tables and plots, by a file that is there."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -20,14 +20,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 def environment(base: BaseModel, command: str) -> dict[str, Any]:
     """Return the record that is stored with every measurement. `command` is the command line to repeat it."""
-    gpu = device_name(base.device) if base.device.type == "cuda" else None
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command,
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
-        "hardware": {"processor": _processor(), "cores": os.cpu_count(), "gpu": gpu},
-        "threads": torch.get_num_threads(),
+    return surroundings(base.device, command) | {
         "dtype": str(base.dtype).removeprefix("torch."),
         "attention": base.config._attn_implementation,
         "base": {
@@ -35,6 +28,22 @@ def environment(base: BaseModel, command: str) -> dict[str, Any]:
             "type": base.config.model_type,
             "parameters": sum(parameter.numel() for parameter in base.model.parameters()),
         },
+    }
+
+
+def surroundings(device: torch.device, command: str) -> dict[str, Any]:
+    """Return the part of the record that does not depend on a base."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "hardware": {
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "gpu": device_name(device) if device.type == "cuda" else None,
+        },
+        "threads": torch.get_num_threads(),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -6,19 +6,24 @@ What is done with them fails where two devices meet, and where the host would lo
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM
 
 from drafter import devices
 from drafter.base.causal_lm import BaseModel
+from drafter.search import static
 
 _CUDA, _META = 1, 14
 """Numbers of device types in PyTorch."""
@@ -28,10 +33,11 @@ _CUDA, _META = 1, 14
 def fake_gpus() -> Iterator[None]:
     """For a `with` block, tensors that are made are fakes."""
     fakes = FakeTensorMode(allow_non_fake_inputs=False)
-    # Fakes cannot be pinned, and take no memory.
-    send = mock.patch.object(devices, "send", _fake)
+    # Fakes cannot be pinned, and take no memory. What the host has made is a tensor with numbers until it is sent.
+    pin = mock.patch.object(Tensor, "pin_memory", lambda tensor: _fake(tensor, torch.device("cpu")))
     free_bytes = mock.patch.object(devices, "free_bytes", return_value=None)
-    with fakes, _guarded(), send, free_bytes:
+    kept = mock.patch.object(static, "_rank_tensor", cache(static._rank_tensor.__wrapped__))
+    with fakes, _guarded(), pin, free_bytes, kept:
         yield
 
 
@@ -51,6 +57,28 @@ def _guarded() -> Iterator[None]:
         yield
     finally:
         guards[_CUDA] = before
+
+
+def base_of_shape(config: Any) -> BaseModel:
+    """Return a base in bf16 of any size, without weights: it runs once `move_to_gpus` has given it fakes.
+
+    What is proved at load is taken to be so.
+    """
+
+    def agrees(base: BaseModel, change: Callable[[], None]) -> bool:
+        change()
+        return True
+
+    with ExitStack() as taken:
+        for name, result in (("prepack", None), ("prove_tree_decoding", None), ("fingerprint", "fake")):
+            taken.enter_context(mock.patch(f"drafter.base.causal_lm.{name}", return_value=result))
+        taken.enter_context(mock.patch("drafter.base.causal_lm.attention_agrees", agrees))
+        with torch.device("meta"):
+            # Of a configuration of its own: which attention it has is noted there.
+            model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.bfloat16)
+        base = BaseModel(model, "fake", native=False)
+        assert base.allow_packing()
+    return base
 
 
 def move_to_gpus(base: BaseModel, count: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -18,6 +19,8 @@ from drafter.tree.token_tree import TokenTree
 from drafter.tree.trie import from_nodes
 from drafter.verifiers.contract import Verifier
 
+DEVICE = torch.device(os.environ.get("DRAFTER_TEST_DEVICE", "cpu"))
+"""Where random models are: `benchmarks.gpu` runs tests with them on a GPU."""
 VOCABULARY = 97
 EOS = 2
 
@@ -65,7 +68,7 @@ def random_model(family: str, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **{**_COMMON, **FAMILIES.get(family, {})})
     eager = {"attn_implementation": "eager"} if family in ("gemma2", "gpt_oss") else {}
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **eager).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **eager).to(DEVICE).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -106,7 +109,8 @@ class AdversarialDrafter(Drafter):
             depths[:, i] = known + 1
         kind = torch.randint(0, 4, (batch, count), generator=self._rng)
         tokens = torch.randint(0, VOCABULARY, (batch, count), generator=self._rng)
-        recent = context.tokens.gather(1, (context.lengths[:, None] - torch.arange(count) % 7).clamp_min(0))
+        lengths, texts = context.lengths.cpu(), context.tokens.cpu()
+        recent = texts.gather(1, (lengths[:, None] - torch.arange(count) % 7).clamp_min(0))
         tokens = torch.where(kind == 0, recent, torch.where(kind == 1, EOS, torch.where(kind == 2, 0, tokens)))
         probs = -depths.double()
         drop = (torch.rand(batch, count, generator=self._rng) < 0.1) | (depths > self.depth)
@@ -114,7 +118,9 @@ class AdversarialDrafter(Drafter):
         for i in range(count):
             parent = parents[:, i : i + 1]
             drop[:, i] |= (parent >= 0)[:, 0] & drop.gather(1, parent.clamp_min(0))[:, 0]
-        return from_nodes(context.pending, tokens, parents, depths, probs.masked_fill(drop, -torch.inf), size)
+        made = (tokens, parents, depths, probs.masked_fill(drop, -torch.inf))
+        tokens, parents, depths, probs = (one.to(context.tokens.device) for one in made)
+        return from_nodes(context.pending, tokens, parents, depths, probs, size)
 
 
 class OracleDrafter(Drafter):
@@ -137,15 +143,9 @@ class OracleDrafter(Drafter):
                 tokens[row, 2 * step + 1] = token
         index = torch.arange(2 * self.depth)
         parents = (2 * (index // 2) - 1).expand(batch, -1)
-        depths = index // 2 + 1
-        return from_nodes(
-            context.pending,
-            tokens,
-            parents,
-            depths.expand(batch, -1),
-            -depths.expand(batch, -1).float(),
-            ask.nodes + 1,
-        )
+        depths = (index // 2 + 1).expand(batch, -1)
+        tokens, parents, depths = (one.to(context.tokens.device) for one in (tokens, parents, depths))
+        return from_nodes(context.pending, tokens, parents, depths, -depths.float(), ask.nodes + 1)
 
 
 def run_engine(
@@ -161,7 +161,9 @@ def run_engine(
 
 def generate_reference(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
     """The greedy continuation by transformers' own `generate`."""
-    output = model.generate(torch.tensor([prompt]), max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0)
+    output = model.generate(
+        torch.tensor([prompt], device=DEVICE), max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0
+    )
     return output[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 

@@ -6,7 +6,10 @@ then; and what would wait for the device cannot be recorded.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Self
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,22 +17,59 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from drafter.engine.steps.cuda_graphs import Step
 from drafter.engine.steps.outcome import StepOutcome
+from tests.support.waits import why_it_copies, why_it_waits
 
-_WAITING = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique", "item", "equal", "lift_fresh"}
-"""The last is what `torch.tensor` does: the host makes numbers, and waits until a device has taken them."""
+_READERS = ("tolist", "numpy", "__array__")
+"""Methods of tensors that look at numbers without an operation of PyTorch's."""
 
 
-class Tape(TorchDispatchMode):
-    """Records operations while it is entered."""
+class Waits(TorchDispatchMode):
+    """Hands whatever would wait for the device to `found`, while it is entered; see `tests.support.waits`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._patches = ExitStack()
+
+    def found(self, reason: str) -> None:
+        """Deal with it."""
+        raise RuntimeError(reason)
+
+    def __enter__(self) -> Self:
+        for owner, name in [(torch, "from_numpy"), *((torch.Tensor, name) for name in _READERS)]:
+            self._patches.enter_context(mock.patch.object(owner, name, self._told(name, getattr(owner, name))))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._patches.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (reason := why_it_waits(func, args, kwargs)) is not None:
+            self.found(reason)
+        result = func(*args, **kwargs)
+        if (reason := why_it_copies(func, args, kwargs, result)) is not None:
+            self.found(reason)
+        return result
+
+    def _told(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def tell(*args: Any, **kwargs: Any) -> Any:
+            self.found(f"{name} is done by the host")
+            return call(*args, **kwargs)
+
+        return tell
+
+
+class Tape(Waits):
+    """Records operations while it is entered, and refuses what would wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.operations: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in _WAITING:
-            raise RuntimeError(f"{func} waits for the device")
-        result = func(*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         self.operations.append((func, args, kwargs or {}, result))
         return result
 
@@ -48,17 +88,15 @@ class Tape(TorchDispatchMode):
         return StepOutcome(current(report.packed), current(report.log_probs), None)
 
 
-class Watch(TorchDispatchMode):
+class Watch(Waits):
     """Notes what waits for the device while it is entered."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.waits: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in _WAITING:
-            self.waits.append(str(func))
-        return func(*args, **(kwargs or {}))
+    def found(self, reason: str) -> None:
+        self.waits.append(reason)
 
 
 class TapeRecorder:

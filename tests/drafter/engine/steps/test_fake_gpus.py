@@ -1,8 +1,10 @@
-"""A whole step on one GPU and on two, of every drafter and sampling mode, with tensors that have no numbers."""
+"""Whole steps on one GPU and on two, of every drafter and sampling mode, with tensors that have no numbers."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -11,72 +13,90 @@ import torch
 from drafter.base.causal_lm import BaseModel
 from drafter.base.hidden_states import LM_HEAD_INPUT
 from drafter.drafters.contract import Drafter
+from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.ngram import NgramDrafter
-from drafter.drafters.none import PlainDecoding
-from drafter.engine.batch_state import BatchState
-from drafter.engine.steps.cuda_graphs import StepShape
-from drafter.engine.steps.device_step import DeviceStep
-from drafter.engine.steps.graph_step import whole_step
-from drafter.heads.registry import new_head
+from drafter.drafters.registry import TRAINING_FREE
 from drafter.requests import SamplingParams
-from drafter.stage_times import StageTimes
-from drafter.verifiers.choices import SamplingMode
-from drafter.verifiers.exact import ExactVerifier
-from tests.support.fake_gpus import fake_gpus, move_to_gpus, place_weights
+from tests.support.fake_gpus import fake_gpus, move_to_gpus
+from tests.support.fake_steps import FakeStep, on_gpu
+from tests.support.heads import KINDS, STATIC, make_head
+from tests.support.marks import slow_but
 from tests.support.models import random_model
+from tests.support.tapes import Tape
 
-HEADS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ctc": ("ctc", {"num_heads": 2}),
-    "ctc lattice": ("ctc", {"num_heads": 2, "label_context": 2, "joint_size": 8}),
-    "ctc, drafts a part": ("ctc", {"num_heads": 2, "label_context": 1, "joint_size": 8, "draft_vocab_size": 40}),
-    "ctc linear": ("ctc", {"module": "linear"}),
-    "medusa": ("medusa", {}),
-    "hydra": ("hydra", {}),
-    "hydra++": ("hydra", {"num_heads": 2, "prefix_attention": True}),
-}
-MODES = {
-    "greedy": SamplingParams(),
-    "sampled": SamplingParams(temperature=0.7, top_p=0.9, top_k=20, min_p=0.01),
-    "penalised": SamplingParams(temperature=1.0, repetition_penalty=1.1, presence_penalty=0.4, logit_bias={5: 1.0}),
+MODES: dict[str, tuple[SamplingParams, SamplingParams | None]] = {
+    "greedy": (SamplingParams(), None),
+    "sampled": (SamplingParams(temperature=0.7), None),
+    "top-k and top-p": (SamplingParams(temperature=0.7, top_p=0.9, top_k=20), None),
+    "min-p": (SamplingParams(temperature=0.7, min_p=0.01), None),
+    "mixed": (SamplingParams(temperature=0.7, top_p=0.9), SamplingParams()),
+    "penalised": (SamplingParams(repetition_penalty=1.1, presence_penalty=0.4), None),
+    "biased": (SamplingParams(logit_bias={5: 1.0}), None),
+    "everything": (
+        SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, frequency_penalty=0.3, logit_bias={5: 1.0}),
+        SamplingParams(),
+    ),
 }
 NODES, ROWS, LENGTH = 7, 4, 48
 
 
-CASES = [
-    *((name, "greedy", 2) for name in ("none", "ngram", *HEADS)),
-    *((name, mode, 1) for name in ("none", "ctc lattice") for mode in MODES),
+def _head(kind: str, base: BaseModel, tree: str = "exact") -> Callable[[], Drafter]:
+    head = make_head(base, kind)
+
+    def make() -> Drafter:
+        on_gpu(head, base.device)
+        return head.drafter(base, NODES, tree)  # type: ignore[arg-type]
+
+    return make
+
+
+def _merged(base: BaseModel) -> Callable[[], Drafter]:
+    head = _head("context 2", base)
+    return lambda: MergedDrafter(head(), NgramDrafter(NODES))
+
+
+DRAFTERS: dict[str, Callable[[BaseModel], Callable[[], Drafter]]] = {
+    **{name: lambda base, make=make: partial(make, NODES) for name, make in TRAINING_FREE.items()},  # type: ignore[misc]
+    **{kind: partial(_head, kind) for kind in KINDS},
+    **{f"{kind}, static": partial(_head, kind, tree="static") for kind in STATIC},
+    "context 2 + ngram": _merged,
+}
+"""Makes of a base, before it is on the GPUs, what makes a drafter there."""
+CASES = [(name, mode, 1) for name in DRAFTERS for mode in MODES] + [(name, "greedy", 2) for name in DRAFTERS]
+FAST = [
+    *((name, "greedy", 2) for name in ("none", "ngram", "memory", "ctc", "context 2, in part", "medusa", "hydra++")),
+    *((name, "greedy", 1) for name in ("cacheback", "ctc, static", "context 2 + ngram")),
+    *(("none", mode, 1) for mode in MODES),
+    ("context 2", "everything", 1),
 ]
 
 
-@pytest.mark.parametrize(("name", "mode", "gpus"), CASES)
-def test_a_step_waits_for_no_device_and_mixes_none(name: str, mode: str, gpus: int) -> None:
-    with mock.patch("drafter.base.causal_lm.prepack"):  # of weights on a CPU
-        base = BaseModel(random_model("llama"), native=False)
-    head = None
-    if name in HEADS:
-        algorithm, settings = HEADS[name]
-        counts = torch.arange(base.vocab_size) if "draft_vocab_size" in settings else None
-        head = new_head(algorithm, base, settings, counts).eval().requires_grad_(False)
+def _llama() -> BaseModel:
+    with mock.patch("drafter.base.causal_lm.prepack"):
+        return BaseModel(random_model("llama"), native=False)
+
+
+@pytest.mark.parametrize("case", slow_but(FAST, CASES), ids=lambda case: f"{case[0]}, {case[1]}, {case[2]}")
+def test_a_step_waits_for_no_device_and_mixes_none(case: tuple[str, str, int]) -> None:
+    name, mode, gpus = case
+    base = _llama()
+    make = DRAFTERS[name](base)
+    sampling, other = MODES[mode]
     with fake_gpus(), torch.inference_mode():
         move_to_gpus(base, gpus)
-        if head is not None:
-            for module in head.modules():
-                place_weights(module, base.device)
-            drafter: Drafter = head.drafter(base, NODES)
-        else:
-            drafter = PlainDecoding() if name == "none" else NgramDrafter(NODES)
-        state = BatchState(base, drafter, ROWS, LENGTH, StageTimes())
-        state.mode = SamplingMode.of([MODES[mode]] * ROWS)
-        step = DeviceStep(base, ExactVerifier(), state, packs=False)
-        nodes = 0 if name == "none" else NODES
-        outcome = whole_step(step, StepShape(ROWS, nodes, 32, state.mode, 1))
+        drafter = make()
+        nodes = min(NODES, drafter.spec.max_nodes)
+        step = FakeStep(base, drafter, ROWS, nodes, LENGTH, sampling, other).prepared()
+        if name.endswith("static"):
+            step()  # sends its fixed tree, once; the first step of a shape is never recorded
+        with Tape() if drafter.spec.graph_safe else nullcontext():
+            outcome = step()
         assert outcome.packed.device == base.device == torch.device("cuda", 0)
-        assert outcome.packed.shape == (ROWS, 1 if name == "none" else 2 + 2 * (min(drafter.spec.max_depth, nodes) + 1))
+        assert outcome.packed.shape == (ROWS, 2 + 2 * (min(drafter.spec.max_depth, nodes) + 1) if nodes else 1)
 
 
 def test_what_is_read_of_a_prompt_comes_back_to_one_gpu() -> None:
-    with mock.patch("drafter.base.causal_lm.prepack"):
-        base = BaseModel(random_model("llama"), native=False)
+    base = _llama()
     with fake_gpus(), torch.inference_mode():
         move_to_gpus(base, 2)
         cache, prompt = base.new_cache(2, 32), torch.zeros(5, dtype=torch.long, device=base.device)

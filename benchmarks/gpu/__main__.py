@@ -1,0 +1,130 @@
+"""The first day on a GPU, in stages; all of them, or those that are named.
+
+    python -m benchmarks.gpu --output results
+    python -m benchmarks.gpu --stage costs --stage profile --output results --model MODEL --drafter HEAD
+    python -m benchmarks.gpu --output results --tiny    # on a CPU, to see that everything runs
+
+Each result is written as soon as it is there. The same command goes on where the last one was interrupted or was out of
+time; what has failed is tried again. At the end, and after each stage, `gpu.md` in the folder has all tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import drafter  # noqa: F401  before torch, because it decides how torch's threads wait
+from benchmarks.gpu import page
+from benchmarks.gpu.cells import CellFile, Key, Plan, Stage
+from drafter.base.loading import pick_device
+from drafter.embedded import EMBEDDED_BASE
+from drafter.errors import LoadError, first_line
+from drafter.evaluation.environment import surroundings
+
+STAGES: dict[str, Stage] = {one.name: one for one in page.STAGES}
+_DONE, _LEFT, _BROKEN = 0, 1, 3
+"""Exit codes: nothing is left; something is; the process cannot go on, but another can."""
+_CRASHES = (-signal.SIGSEGV, -signal.SIGABRT)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the stages, several of them in a process each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder for results")
+    parser.add_argument("--stage", choices=STAGES, action="append", help="one of them (default: all)")
+    parser.add_argument("--model", default=str(EMBEDDED_BASE), help="base (default: the embedded one)")
+    parser.add_argument("--drafter", default="ctc", help="its drafter, for example a head's folder (default: ctc)")
+    parser.add_argument("--tiny", action="store_true", help="few and small cells")
+    parser.add_argument("--minutes", type=float, default=9.0, help="no cell of a stage begins later (default: 9)")
+    parser.add_argument("--run", default=datetime.now(UTC).isoformat(), help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    args.output.mkdir(parents=True, exist_ok=True)
+    names = args.stage or list(STAGES)
+    if len(names) > 1:
+        codes = {name: _in_process(name, [*_asked(args), "--run", args.run]) for name in names}
+        left = [name for name, code in codes.items() if code]
+    else:
+        signal.signal(signal.SIGTERM, _interrupt)
+        plan = Plan(args.model, args.drafter, args.tiny)
+        command = shlex.join(["python", "-m", "benchmarks.gpu", "--stage", names[0], *_asked(args)])
+        code = run(STAGES[names[0]], plan, args.output, args.minutes, args.run, command)
+        page.write_page(args.output)
+        if code == _BROKEN:
+            sys.exit(_BROKEN)
+        left = names if code else []
+    if left:
+        raise SystemExit(f"not all has a result: {', '.join(left)}. The same command goes on.")
+
+
+def run(stage: Stage, plan: Plan, output: Path, minutes: float, run_name: str, command: str) -> int:
+    """Measure the cells of a stage that have no result yet. Return an exit code."""
+    device, end = pick_device(), time.monotonic() + 60 * minutes
+    about = surroundings(device, command)
+    same = {name: about[name] for name in ("commit", "hardware", "threads", "versions")}
+    file = CellFile(output, stage.name, same | asdict(plan))
+    left = file.left(stage.cells(plan), run_name)
+    failed, measure = 0, None
+    for place, cell in enumerate(left, start=1):
+        if time.monotonic() > end:
+            print(f"{stage.name}: {minutes:g} minutes are over, and {len(left) - place + 1} cells are left", flush=True)
+            return _LEFT
+        print(f"{stage.name} {place}/{len(left)}: {named(cell)}", flush=True)
+        started = time.monotonic()
+        with file.begun(cell) as worth_it:
+            outcome: dict[str, Any] = {"error": "the process died in this cell"}
+            if worth_it:
+                try:
+                    measure = measure or stage.prepare(plan)
+                    outcome = {"values": measure(cell)}
+                except LoadError as error:
+                    outcome = {"error": str(error)}
+                except Exception as error:  # whatever it is, the other cells are measured
+                    traceback.print_exc()
+                    outcome = {"error": f"{type(error).__name__}: {first_line(error)}"}
+            file.write(cell, run_name, about, outcome | {"seconds": round(time.monotonic() - started, 3)})
+        if "error" in outcome:
+            failed += 1
+            print(f"  {outcome['error']}", flush=True)
+            if device.type == "cuda" and "CUDA error" in outcome["error"]:
+                return _BROKEN
+    return _LEFT if failed else _DONE
+
+
+def named(cell: Key) -> str:
+    """A cell in a line."""
+    return ", ".join(f"{name} {value}" for name, value in cell.items())
+
+
+def _asked(args: argparse.Namespace) -> list[str]:
+    """The arguments that a stage has from the command line."""
+    named = {name: getattr(args, name) for name in ("output", "model", "drafter", "minutes")}
+    return [*(part for name, value in named.items() for part in (f"--{name}", str(value))), *["--tiny"] * args.tiny]
+
+
+def _in_process(name: str, arguments: list[str]) -> int:
+    """Run one stage in a process of its own, and in another one where that breaks. Return an exit code."""
+    code = _BROKEN
+    while code in (_BROKEN, *_CRASHES):  # each time a cell more has an error in this run
+        code = subprocess.run([sys.executable, "-m", "benchmarks.gpu", "--stage", name, *arguments]).returncode
+    if code < 0:
+        print(f"{name}: the process died by signal {-code}", flush=True)
+    return code
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    main()

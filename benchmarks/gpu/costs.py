@@ -1,0 +1,86 @@
+"""Cost curves: drafting and verifying over nodes, rows and context, of random weights in the shapes of real models."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch
+
+from benchmarks import costs
+from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
+from benchmarks.gpu.formulae import NO_DRAFT, BaseSizes, step_bytes
+from drafter.base.causal_lm import BaseModel
+from drafter.drafters.contract import Drafter, Loan
+from drafter.stage_times import StageTimes
+
+_CURVES: tuple[tuple[str, tuple[int, ...], dict[str, int]], ...] = (
+    ("nodes", (0, 4, 8, 16, 32, 63), {"rows": 1, "context": 512}),
+    ("nodes", (0, 16, 63), {"rows": 16, "context": 512}),
+    ("rows", (1, 2, 4, 8, 16, 32, 64), {"nodes": 0, "context": 512}),
+    ("rows", (1, 4, 16, 64), {"nodes": 16, "context": 512}),
+    ("context", (512, 2048, 8192), {"nodes": 0, "rows": 1}),
+    ("context", (512, 2048, 8192), {"nodes": 16, "rows": 1}),
+    ("context", (2048, 8192), {"nodes": 0, "rows": 8}),
+)
+"""What grows, over which values, and what is held."""
+_TINY: tuple[tuple[str, tuple[int, ...], dict[str, int]], ...] = (
+    ("nodes", (0, 4), {"rows": 1, "context": 64}),
+    ("rows", (1, 2), {"nodes": 4, "context": 64}),
+)
+
+
+def cells(plan: Plan) -> list[Key]:
+    """The curves' points, each once."""
+    curves, shapes = (_TINY, ["tiny"]) if plan.tiny else (_CURVES, ["llama-1b", "llama-8b"])
+    points = [held | {name: value} for name, values, held in curves for value in values]
+    ordered = [{name: point[name] for name in ("rows", "nodes", "context")} for point in points]
+    return [
+        {"shape": shape, **dict(point)}
+        for shape in shapes
+        for point in dict.fromkeys(tuple(one.items()) for one in ordered)
+    ]
+
+
+def prepare(plan: Plan) -> Measure:
+    """See `Stage`. One base is in the memory at a time."""
+    held: dict[str, tuple[BaseModel, Drafter, costs.Machine]] = {}
+
+    def measure(cell: Key) -> Values:
+        shape, nodes, rows, context = cell["shape"], cell["nodes"], cell["rows"], cell["context"]
+        if shape not in held:
+            held.clear()
+            base, drafter = costs.of_shape(shape, "auto")
+            base.allow_packing()  # as an engine does: it decides what attention reads
+            held[shape] = base, drafter, costs.measure_machine(base)
+        base, drafter, machine = held[shape]
+        cache = base.new_cache(rows, context + nodes + 8)
+        drafter.open(Loan(base, rows, context + nodes + drafter.spec.max_depth + 2, None, StageTimes()))
+        draft, verify = costs.measure(base, drafter, cache, nodes, rows, context)
+        sizes = BaseSizes.of(base.config, base.dtype)
+        read = step_bytes(sizes, rows, nodes + 1, context + nodes + 1, drafter.spec.max_depth, NO_DRAFT)
+        return {
+            "draft": draft,
+            "verify": verify,
+            "least": machine.least_seconds(base, nodes, rows, context),
+            "bytes": asdict(read),
+            "machine": asdict(machine),
+            "peak_bytes": torch.cuda.max_memory_allocated() if base.device.type == "cuda" else None,
+        }
+
+    return measure
+
+
+def row(cell: Key, values: Values) -> dict[str, object]:
+    """A row of the table."""
+    read = sum(values["bytes"].values())
+    return {
+        **cell,
+        "draft ms": f"{1e3 * values['draft']:.2f}",
+        "verify ms": f"{1e3 * values['verify']:.2f}",
+        "roofline ÷ verify": f"{values['least'] / values['verify']:.2f}",
+        "formula GB": f"{read / 1e9:.3f}",
+        "GB/s by it": f"{read / 1e9 / values['verify']:.0f}",
+    }
+
+
+STAGE = Stage("costs", "Times of drafting and verifying, random weights, on a GPU as CUDA graphs.", cells, prepare, row)

@@ -1,0 +1,171 @@
+"""What a decoding step reads and runs, by formula: bytes and kernels, kernel by kernel as PyTorch dispatches them.
+
+`docs/speed.md` has the formulae. `tests/benchmarks/gpu` holds them to what is counted on tensors without numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class BaseSizes:
+    """Sizes of a Llama-like base.
+
+    Args:
+        layers: L.
+        hidden: d, width of the hidden states.
+        intermediate: Width inside the gated MLP.
+        queries: Numbers of all query heads of a position.
+        keys: Numbers of all KV heads of a position, of the keys alone.
+        vocabulary: V.
+        itemsize: Bytes of a number of weights, keys, values and logits.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    queries: int
+    keys: int
+    vocabulary: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, config: Any, dtype: torch.dtype) -> BaseSizes:
+        """Read them from a transformers configuration."""
+        heads = config.num_attention_heads
+        shared = getattr(config, "num_key_value_heads", None) or heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return cls(
+            config.num_hidden_layers,
+            config.hidden_size,
+            config.intermediate_size,
+            heads * size,
+            shared * size,
+            config.vocab_size,
+            dtype.itemsize,
+        )
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the weights that a forward reads: all matrices and the LM head, but of the embedding little."""
+        layer = self.hidden * (2 * self.queries + 2 * self.keys + 3 * self.intermediate)
+        return (self.layers * layer + self.vocabulary * self.hidden) * self.itemsize
+
+    @property
+    def kv_per_position(self) -> int:
+        """Bytes of the keys and values of a position."""
+        return 2 * self.layers * self.keys * self.itemsize
+
+
+@dataclass(frozen=True)
+class DraftWork:
+    """What drafting reads and runs, beside what the base does.
+
+    Args:
+        weights: Bytes of the head's own weights that a step reads, all passes together.
+        lm_head_passes: How often it reads the base's LM head.
+        context: Bytes of its own cache of a position.
+        states: Distributions over the vocabulary that it computes for a row.
+        bytes_per_score: Bytes that are read of a token's score in one of them, from logit to tree.
+        kernels: Number of kernels.
+    """
+
+    weights: int = 0
+    lm_head_passes: int = 0
+    context: int = 0
+    states: int = 0
+    bytes_per_score: float = 0.0
+    kernels: int = 0
+
+
+NO_DRAFT = DraftWork()
+
+
+def ngram(depth: int) -> DraftWork:
+    """Prompt lookup: no weights, and of the text too little to count."""
+    return DraftWork(kernels=44 + 20 * depth)
+
+
+def ctc_prefix(weights: int, context: int, frames: int, depth: int) -> DraftWork:
+    """Independent frames: one pass, and the exact prefix search over all of them."""
+    return DraftWork(weights, 1, context, frames, 29.5, 122 + 12 * depth)
+
+
+def ctc_lattice(weights: int, context: int, band: int, beam: int, depth: int) -> DraftWork:
+    """Frames that know the last labels: at each depth a pass for the best prefixes, in each frame of the band."""
+    states = band * (1 + (depth - 1) * beam)
+    return DraftWork(weights, depth, context, states, 14.5, 83 + 51 * depth)
+
+
+def medusa(weights: int, depth: int) -> DraftWork:
+    """An output layer of its own for each depth."""
+    return DraftWork(weights, 0, 0, depth, 10.0, 40 + 10 * depth)
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes that a greedy step reads, by what they are of.
+
+    Args:
+        weights: The base's matrices, once.
+        kv: Keys and values of all positions that are read, each once whatever the number of query heads.
+        masks: A number for each query head of a group, node and position, in every layer.
+        activations: What goes from kernel to kernel.
+        logits: The largest is looked for twice: the choice, and whether all are numbers.
+        commit: Keys and values of the accepted path, read to be moved, twice.
+        draft: See `DraftWork`.
+    """
+
+    weights: int
+    kv: int
+    masks: int
+    activations: int
+    logits: int
+    commit: int
+    draft: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(vars(self).values())
+
+
+def step_bytes(sizes: BaseSizes, rows: int, nodes: int, kv_length: int, depth: int, draft: DraftWork) -> StepBytes:
+    """Bytes that a greedy step reads.
+
+    Args:
+        sizes: Of the base.
+        rows: B.
+        nodes: N, tree nodes of each row, the root included.
+        kv_length: S, cache positions that are read of each row.
+        depth: D, levels of a tree.
+        draft: What drafting reads.
+    """
+    item, tokens = sizes.itemsize, rows * nodes
+    # Numbers that the kernels of a layer read of a token: of its state, inside the MLP, of queries, of keys and values.
+    # A tree's queries are laid out anew, and what attention has mixed, too.
+    queries = 7.5 if nodes == 1 else 9.5
+    numbers = 29 * sizes.hidden + 4 * sizes.intermediate + queries * sizes.queries + 7.5 * sizes.keys
+    return StepBytes(
+        weights=sizes.weights,
+        kv=rows * kv_length * sizes.kv_per_position,
+        masks=sizes.layers * tokens * kv_length * (sizes.queries // sizes.keys) * item,
+        activations=round(sizes.layers * tokens * numbers * item),
+        logits=2 * tokens * sizes.vocabulary * item,
+        commit=0 if nodes == 1 else 2 * rows * (depth + 1) * sizes.kv_per_position,
+        draft=round(
+            draft.weights
+            + draft.lm_head_passes * sizes.vocabulary * sizes.hidden * item
+            + rows * kv_length * draft.context
+            + rows * draft.states * sizes.vocabulary * draft.bytes_per_score
+        ),
+    )
+
+
+def step_kernels(sizes: BaseSizes, nodes: int, draft: DraftWork) -> int:
+    """Number of kernels of a greedy step: of the layers, of the rest of the step, and of drafting."""
+    return 40 * sizes.layers + 55 if nodes == 1 else 42 * sizes.layers + 92 + draft.kernels

@@ -1,0 +1,85 @@
+"""Identity: tokens of every drafter and batch beside plain decoding's alone, in fp32 and in bf16, which rounds."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
+from benchmarks.speed import prompts_of
+from drafter.base.causal_lm import BaseModel
+from drafter.base.loading import load_base, load_tokenizer
+from drafter.drafters.registry import load_drafter
+from drafter.embedded import EMBEDDED_BASE
+from drafter.engine.engine_config import EngineConfig
+from drafter.engine.loop import Engine
+from drafter.evaluation.decoders import decode_all
+from drafter.evaluation.measurement import differing_tokens
+from drafter.requests import Request, SamplingParams
+
+NODES = 16
+
+
+def drafters(plan: Plan) -> list[str]:
+    """Names of the drafters that every stage tries: those without weights, the plan's, and the embedded base's."""
+    heads = ["medusa", "hydra"] if plan.model == str(EMBEDDED_BASE) else []
+    return ["none", "ngram", "memory", "cacheback", plan.drafter, f"{plan.drafter}+ngram", *heads]
+
+
+def cells(plan: Plan) -> list[Key]:
+    """All combinations; in bf16 the share of tokens that differ is what is asked, in fp32 it has to be none."""
+    batches, temperatures = ([3], [1.0]) if plan.tiny else ([1, 16], [0.0, 1.0])
+    return [
+        {"dtype": dtype, "drafter": name, "batch": batch, "temperature": temperature}
+        for dtype in ("float32", "bfloat16")
+        for temperature in temperatures
+        for batch in batches
+        for name in drafters(plan)
+    ]
+
+
+def prepare(plan: Plan) -> Measure:
+    """See `Stage`."""
+    tokenizer = load_tokenizer(plan.model)
+    count, tokens = (3, 8) if plan.tiny else (16, 128)
+    prompts = prompts_of(tokenizer, "short", count)
+    base_in = cache(lambda dtype: load_base(plan.model, dtype=dtype))
+
+    def decoded(dtype: str, name: str, batch: int, temperature: float) -> list[list[int]]:
+        base: BaseModel = base_in(dtype)
+        longest = max(map(len, prompts)) + tokens
+        engine = Engine(
+            base,
+            load_drafter(name, base, NODES),
+            tokenizer,
+            EngineConfig(slots=batch, max_length=longest, nodes=NODES),
+        )
+        requests = [
+            Request(ids, SamplingParams(tokens, temperature=temperature, seed=seed)) for seed, ids in enumerate(prompts)
+        ]
+        return [one.token_ids for one in decode_all(engine, requests)[1]]
+
+    alone = cache(lambda dtype, temperature: decoded(dtype, "none", 1, temperature))
+
+    def measure(cell: Key) -> Values:
+        expected = alone(cell["dtype"], cell["temperature"])
+        found = decoded(cell["dtype"], cell["drafter"], cell["batch"], cell["temperature"])
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return {
+            "tokens": sum(map(len, expected)),
+            "differing": sum(differing_tokens(*both) for both in zip(found, expected, strict=True)),
+            "texts": len(expected),
+            "differing texts": sum(ours != theirs for ours, theirs in zip(found, expected, strict=True)),
+        }
+
+    return measure
+
+
+def row(cell: Key, values: Values) -> dict[str, object]:
+    """A row of the table."""
+    return {**cell, **values, "share": f"{values['differing'] / values['tokens']:.2%}"}
+
+
+STAGE = Stage("identity", "Tokens that are not plain decoding's, alone, of the same base.", cells, prepare, row)

@@ -1,0 +1,193 @@
+"""Stages that are interrupted, fail, run out of time or are killed in a cell, and go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.__main__ import main, run
+from benchmarks.gpu.cells import CellFile, Key, Measure, Plan, Stage, Values
+from benchmarks.gpu.page import PAGE_FILE, STAGES, write_page
+from benchmarks.gpu.profile import kind_of
+from benchmarks.gpu.suite import counted
+from drafter.embedded import EMBEDDED_BASE
+from drafter.errors import LoadError
+from tests.support.paths import ROOT
+from tests.support.waiting import wait_until
+
+PLAN = Plan("model", "ctc", tiny=True)
+NUMBERS: list[Key] = [{"number": number} for number in range(4)]
+
+
+def stage(measure: Measure) -> Stage:
+    return Stage("numbers", "Numbers.", lambda plan: NUMBERS, lambda plan: measure, lambda cell, values: cell | values)
+
+
+def go(folder: Path, measure: Measure, minutes: float = 1.0, run_name: str = "first") -> int:
+    return run(stage(measure), PLAN, folder, minutes, run_name, "command")
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return list(CellFile(folder, "numbers", {}).lines())
+
+
+def square(cell: Key) -> Values:
+    return {"square": cell["number"] ** 2}
+
+
+class Broken:
+    """Measures, but what goes wrong with some numbers, and notes which it was asked for."""
+
+    def __init__(self, wrong: Mapping[int, BaseException]) -> None:
+        self.wrong, self.asked = wrong, list[int]()
+
+    def __call__(self, cell: Key) -> Values:
+        self.asked.append(cell["number"])
+        if cell["number"] in self.wrong:
+            raise self.wrong[cell["number"]]
+        return square(cell)
+
+
+def test_each_cell_is_measured_once(tmp_path: Path) -> None:
+    assert go(tmp_path, square) == 0
+    assert [line["values"]["square"] for line in lines(tmp_path)] == [0, 1, 4, 9]
+    assert {line["environment"]["command"] for line in lines(tmp_path)} == {"command"}
+    again = Broken({})
+    assert go(tmp_path, again, run_name="second") == 0
+    assert again.asked == []
+
+
+def test_who_is_interrupted_goes_on_with_the_same_cell(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path, Broken({2: KeyboardInterrupt()}))
+    again = Broken({})
+    assert go(tmp_path, again, run_name="second") == 0
+    assert again.asked == [2, 3]
+    assert len(lines(tmp_path)) == 4
+
+
+def test_what_fails_is_no_end_and_is_tried_again_in_another_run(tmp_path: Path) -> None:
+    wrong = {1: ValueError("no\nsuch number"), 2: LoadError("no base")}
+    assert go(tmp_path, Broken(wrong)) == 1
+    assert [line.get("error") for line in lines(tmp_path)] == [None, "ValueError: no", "no base", None]
+    same, other = Broken({}), Broken({})
+    assert go(tmp_path, same) == 0
+    assert go(tmp_path, other, run_name="second") == 0
+    assert (same.asked, other.asked) == ([], [1, 2])
+
+
+def test_no_cell_begins_when_the_time_is_over(tmp_path: Path) -> None:
+    assert go(tmp_path, square, minutes=0) == 1
+    assert lines(tmp_path) == []
+
+
+def test_a_torn_line_is_written_again(tmp_path: Path) -> None:
+    go(tmp_path, square)
+    file = tmp_path / "numbers.jsonl"
+    file.write_bytes(file.read_bytes()[:-9])
+    again = Broken({})
+    assert go(tmp_path, again) == 0
+    assert again.asked == [3]
+    assert [line["cell"]["number"] for line in lines(tmp_path)] == [0, 1, 2, 3]
+
+
+def test_another_model_or_version_is_measured_anew(tmp_path: Path) -> None:
+    file, other = (CellFile(tmp_path, "numbers", {"model": name}) for name in ("one", "two"))
+    file.write(NUMBERS[0], "first", {}, {"values": {}})
+    assert file.left(NUMBERS, "first") == NUMBERS[1:]
+    assert other.left(NUMBERS, "first") == NUMBERS
+
+
+def test_a_cell_that_the_process_dies_in_is_passed_over(tmp_path: Path) -> None:
+    file = CellFile(tmp_path, "numbers", {})
+
+    def die(number: int) -> bool:
+        noted = (tmp_path / "numbers.begun").read_text() if (tmp_path / "numbers.begun").exists() else None
+        with file.begun(NUMBERS[number]) as worth_it:
+            left = (tmp_path / "numbers.begun").read_text()
+        assert noted is None or noted != left
+        (tmp_path / "numbers.begun").write_text(left)  # as one that is killed leaves it
+        return worth_it
+
+    assert [die(2), die(2), die(2)] == [True, True, False]
+    assert die(1)
+
+
+def test_the_page_has_the_newest_line_of_each_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.gpu.page.STAGES", (stage(square),))
+    go(tmp_path, Broken({1: ValueError("bad")}))
+    assert "**no result**" in write_page(tmp_path)
+    go(tmp_path, square, run_name="second")
+    page = write_page(tmp_path)
+    assert "**no result**" not in page
+    assert "| 3 | 9 |" in page
+    assert (tmp_path / PAGE_FILE).read_text(encoding="utf-8") == page
+
+
+@pytest.mark.parametrize("plan", [PLAN, Plan("model", "ctc", tiny=False)], ids=str)
+def test_cells_of_every_stage_are_told_apart(plan: Plan) -> None:
+    for one in STAGES:
+        cells = one.cells(plan)
+        assert cells
+        assert len({str(cell) for cell in cells}) == len(cells)
+
+
+def test_kinds_of_kernels() -> None:
+    names = {
+        "matmul": ["sm90_xmma_gemm_bf16", "nvjet_tst_64x8", "aten::mm", "aten::addmm", "mkldnn::_linear_pointwise"],
+        "attention": ["fmha_cutlassF_bf16", "aten::_scaled_dot_product_efficient_attention"],
+        "norm": ["aten::native_layer_norm", "triton_red_fused_rsqrt_0"],
+        "sampling": ["aten::argmax", "cub::DeviceRadixSort", "softmax_forward"],
+        "copy": ["Memcpy DtoD", "aten::index_copy_", "CatArrayBatchedCopy"],
+        "other": ["vectorized_elementwise_kernel", "aten::add"],
+    }
+    assert {name: kind_of(name) for some in names.values() for name in some} == {
+        name: kind for kind, some in names.items() for name in some
+    }
+
+
+def test_a_report_of_tests_is_counted() -> None:
+    report = (
+        '<testsuites><testsuite><testcase name="a"/><testcase name="b"><failure message="1 != 2&#10;more"/></testcase>'
+        '<testcase name="c"><skipped message="no"/></testcase></testsuite></testsuites>'
+    )
+    assert counted(report) == {"tests": 3, "skipped": 1, "failed": {"b": "1 != 2"}}
+
+
+@pytest.mark.slow
+def test_a_stage_that_is_killed_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--output", str(tmp_path), "--stage", "operators", "--tiny"]
+    file = CellFile(tmp_path, "operators", {})
+    process = subprocess.Popen(command, cwd=ROOT)
+    wait_until(lambda: len(list(file.lines())) >= 3, "three results")
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
+    found = [str(line["cell"]) for line in file.lines()]
+    assert len(found) == len(set(found)) == len(next(one for one in STAGES if one.name == "operators").cells(PLAN))
+
+
+@pytest.mark.slow
+def test_all_stages_in_one_command(tmp_path: Path) -> None:
+    main(["--output", str(tmp_path), "--tiny"])
+    page = (tmp_path / PAGE_FILE).read_text(encoding="utf-8")
+    assert "**no result**" not in page
+    for one in STAGES:
+        assert f"## {one.name.capitalize()}" in page
+        cells = [line["cell"] for line in CellFile(tmp_path, one.name, {}).lines()]
+        assert cells == one.cells(Plan(str(EMBEDDED_BASE), "ctc", tiny=True))
+
+
+def test_results_say_what_was_wrong(tmp_path: Path) -> None:
+    """Every operator is exact where the device is the CPU; another number of it would be seen."""
+    operators = next(one for one in STAGES if one.name == "operators")
+    measure: Callable[[Key], Values] = operators.prepare(PLAN)
+    for cell in operators.cells(PLAN):
+        assert measure(cell) == {"integers that differ": 0, "largest difference": 0.0}, cell

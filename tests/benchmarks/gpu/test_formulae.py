@@ -1,0 +1,130 @@
+"""What steps of real sizes read, run and take, counted on tensors that have no numbers, beside the formulae."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import pytest
+import torch
+
+from benchmarks.gpu import formulae
+from benchmarks.gpu.formulae import NO_DRAFT, BaseSizes, DraftWork, step_bytes, step_kernels
+from benchmarks.gpu.operation_counts import OperationCounts, Result
+from drafter.base.causal_lm import BaseModel
+from drafter.drafters.contract import Drafter
+from drafter.drafters.ngram import NgramDrafter
+from drafter.drafters.none import PlainDecoding
+from drafter.heads.contract import DraftHead
+from drafter.heads.registry import new_head
+from drafter.requests import SamplingParams
+from drafter.search.lattice import LATTICE_BEAM
+from tests.support.fake_gpus import base_of_shape, fake_gpus, move_to_gpus
+from tests.support.fake_steps import LLAMA_1B, LLAMA_8B, FakeStep, on_gpu
+from tests.support.marks import slow_but
+from tests.support.paths import ROOT
+
+CTC = {"num_heads": 32, "intermediate_size": 8192}
+HEADS = {"ctc": ("ctc", CTC), "ctc lattice": ("ctc", {**CTC, "label_context": 2}), "medusa": ("medusa", {})}
+SHAPES = {"1B": LLAMA_1B, "8B": LLAMA_8B}
+ROWS = ((1, 8192), (64, 2048), (256, 2048))
+"""Rows, and positions of each, of the steps."""
+NODES = 15
+
+
+def counted(shape: str, name: str, rows: int, length: int) -> tuple[OperationCounts, DraftWork, int]:
+    """Counts of a greedy step, what the formulae say of its drafter, and the drafter's depth."""
+    base = base_of_shape(SHAPES[shape])
+    algorithm, settings = HEADS.get(name, ("medusa", {}))
+    with torch.device("meta"):
+        head = new_head(algorithm, base, settings).to(base.dtype).eval().requires_grad_(False)
+    with fake_gpus(), torch.inference_mode():
+        move_to_gpus(base, 1)
+        on_gpu(head, base.device)
+        drafter: Drafter = PlainDecoding() if name == "none" else NgramDrafter(NODES)
+        if name in HEADS:
+            drafter = head.drafter(base, NODES)
+        nodes, depth = min(NODES, drafter.spec.max_nodes), drafter.spec.max_depth
+        return FakeStep(base, drafter, rows, nodes, length).counted(), work_of(name, base, head, depth), depth
+
+
+def work_of(name: str, base: BaseModel, head: DraftHead, depth: int) -> DraftWork:
+    """What the formulae say of drafting."""
+    weights, config = sum(parameter.nbytes for parameter in head.parameters()), head.config
+    context = 2 * base.hidden_size * base.dtype.itemsize
+    match name:
+        case "none":
+            return NO_DRAFT
+        case "ngram":
+            return formulae.ngram(depth)
+        case "ctc":
+            return formulae.ctc_prefix(weights, context, config.num_frames, depth)
+        case "ctc lattice":
+            return formulae.ctc_lattice(weights, context, config.band, LATTICE_BEAM, depth)
+        case _:
+            return formulae.medusa(weights, depth)
+
+
+CASES = [(shape, name, rows) for shape in SHAPES for name in ("none", "ngram", *HEADS) for rows in ROWS]
+FAST = [("1B", name, ROWS[1]) for name in ("none", "ngram", *HEADS)] + [("1B", "none", ROWS[0])]
+
+
+@pytest.mark.parametrize("case", slow_but(FAST, CASES), ids=str)
+def test_a_step_reads_and_runs_what_the_formulae_say(case: tuple[str, str, tuple[int, int]]) -> None:
+    shape, name, (rows, length) = case
+    counts, work, depth = counted(shape, name, rows, length)
+    sizes, nodes = BaseSizes.of(SHAPES[shape], torch.bfloat16), 1 if name == "none" else NODES + 1
+    expected = step_bytes(sizes, rows, nodes, length, depth, work)
+    assert counts.bytes_read == pytest.approx(expected.total, rel=0.1), expected
+    assert counts.num_kernels == pytest.approx(step_kernels(sizes, nodes, work), rel=0.1)
+    # Nothing is as large as the keys would be if each query head had its own, and no logits are in double precision.
+    keys_by_head, logits = rows * length * sizes.queries, rows * nodes * sizes.vocabulary
+    for one in counts.results:
+        assert one.numel < keys_by_head or one.numel == logits, one
+        assert one.dtype != torch.float64 or nodes == 1 or one.numel < logits, one
+    # What a step takes for a while: the logits, and what the draft makes of its distributions.
+    drafted = rows * work.states * sizes.vocabulary
+    assert counts.peak_bytes < 2 * (logits * sizes.itemsize + 2 * rows * length * 64) + 12 * drafted + (1 << 26)
+
+
+@pytest.mark.parametrize("rows", slow_but([64], [64, 256]))
+def test_no_choice_of_a_token_needs_all_nodes_in_double_precision(rows: int) -> None:
+    base = base_of_shape(LLAMA_1B)
+    sampling = SamplingParams(temperature=0.8, repetition_penalty=1.1)
+    with fake_gpus(), torch.inference_mode():
+        move_to_gpus(base, 1)
+        counts = FakeStep(base, NgramDrafter(NODES, depth=2), rows, NODES, 2048, sampling).counted()
+    double = [one.numel for one in counts.results if one.dtype == torch.float64]
+    assert max(double) == rows * base.vocab_size
+
+
+def test_the_documentation_has_the_formulae() -> None:
+    text = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8").split("## What a step reads and runs")[1]
+    lines = [line.split(" = ") for block in text.split("```")[1:4:2] for line in block.strip().splitlines()]
+    written = {name.strip(): formula.replace("·", "*").replace("÷", "/") for name, formula in lines}
+    sizes, rows, nodes, length, depth = BaseSizes.of(LLAMA_8B, torch.bfloat16), 3, 16, 500, 6
+    names = dict(zip("LdiqkVs", astuple(sizes), strict=True)) | {"B": rows, "N": nodes, "S": length, "D": depth}
+    names |= {"drafting": formulae.ngram(depth).kernels}
+    expected = vars(step_bytes(sizes, rows, nodes, length, depth, NO_DRAFT)) | {
+        "kernels": step_kernels(sizes, nodes, formulae.ngram(depth)),
+        "plain": step_kernels(sizes, 1, NO_DRAFT),
+    }
+    assert {name: eval(formula, names) for name, formula in written.items()} == {
+        name: value for name, value in expected.items() if name != "draft"
+    }
+
+
+def test_views_are_no_kernels_and_choosing_reads_what_is_chosen() -> None:
+    table, chosen = torch.zeros(100, 8), torch.tensor([3, 4])
+    with OperationCounts() as counts, torch.inference_mode():
+        rows = table.index_select(0, chosen)
+        rows.view(16)[:4].unsqueeze(0).transpose(0, 1)
+        rows.add_(table[:1].expand(2, 8))
+        del rows
+        torch.zeros(50, dtype=torch.float64)
+    assert counts.kernels == {"index_select": 1, "add_": 1, "zeros": 1}
+    assert counts.bytes_read == (2 * 8 * 4 + 2 * 8) + (2 * 8 * 4 + 8 * 4)
+    assert counts.results == [
+        Result("index_select", (2, 8), torch.float32),
+        Result("zeros", (50,), torch.float64),
+    ]
+    assert counts.peak_bytes == 50 * 8

@@ -1,0 +1,98 @@
+"""Whole steps of any size on a GPU that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from benchmarks.gpu.operation_counts import OperationCounts
+from drafter.base.causal_lm import BaseModel
+from drafter.drafters.contract import Drafter
+from drafter.engine.batch_state import BatchState
+from drafter.engine.steps.cuda_graphs import StepShape
+from drafter.engine.steps.device_step import DeviceStep
+from drafter.engine.steps.graph_step import whole_step
+from drafter.engine.steps.outcome import StepOutcome
+from drafter.requests import SamplingParams
+from drafter.stage_times import StageTimes
+from drafter.verifiers.exact import ExactVerifier
+from tests.support.fake_gpus import place_weights
+
+LLAMA_1B = LlamaConfig(
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128_256,
+    max_position_embeddings=131_072,
+)
+LLAMA_8B = LlamaConfig(
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128_256,
+    max_position_embeddings=131_072,
+)
+
+
+_GREEDY = SamplingParams()
+
+
+@dataclass(frozen=True)
+class FakeStep:
+    """A step of `rows` rows over `kv_length` positions, on fake GPUs; made and run within `fake_gpus`.
+
+    Args:
+        base: On them.
+        drafter: For it.
+        rows: Rows, which are all slots.
+        nodes: Draft nodes of each row.
+        kv_length: Positions that attention reads, the nodes' included.
+        sampling: Of all rows.
+        other: Of every second row, where rows differ.
+    """
+
+    base: BaseModel
+    drafter: Drafter
+    rows: int
+    nodes: int
+    kv_length: int
+    sampling: SamplingParams = _GREEDY
+    other: SamplingParams | None = None
+
+    def run(self) -> StepOutcome:
+        """Make a state and do the step."""
+        return self.prepared()()
+
+    def counted(self) -> OperationCounts:
+        """Do the step, and count what it does; what the state takes is not counted."""
+        step = self.prepared()
+        counts = OperationCounts()
+        with counts:
+            step()
+        return counts
+
+    def prepared(self) -> Callable[[], StepOutcome]:
+        state = BatchState(self.base, self.drafter, self.rows, self.kv_length, StageTimes())
+        both = [self.sampling, self.other or self.sampling]
+        some = [both[row % 2] for row in range(self.rows)]
+        for slot, one in enumerate(some[:2]):
+            state.sampling.set(slot, one, 1)
+        state.expect(some)
+        biases = state.sampling.biases.shape[1] if state.mode.biased else 0
+        shape = StepShape(self.rows, self.nodes, self.kv_length, state.mode, biases)
+        return partial(whole_step, DeviceStep(self.base, ExactVerifier(), state, packs=False), shape)
+
+
+def on_gpu(module: nn.Module, device: torch.device) -> None:
+    """Replace all weights of a draft head by fakes."""
+    for part in module.modules():
+        place_weights(part, device)
