@@ -135,7 +135,7 @@ class Engine:
         return EngineState(
             active=len(self.scheduler.in_slots),
             waiting=len(self.scheduler.waiting),
-            slots=self.scheduler.most,
+            slots=self.scheduler.limit.most,
             steps=self._steps,
             row_steps=self._row_steps,
             output_tokens=self._output_tokens,
@@ -182,8 +182,8 @@ class Engine:
     def step(self) -> None:
         """Decode one step of every active sequence; sequences that wait enter free slots.
 
-        When the device's memory runs out, half of the sequences are taken out and decoded later. A sequence whose
-        memory is not enough even when it is alone is an error like any other.
+        When the device's memory runs out, half of the sequences are taken out and decoded later; more are let in again
+        step by step. A sequence whose memory is not enough even when it is alone is an error like any other.
         """
         self._live()
         self._times.start()
@@ -193,9 +193,11 @@ class Engine:
             self._drop_unwanted()
             self._admission.admit()
             self._make_room()
-            if self.scheduler.active:
+            if decodes := bool(self.scheduler.active):
                 self._decode()
             self._deliver(self.flights.lag if self.scheduler.active else 0)
+            if decodes:
+                self.scheduler.limit.reached()
         except torch.OutOfMemoryError:
             if len(self.scheduler.in_slots) <= 1:
                 raise
@@ -312,11 +314,11 @@ class Engine:
                 self._preemptions += 1
 
     def _preempt(self) -> None:
-        """Put half of the sequences back to wait, and be content with the other half from now on."""
+        """Put half of the sequences back to wait, and be content with the other half for now; see `RowLimit`."""
         self._deliver(0)
         self._preemptions += self.scheduler.preempt()
         if self._graphs is not None:
-            self._graphs.forget()  # those of more rows are not needed again
+            self._graphs.forget()  # they hold memory, and those of more rows are not needed for now
         devices.release_unused(self.base.device)
 
     def _make_budget(self) -> Budget:
