@@ -130,6 +130,20 @@ class BaseModel:
         return int(self.config.vocab_size)
 
     @property
+    def kv_bytes_per_token(self) -> list[int]:
+        """Bytes of keys and values of a position in each layer that has any."""
+        return [shape.bytes_per_token for shape in self._layer_shapes if shape is not None]
+
+    @property
+    def copies_of_kv(self) -> int:
+        """How many copies of a layer's keys and values attention over trees makes; 0 where it reads them in place.
+
+        A copy of blocks where rows grow is not counted; see `PagedKVCache`.
+        """
+        groups = query_groups(self.config)
+        return 0 if self._executor is not self._model_code or groups == self._model_code.query_groups else groups
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end a sequence, as `generate` sees them."""
         eos = self.model.generation_config.eos_token_id

@@ -22,6 +22,7 @@ from drafter.budget.fixed import FixedBudget
 from drafter.drafters.contract import Committed, Drafter
 from drafter.engine.batch_state import BatchState
 from drafter.engine.engine_config import DEFAULT_MAX_LENGTH, EngineConfig
+from drafter.engine.memory_check import engine_sizes, plan_or_refuse, try_dearest_step
 from drafter.engine.sequences.admission import Admission
 from drafter.engine.sequences.handle import Handle
 from drafter.engine.sequences.intake import new_sequence, refuse_unusable
@@ -62,8 +63,8 @@ class Engine:
             hangs.
 
     Raises:
-        LoadError: `max_length` is more than the base has positions, the base cannot be compiled, or drafter and
-            verifier do not go together.
+        LoadError: `max_length` is more than the base has positions, the base cannot be compiled, drafter and verifier
+            do not go together, or a GPU has not the memory.
     """
 
     def __init__(
@@ -86,8 +87,12 @@ class Engine:
         self.max_length = min(limit, config.longest)
         self._times = StageTimes()
         self._graphs = step_graphs(base.device, base.devices, graph_safe=drafter.spec.graph_safe)
-        self.batch = BatchState(base, drafter, config.slots, self.max_length, self._times, config.kv_bytes)
         self._packs = base.allow_packing()
+        plan = None
+        if self._graphs is not None and len(base.devices) == 1:
+            sizes = engine_sizes(base, drafter.spec, config, self.max_length, self._graphs.most)
+            plan = plan_or_refuse(base.device, sizes)
+        self.batch = BatchState(base, drafter, config.slots, self.max_length, self._times, config.kv_bytes)
         # A step that is repeated as a whole always has the same nodes.
         self._device_step = DeviceStep(base, verifier, self.batch, packs=self._graphs is None and self._packs)
         self.flights = Flights(base.device, EagerStep.lag if self._graphs is None else GraphStep.lag)
@@ -105,6 +110,8 @@ class Engine:
         self.last_step = time.monotonic()
         if config.compile:
             compile_base(self._device_step)
+        if plan is not None:
+            try_dearest_step(self._device_step, plan)
         self.budget = budget or self._make_budget()
         self._runner: EagerStep | GraphStep
         if self._graphs is None:

@@ -86,9 +86,11 @@ class FrameDrafter(Drafter):
     """Drafts with a `FrameHead`; see `DraftHead.drafter`."""
 
     def __init__(self, head: FrameHead, base: BaseModel, nodes: int, tree: Tree) -> None:
-        self.spec = DraftSpec(nodes, head.config.depth, hidden_layers=(LM_HEAD_INPUT,))
+        depth = head.config.depth
         self._recent_tokens = head.recent_tokens
-        self._reader = head.module.reader(base, self.spec.max_depth + 1)
+        self._reader = head.module.reader(base, depth + 1)
+        kept = self._reader.bytes_per_token
+        self.spec = DraftSpec(nodes, depth, hidden_layers=(LM_HEAD_INPUT,), bytes_per_token=kept)
         self._search, self._name_nodes = head.prepared_search(base, tree), head.name_nodes
         self._frames_for = partial(head.frames_for, tree=tree)
 

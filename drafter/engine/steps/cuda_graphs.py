@@ -81,6 +81,11 @@ class StepGraphs:
         self._clean: set[_Kind] = set()
         self._refused: set[_Kind] = set()
 
+    @property
+    def most(self) -> int:
+        """Recorded steps that are kept; none where nothing can be recorded."""
+        return 0 if self._recorder is None else self._MOST
+
     def run(self, shape: StepShape, step: Step) -> StepOutcome:
         """Do a step of this shape. Its report is only good until the next step, of whatever shape."""
         if shape not in self._recorded:

@@ -45,6 +45,7 @@ class AttentionReader(FrameReader):
 
     def __init__(self, module: AttentionLayers, base: BaseModel, fresh: int) -> None:
         self._module, self._base = module, base
+        self.bytes_per_token = 2 * len(module.layers) * module.width * base.dtype.itemsize
         self._cached: list[int] = []  # entries of each slot whose keys and values are in the cache
         # The host of a GPU is a step behind and does not know how many entries are new. There `read` takes the same
         # number of entries from every row, enough for two steps.

@@ -44,7 +44,13 @@ class DraftModule(nn.Module, ABC):
 
 
 class FrameReader(ABC):
-    """Computes frames for the engine's slots. The reader of a module without memory implements `read` alone."""
+    """Computes frames for the engine's slots. The reader of a module without memory implements `read` alone.
+
+    Attributes:
+        bytes_per_token: Memory that it keeps for each position of a slot.
+    """
+
+    bytes_per_token = 0
 
     def open(self, slots: int, length: int) -> None:  # noqa: B027 - nothing to remember
         """Make room for `slots` sequences of `length` tokens and the frames behind them. Called once."""
