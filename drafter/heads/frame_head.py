@@ -89,8 +89,13 @@ class FrameDrafter(Drafter):
         depth = head.config.depth
         self._recent_tokens = head.recent_tokens
         self._reader = head.module.reader(base, depth + 1)
-        kept = self._reader.bytes_per_token
-        self.spec = DraftSpec(nodes, depth, hidden_layers=(LM_HEAD_INPUT,), bytes_per_token=kept)
+        self.spec = DraftSpec(
+            nodes,
+            depth,
+            hidden_layers=(LM_HEAD_INPUT,),
+            bounded=self._reader.bounded,
+            bytes_per_token=self._reader.bytes_per_token,
+        )
         self._search, self._name_nodes = head.prepared_search(base, tree), head.name_nodes
         self._frames_for = partial(head.frames_for, tree=tree)
 

@@ -33,7 +33,7 @@ class StepShape:
     Args:
         rows: Slots `0..rows-1` are decoded; the last of them may be empty.
         nodes: Draft nodes of each row.
-        kv_length: Cache positions that attention reads.
+        kv_length: Cache positions that attention reads, where it does not read each row to its own length.
         mode: What sampling needs.
         biases: Most biased tokens of a row.
     """
@@ -216,4 +216,12 @@ def padded_length(length: int, most: int) -> int:
     size = _LEAST_KV
     while size < length:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return min(size, most)
+
+
+def coarse_length(length: int, most: int) -> int:
+    """The next of 64, 256, 1,024, ...: where little is read in vain, few shapes are worth more."""
+    size = _LEAST_KV
+    while size < length:
+        size *= 4
     return min(size, most)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from drafter import devices
 from drafter.base.causal_lm import BaseModel
+from drafter.base.prefix_attention import Prefix, parts_of, prefix_attention_agrees, prefix_attention_on
 from drafter.drafters.contract import DraftContext, Ids
 from drafter.heads.modules.attention_layers import AttentionLayers
 from drafter.heads.modules.contract import FrameReader
@@ -46,6 +47,11 @@ class AttentionReader(FrameReader):
     def __init__(self, module: AttentionLayers, base: BaseModel, fresh: int) -> None:
         self._module, self._base = module, base
         self.bytes_per_token = 2 * len(module.layers) * module.width * base.dtype.itemsize
+        heads, dim = module.num_heads, module.width // module.num_heads
+        attend = prefix_attention_on(base.device, base.dtype)
+        # All frames of a text see the same of it, so that they need no mask where something reads to its end.
+        proved = attend and prefix_attention_agrees(attend, heads, dim, base.device, base.dtype)
+        self._attend, self.bounded = (attend, False) if proved else (None, True)
         self._cached: list[int] = []  # entries of each slot whose keys and values are in the cache
         # The host of a GPU is a step behind and does not know how many entries are new. There `read` takes the same
         # number of entries from every row, enough for two steps.
@@ -109,17 +115,22 @@ class AttentionReader(FrameReader):
         places = torch.cat(
             [positions + entries.slots * self._length, (ahead + self._slot[:rows, None] * self._length).flatten()]
         )
-        bound = -(-(context.longest + 1 + frames) // _CONTEXT_BUCKET) * _CONTEXT_BUCKET
-        bound = min(bound, self._length)
-        mask = (self._place[:bound] <= context.lengths[:, None] + frames)[:, None, None]
-        texts = self._cache.unflatten(2, (-1, self._length))[:, :, :rows, :bound]
+        seen: Tensor | Prefix
+        if self._attend is not None:
+            parts = parts_of(rows, module.num_heads, self._length)
+            seen, texts = Prefix(context.lengths + (frames + 1), self._length, parts, self._attend), self._cache
+        else:
+            bound = -(-(context.longest + 1 + frames) // _CONTEXT_BUCKET) * _CONTEXT_BUCKET
+            bound = min(bound, self._length)
+            seen = (self._place[:bound] <= context.lengths[:, None] + frames)[:, None, None]
+            texts = self._cache.unflatten(2, (-1, self._length))[:, :, :rows, :bound]
 
         def memory(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             self._store(places, layer, keys, values)
             return texts[layer, 0], texts[layer, 1]
 
         rotation = self._rotation[torch.cat([positions, ahead.flatten()])]
-        return module.frames(fused[None], fused[None, ends], frames, rotation[None], mask, memory)[0]
+        return module.frames(fused[None], fused[None, ends], frames, rotation[None], seen, memory)[0]
 
     def _remember(self, context: DraftContext, entries: Entries) -> None:
         """Read entries without computing frames after them."""

@@ -47,9 +47,11 @@ class FrameReader(ABC):
     """Computes frames for the engine's slots. The reader of a module without memory implements `read` alone.
 
     Attributes:
+        bounded: Whether `read` looks at `DraftContext.longest`.
         bytes_per_token: Memory that it keeps for each position of a slot.
     """
 
+    bounded = False
     bytes_per_token = 0
 
     def open(self, slots: int, length: int) -> None:  # noqa: B027 - nothing to remember
