@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_PART, _BUSY = 256, 256
+_PART, _BUSY, _WORTH = 256, 256, 8
 """A row's positions are shared out to parts of at least so many, until there are so many pieces of work, one for each
-row, KV head and part: a kernel does one piece after another of a row, and a GPU has some hundred processors."""
+row, KV head and part: a kernel does one piece after another of a row, and a GPU has some hundred processors. Each part
+has its own copy of the queries and of what comes of them, so it has this many times as many positions at least."""
 
 Parts = tuple[Tensor, Tensor]
 """Mixed values `[..., D]`, and float32 log-sum-exps of the scores `[...]`; -inf where nothing was seen."""
@@ -90,9 +91,16 @@ def merge_attention(values: Tensor, lses: Tensor) -> Parts:
     return mixed.to(values.dtype), largest + total.log()
 
 
-def parts_of(rows: int, heads: int, slot: int) -> int:
-    """Into how many parts to share out the positions of a slot for `rows` rows with so many KV heads."""
-    return max(1, min(-(-slot // _PART), _BUSY // (rows * heads)))
+def parts_of(rows: int, heads: int, queries: int, slot: int) -> int:
+    """Into how many parts to share out the positions of a slot.
+
+    Args:
+        rows: Rows of the forward.
+        heads: KV heads.
+        queries: Queries of a row that share a KV head.
+        slot: Positions of a slot.
+    """
+    return max(1, min(-(-slot // max(_PART, _WORTH * queries)), _BUSY // (rows * heads)))
 
 
 def masked_prefix_attention(query: Tensor, key: Tensor, value: Tensor, prefix: Prefix, scale: float) -> Parts:

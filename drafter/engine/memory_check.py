@@ -50,6 +50,7 @@ def engine_sizes(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_len
         draft_kv=spec.bytes_per_token,
         hidden=len(spec.hidden_layers) * width * base.dtype.itemsize,
         prompt=min(GPU_CHUNK, config.slots * max_length),
+        in_parts=base.reads_to_length and config.kv_bytes is None,
         kv_limit=config.kv_bytes,
         graphs=graphs,
     )

@@ -39,6 +39,7 @@ class EngineSizes:
         draft_kv: Bytes of what the drafter itself keeps of a position.
         hidden: Bytes of the base's hidden states that are kept of a position for the drafter.
         prompt: Tokens of prompts that are read in one forward at most.
+        in_parts: Whether attention over trees reads what is committed without a mask; see `prefix_attention`.
         kv_limit: Bytes that the KV cache may take; None for as many as all slots of full length take.
         graphs: Steps that are recorded at most; 0 where none are.
     """
@@ -58,6 +59,7 @@ class EngineSizes:
     draft_kv: int
     hidden: int
     prompt: int
+    in_parts: bool = False
     kv_limit: int | None = None
     graphs: int = 0
 
@@ -113,7 +115,8 @@ def plan_memory(sizes: EngineSizes) -> MemoryPlan:
         cache = min(cache, sizes.kv_limit)
     # Prompts are read, and steps are done, one after the other. Prompts have no logits but for their last token.
     forward = max(tree, sizes.prompt) * sizes.number * (_HIDDEN_COPIES * sizes.width + _INNER_COPIES * sizes.inner)
-    masks = max(tree * sizes.groups, sizes.prompt) * sizes.length * (sizes.number + _MASKS)
+    columns = sizes.nodes + 1 if sizes.in_parts else sizes.length
+    masks = max(tree * sizes.groups * columns, sizes.prompt * sizes.length) * (sizes.number + _MASKS)
     # A long prompt's attention repeats its keys and values for each query head, as transformers does it.
     copies = max(sizes.copied_kv * positions, sizes.groups * sizes.length) * sizes.layer_kv
     step = {

@@ -26,6 +26,8 @@ from drafter.base.tree_attention import folded
 
 _LARGEST_TREE = 128
 """More nodes than this are a piece of a prompt, whose mask is larger than the KV cache that folding saves."""
+_USUAL_TREE = 32
+"""Nodes of a tree for which a compiled forward shares out a row's positions, as it is the same for all trees."""
 Forward = Callable[[KVCache, TreeNodes], tuple[Tensor, Tensor]]
 
 
@@ -140,12 +142,13 @@ class ModelCode:
         if attend is None or cache.block != cache.length or nodes.tokens.shape[1] > _LARGEST_TREE:
             return self._inputs(cache, 0, nodes)
         layers = cache.layers()
-        # A compiler has one variant for one row and one for all other numbers.
-        busy = cache.slots if torch.compiler.is_compiling() and rows != 1 else rows
+        size = nodes.tokens.shape[1]
+        if torch.compiler.is_compiling():  # which has one variant for one row, or node, and one for all other numbers
+            rows, size = rows if rows == 1 else cache.slots, size if size == 1 else _USUAL_TREE
         lengths = nodes.lengths
         if nodes.full is not None:
             lengths = torch.where(lengths < nodes.full, lengths, 0)
-        parts = parts_of(busy, layers[0][0].shape[1], cache.length)
+        parts = parts_of(rows, layers[0][0].shape[1], size * self.query_groups, cache.length)
         prefix = Prefix(lengths, cache.length, parts, attend)
         return self._inputs(cache, 0, nodes, CommittedLayers(layers, self.whole, prefix))
 

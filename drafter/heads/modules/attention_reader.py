@@ -117,7 +117,7 @@ class AttentionReader(FrameReader):
         )
         seen: Tensor | Prefix
         if self._attend is not None:
-            parts = parts_of(rows, module.num_heads, self._length)
+            parts = parts_of(rows, module.num_heads, frames, self._length)
             seen, texts = Prefix(context.lengths + (frames + 1), self._length, parts, self._attend), self._cache
         else:
             bound = -(-(context.longest + 1 + frames) // _CONTEXT_BUCKET) * _CONTEXT_BUCKET

@@ -44,11 +44,12 @@ def test_a_set_of_nothing_has_no_weight() -> None:
 
 
 def test_how_many_parts() -> None:
-    assert parts_of(1, 8, 8264) == 32
-    assert parts_of(1, 8, 512) == 2
-    assert parts_of(16, 8, 2048) == 2
-    assert parts_of(64, 8, 2048) == 1
-    assert parts_of(1, 4096, 2048) == 1
+    assert parts_of(1, 8, 4, 8264) == 32
+    assert parts_of(1, 8, 4, 512) == 2
+    assert parts_of(1, 8, 256, 8264) == 5  # each of which reads more than its queries take
+    assert parts_of(16, 8, 4, 2048) == 2
+    assert parts_of(64, 8, 4, 2048) == 1
+    assert parts_of(1, 4096, 4, 2048) == 1
 
 
 def flash_by_hand(

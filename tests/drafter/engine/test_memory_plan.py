@@ -64,6 +64,8 @@ def test_what_changes_an_item() -> None:
     assert grown["attention"] == items["attention"] - 4 * 2048 * 4096 + 64 * 2048 * 4096
     step = sum(grown[item] for item in ("forward", "attention", "logits", "sampling"))
     assert grown["graphs"] == step + 10 * 4 * 2**20  # they do not share the memory of steps that run as they are
+    in_parts = plan_memory(replace(SIZES, in_parts=True)).items
+    assert in_parts["attention"] == 2048 * 2048 * 5 + 4 * 2048 * 4096  # the mask of a prompt is larger than trees'
     assert plan_memory(replace(SIZES, kv_limit=30 * GIB)).items["KV cache"] == 16 * GIB
 
 
