@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 _SAMPLING_COPIES = 11
 """Copies of a row's scores in float64, and of integers as large, that the dearest sampling mode has at a time."""
@@ -142,7 +143,8 @@ def what_would_fit(sizes: EngineSizes, free: int) -> str:
     for name, low in (("slots", 1), ("max_length", 2), ("nodes", 0)):
 
         def fits(value: int, name: str = name) -> bool:
-            return plan_memory(replace(sizes, **{name: value})).total <= free
+            changed: dict[str, Any] = {name: value}
+            return plan_memory(replace(sizes, **changed)).total <= free
 
         value = _largest(fits, low, getattr(sizes, name))
         if value is not None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -86,7 +87,8 @@ def test_what_would_fit_fits_and_one_more_would_not(slots: int, max_length: int,
         value = int(number.replace(",", ""))
 
         def total(value: int, name: str = name) -> int:
-            return plan_memory(replace(sizes, **{name: value})).total
+            changed: dict[str, Any] = {name: value}
+            return plan_memory(replace(sizes, **changed)).total
 
         assert total(value) <= free * GIB
         assert value == getattr(sizes, name) or total(value + 1) > free * GIB
