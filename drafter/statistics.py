@@ -87,7 +87,7 @@ class EngineState:
     Args:
         active: Requests in slots, being prefilled or decoded.
         waiting: Requests that wait for one.
-        slots: Requests that may be in slots together: the configuration's, or fewer after memory ran out.
+        slots: Requests that may be in slots together: the configuration's, or fewer for a while after memory ran out.
         steps: Decode steps done.
         row_steps: The same, counted once for each request that took part.
         output_tokens: New tokens handed out.

@@ -81,3 +81,14 @@ def attention_kinds(config: Any) -> dict[str, tuple[int | None, int | None]]:
         )
         for kind in sorted(kinds)
     }
+
+
+def whole_layers(config: Any) -> frozenset[int]:
+    """Layers, counted from 0, that see all of a text: their attention has no window and no chunks.
+
+    Args:
+        config: Of the decoder.
+    """
+    kinds = attention_kinds(config)
+    of_layers = getattr(config, "layer_types", None) or [next(iter(kinds))] * config.num_hidden_layers
+    return frozenset(number for number, kind in enumerate(of_layers) if kinds[kind] == (None, None))

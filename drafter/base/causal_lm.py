@@ -26,7 +26,14 @@ from drafter.base.fingerprint import fingerprint, first_fingerprint, is_of_first
 from drafter.base.hidden_states import LM_HEAD_INPUT, DecoderLayers
 from drafter.base.kv_cache import KVCache
 from drafter.base.paged_kv_cache import BLOCK, SPARE, PagedKVCache, blocks_of
-from drafter.base.self_check import attention_agrees, executors_agree, prove_tree_decoding, run_plainly
+from drafter.base.prefix_attention import prefix_attention_on
+from drafter.base.self_check import (
+    attention_agrees,
+    executors_agree,
+    prove_tree_decoding,
+    run_plainly,
+    trees_agree,
+)
 from drafter.base.tree_attention import TREE_ATTENTION, query_groups
 from drafter.errors import LoadError
 from drafter.native.build import BuildError
@@ -131,6 +138,20 @@ class BaseModel:
         return int(self.config.vocab_size)
 
     @property
+    def kv_bytes_per_token(self) -> list[int]:
+        """Bytes of keys and values of a position in each layer that has any."""
+        return [shape.bytes_per_token for shape in self._layer_shapes if shape is not None]
+
+    @property
+    def copies_of_kv(self) -> int:
+        """How many copies of a layer's keys and values attention over trees makes; 0 where it reads them in place.
+
+        A copy of blocks where rows grow is not counted; see `PagedKVCache`.
+        """
+        groups = query_groups(self.config)
+        return 0 if self._executor is not self._model_code or groups == self._model_code.query_groups else groups
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end a sequence, as `generate` sees them."""
         eos = self.model.generation_config.eos_token_id
@@ -175,9 +196,29 @@ class BaseModel:
         if self.model.config._attn_implementation == "sdpa" and self.model._can_set_attn_implementation():
             for groups in sorted({query_groups(self.config), 1}, reverse=True):
                 if attention_agrees(self, partial(self._attend, TREE_ATTENTION, groups)):
+                    self._read_in_parts()
                     return True
                 self._attend("sdpa", 1)
         return bool(self.model.config._attn_implementation == TREE_ATTENTION)
+
+    def _read_in_parts(self) -> None:
+        """Read committed positions to each row's own length, if something does here and gives the same numbers."""
+        attend, code = prefix_attention_on(self.device, self.dtype), self._model_code
+        if attend is None or not code.whole or len(self.devices) > 1 or None in self._layer_shapes:
+            return
+        if not trees_agree(self, partial(setattr, code, "prefix_attention", attend)):
+            _log.warning("%s reads all rows to one length, as flash attention gives other numbers", self.name)
+            code.prefix_attention = None
+
+    @property
+    def reads_to_length(self) -> bool:
+        """Whether all layers read each tree's committed positions to their end, wherever `TreeNodes.kv_length` is.
+
+        It is so in a cache whose rows have memory of their own.
+        """
+        code = self._model_code
+        every = len(code.whole) == self.config.num_hidden_layers
+        return self._executor is code and code.prefix_attention is not None and every
 
     def _attend(self, implementation: str, groups: int) -> None:
         """Let the model's layers call an attention of transformers, with masks for `groups` heads to a KV head."""

@@ -5,6 +5,7 @@ What depends on transformers' cache classes is in this module alone, because the
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,12 +51,13 @@ class _LayerView(CacheLayerMixin):
         writes: `[S, H, D]` whole buffers and `[b * n]` where in them the new keys, then the new values go; `[M]` if
             they come packed.
         reads: `[b, H, kv_length, D]` keys, then values, of the forward's rows; with `places` `[P, H, D]` of all rows.
+            None for a layer that looks for what is committed elsewhere, and wants back what it writes.
         kv_length: Positions that are read.
         places: `[b, kv_length]` where the rows' positions are; None where `reads` has them in order.
     """
 
     def __init__(
-        self, writes: list[tuple[Tensor, Tensor]], reads: list[Tensor], kv_length: int, places: Tensor | None
+        self, writes: list[tuple[Tensor, Tensor]], reads: list[Tensor] | None, kv_length: int, places: Tensor | None
     ) -> None:
         super().__init__()
         self._writes, self._reads, self._kv_length, self._places = writes, reads, kv_length, places
@@ -66,6 +68,8 @@ class _LayerView(CacheLayerMixin):
         """Write keys and values `[b, H, n, D]`, or packed `[1, H, M, D]`; return the rows' `[b, H, kv_length, D]`."""
         for (buffer, index), states in zip(self._writes, (key_states, value_states), strict=True):
             buffer.index_copy_(0, index, states.transpose(1, 2).flatten(0, 1))
+        if self._reads is None:
+            return key_states, value_states
         keys, values = self._reads if self._places is None else [_gather(one, self._places) for one in self._reads]
         return keys, values
 
@@ -170,7 +174,14 @@ class KVCache:
             pairs.append((keys, values))
         return pairs
 
-    def view(self, first: int, positions: Tensor, kv_length: int, packing: Packing | None = None) -> Cache:
+    def view(
+        self,
+        first: int,
+        positions: Tensor,
+        kv_length: int,
+        packing: Packing | None = None,
+        apart: Collection[int] = (),
+    ) -> Cache:
         """The cache as one forward sees it, to be given to the model.
 
         Args:
@@ -178,6 +189,7 @@ class KVCache:
             positions: `[b, n]` where in their slots the rows' new tokens go.
             kv_length: Positions to read, from the start of each slot; no row may be longer.
             packing: Of the new tokens, if only some of them come.
+            apart: Layers that get back the new tokens' keys and values alone; they read the others from `layers`.
         """
         rows = slice(first, first + positions.shape[0])
         index = self._places_to_write(rows, positions)
@@ -189,11 +201,11 @@ class KVCache:
         ]
         reads, places = self._reads(rows, kv_length)
         layers: list[CacheLayerMixin] = []
-        for both in self._of_layers:
+        for number, both in enumerate(self._of_layers):
             layers.append(
                 _LayerView(
                     [(self.buffers[one.buffer], writes[one.buffer][one.member]) for one in both],
-                    [reads[one.buffer][one.member] for one in both],
+                    None if number in apart else [reads[one.buffer][one.member] for one in both],
                     kv_length,
                     places,
                 )

@@ -20,6 +20,8 @@ _MODEL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError
 """What a model's code may raise when it is run in a way that it does not know."""
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.1
 """Largest difference of logits, relative to the largest logit, in fp32 and in half precision."""
+_LONG = 520
+"""Tokens of a text that is long enough to be read in several parts."""
 
 
 class Candidate(Protocol):
@@ -29,6 +31,7 @@ class Candidate(Protocol):
     config: Any
     name: str
     dtype: torch.dtype
+    max_positions: int | None
 
     @property
     def device(self) -> torch.device: ...
@@ -138,6 +141,34 @@ def attention_agrees(base: Candidate, change: Callable[[], None]) -> bool:
         return False
     expected = [*before, apart, *before]
     return all(_alike(ours, theirs, base.dtype) for ours, theirs in zip(after, expected, strict=True))
+
+
+@torch.inference_mode()
+def trees_agree(base: Candidate, change: Callable[[], None]) -> bool:
+    """Whether trees behind a long text, a short one and none are the same before and after a change of attention.
+
+    Args:
+        base: The base.
+        change: Makes it.
+    """
+    long = min(_LONG, (base.max_positions or 2 * _LONG) // 2)
+    ids = torch.arange(1, long + 19, device=base.device) * 7919 % base.vocab_size
+    lengths = torch.tensor([long, 6, 0], device=base.device)
+    depths = torch.tensor([[0, 1, 1, 2]] * 3, device=base.device)
+    ancestors = torch.tensor(
+        [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]] * 3, dtype=torch.bool, device=base.device
+    )
+    cache = base.new_cache(3, 2 * long)
+    base.prefill(cache, 0, [ids[:long]])
+    base.prefill(cache, 1, [ids[long : long + 6]])
+    nodes = TreeNodes(ids[-12:].view(3, 4), lengths, depths, ancestors, long + 4)
+    before = base.verify(cache, nodes)
+    change()
+    try:
+        after = base.verify(cache, nodes)
+    except _MODEL_ERRORS:
+        return False
+    return all(_alike(ours, theirs, base.dtype) for ours, theirs in zip(after, before, strict=True))
 
 
 @torch.inference_mode()

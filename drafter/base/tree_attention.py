@@ -3,12 +3,16 @@
 Several query heads may share a KV head. PyTorch's attention with a mask wants as many KV heads as query heads, so
 transformers repeats them: the whole KV cache, in every layer of every step. Here the queries that share a KV head stand
 one below another instead, as if they were more nodes.
+
+Where something reads rows to their own length, a layer that sees a whole text reads it in two parts; see
+`prefix_attention`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -16,7 +20,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from drafter.base.packing import Packing
+from drafter.base.prefix_attention import CommittedLayers, Prefix, merge_attention, tree_part
 
+_UNKNOWN = ("softcap", "position_bias", "s_aux")
+"""Settings of an attention that this one does not know."""
 TREE_ATTENTION = "tree_sdpa"
 """Name of `tree_attention` in transformers."""
 
@@ -39,6 +46,7 @@ def tree_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     packing: Packing | None = None,
+    committed: CommittedLayers | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
     """transformers' `sdpa`, for packed queries where a `packing` is given, and for masks that are `folded`.
@@ -46,19 +54,62 @@ def tree_attention(
     Args:
         module: The layer.
         query: `[B, H, N, D]`; `[1, H, M, D]` with a packing.
-        key: `[B, H', S, D]`.
-        value: `[B, H', S, D]`.
-        attention_mask: `[B, 1, N, S]` or `[B, 1, G · N, S]`.
+        key: `[B, H', S, D]`; in a layer that reads in two parts those of the nodes alone, like the queries.
+        value: As `key`.
+        attention_mask: `[B, 1, N, S]` or `[B, 1, G · N, S]`, where S is N in such a layer.
         packing: Of the queries.
+        committed: What is committed, for layers that read in two parts.
         settings: As for `sdpa`.
 
     Returns:
         `[B, N, H, D]`, or `[1, M, H, D]` with a packing, and no weights.
     """
+    own = None
+    if committed is not None and (layer := int(module.layer_idx)) in committed.whole:  # type: ignore[arg-type]
+        own = committed.layers[layer]
     if packing is not None:
-        query = packing.unpack(query.transpose(1, 2)).transpose(1, 2)
-    mixed = _attend(module, query, key, value, attention_mask, settings)
+        query = _unpacked(query, packing)
+        if own is not None:
+            key, value = _unpacked(key, packing), _unpacked(value, packing)
+    if committed is not None and own is not None:
+        assert attention_mask is not None
+        mixed = _attend_in_parts(query, key, value, attention_mask, own, committed.prefix, settings)
+    else:
+        mixed = _attend(module, query, key, value, attention_mask, settings)
     return (mixed if packing is None else packing.pack(mixed)), None
+
+
+def _unpacked(states: Tensor, packing: Packing) -> Tensor:
+    """Return `[B, H, N, D]` of packed `[1, H, M, D]`."""
+    return packing.unpack(states.transpose(1, 2)).transpose(1, 2)
+
+
+def _refuse_unknown(settings: dict[str, Any]) -> None:
+    if any(settings.get(one) is not None for one in _UNKNOWN):
+        raise ValueError(f"tree attention knows no {' and no '.join(_UNKNOWN)}")
+
+
+def _attend_in_parts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    own: tuple[Tensor, Tensor],
+    prefix: Prefix,
+    settings: dict[str, Any],
+) -> Tensor:
+    """Return `[B, N, H, D]` for queries `[B, H, N, D]`, the nodes' keys `[B, H', N, D]` and the layer's `own`."""
+    _refuse_unknown(settings)
+    batch, heads, nodes, dim = query.shape
+    scale = settings.get("scaling") or dim**-0.5
+    below = query.reshape(batch, key.shape[1], -1, dim)
+    if mask.shape[2] != below.shape[2]:  # the heads are shared in another way than the configuration says
+        mask = folded(mask[:, :, :nodes], heads // key.shape[1])
+    before = prefix.read(below.transpose(1, 2), *own, scale)
+    mixed, lse = tree_part(below, key, value, mask, scale)
+    both = torch.stack([before[0], mixed.transpose(1, 2)]), torch.stack([before[1], lse.transpose(1, 2)])
+    merged, _ = merge_attention(*both)
+    return merged.transpose(1, 2).reshape(batch, heads, nodes, dim).transpose(1, 2).contiguous()
 
 
 def _attend(
@@ -71,8 +122,7 @@ def _attend(
         mask = mask if mask is None else mask[:, :, :nodes]
         mixed, _ = sdpa_attention_forward(module, query, key, value, mask, **settings)
         return mixed  # type: ignore[no-any-return]
-    if settings.get("softcap") is not None or settings.get("position_bias") is not None:
-        raise ValueError("tree attention knows no softcap and no position bias")
+    _refuse_unknown(settings)
     below = query.reshape(batch, shared, -1, query.shape[-1])
     mixed = F.scaled_dot_product_attention(below, key, value, attn_mask=mask, scale=settings.get("scaling"))
     return mixed.reshape(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous()

@@ -35,6 +35,8 @@ class DraftSpec:
         shared_layers: How many of the base's first layers it runs itself, on the base's own KV cache.
         graph_safe: Whether `propose` may be recorded as part of a CUDA graph; see there.
         lossless_only: Whether it must not be used with a verifier that is not lossless.
+        bounded: Whether `propose` looks at `DraftContext.longest`. If not, one CUDA graph serves texts of any length.
+        bytes_per_token: Memory on the base's device that it keeps itself for each position of a slot.
     """
 
     max_nodes: int
@@ -43,6 +45,8 @@ class DraftSpec:
     shared_layers: int = 0
     graph_safe: bool = True
     lossless_only: bool = False
+    bounded: bool = True
+    bytes_per_token: int = 0
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ class MergedDrafter(Drafter):
             shared_layers=max(spec.shared_layers for spec in specs),
             graph_safe=all(spec.graph_safe for spec in specs),
             lossless_only=any(spec.lossless_only for spec in specs),
+            bounded=any(spec.bounded for spec in specs),
+            bytes_per_token=sum(spec.bytes_per_token for spec in specs),
         )
 
     def open(self, loan: Loan) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from drafter import devices
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import DraftContext, Drafter, Ids, Loan
+from drafter.engine.memory_plan import slot_length
 from drafter.requests import SamplingParams
 from drafter.stage_times import StageTimes
 from drafter.verifiers.choices import RowSampling, SamplingMode, SamplingTable
@@ -55,8 +56,7 @@ class BatchState:
     ) -> None:
         self.base, self.drafter, self.slots, self.max_length = base, drafter, slots, max_length
         spec, device = drafter.spec, base.device
-        # One position more than is ever written, for `scrub`; a multiple of eight, as a GPU's kernels want masks to be.
-        self.capacity = -(-(max_length + spec.max_nodes + spec.max_depth + 2) // 8) * 8
+        self.capacity = slot_length(max_length, spec.max_nodes, spec.max_depth)
         self.cache = base.new_cache(slots, self.capacity, kv_bytes)
         self._step_positions = spec.max_nodes + 1
         self.tokens = torch.zeros(slots, self.capacity, dtype=torch.long, device=device)

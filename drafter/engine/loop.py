@@ -23,6 +23,7 @@ from drafter.budget.fixed import FixedBudget
 from drafter.drafters.contract import Committed, Drafter
 from drafter.engine.batch_state import BatchState
 from drafter.engine.engine_config import DEFAULT_MAX_LENGTH, EngineConfig
+from drafter.engine.memory_check import engine_sizes, plan_or_refuse, try_dearest_step
 from drafter.engine.sequences.admission import Admission
 from drafter.engine.sequences.handle import Handle
 from drafter.engine.sequences.intake import new_sequence, refuse_unusable
@@ -63,8 +64,8 @@ class Engine:
             hangs.
 
     Raises:
-        LoadError: `max_length` is more than the base has positions, the base cannot be compiled, or drafter and
-            verifier do not go together.
+        LoadError: `max_length` is more than the base has positions, the base cannot be compiled, drafter and verifier
+            do not go together, or a GPU has not the memory.
     """
 
     def __init__(
@@ -87,8 +88,12 @@ class Engine:
         self.max_length = min(limit, config.longest)
         self._times = StageTimes()
         self._graphs = step_graphs(base.device, base.devices, graph_safe=drafter.spec.graph_safe)
-        self.batch = BatchState(base, drafter, config.slots, self.max_length, self._times, config.kv_bytes)
         self._packs = base.allow_packing()
+        plan = None
+        if self._graphs is not None and len(base.devices) == 1:
+            sizes = engine_sizes(base, drafter.spec, config, self.max_length, self._graphs.most)
+            plan = plan_or_refuse(base.device, sizes)
+        self.batch = BatchState(base, drafter, config.slots, self.max_length, self._times, config.kv_bytes)
         # A step that is repeated as a whole always has the same nodes.
         self._device_step = DeviceStep(base, verifier, self.batch, packs=self._graphs is None and self._packs)
         self.flights = Flights(base.device, EagerStep.lag if self._graphs is None else GraphStep.lag)
@@ -106,6 +111,8 @@ class Engine:
         self.last_step = time.monotonic()
         if config.compile:
             compile_base(self._device_step)
+        if plan is not None:
+            try_dearest_step(self._device_step, plan)
         self.budget = budget or self._make_budget()
         self._runner: EagerStep | GraphStep
         if self._graphs is None:
@@ -137,7 +144,7 @@ class Engine:
         return EngineState(
             active=len(self.scheduler.in_slots),
             waiting=len(self.scheduler.waiting),
-            slots=self.scheduler.most,
+            slots=self.scheduler.limit.most,
             steps=self._steps,
             row_steps=self._row_steps,
             output_tokens=self._output_tokens,
@@ -187,8 +194,8 @@ class Engine:
     def step(self) -> None:
         """Decode one step of every active sequence; sequences that wait enter free slots.
 
-        When the device's memory runs out, half of the sequences are taken out and decoded later. A sequence whose
-        memory is not enough even when it is alone is an error like any other.
+        When the device's memory runs out, half of the sequences are taken out and decoded later; more are let in again
+        step by step. A sequence whose memory is not enough even when it is alone is an error like any other.
         """
         self._live()
         self._times.start()
@@ -198,9 +205,11 @@ class Engine:
             self._drop_unwanted()
             self._admission.admit()
             self._make_room()
-            if self.scheduler.active:
+            if decodes := bool(self.scheduler.active):
                 self._decode()
             self._deliver(self.flights.lag if self.scheduler.active else 0)
+            if decodes:
+                self.scheduler.limit.reached()
         except torch.OutOfMemoryError:
             if len(self.scheduler.in_slots) <= 1:
                 raise
@@ -321,11 +330,11 @@ class Engine:
                 self._preemptions += 1
 
     def _preempt(self) -> None:
-        """Put half of the sequences back to wait, and be content with the other half from now on."""
+        """Put half of the sequences back to wait, and be content with the other half for now; see `RowLimit`."""
         self._deliver(0)
         self._preemptions += self.scheduler.preempt()
         if self._graphs is not None:
-            self._graphs.forget()  # those of more rows are not needed again
+            self._graphs.forget()  # they hold memory, and those of more rows are not needed for now
         devices.release_unused(self.base.device)
 
     def _make_budget(self) -> Budget:

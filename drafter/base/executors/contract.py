@@ -25,6 +25,7 @@ class TreeNodes:
         kv_length: Cache positions that attention reads; at least every row's length + N.
         packing: Which nodes are not padding, if only these are to be computed.
         hidden_layers: K hidden states to return, side by side; see `DecoderLayers.take`.
+        full: Rows of so many committed positions are empty: what their nodes see does not matter. None if none are.
     """
 
     tokens: Tensor
@@ -34,6 +35,7 @@ class TreeNodes:
     kv_length: int
     packing: Packing | None = None
     hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,)
+    full: int | None = None
 
 
 class Executor(Protocol):

@@ -14,17 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from drafter import devices
-from drafter.base.architecture import attention_kinds, max_positions
+from drafter.base.architecture import attention_kinds, max_positions, whole_layers
 from drafter.base.executors.compiled import compiled
 from drafter.base.executors.contract import TreeNodes
 from drafter.base.hidden_states import DecoderLayers
 from drafter.base.kv_cache import KVCache
 from drafter.base.masks import additive, tree_attention_mask
 from drafter.base.packing import Packing
+from drafter.base.prefix_attention import CommittedLayers, Prefix, PrefixAttention, parts_of
 from drafter.base.tree_attention import folded
 
 _LARGEST_TREE = 128
 """More nodes than this are a piece of a prompt, whose mask is larger than the KV cache that folding saves."""
+_USUAL_TREE = 32
+"""Nodes of a tree for which a compiled forward shares out a row's positions, as it is the same for all trees."""
 Forward = Callable[[KVCache, TreeNodes], tuple[Tensor, Tensor]]
 
 
@@ -40,6 +43,9 @@ class ModelCode:
 
     Attributes:
         query_groups: How many query heads share a KV head in the masks that the layers get; see `tree_attention`.
+        prefix_attention: What reads the committed positions of trees' rows in the layers that see all of them; None
+            where attention is masked.
+        whole: Those layers.
     """
 
     def __init__(
@@ -53,6 +59,8 @@ class ModelCode:
         takes = inspect.signature(model.forward).parameters
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self.query_groups = 1
+        self.prefix_attention: PrefixAttention | None = None
+        self.whole = whole_layers(config)
         self._head_input: Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._keep_head_input)
         self._verify: Forward = self._run
@@ -98,7 +106,7 @@ class ModelCode:
     def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int) -> Tensor:
         """Run only the first layers, and the final norm; see `BaseModel.exit_early`."""
         with self._layers.only_first(layers):
-            last: Tensor = self._decoder(**self._inputs(cache, 0, nodes)).last_hidden_state
+            last: Tensor = self._decoder(**self._tree_inputs(cache, nodes)).last_hidden_state
             return last.to(self._device)
 
     def forget_head_input(self) -> None:
@@ -106,7 +114,7 @@ class ModelCode:
         self._head_input = None
 
     def _run(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
-        inputs, packing = self._inputs(cache, 0, nodes), nodes.packing
+        inputs, packing = self._tree_inputs(cache, nodes), nodes.packing
         logits = self._model(**inputs).logits.to(self._device)
         head_input, self._head_input = self._head_input, None
         assert head_input is not None
@@ -127,19 +135,30 @@ class ModelCode:
         packing = Packing.of_counts(counts, device) if rows > 1 else None
         return self._inputs(cache, slot, TreeNodes(tokens, lengths, depths, ancestors, kv_length, packing))
 
-    def _inputs(self, cache: KVCache, slot: int, nodes: TreeNodes) -> dict[str, Any]:
+    def _tree_inputs(self, cache: KVCache, nodes: TreeNodes) -> dict[str, Any]:
+        """Of trees: in two parts where something reads committed positions to their own length."""
+        attend, rows = self.prefix_attention, len(nodes.tokens)
+        # Blocks are not in order, and a tree larger than these has no mask for query heads that share a KV head.
+        if attend is None or cache.block != cache.length or nodes.tokens.shape[1] > _LARGEST_TREE:
+            return self._inputs(cache, 0, nodes)
+        layers = cache.layers()
+        size = nodes.tokens.shape[1]
+        if torch.compiler.is_compiling():  # which has one variant for one row, or node, and one for all other numbers
+            rows, size = rows if rows == 1 else cache.slots, size if size == 1 else _USUAL_TREE
+        lengths = nodes.lengths
+        if nodes.full is not None:
+            lengths = torch.where(lengths < nodes.full, lengths, 0)
+        parts = parts_of(rows, layers[0][0].shape[1], size * self.query_groups, cache.length)
+        prefix = Prefix(lengths, cache.length, parts, attend)
+        return self._inputs(cache, 0, nodes, CommittedLayers(layers, self.whole, prefix))
+
+    def _inputs(
+        self, cache: KVCache, slot: int, nodes: TreeNodes, committed: CommittedLayers | None = None
+    ) -> dict[str, Any]:
         tokens, lengths, packing = nodes.tokens, nodes.lengths[:, None], nodes.packing
         groups = self.query_groups if tokens.shape[1] <= _LARGEST_TREE else 1
         masks = {
-            kind: folded(
-                additive(
-                    tree_attention_mask(
-                        nodes.lengths, nodes.depths, nodes.ancestors, nodes.kv_length, window=window, chunk=chunk
-                    ),
-                    self._dtype,
-                ),
-                groups,
-            )
+            kind: self._mask(nodes, window, chunk, groups, in_parts=committed is not None)
             for kind, (window, chunk) in self._kinds.items()
         }
         positions = lengths + nodes.depths
@@ -150,12 +169,28 @@ class ModelCode:
         places = lengths + torch.arange(tokens.shape[1], device=tokens.device)
         inputs = {
             "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
-            "past_key_values": cache.view(slot, places, nodes.kv_length, packing),
+            "past_key_values": cache.view(
+                slot, places, nodes.kv_length, packing, apart=() if committed is None else committed.whole
+            ),
             "use_cache": True,
         }
+        if committed is not None:
+            inputs["committed"] = committed
         if packing is None:
             return inputs | {"input_ids": tokens, "position_ids": positions}
         return inputs | {"input_ids": packing.pack(tokens), "position_ids": packing.pack(positions), "packing": packing}
+
+    def _mask(self, nodes: TreeNodes, window: int | None, chunk: int | None, groups: int, *, in_parts: bool) -> Tensor:
+        """The mask `[B, 1, G · N, S]` of one kind of attention, where S is N for one that reads in two parts."""
+        if in_parts and window is None and chunk is None:
+            # A GPU's kernels want rows of masks to begin at a multiple of eight.
+            size = nodes.ancestors.shape[2]
+            padded = nn.functional.pad(nodes.ancestors, (0, -size % 8))
+            return folded(additive(padded, self._dtype), groups)[..., :size]
+        seen = tree_attention_mask(
+            nodes.lengths, nodes.depths, nodes.ancestors, nodes.kv_length, window=window, chunk=chunk
+        )
+        return folded(additive(seen, self._dtype), groups)
 
     def _keep_head_input(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         self._head_input = args[0]

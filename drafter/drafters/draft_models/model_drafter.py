@@ -41,7 +41,9 @@ class ModelDrafter(Drafter):
             nodes = sum(accumulate(self._expansion, int.__mul__))
         depth = min(nodes, _DEPTH) if self._expansion is None else len(self._expansion)
         self._reader = TextReader(model, base, depth + 1)
-        self.spec = DraftSpec(nodes, depth, graph_safe=model.device == base.device)
+        beside = model.device == base.device
+        kept = sum(model.kv_bytes_per_token) if beside else 0
+        self.spec = DraftSpec(nodes, depth, graph_safe=beside, bytes_per_token=kept)
 
     def open(self, loan: Loan) -> None:
         """Allocate the draft model's KV cache."""

@@ -7,11 +7,15 @@ change a token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from drafter.base.causal_lm import BaseModel
-from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftSpec, Ids, Loan
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftMemory, DraftSpec, Ids, Loan
 from drafter.drafters.draft_models.text_reader import TextReader
 from drafter.errors import LoadError
 from drafter.tree.token_tree import TokenTree
@@ -50,6 +54,8 @@ class StackedDrafter(Drafter):
             hidden_layers=spec.hidden_layers,
             graph_safe=spec.graph_safe and model.device == base.device,
             lossless_only=spec.lossless_only,
+            bytes_per_token=spec.bytes_per_token
+            + (sum(model.kv_bytes_per_token) if model.device == base.device else 0),
         )
         self._device = model.device
 
@@ -96,6 +102,15 @@ class StackedDrafter(Drafter):
     def observe(self, committed: Committed) -> None:
         """Tell the lower drafter; the model reads what it must by itself."""
         self.lower.observe(committed)
+
+    @property
+    def memory(self) -> DraftMemory:
+        """That of the lower drafter."""
+        return self.lower.memory
+
+    def remember(self, texts: Sequence[Sequence[int] | npt.NDArray[np.int32]]) -> None:
+        """Tell the lower drafter."""
+        self.lower.remember(texts)
 
 
 def reprice(tree: TokenTree, log_probs: Tensor, own: int, depth: int, size: int) -> TokenTree:

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Several
 
 from drafter.engine.batch_state import BatchState
 from drafter.engine.sequences.prefill import Piece
+from drafter.engine.sequences.row_limit import RowLimit
 from drafter.engine.sequences.sequence import Sequence
 from drafter.engine.sequences.waiting_queue import WaitingQueue
 from drafter.engine.steps.flights import Flights
@@ -27,7 +28,7 @@ class Scheduler:
         active: Sequence of each slot that is decoded, in the slots' order.
         entering: Those whose prompts are being read, in the slots behind.
         waiting: Those without a slot.
-        most: Sequences that may be in slots together: all slots, or fewer after memory ran out.
+        limit: Sequences that may be in slots together: all slots, or fewer for a while after memory ran out.
     """
 
     def __init__(self, state: BatchState, flights: Flights, max_queue: int) -> None:
@@ -35,7 +36,7 @@ class Scheduler:
         self.active: list[Sequence] = []
         self.entering: list[Sequence] = []
         self.waiting = WaitingQueue(max_queue)
-        self.most = state.slots
+        self.limit = RowLimit(state.slots)
 
     @property
     def in_slots(self) -> list[Sequence]:
@@ -57,7 +58,7 @@ class Scheduler:
         def fits(sequence: Sequence) -> bool:
             return self._state.has_room(sequence.length + 1, slot)
 
-        sequence = self.waiting.take(fits) if slot < self.most else None
+        sequence = self.waiting.take(fits) if slot < self.limit.most else None
         if sequence is None:
             return False
         # It is in a list before anything can fail, so that a failure finds it.
@@ -142,15 +143,16 @@ class Scheduler:
         return [*unwanted, *self.waiting.take_unwanted(now)]
 
     def preempt(self) -> int:
-        """Put half of the sequences back to wait, and let no more be in slots from now on; return how many went back.
+        """Put half of the sequences back to wait, and let no more be in slots for now; return how many went back.
 
         No flight may be under way. A sequence whose prompt is being read is not in its slot as a whole: it goes back.
         """
-        self.most = (len(self.in_slots) + 1) // 2
-        back = self.in_slots[min(self.most, len(self.active)) :]
+        self.limit.ran_out(len(self.in_slots))
+        most = self.limit.most
+        back = self.in_slots[min(most, len(self.active)) :]
         for slot in range(len(self.in_slots) - len(back), len(self.in_slots)):
             self._state.clear(slot)
-        self.active, self.entering = self.active[: self.most], []
+        self.active, self.entering = self.active[:most], []
         self._update_settings()
         self._state.restore([sequence.text for sequence in self.active])
         self.waiting.put_back(back)

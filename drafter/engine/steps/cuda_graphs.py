@@ -33,7 +33,7 @@ class StepShape:
     Args:
         rows: Slots `0..rows-1` are decoded; the last of them may be empty.
         nodes: Draft nodes of each row.
-        kv_length: Cache positions that attention reads.
+        kv_length: Cache positions that attention reads, where it does not read each row to its own length.
         mode: What sampling needs.
         biases: Most biased tokens of a row.
     """
@@ -80,6 +80,11 @@ class StepGraphs:
         self._recorded: OrderedDict[StepShape, Step] = OrderedDict()
         self._clean: set[_Kind] = set()
         self._refused: set[_Kind] = set()
+
+    @property
+    def most(self) -> int:
+        """Recorded steps that are kept; none where nothing can be recorded."""
+        return 0 if self._recorder is None else self._MOST
 
     def run(self, shape: StepShape, step: Step) -> StepOutcome:
         """Do a step of this shape. Its report is only good until the next step, of whatever shape."""
@@ -211,4 +216,12 @@ def padded_length(length: int, most: int) -> int:
     size = _LEAST_KV
     while size < length:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return min(size, most)
+
+
+def coarse_length(length: int, most: int) -> int:
+    """The next of 64, 256, 1,024, ...: where little is read in vain, few shapes are worth more."""
+    size = _LEAST_KV
+    while size < length:
+        size *= 4
     return min(size, most)

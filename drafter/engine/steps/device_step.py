@@ -49,6 +49,7 @@ class DeviceStep:
             kv_length,
             packing,
             self.hidden_layers,
+            self.state.max_length,
         )
         return Verified(tree, ancestors, depth, *self.base.verify(self.state.cache, nodes))
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from drafter.budget.contract import Budget
 from drafter.drafters.contract import Ask, DraftContext
-from drafter.engine.steps.cuda_graphs import StepGraphs, StepShape, padded_length, padded_rows
+from drafter.engine.steps.cuda_graphs import StepGraphs, StepShape, coarse_length, padded_length, padded_rows
 from drafter.engine.steps.device_step import DeviceStep
 from drafter.engine.steps.eager_step import StepRun
 from drafter.engine.steps.outcome import StepOutcome
@@ -47,6 +47,10 @@ def step_shape(step: DeviceStep, rows: int, nodes: int, longest: int) -> StepSha
     """The shape of a step of `rows` rows, none of which is longer than `longest`, with so many draft nodes each."""
     state = step.state
     kv_length = padded_length(min(longest, state.max_length) + nodes + 1, state.capacity)
+    if step.base.reads_to_length and state.cache.block == state.cache.length:
+        # Then only a drafter's work may follow from the length, and is little: that is no reason for many graphs.
+        bounded = bool(nodes) and state.drafter.spec.bounded
+        kv_length = coarse_length(kv_length, state.capacity) if bounded else state.capacity
     biases = state.sampling.biases.shape[1] if state.mode.biased else 0
     return StepShape(padded_rows(rows, state.slots), nodes, kv_length, state.mode, biases)
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drafter.base.prefix_attention import Prefix
 from drafter.heads.modules.rotary import rotary_rates, rotate, rotation_table
 
 Memory = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(layer, new keys `[B, S, H, D]`, new values) → all keys and values to attend to, `[C, S', H, D]`."""
+"""(layer, new keys `[B, S, H, D]`, new values) → all keys and values to attend to; see `FrameLayer.forward`."""
 
 
 class FrameLayer(nn.Module):
@@ -48,21 +49,26 @@ class FrameLayer(nn.Module):
         queries, keys = rotate(qkv[:, :, :2], cos, sin).unbind(2)
         return queries, keys, qkv[:, :, 2]
 
-    def forward(self, frames: Tensor, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, frames: Tensor, queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | Prefix) -> Tensor:
         """Return the frames `[B, F, d]` after the layer.
 
         Args:
             frames: `[B, F, d]`.
             queries: `[B, F, H, D]`.
             keys: `[C, S', H, D]`. If `C` is not `B`, the frames are those of C texts, one text after another.
-            values: `[C, S', H, D]`.
-            mask: Broadcastable to `[C, 1, B·F/C, S']`.
+                `[S · L, H, D]` where a prefix is seen.
+            values: As `keys`.
+            seen: A mask, broadcastable to `[C, 1, B·F/C, S']`, or the first positions of each of C texts.
         """
-        queries = queries.reshape(keys.shape[0], -1, *queries.shape[2:])
-        mixed = F.scaled_dot_product_attention(
-            queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask
-        )
-        frames = frames + self.out(mixed.transpose(1, 2).reshape(frames.shape))
+        if isinstance(seen, Prefix):
+            queries = queries.reshape(len(seen.lengths), -1, *queries.shape[2:])
+            mixed, _ = seen.read(queries, keys, values, queries.shape[-1] ** -0.5)
+        else:
+            queries = queries.reshape(keys.shape[0], -1, *queries.shape[2:])
+            mixed = F.scaled_dot_product_attention(
+                queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=seen
+            ).transpose(1, 2)
+        frames = frames + self.out(mixed.reshape(frames.shape))
         gate, up = self.gate_up(self.mlp_norm(frames)).chunk(2, -1)
         return frames + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
 
@@ -108,7 +114,7 @@ class AttentionLayers(nn.Module):
         return rotation_table(rotary_rates(self.rope_theta, self.width // self.num_heads, device), length, dtype)
 
     def frames(
-        self, context: Tensor, starts: Tensor, count: int, rotation: Tensor, mask: Tensor, memory: Memory
+        self, context: Tensor, starts: Tensor, count: int, rotation: Tensor, seen: Tensor | Prefix, memory: Memory
     ) -> Tensor:
         """Return the last states of the first F frames of each anchor, `[B, A, F, d]`, before any output norm.
 
@@ -118,8 +124,8 @@ class AttentionLayers(nn.Module):
                 rows come in one list, and the rows are its anchors.
             count: F.
             rotation: `[B, W + A·F, 2, D]` cosine and signed sine at the entries' positions, context first.
-            mask: bool, broadcastable to `[C, 1, B·A·F/C, S']`: what each frame may attend to among what `memory`
-                returns, which belongs to C texts.
+            seen: bool, broadcastable to `[C, 1, B·A·F/C, S']`: what each frame may attend to among what `memory`
+                returns, which belongs to C texts. Or, where all frames of a text see the same, how much of it.
             memory: Takes a layer's new keys and values, returns the keys and values to attend to.
         """
         frames = (starts[:, :, None] + self.slots[:count]).flatten(1, 2)
@@ -127,7 +133,7 @@ class AttentionLayers(nn.Module):
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, FrameLayer)
             queries, keys, values = layer.project(torch.cat([context, frames], 1), cos, sin)
-            frames = layer(frames, queries[:, context.shape[1] :], *memory(index, keys, values), mask)
+            frames = layer(frames, queries[:, context.shape[1] :], *memory(index, keys, values), seen)
         return frames.view(frames.shape[0], starts.shape[1], count, -1)
 
     def remember(self, context: Tensor, rotation: Tensor, store: Callable[[int, Tensor, Tensor], None]) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from drafter.base.causal_lm import BaseModel
+from drafter.base.prefix_attention import Prefix, parts_of, prefix_attention_agrees, prefix_attention_on
 from drafter.drafters.contract import DraftContext
 from drafter.heads.modules.attention_layers import AttentionLayers
 from drafter.heads.modules.context_reader import CacheShape, ContextReader, Entries
@@ -27,6 +28,14 @@ class AttentionReader(ContextReader, FrameReader):
         size = module.width // module.num_heads
         super().__init__(base, fresh, CacheShape(len(module.layers), module.num_heads, size, module.num_frames))
         self._module = module
+        attend = prefix_attention_on(base.device, base.dtype)
+        # Where all frames of a text see the same of it, they need no mask if something reads to its end.
+        proved = (
+            attend is not None
+            and not module.causal
+            and prefix_attention_agrees(attend, module.num_heads, size, base.device, base.dtype)
+        )
+        self._attend, self.bounded = (attend, False) if proved else (None, True)
 
     def _rotation_table(self, length: int) -> Tensor:
         return self._module.rotation(length, self._base.device, self._base.dtype)
@@ -42,16 +51,21 @@ class AttentionReader(ContextReader, FrameReader):
         places = torch.cat(
             [positions + entries.slots * self._length, (ahead + self._slot[:rows, None] * self._length).flatten()]
         )
-        texts = self._texts(rows, context.longest + 1 + frames)
-        last = ahead if module.causal else ahead[:, -1:]
-        mask = (self._place[: texts.shape[3]] <= last[:, :, None])[:, None]
+        seen: Tensor | Prefix
+        if self._attend is not None:
+            parts = parts_of(rows, module.num_heads, frames, self._length)
+            seen, texts = Prefix(context.lengths + (frames + 1), self._length, parts, self._attend), self._cache
+        else:
+            texts = self._texts(rows, context.longest + 1 + frames)
+            last = ahead if module.causal else ahead[:, -1:]
+            seen = (self._place[: texts.shape[3]] <= last[:, :, None])[:, None]
 
         def memory(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             self._store(places, layer, keys, values)
             return texts[layer, 0], texts[layer, 1]
 
         rotation = self._rotation[torch.cat([positions, ahead.flatten()])]
-        return module.frames(fused[None], fused[None, ends], frames, rotation[None], mask, memory)[0]
+        return module.frames(fused[None], fused[None, ends], frames, rotation[None], seen, memory)[0]
 
     def _remember(self, context: DraftContext, entries: Entries) -> None:
         """Read entries without computing frames after them."""

@@ -61,8 +61,11 @@ class ContextReader(SlotReader, ABC):
         shape: What is kept of an entry.
     """
 
+    bounded = True
+
     def __init__(self, base: BaseModel, fresh: int, shape: CacheShape) -> None:
         self._base, self._shape = base, shape
+        self.bytes_per_token = 2 * shape.layers * shape.heads * shape.size * base.dtype.itemsize
         self._cached: list[int] = []  # entries of each slot whose keys and values are in the cache
         # The host of a GPU is a step behind and does not know how many entries are new. There a step takes the same
         # number of entries from every row, enough for two steps.

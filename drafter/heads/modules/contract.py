@@ -44,7 +44,15 @@ class DraftModule(nn.Module, ABC):
 
 
 class SlotReader:
-    """What a draft module remembers of the sequences in the engine's slots: by itself, nothing."""
+    """What a draft module remembers of the sequences in the engine's slots: by itself, nothing.
+
+    Attributes:
+        bounded: Whether drafting looks at `DraftContext.longest`.
+        bytes_per_token: Memory that it keeps for each position of a slot.
+    """
+
+    bounded = False
+    bytes_per_token = 0
 
     def open(self, slots: int, length: int) -> None:
         """Make room for `slots` sequences of `length` tokens and the drafts behind them. Called once."""

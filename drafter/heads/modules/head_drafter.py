@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from drafter.drafters.contract import DraftContext, Drafter, DraftSpec, Ids, Loan
 from drafter.heads.modules.contract import SlotReader
 
@@ -10,12 +12,12 @@ class HeadDrafter(Drafter):
     """Keeps a reader informed.
 
     Args:
-        spec: What the drafter needs.
+        spec: What the drafter needs; the reader says what it looks at and keeps.
         reader: What the head's module remembers.
     """
 
     def __init__(self, spec: DraftSpec, reader: SlotReader) -> None:
-        self.spec = spec
+        self.spec = replace(spec, bounded=reader.bounded, bytes_per_token=reader.bytes_per_token)
         self._slots = reader
 
     def open(self, loan: Loan) -> None:

@@ -58,7 +58,7 @@ class Members:
         """The rate of the best number of nodes of one member, plain decoding included."""
         verify, draft = self.tables[member].at(rows)
         gains = [sum(self.right[member] ** depth for depth in range(1, nodes + 1)) for nodes in BASE.nodes]
-        return max((1 + gain) / (v + d) for gain, v, d in zip(gains, verify, draft, strict=True))
+        return float(max((1 + gain) / (v + d) for gain, v, d in zip(gains, verify, draft, strict=True)))
 
 
 @pytest.mark.parametrize("rows", [1, 8])

@@ -115,6 +115,29 @@ def test_rows_that_do_not_fit_are_decoded_later(family: str) -> None:
         assert (engine.state().slots, engine.state().preemptions) == (3, 6)
 
 
+def test_rows_come_back_when_memory_reaches_again(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one, up to all slots; and where it never reaches for more, the engine lives on with what fits."""
+    monkeypatch.setattr("drafter.engine.sequences.row_limit._PAUSE", 2)
+    requests = requests_of(24)
+    expected = run_engine(tiny_base, PlainDecoding(), requests, slots=1)
+    monkeypatch.setattr(tiny_base, "verify", run_out(tiny_base.verify, {3}))
+    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(slots=6))
+    handles, most = submit_all(engine, requests), [6]
+    while not engine.idle:
+        engine.step()
+        most += [engine.state().slots] * (engine.state().slots != most[-1])
+    check_results(handles, expected)
+    assert most == [6, 3, 4, 5, 6]
+    engine = Engine(
+        tiny_base, Small(AdversarialDrafter(3), rows=2), SpellingTokenizer(), EngineConfig(slots=6, nodes=4)
+    )
+    handles = submit_all(engine, requests)
+    while not engine.idle:
+        engine.step()
+    check_results(handles, expected)
+    assert engine.state().preemptions > 4  # 6 rows, then 3, then 2, and later 3 again
+
+
 @pytest.mark.parametrize(
     "stage", ["prefill", "prefill together", "prefill_last", "verify", "forward", "commit", "read"]
 )

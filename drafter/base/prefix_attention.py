@@ -1,0 +1,185 @@
+"""Attention in two parts: what a row has committed, which all nodes of its tree see as a whole, and the tree itself.
+
+The first part needs no mask, so a kernel can stop at each row's own end, whose place only the device need know. The
+second is small. Each part gives the mixed values and the logarithm of the sum of its exponential scores; with these the
+two are merged as if there had been one softmax (Milakov and Gimelshein 2018; tree attention as in Cascade inference).
+
+On a GPU in half precision the first part is PyTorch's flash attention (Dao 2023), called as `varlen_attn` calls it: the
+public function has no lengths on the device before torch 2.12. Elsewhere there is no kernel that reads rows to their
+own length, and attention stays masked; see `tree_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_PART, _BUSY, _WORTH = 256, 256, 8
+"""A row's positions are shared out to parts of at least so many, until there are so many pieces of work, one for each
+row, KV head and part: a kernel does one piece after another of a row, and a GPU has some hundred processors. Each part
+has its own copy of the queries and of what comes of them, so it has this many times as many positions at least."""
+
+Parts = tuple[Tensor, Tensor]
+"""Mixed values `[..., D]`, and float32 log-sum-exps of the scores `[...]`; -inf where nothing was seen."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Which positions are read of B rows. Row `b` is slot `b` of S slots.
+
+    Args:
+        lengths: `[B]` int64: the first so many positions of each row.
+        slot: L, positions of a slot.
+        parts: Into how many parts of equal length the positions of a slot are shared out.
+        attend: How they are read.
+    """
+
+    lengths: Tensor
+    slot: int
+    parts: int
+    attend: PrefixAttention
+
+    def read(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Parts:
+        """Attend to them.
+
+        Args:
+            query: `[B, Q, H', D]`.
+            key: `[S · L, H', D]`.
+            value: `[S · L, H', D]`.
+            scale: Of the scores.
+
+        Returns:
+            `[B, Q, H', D]` and `[B, Q, H']`.
+        """
+        return self.attend(query, key, value, self, scale)
+
+
+PrefixAttention = Callable[[Tensor, Tensor, Tensor, Prefix, float], Parts]
+"""As `Prefix.read`, which is given where to read."""
+
+
+@dataclass(frozen=True)
+class CommittedLayers:
+    """What the layers of one forward over trees need to know of the committed positions.
+
+    Args:
+        layers: Keys and values `[S · L, H', D]` of each layer.
+        whole: The layers that see all of them.
+        prefix: Which positions these are.
+    """
+
+    layers: list[tuple[Tensor, Tensor]]
+    whole: frozenset[int]
+    prefix: Prefix
+
+
+def merge_attention(values: Tensor, lses: Tensor) -> Parts:
+    """Merge attention over several sets of positions into attention over all of them.
+
+    Args:
+        values: `[P, ..., D]` mixed values of P sets.
+        lses: `[P, ...]` float32; -inf for a set of nothing, whose values must be finite.
+    """
+    # If all sets are empty the largest is -inf, and minus itself that would be NaN.
+    largest = lses.amax(0).clamp_min(torch.finfo(lses.dtype).min)
+    shares = (lses - largest).exp()
+    total = shares.sum(0)
+    mixed = (values * shares[..., None]).sum(0) / total.clamp_min(torch.finfo(total.dtype).tiny)[..., None]
+    return mixed.to(values.dtype), largest + total.log()
+
+
+def parts_of(rows: int, heads: int, queries: int, slot: int) -> int:
+    """Into how many parts to share out the positions of a slot.
+
+    Args:
+        rows: Rows of the forward.
+        heads: KV heads.
+        queries: Queries of a row that share a KV head.
+        slot: Positions of a slot.
+    """
+    return max(1, min(-(-slot // max(_PART, _WORTH * queries)), _BUSY // (rows * heads)))
+
+
+def masked_prefix_attention(query: Tensor, key: Tensor, value: Tensor, prefix: Prefix, scale: float) -> Parts:
+    """The same as a `PrefixAttention` is to compute, by reading all positions and masking: what others are held to."""
+    rows = len(query)
+    key, value = (one.unflatten(0, (-1, prefix.slot))[:rows].float() for one in (key, value))
+    scores = torch.einsum("bqhd,blhd->bqhl", query.float(), key) * scale
+    unseen = torch.arange(prefix.slot, device=query.device) >= prefix.lengths[:, None]
+    scores = scores.masked_fill(unseen[:, None, None], -torch.inf)
+    shares = (scores - scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)).exp()
+    total = shares.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    return torch.einsum("bqhl,blhd->bqhd", shares / total, value).to(query.dtype), scores.logsumexp(-1)
+
+
+def flash_prefix_attention(query: Tensor, key: Tensor, value: Tensor, prefix: Prefix, scale: float) -> Parts:
+    """By PyTorch's flash attention for sequences of different lengths: each part of each row is a sequence."""
+    rows, queries = query.shape[:2]
+    parts, size = prefix.parts, -(-prefix.slot // prefix.parts)
+    part = torch.arange(parts, device=query.device) * size
+    used = (prefix.lengths[:, None] - part).clamp(0, size).int().flatten()
+    row = torch.arange(rows, device=query.device)[:, None] * prefix.slot
+    # One entry more than there are sequences, of which only the beginnings are read where `used` is given.
+    starts = torch.nn.functional.pad((row + part).flatten(), (0, 1)).int()
+    ends = torch.arange(rows * parts + 1, device=query.device, dtype=torch.int32) * queries
+    asked = query[:, None].expand(-1, parts, -1, -1, -1).reshape(-1, *query.shape[2:])
+    mixed, lse, *_ = torch.ops.aten._flash_attention_forward(
+        asked, key, value, ends, starts, queries, size, 0.0, False, False, scale=scale, seqused_k=used
+    )
+    values = mixed.view(rows, parts, *query.shape[1:]).transpose(0, 1)
+    lses = lse.view(-1, rows, parts, queries).permute(2, 1, 3, 0)
+    # The kernel says +inf of a sequence without a position.
+    lses = lses.masked_fill((used == 0).view(rows, parts).T[:, :, None, None], -torch.inf)
+    return (values[0], lses[0]) if parts == 1 else merge_attention(values, lses)
+
+
+def tree_part(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Parts:
+    """Attention of nodes to the nodes of their own tree.
+
+    Args:
+        query: `[B, H', Q, D]`.
+        key: `[B, H', N, D]`.
+        value: `[B, H', N, D]`.
+        mask: `[B, 1, Q, N]` numbers that are added to the scores; on a GPU each row of it begins at a multiple of 8.
+        scale: Of the scores.
+
+    Returns:
+        `[B, H', Q, D]` and `[B, H', Q]`.
+    """
+    if query.device.type == "cuda":
+        bias = mask.expand(-1, query.shape[1], -1, -1)
+        mixed, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, True, scale=scale
+        )
+        return mixed, lse[..., : query.shape[2]]
+    scores = query.float() @ key.float().mT * scale + mask
+    return (scores.softmax(-1) @ value.float()).to(query.dtype), scores.logsumexp(-1)
+
+
+@torch.inference_mode()
+def prefix_attention_agrees(
+    attend: PrefixAttention, heads: int, dim: int, device: torch.device, dtype: torch.dtype
+) -> bool:
+    """Whether it runs there, and gives what `masked_prefix_attention` gives, for rows of several lengths and parts."""
+    random, slot = torch.Generator().manual_seed(0), 3 * _PART
+    query, keys = (torch.randn(size, heads, dim, generator=random) for size in (2 * 5, 2 * slot))
+    query, keys = query.view(2, 5, heads, dim).to(device, dtype), keys.to(device, dtype)
+    lengths = torch.tensor([slot - 7, 0], device=device)
+    prefix = Prefix(lengths, slot, 3, attend)
+    try:
+        found, lse = prefix.read(query, keys, keys.flip(0), dim**-0.5)
+    except (RuntimeError, TypeError):
+        return False
+    expected, sums = masked_prefix_attention(query, keys, keys.flip(0), prefix, dim**-0.5)
+    near = torch.allclose(found.float(), expected.float(), atol=2e-2)
+    return near and torch.allclose(lse, sums, atol=2e-2)
+
+
+def prefix_attention_on(device: torch.device, dtype: torch.dtype) -> PrefixAttention | None:
+    """What reads rows to their own length there; None where nothing does. It is yet to be proved; see `BaseModel`."""
+    has = hasattr(torch.ops.aten, "_flash_attention_forward")
+    half = dtype in (torch.float16, torch.bfloat16)
+    return flash_prefix_attention if device.type == "cuda" and half and has else None

@@ -1,0 +1,107 @@
+"""A GPU's memory is planned, and tried, before the first request; a CPU behind the host's back stands for one."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from drafter import devices
+from drafter.base.causal_lm import BaseModel
+from drafter.drafters.contract import Drafter
+from drafter.drafters.merged import MergedDrafter
+from drafter.drafters.ngram import NgramDrafter
+from drafter.drafters.none import PlainDecoding
+from drafter.engine import memory_check
+from drafter.engine.engine_config import EngineConfig
+from drafter.engine.loop import Engine
+from drafter.engine.memory_check import engine_sizes
+from drafter.engine.steps.cuda_graphs import StepShape
+from drafter.engine.steps.device_step import DeviceStep
+from drafter.engine.steps.graph_step import whole_step
+from drafter.engine.steps.outcome import StepOutcome
+from drafter.errors import LoadError
+from tests.support.heads import make_head
+from tests.support.models import SpellingTokenizer, random_model
+from tests.support.tapes import TapeRecorder
+
+
+@pytest.fixture(autouse=True)
+def asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
+    monkeypatch.setattr("drafter.engine.steps.cuda_graphs._CudaRecorder", TapeRecorder())
+
+
+def engine(base: BaseModel, drafter: Drafter, **config: Any) -> Engine:
+    return Engine(base, drafter, SpellingTokenizer(), EngineConfig(**{"slots": 4, "max_length": 96, **config}))
+
+
+def test_an_engine_that_does_not_fit_is_refused_and_told_what_would(
+    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(devices, "free_bytes", lambda device: 1100 << 20)
+    with caplog.at_level(logging.INFO, "drafter.engine.memory_check"):
+        engine(tiny_base, NgramDrafter(7), nodes=7)  # most of which is what 256 graphs are taken to need
+        with pytest.raises(
+            LoadError, match=r"an engine of 90,000 slots takes .* lower slots to [\d,]+ .*KV cache"
+        ) as told:
+            engine(tiny_base, NgramDrafter(7), nodes=7, slots=90_000)
+    assert "\n" not in str(told.value)
+    assert "in all" in caplog.text
+
+
+def test_the_dearest_step_is_tried_and_leaves_nothing(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[StepShape] = []
+
+    def noted(step: DeviceStep, shape: StepShape) -> StepOutcome:
+        tried.append(shape)
+        return whole_step(step, shape)
+
+    monkeypatch.setattr(memory_check, "whole_step", noted)
+    for drafter in (PlainDecoding(), NgramDrafter(7), make_head(tiny_base, "ctc").drafter(tiny_base, 7)):
+        made = engine(tiny_base, drafter, nodes=7)
+        (shape,) = tried
+        tried.clear()
+        assert (shape.rows, shape.nodes) == (4, drafter.spec.max_nodes)
+        assert shape.mode.ranked
+        assert shape.mode.penalties
+        assert made.batch.mode.likeliest
+        assert made.batch.lengths.tolist() == [96] * 4
+
+
+def test_a_step_that_does_not_fit_is_refused_at_the_start(
+    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(step: object, shape: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(memory_check, "whole_step", fail)
+    with pytest.raises(
+        LoadError, match=r"a step of 4 slots that samples with every setting does not fit .* lower slots"
+    ):
+        engine(tiny_base, PlainDecoding())
+
+
+def test_what_drafters_keep_is_in_the_plan(tiny_base: BaseModel) -> None:
+    head = make_head(tiny_base, "ctc").drafter(tiny_base, 7)
+    one = engine_sizes(tiny_base, head.spec, EngineConfig(slots=4), 96, 0)
+    reader = head._reader  # type: ignore[attr-defined]
+    reader.open(4, one.length)
+    assert 0 < one.draft_kv * 4 * one.length <= reader._cache.nbytes < one.draft_kv * 4 * (one.length + 32)
+    assert one.hidden == tiny_base.hidden_size * tiny_base.dtype.itemsize
+    both = engine_sizes(tiny_base, MergedDrafter(head, head).spec, EngineConfig(slots=4), 96, 0)
+    assert (both.draft_kv, both.hidden) == (2 * one.draft_kv, one.hidden)
+
+
+def test_copies_that_attention_makes_are_in_the_plan() -> None:
+    base = BaseModel(random_model("llama"), native=False)
+    settings = (PlainDecoding.spec, EngineConfig(slots=4), 96, 0)
+    groups = base.config.num_attention_heads // base.config.num_key_value_heads
+    assert groups > 1
+    assert engine_sizes(base, *settings).copied_kv == groups  # as transformers does it
+    base.allow_packing()
+    assert engine_sizes(base, *settings).copied_kv == 0
+    paged = (PlainDecoding.spec, EngineConfig(slots=4, kv_gib=0.5), 96, 0)
+    assert engine_sizes(base, *paged).copied_kv == 1
