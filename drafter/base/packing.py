@@ -30,7 +30,7 @@ class Packing:
     @staticmethod
     def of(real: Tensor) -> Packing:
         """Of the nodes that are `real` `[B, N]` bool. Waits for the device."""
-        places = real.flatten().cumsum(0) - 1
+        places = (real.flatten().cumsum(0) - 1).clamp_min(0)
         return Packing(real.flatten().nonzero()[:, 0], places.view_as(real))
 
     @staticmethod

@@ -19,6 +19,7 @@ from drafter.drafters.none import PlainDecoding
 from drafter.embedded import EMBEDDED_HEADS, OTHER_HEADS
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import is_head_of, load_head
+from drafter.heads.early_exit.exit_drafter import named_exit
 from drafter.heads.registry import HEADS
 
 TRAINING_FREE: dict[str, Callable[[int], Drafter]] = {
@@ -54,7 +55,9 @@ class Loading:
         return load_drafter(name, self.base, self.nodes, isolated=self.isolated)
 
 
-NAMED_WITH_COLON: dict[str, Callable[[str, Loading], Drafter]] = {}
+NAMED_WITH_COLON: dict[str, Callable[[str, Loading], Drafter]] = {
+    "exit": lambda rest, loading: named_exit(rest, loading.base, loading.nodes),
+}
 """Drafters that are named `kind:rest`, by kind; made from the rest."""
 
 

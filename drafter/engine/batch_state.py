@@ -55,10 +55,10 @@ class BatchState:
     ) -> None:
         self.base, self.drafter, self.slots, self.max_length = base, drafter, slots, max_length
         spec, device = drafter.spec, base.device
+        self._step_positions = max(spec.max_nodes + 1, spec.scratch)
         # One position more than is ever written, for `scrub`; a multiple of eight, as a GPU's kernels want masks to be.
-        self.capacity = -(-(max_length + spec.max_nodes + spec.max_depth + 2) // 8) * 8
+        self.capacity = -(-(max_length + self._step_positions + spec.max_depth + 1) // 8) * 8
         self.cache = base.new_cache(slots, self.capacity, kv_bytes)
-        self._step_positions = spec.max_nodes + 1
         self.tokens = torch.zeros(slots, self.capacity, dtype=torch.long, device=device)
         self.hidden: Tensor | None = None
         if width := len(spec.hidden_layers) * base.hidden_size:

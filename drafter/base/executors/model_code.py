@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class ModelCode:
 
     Attributes:
         query_groups: How many query heads share a KV head in the masks that the layers get; see `tree_attention`.
+        packs: Whether the layers take packed nodes.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class ModelCode:
         self._kinds = attention_kinds(config)
         takes = inspect.signature(model.forward).parameters
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-        self.query_groups = 1
+        self.query_groups, self.packs = 1, False
         self._head_input: Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._keep_head_input)
         self._verify: Forward = self._run
@@ -95,11 +97,19 @@ class ModelCode:
             self._head_input = None
         return logits[0, -1:].to(self._device), self._layers.take(hidden_layers, found[0], self._device)[0]
 
-    def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int) -> Tensor:
+    def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int, first: int) -> Tensor:
         """Run only the first layers, and the final norm; see `BaseModel.exit_early`."""
+        packing = nodes.packing if self.packs else None
         with self._layers.only_first(layers):
-            last: Tensor = self._decoder(**self._inputs(cache, 0, nodes)).last_hidden_state
-            return last.to(self._device)
+            inputs = self._inputs(cache, 0, replace(nodes, packing=packing), first)
+            last: Tensor = self._decoder(**inputs).last_hidden_state.to(self._device)
+        return last if packing is None else packing.unpack(last)
+
+    def read_early(self, tokens: Tensor, layers: int) -> Tensor:
+        """Run only the first layers over texts, and the final norm; see `BaseModel.read_early`."""
+        with self._layers.only_first(layers):
+            last: Tensor = self._decoder(input_ids=tokens, use_cache=False).last_hidden_state
+        return last.to(self._device)
 
     def forget_head_input(self) -> None:
         """Drop what was kept of a call of the LM head that was none of ours."""
@@ -127,14 +137,20 @@ class ModelCode:
         packing = Packing.of_counts(counts, device) if rows > 1 else None
         return self._inputs(cache, slot, TreeNodes(tokens, lengths, depths, ancestors, kv_length, packing))
 
-    def _inputs(self, cache: KVCache, slot: int, nodes: TreeNodes) -> dict[str, Any]:
-        tokens, lengths, packing = nodes.tokens, nodes.lengths[:, None], nodes.packing
+    def _inputs(self, cache: KVCache, slot: int, nodes: TreeNodes, first: int = 0) -> dict[str, Any]:
+        """What the model takes for the nodes from `first` on; those before have been run."""
+        tokens, lengths, packing = nodes.tokens[:, first:], nodes.lengths[:, None], nodes.packing
         groups = self.query_groups if tokens.shape[1] <= _LARGEST_TREE else 1
         masks = {
             kind: folded(
                 additive(
                     tree_attention_mask(
-                        nodes.lengths, nodes.depths, nodes.ancestors, nodes.kv_length, window=window, chunk=chunk
+                        nodes.lengths,
+                        nodes.depths,
+                        nodes.ancestors[:, first:],
+                        nodes.kv_length,
+                        window=window,
+                        chunk=chunk,
                     ),
                     self._dtype,
                 ),
@@ -142,12 +158,12 @@ class ModelCode:
             )
             for kind, (window, chunk) in self._kinds.items()
         }
-        positions = lengths + nodes.depths
+        positions = lengths + nodes.depths[:, first:]
         if self._max_positions is not None:
             # Nodes past the end, and those of empty slots, are never emitted; but a learned position table must not be
             # read past its end, and some models scale all positions by the largest.
             positions = positions.clamp_max(self._max_positions - 1)
-        places = lengths + torch.arange(tokens.shape[1], device=tokens.device)
+        places = lengths + torch.arange(first, nodes.tokens.shape[1], device=tokens.device)
         inputs = {
             "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
             "past_key_values": cache.view(slot, places, nodes.kv_length, packing),

@@ -17,6 +17,7 @@ from drafter.engine.batch_state import BatchState
 from drafter.engine.steps.cuda_graphs import StepShape
 from drafter.engine.steps.device_step import DeviceStep
 from drafter.engine.steps.graph_step import whole_step
+from drafter.heads.early_exit.exit_drafter import ExitDrafter
 from drafter.heads.registry import new_head
 from drafter.requests import SamplingParams
 from drafter.stage_times import StageTimes
@@ -43,7 +44,7 @@ NODES, ROWS, LENGTH = 7, 4, 48
 
 
 CASES = [
-    *((name, "greedy", 2) for name in ("none", "ngram", *HEADS)),
+    *((name, "greedy", 2) for name in ("none", "ngram", "exit", *HEADS)),
     *((name, mode, 1) for name in ("none", "ctc lattice") for mode in MODES),
 ]
 
@@ -64,7 +65,8 @@ def test_a_step_waits_for_no_device_and_mixes_none(name: str, mode: str, gpus: i
                 place_weights(module, base.device)
             drafter: Drafter = head.drafter(base, NODES)
         else:
-            drafter = PlainDecoding() if name == "none" else NgramDrafter(NODES)
+            others = {"none": PlainDecoding(), "ngram": NgramDrafter(NODES), "exit": ExitDrafter(base, 2, NODES)}
+            drafter = others[name]
         state = BatchState(base, drafter, ROWS, LENGTH, StageTimes())
         state.mode = SamplingMode.of([MODES[mode]] * ROWS)
         step = DeviceStep(base, ExactVerifier(), state, packs=False)
