@@ -11,11 +11,12 @@ from drafter.base.causal_lm import BaseModel
 from drafter.errors import LoadError
 from drafter.heads.contract import DraftHead
 from drafter.heads.ctc.ctc_head import CTCHead
+from drafter.heads.early_exit.exit_head import ExitHead
 from drafter.heads.head_config import head_config
 from drafter.heads.hydra import HydraHead
 from drafter.heads.medusa import MedusaHead
 
-HEADS: dict[str, type[DraftHead]] = {head.algorithm: head for head in (CTCHead, MedusaHead, HydraHead)}
+HEADS: dict[str, type[DraftHead]] = {head.algorithm: head for head in (CTCHead, MedusaHead, HydraHead, ExitHead)}
 """Class of each algorithm."""
 
 
