@@ -76,9 +76,9 @@ def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: boo
     """A drafter for `base`.
 
     Args:
-        name: `none`, `ngram`, `memory`, `cacheback`, the algorithm of an embedded head (`ctc`), a head's folder or hub
-            id, several of these joined by `+`, or `auto`: the CTC head that ships with the project for this base, else
-            `ngram`.
+        name: `none`, `ngram`, `memory`, `cacheback`, `exit:N` (the base's first N layers), the algorithm of an embedded
+            head (`ctc`), a head's folder or hub id, several of these joined by `+`, or `auto`: the CTC head that ships
+            with the project for this base, else `ngram`.
         base: The base it drafts for.
         nodes: Draft nodes of its largest trees.
         isolated: Whether no text may be drafted from another one.

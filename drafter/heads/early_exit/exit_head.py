@@ -2,8 +2,8 @@
 
 The base's first N layers draft as in `exit_drafter`. A small network makes the state behind them and the base's final
 norm look like the last state, which the LM head reads. It sees one position at a time and has no memory, so that
-it adds nothing to what a sequence holds. The paper does not say how its network is made; here it is one gated perceptron beside
-a residual path, which starts as nothing: an untrained head drafts as `exit:N` does.
+it adds nothing to what a sequence holds. The paper does not say how its network is made; here it is one gated
+perceptron beside a residual path, which starts as nothing: an untrained head drafts as `exit:N` does.
 """
 
 from __future__ import annotations
