@@ -46,8 +46,8 @@ class GenerateConfig:
             `hf://datasets/owner/name`.
         output: Folder or URI for the results: a new or empty one, or that of an earlier submission of the same job.
         model: Base model: hub id or folder; by default the embedded demonstration model.
-        drafter: What proposes tokens: `none`, `ngram`, `memory`, `cacheback`, `exit:N`, a draft head's folder or hub id,
-            `ctc` (the embedded head), two of these joined by `+`, or `auto`.
+        drafter: What proposes tokens: `none`, `ngram`, `memory`, `cacheback`, `exit:N`, a draft head's folder or hub
+            id, `ctc` (the embedded head), two of these joined by `+`, or `auto`.
         reading: How rows become prompts.
         loading: How the models are loaded.
         sampling: How tokens are chosen.
