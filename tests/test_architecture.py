@@ -35,6 +35,7 @@ WALLS = {
         "drafter.errors",
         "drafter.native",
         "drafter.search",
+        "drafter.stage_times",
         "drafter.tree",
     },
     "drafter.training": {"drafter.base", "drafter.errors", "drafter.heads", "drafter.tree"},

@@ -152,6 +152,11 @@ class BaseModel:
         return 0 if self._executor is not self._model_code or groups == self._model_code.query_groups else groups
 
     @property
+    def num_layers(self) -> int:
+        """L, the number of its layers."""
+        return int(self.config.num_hidden_layers)
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end a sequence, as `generate` sees them."""
         eos = self.model.generation_config.eos_token_id
@@ -223,7 +228,7 @@ class BaseModel:
     def _attend(self, implementation: str, groups: int) -> None:
         """Let the model's layers call an attention of transformers, with masks for `groups` heads to a KV head."""
         self.model.set_attn_implementation(implementation)
-        self._model_code.query_groups = groups
+        self._model_code.query_groups, self._model_code.packs = groups, implementation == TREE_ATTENTION
 
     def new_cache(self, slots: int, length: int, memory: int | None = None) -> KVCache:
         """A KV cache for `slots` rows of up to `length` positions.
@@ -309,14 +314,32 @@ class BaseModel:
         depths = nodes.depths.clone(memory_format=torch.contiguous_format)
         return self._executor.verify(cache, replace(nodes, depths=depths))
 
-    def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int) -> Tensor:
-        """Run only the first layers over tree nodes, and the final norm; return the LM head's input `[B, N, d]`.
+    @torch.no_grad()
+    def read_early(self, tokens: Tensor, layers: int) -> Tensor:
+        """Run only the first layers over known texts, and the final norm, without a cache.
 
-        The nodes' KV of these layers goes behind the committed positions, where the next `verify` overwrites it.
+        Args:
+            tokens: `[B, L]`, padded on the right.
+            layers: How many of the first layers to run.
+
+        Returns:
+            The LM head's input `[B, L, d]`.
+        """
+        return self._model_code.read_early(tokens, layers)
+
+    def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int, first: int = 0) -> Tensor:
+        """Run only the first layers over tree nodes, and the final norm.
+
+        The nodes' KV of these layers goes behind the committed positions, where the next `verify` overwrites it. A tree
+        can so be run in parts: nodes before `first` have their KV there already.
 
         Args:
             cache: Holds the committed positions of each row.
-            nodes: Without a `packing`.
+            nodes: All nodes; a `packing` is of those from `first` on.
             layers: How many of the first layers to run.
+            first: Only nodes from this one on are run.
+
+        Returns:
+            The LM head's input `[B, N - first, d]`.
         """
-        return self._model_code.exit_early(cache, nodes, layers)
+        return self._executor.exit_early(cache, nodes, layers, first)

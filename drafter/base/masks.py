@@ -15,7 +15,7 @@ def tree_attention_mask(
     window: int | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """Which cached positions each node sees: `[B, N, kv_length]` bool.
+    """Which cached positions the last Q of N nodes see: `[B, Q, kv_length]` bool.
 
     A node sees the row's committed positions, its ancestors and itself. Node `j` of row `b` lies at cache index
     `lengths[b] + j` but at position `lengths[b] + depths[b, j]`; windows and chunks are counted in positions.
@@ -29,22 +29,22 @@ def tree_attention_mask(
     Args:
         lengths: `[B]` committed positions.
         depths: `[B, N]` depth of each node below the root.
-        ancestors: `[B, N, N]` bool from `TokenTree.ancestors`.
+        ancestors: `[B, Q, N]` bool, the last Q rows of `TokenTree.ancestors`; all of them, with Q = N, for whole trees.
         kv_length: Cache positions that attention reads.
         window: A sliding window: a node sees positions less than this far behind it.
         chunk: Chunked attention: a node sees only positions of its own chunk of this many.
     """
-    nodes = depths.shape[1]
+    asked, nodes = ancestors.shape[1:]
     index = torch.arange(kv_length, device=lengths.device)
     if nodes == 1 and window is None and chunk is None:  # plain decoding, where every operation counts
         return (index <= lengths[:, None])[:, None]
     node = index - lengths[:, None]  # [B, kv_length]: node id at each cache index, negative where committed
     in_tree = node.clamp(0, nodes - 1)
-    seen = ancestors.gather(2, in_tree[:, None, :].expand(-1, nodes, -1)) & (node < nodes)[:, None]
+    seen = ancestors.gather(2, in_tree[:, None, :].expand(-1, asked, -1)) & (node < nodes)[:, None]
     seen = seen | (node < 0)[:, None]
     if window is None and chunk is None:
         return seen
-    own = (lengths[:, None] + depths)[:, :, None]
+    own = (lengths[:, None] + depths[:, nodes - asked :])[:, :, None]
     other = torch.where(node < 0, index, lengths[:, None] + depths.gather(1, in_tree))[:, None]
     if window is not None:
         seen = seen & (own - other < window)

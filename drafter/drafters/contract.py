@@ -33,6 +33,7 @@ class DraftSpec:
             is what the LM head reads, `k` is the output of the base's layer `k`, counted from 0. The engine keeps no
             others.
         shared_layers: How many of the base's first layers it runs itself, on the base's own KV cache.
+        scratch: Positions behind the committed ones that it writes there at most; a tree's nodes are always allowed.
         graph_safe: Whether `propose` may be recorded as part of a CUDA graph; see there.
         lossless_only: Whether it must not be used with a verifier that is not lossless.
         bounded: Whether `propose` looks at `DraftContext.longest`. If not, one CUDA graph serves texts of any length.
@@ -43,6 +44,7 @@ class DraftSpec:
     max_depth: int
     hidden_layers: tuple[int, ...] = ()
     shared_layers: int = 0
+    scratch: int = 0
     graph_safe: bool = True
     lossless_only: bool = False
     bounded: bool = True

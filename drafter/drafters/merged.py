@@ -25,6 +25,7 @@ class MergedDrafter(Drafter):
             max_depth=max(spec.max_depth for spec in specs),
             hidden_layers=tuple(dict.fromkeys(layer for spec in specs for layer in spec.hidden_layers)),
             shared_layers=max(spec.shared_layers for spec in specs),
+            scratch=max(spec.scratch for spec in specs),
             graph_safe=all(spec.graph_safe for spec in specs),
             lossless_only=any(spec.lossless_only for spec in specs),
             bounded=any(spec.bounded for spec in specs),

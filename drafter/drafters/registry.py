@@ -23,6 +23,7 @@ from drafter.drafters.tables.frozen_table import Vocabulary, load_table
 from drafter.embedded import EMBEDDED_HEADS, OTHER_HEADS
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import is_head_of, load_head
+from drafter.heads.early_exit.exit_drafter import named_exit
 from drafter.heads.registry import HEADS
 from drafter.text.vocabulary import vocabulary_digest
 
@@ -69,6 +70,7 @@ def _with_frozen_table(path: str, loading: Loading) -> Drafter:
 
 NAMED_WITH_COLON: dict[str, Callable[[str, Loading], Drafter]] = {
     "cacheback": _with_frozen_table,
+    "exit": lambda rest, loading: named_exit(rest, loading.base, loading.nodes),
     "model": lambda rest, loading: load_model_drafter(rest, loading.base, loading.nodes),
     "stack": lambda rest, loading: load_stack(
         rest, loading.base, loading.nodes, lambda name, nodes: replace(loading, nodes=nodes).load(name)
@@ -105,10 +107,11 @@ def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: boo
     """A drafter for `base`.
 
     Args:
-        name: `none`, `ngram`, `memory`, `cacheback`, `cacheback:` and a table of `jobs.cache`, the algorithm of an
-            embedded head (`ctc`), a head's folder or hub id, `model:` and a draft model's folder or hub id, several of
-            these joined by `+`, `stack:LOWER>model:A` (see `load_stack`), or `auto`: the CTC head that ships with the
-            project for this base, `memory`, `cacheback` and `ngram`, of which the fastest drafts.
+        name: `none`, `ngram`, `memory`, `cacheback`, `cacheback:` and a table of `jobs.cache`, `exit:N` (the base's
+            first N layers), the algorithm of an embedded head (`ctc`), a head's folder or hub id, `model:` and a draft
+            model's folder or hub id, several of these joined by `+`, `stack:LOWER>model:A` (see `load_stack`), or
+            `auto`: the CTC head that ships with the project for this base, `memory`, `cacheback` and `ngram`, of which
+            the fastest drafts.
         base: The base it drafts for.
         nodes: Draft nodes of its largest trees.
         isolated: Whether no text may be drafted from another one.

@@ -56,9 +56,9 @@ class BatchState:
     ) -> None:
         self.base, self.drafter, self.slots, self.max_length = base, drafter, slots, max_length
         spec, device = drafter.spec, base.device
-        self.capacity = slot_length(max_length, spec.max_nodes, spec.max_depth)
+        self._step_positions = max(spec.max_nodes + 1, spec.scratch)
+        self.capacity = slot_length(max_length, self._step_positions - 1, spec.max_depth)
         self.cache = base.new_cache(slots, self.capacity, kv_bytes)
-        self._step_positions = spec.max_nodes + 1
         self.tokens = torch.zeros(slots, self.capacity, dtype=torch.long, device=device)
         self.hidden: Tensor | None = None
         if width := len(spec.hidden_layers) * base.hidden_size:

@@ -53,6 +53,7 @@ def engine_sizes(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_len
         in_parts=base.reads_to_length and config.kv_bytes is None,
         kv_limit=config.kv_bytes,
         graphs=graphs,
+        scratch=spec.scratch,
     )
 
 

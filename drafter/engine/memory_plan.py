@@ -43,6 +43,7 @@ class EngineSizes:
         in_parts: Whether attention over trees reads what is committed without a mask; see `prefix_attention`.
         kv_limit: Bytes that the KV cache may take; None for as many as all slots of full length take.
         graphs: Steps that are recorded at most; 0 where none are.
+        scratch: Positions behind the committed ones that the drafter writes at most.
     """
 
     slots: int
@@ -63,11 +64,12 @@ class EngineSizes:
     in_parts: bool = False
     kv_limit: int | None = None
     graphs: int = 0
+    scratch: int = 0
 
     @property
     def length(self) -> int:
         """Positions of a slot; see `slot_length`."""
-        return slot_length(self.max_length, self.nodes, self.depth)
+        return slot_length(self.max_length, max(self.nodes, self.scratch - 1), self.depth)
 
 
 @dataclass(frozen=True)

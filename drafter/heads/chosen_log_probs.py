@@ -15,6 +15,7 @@ backward pass would make three.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from drafter.heads.draft_vocabulary import OutputLayer
 _PORTION = {"cpu": 1 << 19}
 """Logits held at once, by type of device. On a CPU it is what fits into a core's cache."""
 _LARGE_PORTION = 1 << 26
+_RANKED = 1 << 24
+"""Logits held at once where the likeliest are looked for."""
 _FEWEST_ROWS = 256
 """Fewest places of a portion. With fewer, a product takes as long as reading the weights."""
 
@@ -45,6 +48,27 @@ def chosen_log_probs(output: OutputLayer, states: Tensor, tokens: Tensor) -> Ten
     rows = max(_FEWEST_ROWS, _PORTION.get(kind, _LARGE_PORTION) // len(weight))
     flat = _Chosen.apply(states.flatten(0, -2), tokens.flatten(0, -2), weight, bias, rows)  # type: ignore[no-untyped-call]
     return flat.view(tokens.shape)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Likeliest:
+    """The K likeliest tokens at each of M places.
+
+    Args:
+        values: `[M, K]` float32 logits, falling.
+        tokens: `[M, K]` int64.
+    """
+
+    values: Tensor
+    tokens: Tensor
+
+
+@torch.no_grad()
+def likeliest_logits(output: OutputLayer, states: Tensor, count: int) -> Likeliest:
+    """Return the `count` likeliest tokens at states `[M, d]`, which an LM head reads."""
+    rows = max(1, _RANKED // len(output.lm_head_weight))
+    best = [output.lm_head(part).float().topk(count, dim=1) for part in states.split(rows)]
+    return Likeliest(torch.cat([part.values for part in best]), torch.cat([part.indices for part in best]))
 
 
 class _Chosen(torch.autograd.Function):

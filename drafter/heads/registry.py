@@ -12,13 +12,14 @@ from drafter.errors import LoadError
 from drafter.heads.contract import DraftHead
 from drafter.heads.ctc.ctc_head import CTCHead
 from drafter.heads.eagle3.eagle3_head import Eagle3Head
+from drafter.heads.early_exit.exit_head import ExitHead
 from drafter.heads.head_config import head_config
 from drafter.heads.hydra import HydraHead
 from drafter.heads.medusa import MedusaHead
 from drafter.heads.specformer.specformer_head import SpecFormerHead
 
 HEADS: dict[str, type[DraftHead]] = {
-    head.algorithm: head for head in (CTCHead, MedusaHead, HydraHead, Eagle3Head, SpecFormerHead)
+    head.algorithm: head for head in (CTCHead, MedusaHead, HydraHead, Eagle3Head, SpecFormerHead, ExitHead)
 }
 """Class of each algorithm."""
 

@@ -46,7 +46,6 @@ class DecoderStruct(ctypes.Structure):
         ("head", MatrixStruct),
         ("cosines", Pointer),
         ("sines", Pointer),
-        ("layer_count", _I64),
         ("positions", _I64),
         ("hidden", _I64),
         ("heads", _I64),
@@ -82,6 +81,7 @@ class ForwardStruct(ctypes.Structure):
         ("hidden", Pointer),
         ("logits", Pointer),
         ("logits_from", _I64),
+        ("layers", _I64),
         ("threads", _I64),
     )
 

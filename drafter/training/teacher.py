@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from drafter.base.causal_lm import BaseModel
+from drafter.heads.chosen_log_probs import likeliest_logits
 from drafter.heads.contract import DraftHead
 from drafter.heads.draft_batch import DraftBatch
 from drafter.heads.losses import Labels
-
-_PORTION = 1 << 24
-"""Number of logits in memory at once."""
 
 
 @torch.no_grad()
@@ -44,12 +42,6 @@ def teacher_labels(
     row = torch.arange(len(hidden), device=hidden.device)[:, None, None] * hidden.shape[1]
     # Anchors share most of their places, and nobody asks about a prompt's.
     asked, where = (row + place).unique(return_inverse=True)
-    output = head.output(base)
-    rows = max(1, _PORTION // len(output.lm_head_weight))
-    best = [
-        output.lm_head(part).float().div(temperature).topk(count, dim=1)
-        for part in hidden.flatten(0, 1)[asked].split(rows)
-    ]
-    tokens = head.base_tokens(torch.cat([part.indices for part in best]))
-    probs = torch.cat([part.values for part in best]).softmax(1)
+    best = likeliest_logits(head.output(base), hidden.flatten(0, 1)[asked], count)
+    tokens, probs = head.base_tokens(best.tokens), best.values.div(temperature).softmax(1)
     return Labels(tokens[where], probs[where])

@@ -101,7 +101,7 @@ class TrainConfig:
         output: Folder or URI for the head. It is new, empty, or the output of an earlier submission of the same job.
         model: The base that generated the texts, as a hub id or folder; by default the embedded demonstration model.
         trust_remote_code: Run modeling code that comes with the base.
-        algorithm: Kind of draft head: `ctc`, `medusa`, `hydra`, `eagle3` or `specformer`.
+        algorithm: Kind of draft head: `ctc`, `medusa`, `hydra`, `eagle3`, `specformer` or `exit`.
         head: Fields of the head's configuration, such as `{num_frames: 10, depth: 8}`. With `draft_vocab_size: 8192` it
             drafts only the 8,192 tokens that are the most frequent in the answers, which is much cheaper if the base's
             vocabulary is large.

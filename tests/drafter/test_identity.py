@@ -20,6 +20,7 @@ from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
 from drafter.engine.engine_config import EngineConfig
 from drafter.engine.loop import Engine
+from drafter.heads.early_exit.exit_drafter import ExitDrafter
 from drafter.requests import Request, SamplingParams
 from tests.support.heads import make_head
 from tests.support.marks import slow_but
@@ -80,6 +81,7 @@ def drafters(base: BaseModel, texts: list[list[int]]) -> dict[str, Drafter]:
             StackedDrafter(CachebackDrafter(12), draft_model_of(base.config.model_type), base, 6),
         ),
         "heads": reduce(MergedDrafter, heads),
+        "exit": ExitDrafter(base, 2, 10),
     }
 
 

@@ -66,3 +66,6 @@ class Executor(Protocol):
         self, cache: KVCache, slot: int, prompt: Tensor, start: int, hidden_layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
         """Run the last piece of one prompt; return the logits `[1, V]` after it and its hidden states `[P, K · d]`."""
+
+    def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int, first: int) -> Tensor:
+        """Run only the first layers, and the final norm, over the nodes from `first` on; see `BaseModel.exit_early`."""

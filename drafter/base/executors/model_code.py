@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class ModelCode:
         prefix_attention: What reads the committed positions of trees' rows in the layers that see all of them; None
             where attention is masked.
         whole: Those layers.
+        packs: Whether the layers take packed nodes.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class ModelCode:
         self.query_groups = 1
         self.prefix_attention: PrefixAttention | None = None
         self.whole = whole_layers(config)
+        self.packs = False
         self._head_input: Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._keep_head_input)
         self._verify: Forward = self._run
@@ -103,11 +106,19 @@ class ModelCode:
             self._head_input = None
         return logits[0, -1:].to(self._device), self._layers.take(hidden_layers, found[0], self._device)[0]
 
-    def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int) -> Tensor:
+    def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int, first: int) -> Tensor:
         """Run only the first layers, and the final norm; see `BaseModel.exit_early`."""
+        packing = nodes.packing if self.packs else None
         with self._layers.only_first(layers):
-            last: Tensor = self._decoder(**self._tree_inputs(cache, nodes)).last_hidden_state
-            return last.to(self._device)
+            inputs = self._inputs(cache, 0, replace(nodes, packing=packing), first=first)
+            last: Tensor = self._decoder(**inputs).last_hidden_state.to(self._device)
+        return last if packing is None else packing.unpack(last)
+
+    def read_early(self, tokens: Tensor, layers: int) -> Tensor:
+        """Run only the first layers over texts, and the final norm; see `BaseModel.read_early`."""
+        with self._layers.only_first(layers):
+            last: Tensor = self._decoder(input_ids=tokens, use_cache=False).last_hidden_state
+        return last.to(self._device)
 
     def forget_head_input(self) -> None:
         """Drop what was kept of a call of the LM head that was none of ours."""
@@ -153,20 +164,21 @@ class ModelCode:
         return self._inputs(cache, 0, nodes, CommittedLayers(layers, self.whole, prefix))
 
     def _inputs(
-        self, cache: KVCache, slot: int, nodes: TreeNodes, committed: CommittedLayers | None = None
+        self, cache: KVCache, slot: int, nodes: TreeNodes, committed: CommittedLayers | None = None, first: int = 0
     ) -> dict[str, Any]:
-        tokens, lengths, packing = nodes.tokens, nodes.lengths[:, None], nodes.packing
+        """What the model takes for the nodes from `first` on; those before have been run."""
+        tokens, lengths, packing = nodes.tokens[:, first:], nodes.lengths[:, None], nodes.packing
         groups = self.query_groups if tokens.shape[1] <= _LARGEST_TREE else 1
         masks = {
-            kind: self._mask(nodes, window, chunk, groups, in_parts=committed is not None)
+            kind: self._mask(nodes, window, chunk, groups, first, in_parts=committed is not None)
             for kind, (window, chunk) in self._kinds.items()
         }
-        positions = lengths + nodes.depths
+        positions = lengths + nodes.depths[:, first:]
         if self._max_positions is not None:
             # Nodes past the end, and those of empty slots, are never emitted; but a learned position table must not be
             # read past its end, and some models scale all positions by the largest.
             positions = positions.clamp_max(self._max_positions - 1)
-        places = lengths + torch.arange(tokens.shape[1], device=tokens.device)
+        places = lengths + torch.arange(first, nodes.tokens.shape[1], device=tokens.device)
         inputs = {
             "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
             "past_key_values": cache.view(
@@ -180,15 +192,20 @@ class ModelCode:
             return inputs | {"input_ids": tokens, "position_ids": positions}
         return inputs | {"input_ids": packing.pack(tokens), "position_ids": packing.pack(positions), "packing": packing}
 
-    def _mask(self, nodes: TreeNodes, window: int | None, chunk: int | None, groups: int, *, in_parts: bool) -> Tensor:
-        """The mask `[B, 1, G · N, S]` of one kind of attention, where S is N for one that reads in two parts."""
+    def _mask(
+        self, nodes: TreeNodes, window: int | None, chunk: int | None, groups: int, first: int, *, in_parts: bool
+    ) -> Tensor:
+        """The mask `[B, 1, G · N, S]` of one kind of attention for the N nodes from `first` on.
+
+        S is N for attention that reads in two parts.
+        """
         if in_parts and window is None and chunk is None:
             # A GPU's kernels want rows of masks to begin at a multiple of eight.
             size = nodes.ancestors.shape[2]
             padded = nn.functional.pad(nodes.ancestors, (0, -size % 8))
             return folded(additive(padded, self._dtype), groups)[..., :size]
         seen = tree_attention_mask(
-            nodes.lengths, nodes.depths, nodes.ancestors, nodes.kv_length, window=window, chunk=chunk
+            nodes.lengths, nodes.depths, nodes.ancestors[:, first:], nodes.kv_length, window=window, chunk=chunk
         )
         return folded(additive(seen, self._dtype), groups)
 

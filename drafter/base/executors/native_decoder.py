@@ -17,6 +17,7 @@ from torch import Tensor
 
 from drafter.base.executors.contract import TreeNodes
 from drafter.base.executors.llama_like import LlamaLike, NotLlamaLikeError
+from drafter.base.hidden_states import LM_HEAD_INPUT
 from drafter.base.kv_cache import KVCache
 from drafter.native.library import PackedWeights, library
 from drafter.native.structures import DecoderStruct, ForwardStruct, LayerStruct, Pointer
@@ -80,7 +81,6 @@ class NativeDecoder:
             final_norm=weights.address(decoder.final_norm),
             head=weights.matrix(*decoder.head),
             positions=0,
-            layer_count=len(decoder.layers),
             hidden=self._hidden,
             heads=decoder.heads,
             kv_heads=decoder.kv_heads,
@@ -134,6 +134,17 @@ class NativeDecoder:
         self._run(cache, texts, hidden_layers, hidden, logits, size - 1)
         return logits[-1:], hidden
 
+    def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int, first: int) -> Tensor:
+        """Run only the first layers, and the final norm; see `BaseModel.exit_early`."""
+        rows, size = nodes.tokens.shape
+        fresh = size - first
+        new = torch.arange(rows * fresh) if nodes.packing is None else nodes.packing.nodes
+        which = new // fresh * size + first + new % fresh
+        hidden = torch.empty(rows, size, self._hidden)
+        texts = _Texts(0, nodes.tokens, nodes.lengths, nodes.depths, nodes.ancestors, which)
+        self._run(cache, texts, (LM_HEAD_INPUT,), hidden, None, layers=layers)
+        return hidden[:, first:]
+
     def _run(
         self,
         cache: KVCache,
@@ -142,8 +153,11 @@ class NativeDecoder:
         hidden: Tensor,
         logits: Tensor | None,
         logits_from: int = 0,
+        layers: int | None = None,
     ) -> None:
         """Run texts; fill `hidden` `[B, N, K · d]`, and `logits` `[B, N, V]` of the nodes from `which[logits_from]` on.
+
+        Only the first `layers` are run if a number is given.
 
         Raises:
             IndexError: A node lies outside the cache, or a token outside the vocabulary.
@@ -176,6 +190,7 @@ class NativeDecoder:
             hidden=hidden.data_ptr(),
             logits=None if logits is None else logits.data_ptr(),
             logits_from=logits_from,
+            layers=len(self._layers) if layers is None else layers,
             threads=torch.get_num_threads(),
         )
         if not library().drafter_forward(ctypes.byref(self._struct), ctypes.byref(forward)):

@@ -25,7 +25,7 @@ struct Decoder {
     const float* final_norm;  // `[d]`
     Matrix head;
     const float *cosines, *sines;  // `[positions, D / 2]`
-    int64_t layer_count, positions, hidden, heads, kv_heads, head_size, intermediate, vocabulary;
+    int64_t positions, hidden, heads, kv_heads, head_size, intermediate, vocabulary;
     float epsilon, scale;
 };
 
@@ -47,6 +47,7 @@ struct Forward {
     float* hidden;             // `[B * N, K * d]` or null
     float* logits;             // `[B * N, V]` or null
     int64_t logits_from;       // logits are computed of the nodes `which[logits_from:]`
+    int64_t layers;            // how many of the first layers are run
     int64_t threads;
 };
 
@@ -126,7 +127,7 @@ class Run {
             const float* from = decoder_.embedding + token * decoder_.hidden;
             std::copy(from, from + decoder_.hidden, stream_.rows[m]);
         });
-        for (int64_t layer = 0; layer < decoder_.layer_count; ++layer) {
+        for (int64_t layer = 0; layer < forward_.layers; ++layer) {
             attention(decoder_.layers[layer], forward_.keys[layer], forward_.values[layer]);
             mlp(decoder_.layers[layer]);
             take(layer, stream_);

@@ -21,6 +21,7 @@ from drafter.engine.engine_config import EngineConfig
 from drafter.engine.loop import Engine
 from drafter.engine.sequences.handle import Handle
 from drafter.errors import NotFiniteError
+from drafter.heads.early_exit.exit_drafter import ExitDrafter
 from drafter.requests import Request, SamplingParams
 from drafter.tree.token_tree import TokenTree
 from drafter.tree.trie import from_nodes
@@ -68,6 +69,7 @@ DRAFTERS: dict[str, Callable[[BaseModel], Drafter]] = {
     "ctc": lambda base: make_head(base, "ctc").to(base.dtype).drafter(base, 6),
     "ctc, lattice": lambda base: make_head(base, "context 2").to(base.dtype).drafter(base, 6),
     "hydra++": lambda base: make_head(base, "hydra++").to(base.dtype).drafter(base, 6),
+    "exit": lambda base: ExitDrafter(base, 2, 6),
     "merged": lambda base: MergedDrafter(make_head(base, "ctc").to(base.dtype).drafter(base, 6), NgramDrafter(6)),
 }
 

@@ -53,7 +53,8 @@ every_tree = pytest.mark.parametrize(
 
 
 def test_every_algorithm_is_tested() -> None:
-    assert {algorithm for algorithm, _ in KINDS.values()} == set(HEADS)
+    by_themselves = {"exit"}  # reads the base's KV instead of its hidden states: tests/drafter/heads/early_exit
+    assert {algorithm for algorithm, _ in KINDS.values()} | by_themselves == set(HEADS)
 
 
 @every_kind

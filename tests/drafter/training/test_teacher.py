@@ -5,8 +5,8 @@ import torch
 
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.none import PlainDecoding
+from drafter.heads import chosen_log_probs
 from drafter.requests import Request, SamplingParams
-from drafter.training import teacher
 from drafter.training.targets import RegeneratedText, draft_batch
 from drafter.training.teacher import teacher_labels
 from drafter.training.training_step import base_hidden_states
@@ -20,7 +20,7 @@ def test_labels_are_the_likeliest_tokens_of_the_model(
     tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, portion: int, temperature: float
 ) -> None:
     """Place by place, from the model's own logits after the tokens before the target."""
-    monkeypatch.setattr(teacher, "_PORTION", portion)
+    monkeypatch.setattr(chosen_log_probs, "_RANKED", portion)
     batch, head = draft_batch(random_texts(2), 3, 16), make_head(tiny_base, "ctc")
     hidden = base_hidden_states(tiny_base, batch.tokens)
     labels = teacher_labels(tiny_base, head, batch, hidden, 4, temperature)

@@ -16,6 +16,7 @@ from drafter.drafters.contract import Drafter
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.registry import TRAINING_FREE
+from drafter.heads.early_exit.exit_drafter import ExitDrafter
 from drafter.requests import SamplingParams
 from tests.support.fake_gpus import fake_gpus, move_to_gpus
 from tests.support.fake_steps import FakeStep, on_gpu
@@ -60,6 +61,7 @@ DRAFTERS: dict[str, Callable[[BaseModel], Callable[[], Drafter]]] = {
     **{kind: partial(_head, kind) for kind in KINDS},
     **{f"{kind}, static": partial(_head, kind, tree="static") for kind in STATIC},
     "context 2 + ngram": _merged,
+    "exit": lambda base: lambda: ExitDrafter(base, 2, NODES),
 }
 """Makes of a base, before it is on the GPUs, what makes a drafter there."""
 CASES = [(name, mode, 1) for name in DRAFTERS for mode in MODES] + [(name, "greedy", 2) for name in DRAFTERS]
