@@ -15,6 +15,8 @@ from drafter.drafters.memory import MemoryDrafter
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
+from drafter.drafters.tables.frozen_table import FrozenTable
+from drafter.drafters.tables.ngram_counts import NgramCounts
 from drafter.engine.engine_config import EngineConfig
 from drafter.engine.loop import Engine
 from drafter.requests import Request, SamplingParams
@@ -53,6 +55,13 @@ def base_of(family: str) -> BaseModel:
     return BaseModel(random_model(family))
 
 
+def table_of(texts: list[list[int]]) -> FrozenTable:
+    counts = NgramCounts(1000)
+    for text in texts:
+        counts.add(text)
+    return counts.table(leaders=50, followers=4)
+
+
 def drafters(base: BaseModel, texts: list[list[int]]) -> dict[str, Drafter]:
     heads = (make_head(base, kind).drafter(base, 8) for kind in ("ctc", "context 2", "medusa", "hydra++"))
     return {
@@ -60,6 +69,7 @@ def drafters(base: BaseModel, texts: list[list[int]]) -> dict[str, Drafter]:
         "ngram": NgramDrafter(),
         "memory": MemoryDrafter(),
         "cacheback": CachebackDrafter(),
+        "frozen table": CachebackDrafter(frozen=table_of(texts)),
         "adversarial": AdversarialDrafter(seed=1),
         "oracle": OracleDrafter(texts),
         "ensemble": MergedDrafter(NgramDrafter(nodes=8, depth=4), OracleDrafter(texts)),

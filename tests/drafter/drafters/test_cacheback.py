@@ -11,6 +11,7 @@ from drafter.base.causal_lm import BaseModel
 from drafter.drafters.cacheback import CachebackDrafter, grow, side_by_side
 from drafter.drafters.none import PlainDecoding
 from drafter.drafters.tables.lru_table import LruTable
+from drafter.drafters.tables.ngram_counts import NgramCounts
 from drafter.requests import Request, SamplingParams
 from drafter.tree.token_tree import TokenTree
 from drafter.tree.trie import from_nodes
@@ -46,6 +47,17 @@ def test_a_text_s_own_table_is_asked_first() -> None:
     assert paths_of(tree) == {(2,), (2, 3)}
     both = tree_of([table_of([1, 2, 3]), table_of([1, 7, 8])], [1], nodes=4, depth=4)
     assert paths_of(both) == {(2,), (2, 3), (7,), (7, 8)}
+
+
+def test_a_frozen_table_is_asked_after_the_dynamic_ones() -> None:
+    counts = NgramCounts(100, 3)
+    counts.add([1, 9, 9, 1, 2, 3, 4, 6, 6])
+    frozen = counts.table(leaders=10, followers=4)
+    own, shared = table_of([1, 2, 3]), table_of([1, 7, 8])
+    assert paths_of(tree_of([own, shared, frozen], [1], nodes=4, depth=2)) == {(2,), (2, 3), (7,), (7, 8)}
+    every = tree_of([own, shared, frozen], [1], nodes=6, depth=2)
+    assert paths_of(every) == {(2,), (2, 3), (7,), (7, 8), (9,), (9, 9)}
+    assert paths_of(tree_of([own, shared, frozen], [4], nodes=2, depth=2)) == {(6,), (6, 6)}
 
 
 def test_nothing_is_known() -> None:
