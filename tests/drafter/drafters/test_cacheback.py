@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.cacheback import CachebackDrafter, grow, side_by_side
 from drafter.drafters.none import PlainDecoding
+from drafter.drafters.tables.contract import Table
 from drafter.drafters.tables.lru_table import LruTable
 from drafter.drafters.tables.ngram_counts import NgramCounts
 from drafter.requests import Request, SamplingParams
@@ -26,7 +29,7 @@ def table_of(*texts: list[int]) -> LruTable:
     return table
 
 
-def tree_of(tables: list[LruTable], tail: list[int], nodes: int, depth: int) -> TokenTree:
+def tree_of(tables: Sequence[Table], tail: list[int], nodes: int, depth: int) -> TokenTree:
     parts = [torch.from_numpy(part) for part in side_by_side([grow(tables, tail, nodes, depth)])]
     tokens, parents, depths, log_probs = parts
     return from_nodes(torch.tensor(tail[-1:]), tokens, parents, depths, log_probs, nodes + 1)
