@@ -52,6 +52,15 @@ def test_a_text_s_own_table_is_asked_first() -> None:
     assert paths_of(both) == {(2,), (2, 3), (7,), (7, 8)}
 
 
+def test_what_has_followed_the_tokens_before_comes_first() -> None:
+    table = LruTable(leaders=50, followers=4, follower_length=3)
+    for text in ([8, 7, 1, 2, 3, 4], [9, 7, 1, 5, 5, 5], [9, 0, 1, 6, 6, 6]):
+        table.learn(text)
+    assert paths_of(tree_of([table], [3, 3, 1], nodes=1, depth=4)) == {(6,)}  # the newest
+    assert paths_of(tree_of([table], [3, 7, 1], nodes=1, depth=4)) == {(5,)}  # the newest after 7, 1
+    assert paths_of(tree_of([table], [8, 7, 1], nodes=1, depth=4)) == {(2,)}  # the only one after 8, 7, 1
+
+
 def test_a_frozen_table_is_asked_after_the_dynamic_ones() -> None:
     counts = NgramCounts(100, 3)
     counts.add([1, 9, 9, 1, 2, 3, 4, 6, 6])
