@@ -2,7 +2,8 @@
 
 The followers of a text's last token are drafted, and from the end of each of them the search goes on in the same way. A
 table of the text itself is asked first, then one of all texts that this engine has decoded, and at last, where there is
-one, a frozen table of a corpus.
+one, a frozen table of a corpus. The newest followers come first, as published, but before them those that have also
+followed the tokens before the last one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,9 +30,13 @@ _DEPTH = 16
 """Draft tokens of a path at most."""
 _OWN_LEADERS, _SHARED_LEADERS, _FOLLOWERS = 4096, 1 << 16, 8
 """Leaders of the table of a text and of that of all texts, and followers of each."""
-_NEWEST, _OLDER, _FADING = math.log(0.5), math.log(0.5), math.log(0.8)
-"""Log-probability of the newest follower's first token, what each older one loses, and what each further token does.
-The budget calibrates probabilities, so only their order matters."""
+_CONTEXT = 2
+"""Tokens before the leader that may tell followers apart."""
+_NEWEST = (math.log(0.4), math.log(0.6), math.log(0.8))
+"""Log-probability of the first follower's first token, by how many tokens before the leader agree with it."""
+_OLDER, _FADING = math.log(0.6), math.log(0.9)
+"""What each later follower loses, and what each further token does. The budget calibrates probabilities, so only their
+order matters."""
 
 
 class CachebackDrafter(Drafter):
@@ -120,13 +125,13 @@ def grow(tables: Sequence[Table], tail: Sequence[int], nodes: int, depth: int) -
     found, children = Candidates(), dict[tuple[int, int], int]()
     length, order = tables[0].leader_length, itertools.count()
     # Ends by falling log-probability: that, order of coming, node, last tokens.
-    ends = [(0.0, next(order), -1, tuple(tail[-length:]))]
+    ends = [(0.0, next(order), -1, tuple(tail[-length - _CONTEXT :]))]
     while ends:
-        cost, _, start, leader = heapq.heappop(ends)
+        cost, _, start, before = heapq.heappop(ends)
         if len(found.tokens) >= nodes and -cost <= heapq.nlargest(nodes, found.log_probs)[-1]:
             break
-        for rank, follower in enumerate(_followers(tables, leader)):
-            node, log_prob = start, -cost + _NEWEST + rank * _OLDER
+        for rank, (context, follower) in enumerate(_ranked(tables, before)):
+            node, log_prob = start, -cost + _NEWEST[context] + rank * _OLDER
             for place, token in enumerate(follower):
                 below = 0 if node < 0 else found.depths[node]
                 if below == depth:
@@ -139,14 +144,39 @@ def grow(tables: Sequence[Table], tail: Sequence[int], nodes: int, depth: int) -
                     child = children[node, token] = found.add(token, node, below + 1, bound)
                 node = child
             else:
-                end = (*leader, *follower)[-length:]
+                end = (*before, *follower)[-length - _CONTEXT :]
                 heapq.heappush(ends, (-min(log_prob, found.log_probs[node]), next(order), node, end))
     return found
 
 
-def _followers(tables: Sequence[Table], leader: Gram) -> Iterator[Gram]:
-    """The followers of a leader in all tables, each once, in the tables' order."""
-    return iter(dict.fromkeys(itertools.chain.from_iterable(table.followers(leader) for table in tables)))
+def _ranked(tables: Sequence[Table], tail: Gram) -> list[tuple[int, Gram]]:
+    """The followers of a text's end, likeliest first, each with how many tokens before the leader agree with it.
+
+    A follower of the token before the leader that begins with the leader tells what came after both of them, so the
+    tables know the followers in longer contexts, too. Those come first, and among equals the first table's newest.
+    """
+    length = tables[0].leader_length
+    agreeing = [
+        {
+            follower[more:]
+            for table in tables
+            for follower in table.followers(tail[-length - more : -more])
+            if len(follower) > more and follower[:more] == tail[-more:]
+        }
+        for more in range(1, len(tail) - length + 1)
+    ]
+    found = dict.fromkeys(itertools.chain.from_iterable(table.followers(tail[-length:]) for table in tables))
+
+    def context(follower: Gram) -> int:
+        """Tokens before the leader after which the follower has been seen as far as the tables tell."""
+        more = 0
+        for seen in agreeing:
+            if follower[: len(follower) - more - 1] not in seen:
+                break
+            more += 1
+        return more
+
+    return sorted(((context(follower), follower) for follower in found), key=lambda one: -one[0])
 
 
 def side_by_side(rows: Sequence[Candidates]) -> tuple[npt.NDArray[np.generic], ...]:

@@ -18,6 +18,8 @@ from drafter.drafters.memory import MemoryDrafter
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
+from drafter.drafters.tables.frozen_table import FrozenTable
+from drafter.drafters.tables.ngram_counts import NgramCounts
 from drafter.engine.engine_config import EngineConfig
 from drafter.engine.loop import Engine
 from drafter.heads.early_exit.exit_drafter import ExitDrafter
@@ -62,6 +64,13 @@ def draft_model_of(family: str) -> BaseModel:
     return BaseModel(random_model(family, seed=1))
 
 
+def table_of(texts: list[list[int]]) -> FrozenTable:
+    counts = NgramCounts(1000)
+    for text in texts:
+        counts.add(text)
+    return counts.table(leaders=50, followers=4)
+
+
 def drafters(base: BaseModel, texts: list[list[int]]) -> dict[str, Drafter]:
     heads = (
         make_head(base, kind).drafter(base, 8)
@@ -73,6 +82,7 @@ def drafters(base: BaseModel, texts: list[list[int]]) -> dict[str, Drafter]:
         "memory": MemoryDrafter(),
         "cacheback": CachebackDrafter(),
         "choosing": ChoosingDrafter({"head": make_head(base, "ctc").drafter(base, 8), "ngram": NgramDrafter(8)}),
+        "frozen table": CachebackDrafter(frozen=table_of(texts)),
         "adversarial": AdversarialDrafter(seed=1),
         "oracle": OracleDrafter(texts),
         "ensemble": MergedDrafter(NgramDrafter(nodes=8, depth=4), OracleDrafter(texts)),

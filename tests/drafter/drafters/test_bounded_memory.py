@@ -1,4 +1,4 @@
-"""Drafters that remember take no more memory for twenty thousand rows than for ten."""
+"""Drafters that remember take no more memory for twenty thousand rows than for ten thousand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Loa
 from drafter.drafters.memory import MemoryDrafter
 from drafter.stage_times import StageTimes
 
-_SLOTS, _PROMPT, _STEPS = 8, 12, 3
+_SLOTS, _PROMPT, _STEPS = 16, 12, 1
 
 
 def decode(drafter: Drafter, rows: int, rng: random.Random) -> None:
@@ -37,10 +37,11 @@ def decode(drafter: Drafter, rows: int, rng: random.Random) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isolated", [False, True])
-@pytest.mark.parametrize("make", [partial(MemoryDrafter, 4, 20_000), partial(CachebackDrafter, 4)])
-def test_twenty_thousand_rows_take_no_more_than_ten(make: Callable[..., Drafter], isolated: bool) -> None:
-    drafter, rng = make(isolated=isolated), random.Random(0)
+@pytest.mark.parametrize(
+    "make", [partial(MemoryDrafter, 4, 20_000), partial(MemoryDrafter, 4, 20_000, isolated=True), CachebackDrafter]
+)
+def test_twenty_thousand_rows_take_no_more_than_ten_thousand(make: Callable[[], Drafter]) -> None:
+    drafter, rng = make(), random.Random(0)
     drafter.open(Loan(Mock(), _SLOTS, 100, None, StageTimes()))
     bytes_before = drafter.memory.nbytes
     decode(drafter, 10_000, rng)
@@ -51,6 +52,6 @@ def test_twenty_thousand_rows_take_no_more_than_ten(make: Callable[..., Drafter]
     finally:
         tracemalloc.stop()
     assert drafter.memory.nbytes == bytes_before
-    assert drafter.memory.tokens <= 30_000
+    assert drafter.memory.tokens <= 20_096  # whole blocks of 128
     # What was allocated since is still there only where it has taken the place of something older.
     assert grown < 4 << 20

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +12,9 @@ from hypothesis import strategies as st
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.cacheback import CachebackDrafter, grow, side_by_side
 from drafter.drafters.none import PlainDecoding
+from drafter.drafters.tables.contract import Table
 from drafter.drafters.tables.lru_table import LruTable
+from drafter.drafters.tables.ngram_counts import NgramCounts
 from drafter.requests import Request, SamplingParams
 from drafter.tree.token_tree import TokenTree
 from drafter.tree.trie import from_nodes
@@ -25,7 +29,7 @@ def table_of(*texts: list[int]) -> LruTable:
     return table
 
 
-def tree_of(tables: list[LruTable], tail: list[int], nodes: int, depth: int) -> TokenTree:
+def tree_of(tables: Sequence[Table], tail: list[int], nodes: int, depth: int) -> TokenTree:
     parts = [torch.from_numpy(part) for part in side_by_side([grow(tables, tail, nodes, depth)])]
     tokens, parents, depths, log_probs = parts
     return from_nodes(torch.tensor(tail[-1:]), tokens, parents, depths, log_probs, nodes + 1)
@@ -46,6 +50,26 @@ def test_a_text_s_own_table_is_asked_first() -> None:
     assert paths_of(tree) == {(2,), (2, 3)}
     both = tree_of([table_of([1, 2, 3]), table_of([1, 7, 8])], [1], nodes=4, depth=4)
     assert paths_of(both) == {(2,), (2, 3), (7,), (7, 8)}
+
+
+def test_what_has_followed_the_tokens_before_comes_first() -> None:
+    table = LruTable(leaders=50, followers=4, follower_length=3)
+    for text in ([8, 7, 1, 2, 3, 4], [9, 7, 1, 5, 5, 5], [9, 0, 1, 6, 6, 6]):
+        table.learn(text)
+    assert paths_of(tree_of([table], [3, 3, 1], nodes=1, depth=4)) == {(6,)}  # the newest
+    assert paths_of(tree_of([table], [3, 7, 1], nodes=1, depth=4)) == {(5,)}  # the newest after 7, 1
+    assert paths_of(tree_of([table], [8, 7, 1], nodes=1, depth=4)) == {(2,)}  # the only one after 8, 7, 1
+
+
+def test_a_frozen_table_is_asked_after_the_dynamic_ones() -> None:
+    counts = NgramCounts(100, 3)
+    counts.add([1, 9, 9, 1, 2, 3, 4, 6, 6])
+    frozen = counts.table(leaders=10, followers=4)
+    own, shared = table_of([1, 2, 3]), table_of([1, 7, 8])
+    assert paths_of(tree_of([own, shared, frozen], [1], nodes=4, depth=2)) == {(2,), (2, 3), (7,), (7, 8)}
+    every = tree_of([own, shared, frozen], [1], nodes=6, depth=2)
+    assert paths_of(every) == {(2,), (2, 3), (7,), (7, 8), (9,), (9, 9)}
+    assert paths_of(tree_of([own, shared, frozen], [4], nodes=2, depth=2)) == {(6,), (6, 6)}
 
 
 def test_nothing_is_known() -> None:

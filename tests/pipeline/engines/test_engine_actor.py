@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import ray
 
@@ -19,14 +20,18 @@ from pipeline.engines.engine_spec import EngineSpec
 from pipeline.engines.ledger import Ledger
 from pipeline.engines.limits_config import LimitsConfig
 from pipeline.engines.memory.memory_feed import OtherTexts
+from pipeline.io.files import locate
 from pipeline.output.output_columns import RunTraits, columns_type, wanted_columns
 from pipeline.output.writing_config import WritingConfig
 from pipeline.progress.board import ProgressBoard
 from pipeline.staging.part_rows import unpack
 from tests.pipeline.conftest import untimed
 from tests.support.parts import request_part
+from tests.support.waiting import wait_until
 
 TRAITS = RunTraits(SamplingParams(), WritingConfig(per_step_accepted=False), rows_have_settings=False)
+
+_NO_OTHERS = OtherTexts(None, shared=False)
 
 
 def rows_of(block: pa.Table) -> pa.Table:
@@ -47,11 +52,16 @@ def make_actor(local_ray: None, model: Path) -> Iterator[MakeActor]:
     """Make an actor's object, in this process: `make_actor("ngram", base="another")`."""
     made = []
 
-    def make(drafter: str, base: str | None = None, loads: type[EngineSpec] = EngineSpec) -> EngineActor:
+    def make(
+        drafter: str,
+        base: str | None = None,
+        loads: type[EngineSpec] = EngineSpec,
+        others: OtherTexts = _NO_OTHERS,
+    ) -> EngineActor:
         spec = loads(str(model), drafter, {}, EngineConfig(slots=2, nodes=3), threads=1)
         board = ray.remote(num_cpus=0)(ProgressBoard).remote()
         ledger = ray.remote(num_cpus=0)(Ledger).remote(4, (), base)
-        actor = EngineActor(spec, LimitsConfig(), TRAITS, ledger, board, "test", OtherTexts(None, shared=False))
+        actor = EngineActor(spec, LimitsConfig(), TRAITS, ledger, board, "test", others)
         made.append(actor)
         return actor
 
@@ -119,6 +129,26 @@ class LossyEngine(EngineSpec):
         lm = super().load()
         lm.engine.verifier = LossyVerifier()
         return lm
+
+
+def test_its_drafter_remembers_the_rows_of_the_output(
+    make_actor: MakeActor, actor: EngineActor, tmp_path: Path
+) -> None:
+    earlier = [list(range(100, 200)), list(range(200, 300))]
+    table = pa.table({"prompt_token_ids": earlier, "token_ids": earlier[::-1]})
+    pa.parquet.write_table(table, tmp_path / "part.parquet")
+    remembers = make_actor("memory+ngram", others=OtherTexts(locate(str(tmp_path)), shared=False))
+    made = generated(actor(request_part([[7, 8, 9]])))
+
+    def entered() -> bool:
+        """What was read is entered before a step."""
+        (again,) = generated(remembers(request_part([[7, 8, 9]])))
+        assert again is not None
+        assert made[0] is not None
+        assert again["token_ids"] == made[0]["token_ids"]
+        return remembers._lm.engine.state().memory_tokens >= 400
+
+    wait_until(entered, "the rows")
 
 
 def test_rows_of_a_verifier_that_is_not_lossless_are_marked(actor: EngineActor, make_actor: MakeActor) -> None:
