@@ -87,7 +87,7 @@ NO_DRAFT = DraftWork()
 
 def ngram(depth: int) -> DraftWork:
     """Prompt lookup: no weights, and of the text too little to count."""
-    return DraftWork(kernels=44 + 20 * depth)
+    return DraftWork(kernels=82 + 15 * depth)
 
 
 def ctc_prefix(weights: int, context: int, frames: int, depth: int) -> DraftWork:

@@ -162,6 +162,14 @@ def test_a_report_of_tests_is_counted() -> None:
 
 
 @pytest.mark.slow
+def test_a_machine_needs_little() -> None:
+    """No Ray and nothing to plot with, for example; and what is imported by name is there."""
+    missing = ("ray", "matplotlib", "pyarrow", "accelerate", "pydantic_settings", "jsonargparse", "fastapi")
+    program = f"import sys; sys.modules.update(dict.fromkeys({missing})); import benchmarks.gpu.__main__"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.slow
 def test_a_stage_that_is_killed_goes_on(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--output", str(tmp_path), "--stage", "operators", "--tiny"]
     file = CellFile(tmp_path, "operators", {})
