@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -148,6 +149,40 @@ def test_a_model_gives_the_same_in_parts(in_parts: None, family: str) -> None:
         assert torch.allclose(apart, masked, atol=1e-5, rtol=1e-5)
         assert torch.allclose(some[real], masked[real], atol=1e-5, rtol=1e-5)
     assert base.reads_to_length == (family != "gemma3_text")
+
+
+@pytest.mark.slow
+def test_compiled_it_has_no_more_variants_than_with_a_mask(in_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row and several, one node and several: nothing is compiled later. The compiler itself is left out."""
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    compile_ = partial(torch.compile, backend=backend)
+    monkeypatch.setattr("drafter.base.executors.compiled.torch.compile", compile_)
+    base = BaseModel(random_model("llama"), native=False)
+    assert base.allow_packing()
+    assert base.reads_to_length
+    cache = base.new_cache(6, 96)
+
+    def tree(rows: int, nodes: int) -> TreeNodes:
+        torch.manual_seed(rows * nodes)
+        ancestors = torch.ones(nodes, nodes, dtype=torch.bool).tril().expand(rows, -1, -1)
+        depths, lengths = torch.arange(nodes).repeat(rows, 1), torch.full((rows,), 20)
+        return TreeNodes(torch.randint(3, 90, (rows, nodes)), lengths, depths, ancestors, 48, full=90)
+
+    sizes = [(1, 1), (1, 5), (5, 1), (5, 6), (3, 4), (2, 7), (1, 9), (4, 1)]
+    with torch.inference_mode():
+        base.prefill(cache, 0, [torch.arange(3, 23)])
+        expected = [base.verify(cache, tree(*size))[0] for size in sizes]
+        base.compile()
+        for size, logits in zip(sizes, expected, strict=True):
+            assert torch.allclose(base.verify(cache, tree(*size))[0], logits, atol=1e-5)
+        assert len(graphs) == 4
+    torch._dynamo.reset()
 
 
 def test_what_gives_other_numbers_is_not_used(

@@ -158,11 +158,12 @@ def test_what_a_step_of_an_8b_model_makes(shape: tuple[int, int, int]) -> None:
         logits = rows * tree_size * config.vocab_size * 2
         inner = rows * tree_size * config.intermediate_size * 2
         assert memory.peak < logits + 8 * inner
-        print(shape, "operations", len(names), "peak", memory.peak, "largest", memory.largest)
 
 
-@pytest.mark.parametrize(("reads_to_length", "bounded"), [(True, False), (True, True), (False, True)])
-def test_shapes_of_ten_thousand_steps(reads_to_length: bool, bounded: bool) -> None:
+@pytest.mark.parametrize(
+    ("reads_to_length", "bounded", "count"), [(True, False, 32), (True, True, 55), (False, True, 140)]
+)
+def test_shapes_of_ten_thousand_steps(reads_to_length: bool, bounded: bool, count: int) -> None:
     """64 slots, as many requests as come, texts of up to 2,048 tokens, and a budget that takes one of four sizes."""
     step = mock.Mock()
     step.state.slots, step.state.max_length, step.state.capacity = 64, 2048, 2112
@@ -184,5 +185,4 @@ def test_shapes_of_ten_thousand_steps(reads_to_length: bool, bounded: bool) -> N
         for text in texts:
             text[0] += rng.randrange(1, 5)
         texts = [text for text in texts if text[0] < text[1]]
-    print("shapes", reads_to_length, bounded, len(shapes))
-    assert (len(shapes) < 64) == reads_to_length
+    assert len(shapes) == count
