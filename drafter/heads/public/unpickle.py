@@ -3,8 +3,8 @@
     python -m drafter.heads.public.unpickle FOLDER
 
 An ordinary pickle may run any code when it is loaded. Here PyTorch's restricted loader reads it, which makes tensors
-and nothing else. It does so in a process of its own, which can open no file and ends after some minutes. Where the system
-lets it give them up, it has no network and starts no other process.
+and nothing else. It does so in a process of its own, which can open no file and ends after some minutes. Where the
+system lets it give them up, it has no network and starts no other process.
 """
 
 from __future__ import annotations
