@@ -141,7 +141,10 @@ def test_the_loss_of_a_place_never_sees_that_place_or_later(tiny_base: BaseModel
         assert torch.equal(loss.weight, same.weight)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "paper" not in kind])
+@pytest.mark.parametrize(
+    "kind",
+    slow_but([kind for kind in MAIN_KINDS if "paper" not in kind], [kind for kind in KINDS if "paper" not in kind]),
+)
 def test_a_nodes_probability_is_what_the_loss_makes_of_its_path(tiny_base: BaseModel, kind: str) -> None:
     """With all places of the same weight, the loss of a text is its negative log prefix probability."""
     head = make_head(tiny_base, kind, depth_decay=1.0)

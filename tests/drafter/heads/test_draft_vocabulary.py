@@ -20,17 +20,19 @@ from drafter.heads.ctc.ctc_head import CTCHead
 from drafter.heads.ctc.ctc_losses import prefix_loss
 from drafter.heads.draft_batch import DraftBatch
 from drafter.heads.draft_vocabulary import DraftVocabulary, most_frequent
-from drafter.heads.losses import Labels, hard_labels
+from drafter.heads.eagle3.eagle3_head import Eagle3Head
+from drafter.heads.hydra import HydraHead
+from drafter.heads.losses import Labels
 from drafter.heads.medusa import MedusaHead
 from drafter.heads.registry import HEADS, new_head
 from drafter.requests import Request, SamplingParams
 from drafter.training.targets import draft_batch
 from drafter.training.training_step import base_hidden_states
-from tests.support.heads import DEPTH, KINDS, STATIC, make_head, random_texts, sequence, text_loss
+from tests.support.heads import DEPTH, KINDS, STATIC, VARIANTS, make_head, random_texts, sequence, text_loss
 from tests.support.models import random_prompts, run_engine
 from tests.support.trees import check_same_trees, check_slice_contract
 
-WHOLE = [kind for kind in KINDS if "part" not in kind]
+WHOLE = [kind for kind in KINDS if "part" not in kind and kind not in VARIANTS]
 BASE_SIZE = 97
 
 
@@ -82,6 +84,11 @@ def permuted(base: BaseModel, head: DraftHead, seed: int) -> DraftHead:
     other.vocabulary.borrow(base)
     if isinstance(other, MedusaHead):
         other.outputs.copy_(other.outputs[:, order])
+    if isinstance(other, Eagle3Head):
+        other.output_layer.weight.copy_(other.output_layer.weight[order])
+    if isinstance(other, HydraHead):
+        for output in other.outputs.parameters():
+            output.copy_(output[order])
     return other.eval().requires_grad_(False)
 
 
@@ -91,7 +98,7 @@ def permuted(base: BaseModel, head: DraftHead, seed: int) -> DraftHead:
 def test_the_whole_vocabulary_in_another_order_changes_nothing(tiny_base: BaseModel, kind: str, seed: int) -> None:
     head = make_head(tiny_base, kind, seed)
     other = permuted(tiny_base, head, seed)
-    tokens, hidden = sequence(tiny_base, 2, 16, seed)
+    tokens, hidden = sequence(tiny_base, 2, 16, seed, head.hidden_layers)
     anchors = torch.tensor([[3, 9], [0, 15]])
     for tree in ("exact", "static") if kind in STATIC else ("exact",):
         ours, theirs = (one.trees_at(tiny_base, tokens, hidden, anchors, 9, tree) for one in (head, other))
@@ -111,7 +118,7 @@ def test_nothing_outside_is_drafted(tiny_base: BaseModel, kind: str, size: int, 
     algorithm, own = KINDS[kind]
     head = new_head(algorithm, tiny_base, {"depth": DEPTH, **own, "draft_vocab_size": size}, counts).eval()
     allowed = {-1, *most_frequent(counts, size).tolist()}
-    tokens, hidden = sequence(tiny_base, 2, 16, seed)
+    tokens, hidden = sequence(tiny_base, 2, 16, seed, head.hidden_layers)
     with torch.no_grad():
         for tree in ("exact", "static") if kind in STATIC else ("exact",):
             drafted = head.trees_at(tiny_base, tokens, hidden, torch.tensor([[3, 9], [0, 15]]), 9, tree)
@@ -175,7 +182,7 @@ def test_a_text_of_tokens_outside_teaches_nothing(tiny_base: BaseModel) -> None:
     batch = DraftBatch(batch.tokens, batch.anchors, torch.full_like(batch.targets, 96), batch.lengths)
     for kind in KINDS:
         head = make_head(tiny_base, kind, draft_vocab_size=90)
-        loss = head(tiny_base, batch, base_hidden_states(tiny_base, batch.tokens), hard_labels(batch.targets))
+        loss = text_loss(head, tiny_base, batch)
         assert (loss.total.item(), loss.weight.item(), loss.mean().item()) == (0.0, 0.0, 0.0)
 
 
