@@ -106,6 +106,13 @@ def test_improbable_nodes_are_not_run_on_a_cpu() -> None:
     assert int(tree.depths.max()) == 1
 
 
+def test_an_expansion_without_children_is_refused() -> None:
+    model = model_of("llama")
+    for expansion in ((), (2, 0)):
+        with pytest.raises(ValueError, match="expansion"):
+            ModelDrafter(model, model, 4, expansion)
+
+
 def test_nodes_that_are_run_know_their_ancestors() -> None:
     run = RunNodes.none(1, torch.device("cpu")).then(torch.tensor([[4, 5]]), 1, torch.tensor([[-1, -1]]))
     run = run.then(torch.tensor([[6, 7]]), 2, torch.tensor([[1, 0]]))
