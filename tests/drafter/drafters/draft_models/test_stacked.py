@@ -120,6 +120,7 @@ def test_tokens_are_those_of_plain_decoding(family: str, monkeypatch: pytest.Mon
         assert [one.token_ids for one in found] == [one.token_ids for one in expected], name
 
 
+@pytest.mark.slow
 def test_a_stack_of_models_can_be_part_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     base, requests = model_of("llama", 0), requests_of(4)
     expected = run_engine(base, PlainDecoding(), requests, slots=1)
