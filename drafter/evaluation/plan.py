@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, get_args
 
-from drafter.drafters.names import kind_and_rest
 from drafter.heads.contract import Tree
 
 Nodes = int | Literal["auto"]
@@ -29,10 +28,10 @@ class Arm:
 
     @property
     def method(self) -> str:
-        """Name of the drafter for tables and plots; for a head's folder, its last part."""
+        """Name of the drafter for tables and plots; of each folder in it, the last part."""
         if self.tree is None:
             return "plain decoding" if self.drafter == "none" else self.drafter
-        return self.drafter if kind_and_rest(self.drafter)[0] else Path(self.drafter).name
+        return re.sub(r"[^:>+]*/", "", self.drafter.rstrip("/"))
 
 
 TRANSFORMERS = Arm("transformers.generate")

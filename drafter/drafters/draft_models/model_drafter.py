@@ -33,11 +33,16 @@ class ModelDrafter(Drafter):
         nodes: Draft nodes of the largest tree. With an `expansion` its own number counts.
         expansion: A fixed shape instead: how many children each node of each depth has, from the root on; SpecInfer's
             is `(1, 1, 3, 1, 1, 1, 1, 1)`.
+
+    Raises:
+        ValueError: The `expansion` is empty, or has a number below 1.
     """
 
     def __init__(self, model: BaseModel, base: BaseModel, nodes: int, expansion: Sequence[int] | None = None) -> None:
         self._expansion = None if expansion is None else tuple(expansion)
         if self._expansion is not None:
+            if min(self._expansion, default=0) < 1:
+                raise ValueError(f"expansion must be at least one number, none below 1, not {self._expansion}")
             nodes = sum(accumulate(self._expansion, int.__mul__))
         depth = min(nodes, _DEPTH) if self._expansion is None else len(self._expansion)
         self._reader = TextReader(model, base, depth + 1)
@@ -103,12 +108,9 @@ class ModelDrafter(Drafter):
         self._times.mark("draft")
         parts = [torch.cat([getattr(one, name) for one in found], 1) for name in ("tokens", "parents", "log_probs")]
         tokens, parents, log_probs = (part.to(context.tokens.device) for part in parts)
-        place = torch.arange(tokens.shape[1], device=tokens.device)
-        ends = list(accumulate(one.tokens.shape[1] for one in found))
-        levels = torch.ones_like(place)
-        for end in ends[:-1]:
-            levels = levels + (place >= end)
-        return from_nodes(context.pending, tokens, parents, levels, log_probs, ask.nodes + 1)
+        below = [torch.full_like(one.tokens, depth) for depth, one in enumerate(found, start=1)]
+        depth_of = torch.cat(below, 1).to(tokens.device)
+        return from_nodes(context.pending, tokens, parents, depth_of, log_probs, ask.nodes + 1)
 
     def _level(self, depth: int, width: int, nodes: int) -> Level:
         """Say how the nodes of a depth come from `width` nodes above them, in a tree of so many draft nodes."""
@@ -123,10 +125,9 @@ class ModelDrafter(Drafter):
         alive = log_probs > -torch.inf
         if self._expansion is not None or self._reader.fixed:
             return alive
-        best = torch.cat([one.log_probs for one in found], 1).topk(ask.nodes).values[:, -1:] if len(found) > 1 else None
-        if best is not None:
-            alive = alive & (log_probs >= best)
-        return alive & (log_probs.exp() >= ask.least_probability)
+        in_all = torch.cat([one.log_probs for one in found], 1)
+        last = in_all.topk(min(ask.nodes, in_all.shape[1])).values[:, -1:]
+        return alive & (log_probs >= last) & (log_probs.exp() >= ask.least_probability)
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,7 @@ class TextReader:
 
     def move(self, source: int, target: int) -> None:
         """Let the sequence in slot `source` go on in slot `target`."""
+        self.enter(target)
         self.copy(source, target, self._cached[source])
 
     def clear(self, slot: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from drafter.base.causal_lm import BaseModel
 from drafter.errors import LoadError
 from drafter.evaluation.measurement import Evaluation, Progress, differing_tokens
-from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Plan
+from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Arm, Plan
 from drafter.evaluation.questions import Question, QuestionError
 from drafter.evaluation.results import Results
 from drafter.evaluation.stages import STAGES
@@ -130,3 +130,9 @@ def test_what_does_not_fit_is_refused(tiny_base: BaseModel) -> None:
         run(drafters=("nobody",))
     with pytest.raises(LoadError, match=r"nothing to measure: only a draft head has a static tree \(trees: static\)"):
         run(trees=("static",))
+
+
+def test_drafters_are_called_by_the_last_parts_of_their_folders() -> None:
+    names = ["heads/ctc/", "ngram+a/b", "stack:cacheback>model:/a/b>model:org/c@cuda:1"]
+    found = [Arm(name, "exact", 4).method for name in names]
+    assert found == ["ctc", "ngram+b", "stack:cacheback>model:b>model:c@cuda:1"]

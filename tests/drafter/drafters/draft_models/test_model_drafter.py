@@ -106,6 +106,13 @@ def test_improbable_nodes_are_not_run_on_a_cpu() -> None:
     assert int(tree.depths.max()) == 1
 
 
+def test_an_expansion_without_children_is_refused() -> None:
+    model = model_of("llama")
+    for expansion in ((), (2, 0)):
+        with pytest.raises(ValueError, match="expansion"):
+            ModelDrafter(model, model, 4, expansion)
+
+
 def test_nodes_that_are_run_know_their_ancestors() -> None:
     run = RunNodes.none(1, torch.device("cpu")).then(torch.tensor([[4, 5]]), 1, torch.tensor([[-1, -1]]))
     run = run.then(torch.tensor([[6, 7]]), 2, torch.tensor([[1, 0]]))
@@ -205,7 +212,7 @@ def test_a_draft_model_can_be_part_of_a_graph(family: str, monkeypatch: pytest.M
         assert [one.acceptance_histogram for one in greedy] == [[0, 0, 0, 4]] * 3
 
 
-@pytest.mark.parametrize("vocabulary", [VOCABULARY - 30, VOCABULARY + 30])
+@pytest.mark.parametrize("vocabulary", slow_but([VOCABULARY - 30], [VOCABULARY - 30, VOCABULARY + 30]))
 def test_a_model_may_have_a_larger_or_smaller_output_than_the_base(vocabulary: int) -> None:
     """Models of one family pad their vocabularies differently."""
     base = model_of("llama", 0)
@@ -221,8 +228,13 @@ def test_numbers_that_are_not_finite_cost_drafts_and_no_tokens() -> None:
     base, draft = model_of("gpt_neox", 0), BaseModel(random_model("gpt_neox", seed=2))
     with torch.no_grad():
         draft.model.get_input_embeddings().weight[7] = torch.nan
-    requests = [Request([5, 7, 6], SamplingParams(8)), *requests_of(3)]
+    # The third enters the slot of the second, where the first one's length is read of masked positions.
+    prompts, lengths = [[20] * 30, [7] * 30, [9]], [30, 2, 12]
+    requests = [
+        Request(prompt, SamplingParams(length, ignore_eos=True))
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
     expected = run_engine(base, PlainDecoding(), requests, slots=1)
-    found = run_engine(base, ModelDrafter(draft, base, 6), requests, slots=1, nodes=6)
+    found = run_engine(base, ModelDrafter(draft, base, 6), requests, slots=2, nodes=6)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
-    assert [one.counts.num_draft_tokens > 0 for one in found] == [False, True, True, True]
+    assert [one.counts.num_draft_tokens > 0 for one in found] == [True, False, True]
