@@ -51,6 +51,11 @@ def test_a_hub_id_that_cannot_be_found_is_named(cache: Path) -> None:
         head_fingerprints(None, "nobody/none")
 
 
+def test_an_early_exit_names_no_file() -> None:
+    assert head_fingerprints(None, "exit:2") == {}
+    assert list(head_fingerprints(None, "exit:2+ctc")) == ["ctc"]
+
+
 @pytest.mark.slow
 def test_an_output_is_not_gone_on_with_by_a_base_with_a_merged_adapter(
     run: Run, finished: FinishedJob, model: Path, tmp_path: Path
