@@ -38,7 +38,8 @@ PREFIXES = [list(range(20, 41)), [50, 51]]
 
 @cache
 def base_of(family: str) -> BaseModel:
-    return BaseModel(random_model(family))
+    with torch.inference_mode(False):  # weights that are made in that mode cannot be laid out
+        return BaseModel(random_model(family))
 
 
 @cache
