@@ -35,7 +35,8 @@ class _Band:
     Args:
         gain: `[M]` accepted tokens a row that the drafter promises of each number of nodes.
         seconds: `[M]` latency of a step of each number of nodes.
-        truth: Share of what is promised that comes true.
+        promised: Average of what recent trees promised, in accepted tokens a row; 0 before the first one.
+        came_true: Average of what they brought.
         seen: Drafted steps since the start or the last pause, in which the text has gone on.
         tried: Seconds of the first `_TRIES` of these.
         pause: Plain steps that are left before drafting is tried again.
@@ -43,10 +44,16 @@ class _Band:
 
     gain: Floats
     seconds: Floats
-    truth: float = 1.0
+    promised: float = 0.0
+    came_true: float = 0.0
     seen: int = 0
     tried: float = 0.0
     pause: int = 0
+
+    @property
+    def truth(self) -> float:
+        """Share of what is promised that comes true. A tree that promises nothing says nothing about it."""
+        return self.came_true / self.promised if self.promised else 1.0
 
 
 class AdaptiveBudget:
@@ -93,8 +100,11 @@ class AdaptiveBudget:
             band.tried += float(band.seconds[size]) + (step.seconds.reading if step.seconds else 0.0)
         promised = np.concatenate([[0.0], np.exp(step.promised).mean(0).cumsum()])
         self._learn_gain(band, size, promised)
-        came_true = float(step.accepted.sum()) / step.rows / max(float(promised[-1]), 1e-9)
-        band.truth += max(_PACE, 1 / (band.seen + _TRIES)) * (came_true - band.truth)
+        if not band.promised:  # the first promises are believed, as if they had come true in some steps before
+            band.promised = band.came_true = float(promised[-1])
+        pace = max(_PACE, 1 / (band.seen + _TRIES))
+        band.promised += pace * (float(promised[-1]) - band.promised)
+        band.came_true += pace * (float(step.accepted.sum()) / step.rows - band.came_true)
         if band.seen >= _TRIES and self._rates(band).argmax() == 0:
             band.pause = math.ceil(min(band.tried / (_LOOKS * float(band.seconds[0])), _LONGEST_PAUSE))
             band.seen, band.tried = 0, 0.0

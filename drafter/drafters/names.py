@@ -1,13 +1,14 @@
 """How drafters are named: `a+b` merges drafters, `kind:rest` makes one from what comes after the colon.
 
-`stack:` takes all of the rest of a name: `>` separates its levels, and `+` binds tighter than `>`.
+`stack:` and `auto:` take all of the rest of a name: `>` separates the levels of a stack, `,` the drafters among which
+one is chosen, and `+` binds tighter than both.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-_STACK = "stack:"
+_TAKE_ALL = ("stack:", "auto:")
 
 
 def merged_names(name: str) -> list[str]:
@@ -15,8 +16,8 @@ def merged_names(name: str) -> list[str]:
     if Path(name).exists() or Path(name.partition(":")[2] or name).exists():
         return [name]
     members = name.split("+")
-    stack = next((place for place, member in enumerate(members) if member.startswith(_STACK)), len(members))
-    return [*members[:stack], *(["+".join(members[stack:])] if members[stack:] else [])]
+    last = next((place for place, member in enumerate(members) if member.startswith(_TAKE_ALL)), len(members))
+    return [*members[:last], *(["+".join(members[last:])] if members[last:] else [])]
 
 
 def kind_and_rest(name: str) -> tuple[str, str]:
@@ -30,6 +31,11 @@ def stack_levels(rest: str) -> list[str]:
     return rest.split(">")
 
 
+def candidates(rest: str) -> list[str]:
+    """Return the drafters among which one is chosen, out of what follows `auto:`."""
+    return rest.split(",")
+
+
 def model_and_device(rest: str) -> tuple[str, str | None]:
     """Return the path or hub id and the device out of what follows `model:`, `NAME@DEVICE`; None without a device."""
     name, at, device = rest.rpartition("@")
@@ -37,11 +43,11 @@ def model_and_device(rest: str) -> tuple[str, str | None]:
 
 
 def leaf_names(name: str) -> list[str]:
-    """Return the drafters that a name is made of, each once: members of merged ones, and levels of stacks."""
+    """Return the drafters that a name is made of, each once: members of merged ones, levels of stacks, candidates."""
     members = merged_names(name)
     if len(members) == 1:
         kind, rest = kind_and_rest(name)
-        if kind != "stack":
+        if kind not in ("stack", "auto"):
             return members
-        members = stack_levels(rest)
+        members = stack_levels(rest) if kind == "stack" else candidates(rest)
     return list(dict.fromkeys(leaf for member in members for leaf in leaf_names(member)))

@@ -16,7 +16,7 @@ from drafter.drafters.contract import Drafter
 from drafter.drafters.draft_models.named import load_model_drafter, load_stack
 from drafter.drafters.memory import MemoryDrafter
 from drafter.drafters.merged import MergedDrafter
-from drafter.drafters.names import kind_and_rest, merged_names
+from drafter.drafters.names import candidates, kind_and_rest, merged_names
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
 from drafter.drafters.tables.frozen_table import Vocabulary, load_table
@@ -62,6 +62,10 @@ class Loading:
         return load_drafter(name, self.base, self.nodes, isolated=self.isolated)
 
 
+def _chosen_among(rest: str, loading: Loading) -> Drafter:
+    return ChoosingDrafter({name: loading.load(name) for name in candidates(rest)})
+
+
 def _with_frozen_table(path: str, loading: Loading) -> Drafter:
     base = loading.base
     vocabulary = Vocabulary(vocabulary_digest(load_tokenizer(base.name)), base.vocab_size)
@@ -69,6 +73,7 @@ def _with_frozen_table(path: str, loading: Loading) -> Drafter:
 
 
 NAMED_WITH_COLON: dict[str, Callable[[str, Loading], Drafter]] = {
+    "auto": _chosen_among,
     "cacheback": _with_frozen_table,
     "exit": lambda rest, loading: named_exit(rest, loading.base, loading.nodes),
     "model": lambda rest, loading: load_model_drafter(rest, loading.base, loading.nodes),
@@ -111,7 +116,7 @@ def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: boo
             first N layers), the algorithm of an embedded head (`ctc`), a head's folder or hub id, `model:` and a draft
             model's folder or hub id, several of these joined by `+`, `stack:LOWER>model:A` (see `load_stack`), or
             `auto`: the CTC head that ships with the project for this base, `memory`, `cacheback` and `ngram`, of which
-            the fastest drafts.
+            the fastest drafts; `auto:A,B` chooses among these.
         base: The base it drafts for.
         nodes: Draft nodes of its largest trees.
         isolated: Whether no text may be drafted from another one.

