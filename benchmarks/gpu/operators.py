@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple
 from typing import Any
 from unittest import mock
 
@@ -105,7 +104,8 @@ def _cache(given: Inputs, paged: bool) -> list[Tensor]:
 
 def _walked(given: Inputs) -> list[Tensor]:
     tree = _tree(given)
-    return list(astuple(walk(tree, given["choices"], tree.ancestors(_DEPTH), _DEPTH)))
+    found = walk(tree, given["choices"], tree.ancestors(_DEPTH), _DEPTH)
+    return [found.path, found.tokens, found.count]
 
 
 def _descended(given: Inputs) -> list[Tensor]:

@@ -31,12 +31,12 @@ class ChoosingDrafter(MergedDrafter):
 
     def prepare(self, context: DraftContext) -> None:
         """Prepare the chosen one."""
-        drafter = self._drafters[self._chosen]
+        drafter = self.drafters[self._chosen]
         drafter.prepare(self._seen_by(drafter, context))
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         """Trees `[B, 1 + ask.nodes]` of the chosen one."""
-        drafter = self._drafters[self._chosen]
+        drafter = self.drafters[self._chosen]
         most = drafter.spec.max_nodes
         tree = drafter.propose(self._seen_by(drafter, context), replace(ask, nodes=min(ask.nodes, most), member=0))
         return tree if tree.size > ask.nodes else merge([tree], self.spec.max_depth, ask.nodes + 1)

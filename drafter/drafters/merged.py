@@ -18,7 +18,7 @@ class MergedDrafter(Drafter):
     """Lets all members propose; the best nodes of any of them make the tree."""
 
     def __init__(self, *members: Drafter) -> None:
-        self._drafters = members
+        self.drafters = members
         specs = [member.spec for member in members]
         self.spec = DraftSpec(
             max_nodes=max(spec.max_nodes for spec in specs),
@@ -34,51 +34,51 @@ class MergedDrafter(Drafter):
 
     def open(self, loan: Loan) -> None:
         """Open all."""
-        for member in self._drafters:
+        for member in self.drafters:
             member.open(loan)
 
     def enter(self, slot: int, text: Ids) -> None:
         """Tell all."""
-        for member in self._drafters:
+        for member in self.drafters:
             member.enter(slot, text)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy in all."""
-        for member in self._drafters:
+        for member in self.drafters:
             member.copy(source, target, length)
 
     def move(self, source: int, target: int) -> None:
         """Move in all."""
-        for member in self._drafters:
+        for member in self.drafters:
             member.move(source, target)
 
     def clear(self, slot: int) -> None:
         """Clear all."""
-        for member in self._drafters:
+        for member in self.drafters:
             member.clear(slot)
 
     def prepare(self, context: DraftContext) -> None:
         """Prepare all."""
-        for member in self._drafters:
+        for member in self.drafters:
             member.prepare(self._seen_by(member, context))
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         """Trees `[B, 1 + ask.nodes]`."""
         trees = [
             member.propose(self._seen_by(member, context), replace(ask, nodes=min(ask.nodes, member.spec.max_nodes)))
-            for member in self._drafters
+            for member in self.drafters
         ]
         return merge(trees, self.spec.max_depth, ask.nodes + 1)
 
     def observe(self, committed: Committed) -> None:
         """Tell all."""
-        for member in self._drafters:
+        for member in self.drafters:
             member.observe(committed)
 
     @property
     def memory(self) -> DraftMemory:
         """All memories together; as much is of use to remember as for the one with the most room."""
-        memories = [member.memory for member in self._drafters]
+        memories = [member.memory for member in self.drafters]
         return DraftMemory(
             tokens=sum(one.tokens for one in memories),
             nbytes=sum(one.nbytes for one in memories),
@@ -87,7 +87,7 @@ class MergedDrafter(Drafter):
 
     def remember(self, texts: Sequence[Sequence[int] | npt.NDArray[np.int32]]) -> None:
         """Tell all."""
-        for member in self._drafters:
+        for member in self.drafters:
             member.remember(texts)
 
     def _seen_by(self, member: Drafter, context: DraftContext) -> DraftContext:

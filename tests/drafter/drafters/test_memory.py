@@ -110,7 +110,7 @@ def test_texts_from_elsewhere_are_drafted_from_and_change_no_token(tiny_base: Ba
     # What the last steps have added is entered with the next one.
     entered = drafter.memory.tokens - len(told[0]) - len(told[1]) - len(asked[0].prompt_ids)
     assert 0 <= entered <= len(plain.token_ids)
-    assert drafter.memory.room == drafter._drafters[0].memory.room > 0
+    assert drafter.memory.room == drafter.drafters[0].memory.room > 0
 
 
 def test_isolated_rows_are_told_of_no_others(tiny_base: BaseModel) -> None:

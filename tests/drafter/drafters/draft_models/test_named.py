@@ -57,7 +57,7 @@ def test_names_make_drafters(embedded: BaseModel) -> None:
     model = f"model:{EMBEDDED_BASE}"
     merged = load_drafter(f"{model}@cpu+cacheback", embedded, 6)
     assert isinstance(merged, MergedDrafter)
-    assert [type(member) for member in merged.members] == [ModelDrafter, CachebackDrafter]
+    assert [type(member) for member in merged.drafters] == [ModelDrafter, CachebackDrafter]
     stack = load_drafter(f"stack:cacheback>{model}", embedded, 6, isolated=True)
     assert isinstance(stack, StackedDrafter)
     assert isinstance(stack.lower, CachebackDrafter)
