@@ -78,7 +78,7 @@ def best_first_trie(
         log_probs, tokens = conditionals(frontier)
         children = log_probs.shape[2]
         # Numbers that are not finite have no children; rounding must not lift a sure token above its parent.
-        scores = reached[:, :, None] + log_probs.float().nan_to_num(nan=-torch.inf).clamp_max(0.0)
+        scores = reached[:, :, None] + _finite(log_probs.float()).clamp_max(0.0)
         scores = scores.masked_fill(~frontier.real[:, :, None], -torch.inf).flatten(1)
         best, index = scores.topk(min(size - 1, scores.shape[1]))
         parent = index // children
@@ -99,6 +99,11 @@ def best_first_trie(
     tokens, parents, probs = (torch.cat(parts, 1) for parts in zip(*levels, strict=True))
     depths = [torch.full_like(one[0], at) for at, (one, _, _) in enumerate(levels, start=1)]
     return from_nodes(pending, tokens, parents, torch.cat(depths), probs, size)
+
+
+def _finite(log_probs: Tensor) -> Tensor:
+    """Return log-probabilities with -inf for what is no number, or infinite."""
+    return log_probs.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
 
 
 def most_places(depth: int, beam: int) -> int:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Ids, Loan
 from drafter.drafters.draft_models.text_reader import RunNodes, TextReader
+from drafter.search.best_first import Frontier, best_first_trie, most_places
 from drafter.tree.token_tree import TokenTree
-from drafter.tree.trie import from_nodes
 
 _DEPTH = 8
 """Draft tokens of a path at most, each of which costs a forward of the draft model."""
@@ -45,7 +43,8 @@ class ModelDrafter(Drafter):
                 raise ValueError(f"expansion must be at least one number, none below 1, not {self._expansion}")
             nodes = sum(accumulate(self._expansion, int.__mul__))
         depth = min(nodes, _DEPTH) if self._expansion is None else len(self._expansion)
-        self._reader = TextReader(model, base, depth + 1)
+        self._reader, self._device = TextReader(model, base, depth + 1), model.device
+        self._beam = min(nodes, _WIDTH) if self._expansion is None else nodes
         beside = model.device == base.device
         kept = sum(model.kv_bytes_per_token) if beside else 0
         self.spec = DraftSpec(nodes, depth, graph_safe=beside, bytes_per_token=kept)
@@ -53,11 +52,11 @@ class ModelDrafter(Drafter):
     def open(self, loan: Loan) -> None:
         """Allocate the draft model's KV cache."""
         self._times = loan.times
-        width, in_all = 1, 0
-        for depth in range(1, self.spec.max_depth):
-            width = self._level(depth, width, self.spec.max_nodes).run
-            in_all += width
-        self._reader.open(loan.slots, loan.length, in_all)
+        if self._expansion is None:
+            run = most_places(self.spec.max_depth, self._beam) - 1
+        else:
+            run = sum(accumulate(self._expansion[:-1], int.__mul__))
+        self._reader.open(loan.slots, loan.length, run)
 
     def enter(self, slot: int, text: Ids) -> None:
         """Forget the sequence before: nothing of the new one has been read."""
@@ -81,95 +80,37 @@ class ModelDrafter(Drafter):
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         """Read the new tokens, grow the trees depth by depth, and return the best nodes `[B, 1 + ask.nodes]`."""
-        log_probs = self._reader.read(context)
-        rows, device = len(log_probs), log_probs.device
-        above = torch.zeros(rows, 1, device=device)  # log-probability of the nodes whose children come next
-        candidates = run_nodes = torch.full((rows, 1), -1, device=device)  # where these are among all of either
-        run = RunNodes.none(rows, device)
-        found: list[Children] = []
-        depths = min(self.spec.max_depth, ask.nodes) if self._expansion is None else self.spec.max_depth
-        for depth in range(1, depths + 1):
-            level = self._level(depth, above.shape[1], ask.nodes)
-            children = best_children(log_probs, above, level.children, level.keep)
-            before = sum(one.tokens.shape[1] for one in found)
-            found.append(replace(children, parents=candidates.gather(1, children.parents)))
-            if depth == depths:
-                break
-            alive = self._worth_running(found, ask)[:, : level.run]
-            width = alive.shape[1] if self._reader.fixed else int(alive.sum(1).max())
-            if not width:
-                break
-            alive, parents = alive[:, :width], run_nodes.gather(1, children.parents[:, :width])
-            above = torch.where(alive, children.log_probs[:, :width], -torch.inf)
-            candidates = (torch.arange(width, device=device) + before).expand(rows, -1)
-            run_nodes = candidates - before + run.tokens.shape[1]
-            run = run.then(children.tokens[:, :width], depth, parents)
-            log_probs = self._reader.extend(context, run, alive)
+        growth = _Growth(self._reader, context, self._expansion, ask.nodes)
+        size = 1 + (ask.nodes if self._expansion is None else self.spec.max_nodes)
+        least = ask.least_probability if self._expansion is None else 0.0
+        pending = context.pending.to(self._device)
+        tree = best_first_trie(growth, pending, self.spec.max_depth, size, self._beam, least)
         self._times.mark("draft")
-        parts = [torch.cat([getattr(one, name) for one in found], 1) for name in ("tokens", "parents", "log_probs")]
-        tokens, parents, log_probs = (part.to(context.tokens.device) for part in parts)
-        below = [torch.full_like(one.tokens, depth) for depth, one in enumerate(found, start=1)]
-        depth_of = torch.cat(below, 1).to(tokens.device)
-        return from_nodes(context.pending, tokens, parents, depth_of, log_probs, ask.nodes + 1)
-
-    def _level(self, depth: int, width: int, nodes: int) -> Level:
-        """Say how the nodes of a depth come from `width` nodes above them, in a tree of so many draft nodes."""
-        if self._expansion is not None:
-            children = self._expansion[depth - 1]
-            return Level(children, width * children, width * children)
-        return Level(nodes, nodes, min(nodes, _WIDTH))
-
-    def _worth_running(self, found: Sequence[Children], ask: Ask) -> Tensor:
-        """Return which nodes of the last depth may have children in the tree, `[B, K]`; they come first."""
-        log_probs = found[-1].log_probs
-        alive = log_probs > -torch.inf
-        if self._expansion is not None or self._reader.fixed:
-            return alive
-        in_all = torch.cat([one.log_probs for one in found], 1)
-        last = in_all.topk(min(ask.nodes, in_all.shape[1])).values[:, -1:]
-        return alive & (log_probs >= last) & (log_probs.exp() >= ask.least_probability)
+        device = context.tokens.device
+        return TokenTree(*(part.to(device) for part in vars(tree.leading(1 + ask.nodes)).values()))
 
 
-@dataclass(frozen=True)
-class Level:
-    """How a depth of a tree comes from the one above it.
+class _Growth:
+    """The conditionals of one step's trees; see `best_first.Conditionals`.
 
     Args:
-        children: Of each node above.
-        keep: Of all these, the most probable ones.
-        run: Of these, the most probable ones that may get children themselves.
+        reader: Of the draft model.
+        context: The rows.
+        expansion: As in `ModelDrafter`.
+        children: Tokens that may follow a node at most, without an expansion.
     """
 
-    children: int
-    keep: int
-    run: int
+    def __init__(
+        self, reader: TextReader, context: DraftContext, expansion: tuple[int, ...] | None, children: int
+    ) -> None:
+        self._reader, self._context = reader, context
+        self._left, self._children = iter(expansion or ()), children
 
-
-@dataclass(frozen=True)
-class Children:
-    """Nodes of one depth, by falling probability.
-
-    Args:
-        tokens: `[B, K]` int64.
-        parents: `[B, K]` int64 index of each one's parent.
-        log_probs: `[B, K]` float32 log prefix probability; -inf for a node that does not exist.
-    """
-
-    tokens: Tensor
-    parents: Tensor
-    log_probs: Tensor
-
-
-def best_children(log_probs: Tensor, above: Tensor, each: int, keep: int) -> Children:
-    """Return the `keep` most probable of the `each` most probable children of every node.
-
-    Args:
-        log_probs: `[B, W, V]` of the token after each node.
-        above: `[B, W]` log prefix probability of the nodes.
-        each: At most V of them are taken.
-        keep: At most all of them are taken.
-    """
-    best, tokens = log_probs.topk(min(each, log_probs.shape[2]))
-    of_each = best.shape[2]
-    paths, order = (above[:, :, None] + best).flatten(1).topk(min(keep, best[0].numel()))
-    return Children(tokens.flatten(1).gather(1, order), order // of_each, paths)
+    def __call__(self, frontier: Frontier) -> tuple[Tensor, Tensor]:
+        """Run the frontier's nodes; return the likeliest tokens after each, and their log-probabilities."""
+        if not frontier.first:  # the pending token comes with the new ones before it
+            log_probs = self._reader.read(self._context)
+        else:
+            log_probs = self._reader.extend(self._context, RunNodes.of(frontier), frontier.real)
+        best, tokens = log_probs.topk(min(next(self._left, self._children), log_probs.shape[2]))
+        return best, tokens

@@ -20,6 +20,7 @@ from drafter.base.causal_lm import BaseModel
 from drafter.base.executors.contract import TreeNodes
 from drafter.base.packing import Packing
 from drafter.drafters.contract import DraftContext
+from drafter.search.best_first import Frontier
 from drafter.tree.token_tree import TokenTree
 
 _PROMPT_TOKENS = 512
@@ -41,22 +42,9 @@ class RunNodes:
     ancestors: Tensor
 
     @staticmethod
-    def none(rows: int, device: torch.device) -> RunNodes:
-        """Return none for each of so many rows."""
-        tokens = torch.zeros(rows, 0, dtype=torch.long, device=device)
-        return RunNodes(tokens, tokens, torch.zeros(rows, 0, 0, dtype=torch.bool, device=device))
-
-    def then(self, tokens: Tensor, depth: int, parents: Tensor) -> RunNodes:
-        """Return these nodes with W more of one depth; `parents` `[B, W]` of them are among these, -1 for none."""
-        count, width = self.tokens.shape[1], tokens.shape[1]
-        index = parents.clamp_min(0)[:, :, None].expand(-1, -1, count)
-        above = self.ancestors.gather(1, index) & (parents >= 0)[:, :, None]
-        itself = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
-        return RunNodes(
-            torch.cat([self.tokens, tokens], 1),
-            torch.cat([self.depths, torch.full_like(tokens, depth)], 1),
-            torch.cat([F.pad(self.ancestors, (0, width)), torch.cat([above, itself], 2)], 1),
-        )
+    def of(frontier: Frontier) -> RunNodes:
+        """Return a frontier's nodes without its root."""
+        return RunNodes(frontier.tokens[:, 1:], frontier.depths[:, 1:], frontier.ancestors[:, 1:, 1:])
 
 
 class TextReader:

@@ -13,7 +13,6 @@ from drafter.base.causal_lm import BaseModel
 from drafter.drafters.cacheback import CachebackDrafter
 from drafter.drafters.contract import Ask, DraftContext, Drafter, Loan
 from drafter.drafters.draft_models.model_drafter import ModelDrafter
-from drafter.drafters.draft_models.text_reader import RunNodes
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.none import PlainDecoding
 from drafter.engine.engine_config import EngineConfig
@@ -111,14 +110,6 @@ def test_an_expansion_without_children_is_refused() -> None:
     for expansion in ((), (2, 0)):
         with pytest.raises(ValueError, match="expansion"):
             ModelDrafter(model, model, 4, expansion)
-
-
-def test_nodes_that_are_run_know_their_ancestors() -> None:
-    run = RunNodes.none(1, torch.device("cpu")).then(torch.tensor([[4, 5]]), 1, torch.tensor([[-1, -1]]))
-    run = run.then(torch.tensor([[6, 7]]), 2, torch.tensor([[1, 0]]))
-    assert run.tokens.tolist() == [[4, 5, 6, 7]]
-    assert run.depths.tolist() == [[1, 1, 2, 2]]
-    assert run.ancestors.int().tolist() == [[[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]]]
 
 
 def test_the_base_accepts_all_of_what_it_drafts_itself() -> None:
