@@ -88,16 +88,21 @@ def parse_object(config_class: type[Config], parser: ArgumentParser, settings: M
 
 
 def _spelled_out(config_class: type, arguments: Sequence[str]) -> list[str]:
-    """Write `--verifier NAME` as `--verifier.name NAME`, and so for every group of settings that has a name."""
+    """Write `--verifier NAME` as `--verifier.name NAME`, and so for every group of settings that has a name.
+
+    A group may also be given whole, as `{name: NAME, …}`.
+    """
     groups = [
         name
         for name, kind in get_type_hints(config_class).items()
         if dataclasses.is_dataclass(kind) and any(field.name == "name" for field in dataclasses.fields(kind))
     ]
     found = []
-    for argument in arguments:
+    for place, argument in enumerate(arguments):
         option, equals, value = argument.partition("=")
-        found.append(f"{option}.name{equals}{value}" if option in [f"--{name}" for name in groups] else argument)
+        given = value if equals else "".join(arguments[place + 1 : place + 2])
+        is_name = option in [f"--{name}" for name in groups] and not given.startswith("{")
+        found.append(f"{option}.name{equals}{value}" if is_name else argument)
     return found
 
 
@@ -138,6 +143,8 @@ def _readable(message: str) -> str:
     """Return a message of jsonargparse on one line, without Python's words for types."""
     message = one_line(message)
     key = re.search(r'Parser key "([^"]+)":', message)
+    if key and "Unable to load config" in message:
+        return f"{key[1]} must be a group of settings, such as {{name: …}}"
     given = re.search(r"(?:Given value|Got value): (.*)$", message)
     expected = re.findall(r"Expected an? (?:<class '(\w+)'>|typing\.Literal(\[[^\]]*\]))", message)
     if key and given and expected:

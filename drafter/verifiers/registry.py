@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,8 @@ def make_verifier(settings: VerifierSettings) -> Verifier:
     if foreign := sorted(set(given) - set(own)):
         has = f"it has {', '.join(own)}" if own else "it has no settings"
         raise LoadError(f"the verifier {settings.name} has no {foreign[0]}: {has}")
+    if infinite := [name for name, value in given.items() if not math.isfinite(value)]:
+        raise LoadError(f"verifier {settings.name}: {infinite[0]} must be a finite number")
     try:
         return made(**given)
     except ValueError as error:

@@ -148,6 +148,7 @@ class EngineActor:
         for problem in filter(None, problems):
             self._row_metrics.failed(problem["type"])
         generated = pa.array([one.generated if one else None for one in found], columns_type(self._columns))
+        self._beat()  # the job may end before the next one
         rows = with_problems(rows, problems).drop_columns(["prompt_ids", "sampling"])
         return rows.append_column("generated", generated)
 

@@ -134,7 +134,7 @@ def _engines(config: ApplicationConfig, drafter: str, name: str, share: ActorRes
         }
     # Each text of a call is a request of the engine, so that the last call that fits may need `choices` places.
     engine = EngineConfig(**asdict(config.engine), max_queue=limits.queue + limits.choices)
-    verifier = VerifierSettings() if drafter == "none" else config.verifier
+    verifier = config.verifier if drafter == config.drafter else VerifierSettings()  # the plain one is exact
     spec = EngineSpec(config.model, drafter, asdict(config.loading), engine, 1, config.isolation, verifier)
     deployment = serve.deployment(
         EngineReplica,

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from drafter.base.loading import load_tokenizer
 from drafter.errors import LoadError, one_line
+from drafter.verifiers.registry import make_verifier
 from pipeline.cluster.ports import free_ports
 from pipeline.cluster.ray_cluster import connect, will_start
 from pipeline.command_line import run_job
@@ -156,12 +157,13 @@ def check_models(config: ServeConfig) -> None:
     """Check what can be checked of the models without loading them.
 
     Raises:
-        InputError: They are not there, or are not models.
+        InputError: They are not there, or are not models; or there is no such verifier.
     """
     name = model_name(config.model)
     model_fingerprint(name)
     head_fingerprints(config.model, config.drafter)
     try:
+        make_verifier(config.verifier)
         load_tokenizer(name, trust_remote_code=config.loading.trust_remote_code)
     except LoadError as error:
         raise InputError(str(error)) from error

@@ -86,6 +86,8 @@ class MemoryFeed:
             said = self._said.take(_UNTOLD_TOKENS)
             call = self._actor.exchange.remote(self._name, said, self._seen)
             texts, self._seen = ray.get(call, timeout=_ANSWER_SECONDS)
+        except ray.exceptions.GetTimeoutError:
+            return  # it is still being started, or has much to do; without this handle Ray would end it
         except (ray.exceptions.RayError, ValueError):  # it has died, or is being made by another engine
             self._actor = None
             return

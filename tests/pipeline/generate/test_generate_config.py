@@ -38,6 +38,7 @@ def test_a_verifier_is_named_by_itself_or_with_its_settings(tmp_path: Path) -> N
     assert parse_config([*both, "--verifier=typical"]).verifier == VerifierSettings("typical")
     given = parse_config([*both, "--verifier", "fly", "--verifier.theta", "0.5"])
     assert given.verifier == VerifierSettings("fly", theta=0.5)
+    assert parse_config([*both, "--verifier", '{"name": "fly", "theta": 0.5}']).verifier == given.verifier
     file = tmp_path / "job.yaml"
     file.write_text("input: a\noutput: b\nverifier: {name: fly, window: 4}\n")
     assert parse_config(["--config", str(file)]).verifier == VerifierSettings("fly", window=4)
@@ -108,6 +109,7 @@ def test_bad_settings_are_named(settings: str, message: str) -> None:
         ("input: a\noutput: [b\n", "line 2"),
         ("just words\n", "words"),
         ("input: a\noutput: b\nengine: 3\n", "engine"),
+        ("input: a\noutput: b\nverifier: fly\n", "verifier must be a group of settings, such as {name: …}"),
     ],
 )
 def test_bad_files_are_refused(tmp_path: Path, content: str, message: str) -> None:

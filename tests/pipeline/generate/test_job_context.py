@@ -43,6 +43,7 @@ def test_what_was_decoded_leniently_is_not_gone_on_with_exactly(tmp_path: Path) 
         (["--verifier.theta", "0.5"], "typical", "the verifier typical has no theta: it has epsilon, delta"),
         (["--verifier.theta", "0.5"], "exact", "the verifier exact has no theta: it has no settings"),
         (["--verifier.window", "0"], "fly", "verifier fly: window must be at least 1, not 0"),
+        (["--verifier.theta", ".inf"], "fly", "verifier fly: theta must be a finite number"),
     ],
 )
 def test_a_verifier_that_cannot_do_the_job_is_refused(settings: list[str], verifier: str, message: str | None) -> None:

@@ -57,11 +57,15 @@ def test_rows_of_the_output_are_remembered(tmp_path: Path) -> None:
 def test_engines_of_a_node_tell_each_other_and_outlive_what_is_between_them(local_ray: None) -> None:
     drafters = Listener(), Listener()
     first, second = (MemoryFeed(drafter, OtherTexts(None, shared=True), "told") for drafter in drafters)
-    second.exchange()
-    finish(first, 5)
-    first.exchange()
-    second.exchange()
-    assert drafters[1].told == [[5, 6]]
+
+    def told() -> bool:
+        second.exchange()
+        finish(first, 5)
+        first.exchange()
+        second.exchange()
+        return [5, 6] in drafters[1].told
+
+    wait_until(told, "a row")
     ray.kill(texts_of_node("told"))
 
     def told_again() -> bool:
@@ -85,7 +89,7 @@ def test_where_no_actor_can_be_had_nothing_is_told() -> None:
     assert drafter.told == []
 
 
-def test_a_job_that_is_submitted_again_remembers_its_rows(run: Run, finished: FinishedJob) -> None:
+def test_a_job_that_is_submitted_again_and_remembers_writes_the_same_rows(run: Run, finished: FinishedJob) -> None:
     rows = {row["request_id"]: untimed(row) for row in finished.outcome.rows}
     finished.reopen()
     next((finished.outcome.folder / "data").iterdir()).unlink()
