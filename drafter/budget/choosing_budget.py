@@ -107,7 +107,7 @@ class ChoosingBudget:
         member = band.trial
         assert member is not None
         budget = self._budgets[member]
-        if step.asked:
+        if step.asked and step.member == member:
             band.steps += 1
             band.seconds += budget.seconds(step.rows, step.asked)
         enough = max(_TRIAL_STEPS, math.ceil(_TRIAL_ROWS / step.rows))

@@ -58,12 +58,24 @@ class Loading:
     isolated: bool = False
 
     def load(self, name: str) -> Drafter:
-        """Load another drafter for the same use; see `load_drafter`."""
-        return load_drafter(name, self.base, self.nodes, isolated=self.isolated)
+        """Load another drafter for the same use, as a part of one; see `load_drafter`.
+
+        Raises:
+            LoadError: There is none of that name, or it would be chosen by a budget, which only a whole drafter can be.
+        """
+        drafter = load_drafter(name, self.base, self.nodes, isolated=self.isolated)
+        if drafter.members:
+            raise LoadError(f"drafter {name!r} chooses among drafters and cannot be part of another: use it alone")
+        return drafter
 
 
 def _chosen_among(rest: str, loading: Loading) -> Drafter:
-    return ChoosingDrafter({name: loading.load(name) for name in candidates(rest)})
+    names = candidates(rest)
+    if not all(names) or len(set(names)) < len(names):
+        raise LoadError(f"drafter 'auto:{rest}': name different drafters, with commas between them")
+    if loading.base.device.type != "cpu":  # a step is recorded with its drafter
+        return loading.load(names[0])
+    return ChoosingDrafter({name: loading.load(name) for name in names})
 
 
 def _with_frozen_table(path: str, loading: Loading) -> Drafter:

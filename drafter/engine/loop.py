@@ -96,7 +96,9 @@ class Engine:
         self.batch = BatchState(base, drafter, config.slots, self.max_length, self._times, config.kv_bytes)
         # A step that is repeated as a whole always has the same nodes.
         self._device_step = DeviceStep(base, verifier, self.batch, packs=self._graphs is None and self._packs)
-        self.flights = Flights(base.device, EagerStep.lag if self._graphs is None else GraphStep.lag)
+        # A drafter whose work is no part of a graph looks at what the host knows, which must not be a step behind.
+        behind = self._graphs is not None and drafter.spec.graph_safe
+        self.flights = Flights(base.device, GraphStep.lag if behind else EagerStep.lag)
         self.scheduler = Scheduler(self.batch, self.flights, config.max_queue)
         self._admission = Admission(
             self.scheduler,

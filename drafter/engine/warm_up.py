@@ -96,9 +96,18 @@ def measure_members(step: DeviceStep, table: LatencyTable, members: int) -> list
         step: The stages; all slots are empty.
         table: Latencies of the first member. Verification takes as long whoever has drafted.
         members: How many there are.
+
+    Raises:
+        LoadError: Drafting does not fit into the memory.
     """
     generate_texts(step)
-    tables = [table, *(replace(table, draft=_measure_drafts(step, table, one)) for one in range(1, members))]
+    try:
+        tables = [table, *(replace(table, draft=_measure_drafts(step, table, one)) for one in range(1, members))]
+    except torch.OutOfMemoryError as error:
+        raise LoadError(
+            f"drafting for {step.state.slots} slots does not fit into the memory beside {step.base.name}: lower slots "
+            "or nodes, or name fewer drafters"
+        ) from error
     step.state.drafter.select(0)
     step.state.forget()
     return tables
@@ -111,7 +120,11 @@ def _measure_drafts(step: DeviceStep, table: LatencyTable, member: int) -> Float
     state.lengths.fill_(length)
     for place, rows in enumerate(int(batch) for batch in table.batches):
         context = state.context([length] * rows)
+        most = (1 + state.drafter.spec.max_depth) * table.verify[place, 0]
         for column, nodes in enumerate(table.nodes[1:], start=1):
+            if draft[place, column - 1] > most:  # it cannot pay, and neither can more
+                draft[place, column:] = draft[place, column - 1]
+                break
             work = partial(step.draft, context, Ask(nodes, 1 / (nodes + 1), member))
             state.drafter.prepare(context)
             draft[place, column] = min(_timed(step.base.device, work)[1] for _ in range(_DRAFT_RUNS))

@@ -26,6 +26,7 @@ class TreeNodes:
         packing: Which nodes are not padding, if only these are to be computed.
         hidden_layers: K hidden states to return, side by side; see `DecoderLayers.take`.
         full: Rows of so many committed positions are empty: what their nodes see does not matter. None if none are.
+        follows: Whether nodes that the packing leaves out have been run before, and are seen by others.
     """
 
     tokens: Tensor
@@ -36,6 +37,7 @@ class TreeNodes:
     packing: Packing | None = None
     hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,)
     full: int | None = None
+    follows: bool = False
 
 
 class Executor(Protocol):

@@ -149,8 +149,10 @@ class ModelCode:
     def _tree_inputs(self, cache: KVCache, nodes: TreeNodes) -> dict[str, Any]:
         """Of trees: in two parts where something reads committed positions to their own length."""
         attend, rows = self.prefix_attention, len(nodes.tokens)
-        # Blocks are not in order, and a tree larger than these has no mask for query heads that share a KV head.
-        if attend is None or cache.block != cache.length or nodes.tokens.shape[1] > _LARGEST_TREE:
+        # Blocks are not in order, a tree larger than these has no mask for query heads that share a KV head, and the
+        # keys of nodes that were run before are in the cache alone.
+        large = nodes.tokens.shape[1] > _LARGEST_TREE
+        if attend is None or cache.block != cache.length or large or nodes.follows:
             return self._inputs(cache, 0, nodes)
         layers = cache.layers()
         size = nodes.tokens.shape[1]

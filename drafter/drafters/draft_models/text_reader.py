@@ -135,7 +135,9 @@ class TextReader:
         """
         device, rows = self._model.device, len(context.tokens)
         lengths = context.lengths.to(device)[:, None]
-        chain = self._usual if self.fixed else int(self._new[:rows].max())
+        count = np.ones(rows, dtype=np.int64)  # more rows may come than there are, where shapes must repeat
+        count[: len(self._new)] = self._new[:rows]
+        chain = self._usual if self.fixed else int(count.max())
         place = torch.arange(chain, device=device)
         start = (lengths + 1 - chain).clamp_min(0)
         root = lengths - start  # where among the chain's nodes the pending token is; what comes after it repeats it
@@ -143,7 +145,7 @@ class TextReader:
         depths, ancestors = place.expand(rows, -1), (place <= place[:, None]).expand(rows, -1, -1)
         real = (place <= root).expand(rows, -1)
         if not self.fixed:
-            new = devices.send(torch.from_numpy(self._new[:rows]), device)
+            new = devices.send(torch.from_numpy(count), device)
             real = real & (place > root - new[:, None])
         if tree is not None:
             nodes = tree.tokens[:, 1:]
@@ -199,7 +201,8 @@ class TextReader:
         """Return logits `[B, N, V']` of tree nodes; see `TreeNodes`. Texts may have tokens that the model lacks."""
         tokens = tokens.clamp_max(self._model.vocab_size - 1)
         reach = min(reach, self.cache.length)
-        return self._model.verify(self.cache, TreeNodes(tokens, lengths, depths, ancestors, reach, packing))[0]
+        nodes = TreeNodes(tokens, lengths, depths, ancestors, reach, packing, follows=packing is not None)
+        return self._model.verify(self.cache, nodes)[0]
 
     def _log_probs(self, logits: Tensor) -> Tensor:
         """Return log-probabilities in the base's vocabulary; -inf where numbers are not finite."""

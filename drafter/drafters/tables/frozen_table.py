@@ -57,6 +57,8 @@ class FrozenTable(Table):
 
     def followers(self, leader: Gram) -> Iterator[Gram]:
         """The followers of a leader, most frequent first."""
+        if not leader:  # the beginning of a text
+            return
         place = int(self.leaders.searchsorted(leader[0]))
         if place < len(self.leaders) and self.leaders[place] == leader[0]:
             yield from map(tuple, self.continuations[self.offsets[place] : self.offsets[place + 1]].tolist())

@@ -72,7 +72,8 @@ class EagerStep:
         if ask.nodes:
             promised = tree.log_probs[:, 1:].cpu().numpy().astype(np.float64)
             self._times.mark("tree")
-            sizes = np.where(plain, 0, self._budget.trim(promised))
+            drafted = (promised > -np.inf).sum(1)  # padding would be verified, too
+            sizes = np.where(plain, 0, np.minimum(self._budget.trim(promised), drafted))
             tree = tree.trimmed(1 + torch.from_numpy(sizes))
             self._times.mark("host")
             drafting = time.perf_counter() - started - reading

@@ -34,8 +34,15 @@ def test_auto_chooses_among_the_head_that_ships_for_a_base_and_what_needs_none(
 
 def test_candidates_are_named(tiny_base: BaseModel) -> None:
     assert load_drafter("auto:cacheback+ngram,memory", tiny_base, 8).members == ("cacheback+ngram", "memory")
-    with pytest.raises(LoadError, match="no drafter 'nothing'"):
-        load_drafter("auto:ngram,nothing", tiny_base, 8)
+    for name, message in (
+        ("auto:ngram,nothing", "no drafter 'nothing'"),
+        ("auto:ngram,", "name different drafters"),
+        ("auto:ngram,ngram", "name different drafters"),
+        ("memory+auto:ngram,cacheback", "cannot be part of another"),
+        ("ngram+auto", "cannot be part of another"),
+    ):
+        with pytest.raises(LoadError, match=message):
+            load_drafter(name, tiny_base, 8)
 
 
 def test_a_head_of_another_base_is_not_taken(

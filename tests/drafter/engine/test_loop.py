@@ -14,15 +14,18 @@ from drafter.base.causal_lm import BaseModel
 from drafter.base.executors.contract import TreeNodes
 from drafter.base.kv_cache import KVCache
 from drafter.drafters.contract import Ask, DraftContext
+from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
 from drafter.engine.engine_config import EngineConfig
 from drafter.engine.loop import Engine
 from drafter.engine.sequences.handle import Handle
 from drafter.engine.sequences.prefill import common_prefix
+from drafter.engine.steps.device_step import DeviceStep
 from drafter.errors import EngineError, LoadError, QueueFullError, RequestError, RequestTimeoutError
 from drafter.requests import Request, SamplingParams, Timing
 from drafter.stage_times import STAGES
 from drafter.tree.token_tree import TokenTree
+from drafter.verifiers.contract import Verified
 from tests.support.heads import make_head
 from tests.support.models import AdversarialDrafter, SpellingTokenizer, generate_reference, random_prompts, run_engine
 
@@ -427,7 +430,7 @@ def test_who_watches_gets_the_first_token_with_the_prompts_forward(
     ]
     engine.step()
     assert handles[0].future.done()
-    assert verified == [5]  # one tree a row, of one row where the first is done already
+    assert len(verified) == 1  # one tree a row, of one row where the first is done already
     state = engine.state()
     assert (state.steps, state.row_steps) == ((3, 3) if stream else (1, 2))
     finish(engine)
@@ -518,3 +521,19 @@ def test_the_first_token_is_the_same_for_who_watches(
     for one, other in zip(found[0].logprobs, found[1].logprobs, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
+
+
+def test_a_row_without_drafts_is_verified_as_a_plain_step(
+    monkeypatch: pytest.MonkeyPatch, tiny_base: BaseModel
+) -> None:
+    sizes = []
+    verify = DeviceStep.verify
+
+    def noted(step: DeviceStep, tree: TokenTree, kv_length: int) -> Verified:
+        sizes.append(tree.size)
+        return verify(step, tree, kv_length)
+
+    monkeypatch.setattr(DeviceStep, "verify", noted)
+    request = Request(list(range(10, 40)), SamplingParams(1, ignore_eos=True))  # none of these tokens comes twice
+    run_engine(tiny_base, NgramDrafter(8), [request], slots=1, nodes=8)
+    assert sizes == [1]

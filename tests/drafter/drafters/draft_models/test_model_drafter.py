@@ -229,3 +229,15 @@ def test_numbers_that_are_not_finite_cost_drafts_and_no_tokens() -> None:
     found = run_engine(base, ModelDrafter(draft, base, 6), requests, slots=2, nodes=6)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert [one.counts.num_draft_tokens > 0 for one in found] == [True, False, True]
+
+
+@torch.inference_mode()
+def test_more_rows_may_come_than_there_are() -> None:
+    """Where shapes must repeat, empty slots are decoded with the others."""
+    base = model_of("llama", 0)
+    drafter = ModelDrafter(base, base, 6)
+    expected = trees_of(ModelDrafter(base, base, 6), base, Ask(6))
+    drafter.open(Loan(base, len(TEXTS) + 1, 40, None, StageTimes()))
+    drafter.prepare(context_of(TEXTS))
+    found = drafter.propose(context_of([*TEXTS, [3]]), Ask(6))
+    assert found.tokens[:-1].equal(expected.tokens)

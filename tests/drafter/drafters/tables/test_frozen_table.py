@@ -12,6 +12,7 @@ from drafter.drafters.cacheback import CachebackDrafter
 from drafter.drafters.none import PlainDecoding
 from drafter.drafters.registry import load_drafter
 from drafter.drafters.tables.frozen_table import FrozenTable, Vocabulary, load_table, read_metadata, table_bytes
+from drafter.drafters.tables.ngram_counts import NgramCounts
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import LoadError
 from drafter.requests import Request, SamplingParams
@@ -40,6 +41,12 @@ def test_a_table_comes_back_as_it_was(tmp_path: Path) -> None:
     found = load_table(saved(tmp_path, TABLE), VOCABULARY)
     assert [list(found.followers((leader,))) for leader in (2, 3, 7, 8)] == [[], [(4, 5), (6, 7)], [(3, 9)], []]
     assert read_metadata(tmp_path / "table.safetensors")["provenance"] == '{"texts": 3}'
+
+
+def test_the_beginning_of_a_text_has_no_followers() -> None:
+    counts = NgramCounts(10)
+    counts.add([1, 2, 3, 4])
+    assert list(counts.table(leaders=5, followers=2).followers(())) == []
 
 
 def test_a_table_without_leaders_finds_nothing(tmp_path: Path) -> None:

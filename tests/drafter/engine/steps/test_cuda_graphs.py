@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, Phi3Config
 from drafter import devices
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
+from drafter.drafters.memory import MemoryDrafter
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
@@ -416,6 +417,16 @@ def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         graphs.warm_up(shape_of(rows), script.report)
         graphs.run(shape_of(rows), script.report)
     assert script.log.count("record") == 4
+
+
+def test_a_drafter_that_reads_what_the_host_knows_is_never_behind(tiny_base: BaseModel, recorder: TapeRecorder) -> None:
+    requests = requests_of(6, SETTINGS[:1])
+    engine = Engine(tiny_base, MemoryDrafter(8), SpellingTokenizer(), EngineConfig(slots=3, nodes=8, max_length=96))
+    assert engine.flights.lag == 0
+    handles = [engine.submit(request) for request in requests]
+    while not engine.idle:
+        engine.step()
+    same([handle.result(0) for handle in handles], plainly(tiny_base, requests))
 
 
 def test_sizes_repeat() -> None:
