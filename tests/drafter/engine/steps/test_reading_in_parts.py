@@ -93,7 +93,7 @@ def test_the_same_tokens_as_plain_decoding(monkeypatch: pytest.MonkeyPatch, case
     assert (recorder.repeated > 10) == queued
     if name == "itself":  # keys of nodes that ran before are seen, or it would draft something else from there on
         greedy = total(one.counts for one in found[::3])
-        assert greedy.num_accepted_draft_tokens > 0.6 * greedy.num_draft_tokens
+        assert greedy.num_accepted_draft_tokens > 0.8 * greedy.num_draft_tokens
 
 
 @torch.inference_mode()
