@@ -97,11 +97,7 @@ def load_head(name_or_path: str | Path, base: BaseModel, algorithms: Mapping[str
     name = str(name_or_path)
     config_file, weights_file = find_files(name)
     if (public := public_config(config_file)) is not None:
-        found = read_public(name, public, _read_weights(name, weights_file), base)
-        head_class = algorithms[found.algorithm]
-        head = head_class(head_config(name, head_class.config_class, found.fields))
-        head.provenance = Provenance(found.made_for or "", base.fingerprint, {"layout": found.layout})
-        return _ready(name, head, found.tensors, base)
+        return _ready(name, *_published(name, public, _read_weights(name, weights_file), base, algorithms), base)
     config = _read_config(name, config_file)
     if config.algorithm not in algorithms:
         known = ", ".join(sorted(algorithms))
@@ -130,6 +126,30 @@ def is_head_of(name_or_path: str | Path, base: BaseModel) -> bool:
     """
     name = str(name_or_path)
     return base.has_fingerprint(_read_config(name, find_files(name)[0]).base_model.fingerprint)
+
+
+def _published(
+    name: str,
+    config: Mapping[str, Any],
+    tensors: dict[str, Tensor],
+    base: BaseModel,
+    algorithms: Mapping[str, type[DraftHead]],
+) -> tuple[DraftHead, dict[str, Tensor]]:
+    """Return a published head, which has no weights yet, and its weights."""
+    try:
+        found = read_public(name, config, tensors, base)
+        head_class = algorithms[found.algorithm]
+        head = head_class(head_config(name, head_class.config_class, found.fields))
+    except (LoadError, torch.OutOfMemoryError):
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        # Strangers wrote both files: not all that can be wrong with them has a message of its own.
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise LoadError(
+            f"draft head {name!r}: its {CONFIG_FILE} and weights are not as published ones: {why}"
+        ) from error
+    head.provenance = Provenance(found.made_for or "", base.fingerprint, {"layout": found.layout})
+    return head, found.tensors
 
 
 def _ready(name: str, head: DraftHead, tensors: dict[str, Tensor], base: BaseModel) -> DraftHead:

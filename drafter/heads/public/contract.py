@@ -34,7 +34,7 @@ class PublicHead:
     made_for: str | None
 
 
-def number(name: str, config: Json, key: str, default: Any = None) -> Any:
+def number(name: str, config: Json, key: str, default: float | None = None) -> int | float:
     """Return a number of a published configuration.
 
     Raises:
@@ -45,6 +45,34 @@ def number(name: str, config: Json, key: str, default: Any = None) -> Any:
         value = default
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise LoadError(f"draft head {name!r}: its config.json says {key} = {shown(value)}, which is no number")
+    return value
+
+
+def count(name: str, config: Json, key: str, default: int | None = None) -> int:
+    """Return how many of something a published configuration says there are.
+
+    Raises:
+        LoadError: It is missing and has no default, or is no integer above 0.
+    """
+    value = number(name, config, key, default)
+    if not isinstance(value, int) or value < 1:
+        raise LoadError(
+            f"draft head {name!r}: its config.json says {key} = {shown(value)}, which is no integer above 0"
+        )
+    return value
+
+
+def group(name: str, config: Json, key: str) -> Json:
+    """Return a part of a published configuration; empty if it is missing or null.
+
+    Raises:
+        LoadError: It is something else than named values.
+    """
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise LoadError(f"draft head {name!r}: its config.json says {key} = {shown(value)}, which are no named values")
     return value
 
 

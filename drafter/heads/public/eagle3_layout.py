@@ -15,7 +15,15 @@ from torch import Tensor
 from drafter.base.causal_lm import BaseModel
 from drafter.errors import LoadError, shown
 from drafter.heads.eagle3.eagle3_config import Eagle3HeadConfig, fused_layers
-from drafter.heads.public.contract import Json, PublicHead, number, refuse_other_base, refuse_other_embeddings
+from drafter.heads.public.contract import (
+    Json,
+    PublicHead,
+    count,
+    group,
+    number,
+    refuse_other_base,
+    refuse_other_embeddings,
+)
 
 _DEPTH = 7
 """Levels of a tree where a configuration does not say: those that the published heads were trained for."""
@@ -45,23 +53,23 @@ def read_eagle3(name: str, config: Json, tensors: dict[str, Tensor], base: BaseM
         LoadError: It belongs to another base, or is of a kind that cannot be run.
     """
     speculators = "speculators_model_type" in config
-    layer: Json = config.get("transformer_layer_config", {}) if speculators else config
-    made_for = _made_for(config)
-    sizes = {"hidden_size": number(name, layer, "hidden_size"), "vocab_size": number(name, layer, "vocab_size")}
+    layer: Json = group(name, config, "transformer_layer_config") if speculators else config
+    made_for = _made_for(name, config)
+    sizes = {"hidden_size": count(name, layer, "hidden_size"), "vocab_size": count(name, layer, "vocab_size")}
     refuse_other_base(name, base, made_for, sizes)
     _refuse_unknown_kinds(name, config, layer)
     if "embed_tokens.weight" in tensors:
         refuse_other_embeddings(name, base, tensors["embed_tokens.weight"])
     prefix = next((one for one in _LAYERS if f"{one}hidden_norm.weight" in tensors), _LAYERS[0])
-    heads = number(name, layer, "num_attention_heads")
+    heads = count(name, layer, "num_attention_heads")
     fields: dict[str, Any] = {
         **sizes,
         "hidden_layers": _hidden_layers(name, config, layers),
         "depth": _DEPTH,
         "num_heads": heads,
-        "num_kv_heads": number(name, layer, "num_key_value_heads", heads),
+        "num_kv_heads": count(name, layer, "num_key_value_heads", heads),
         "head_size": layer.get("head_dim"),
-        "intermediate_size": number(name, layer, "intermediate_size"),
+        "intermediate_size": count(name, layer, "intermediate_size"),
         "fusion_norm": "whole" if config.get("norm_before_fc") else "each" if config.get("fc_norm") else "none",
         "qk_norm": f"{prefix}self_attn.q_norm.weight" in tensors,
         "norm_before_residual": bool(config.get("norm_before_residual")),
@@ -69,7 +77,7 @@ def read_eagle3(name: str, config: Json, tensors: dict[str, Tensor], base: BaseM
         "norm_eps": number(name, layer, "rms_norm_eps", 1e-6),
         **_rope(name, layer),
     }
-    drafted = number(name, config, "draft_vocab_size", sizes["vocab_size"])
+    drafted = count(name, config, "draft_vocab_size", sizes["vocab_size"])
     fields["draft_vocab_size"] = drafted if drafted < sizes["vocab_size"] else None
     return PublicHead(
         "speculators" if speculators else "EAGLE", "eagle3", fields, _ours(name, tensors, fields, prefix), made_for
@@ -117,8 +125,8 @@ def _ours(name: str, tensors: Mapping[str, Tensor], fields: Json, prefix: str) -
     return found
 
 
-def _made_for(config: Json) -> str | None:
-    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+def _made_for(name: str, config: Json) -> str | None:
+    verifier = group(name, group(name, config, "speculators_config"), "verifier")
     return verifier.get("name_or_path") or config.get("base_model_name_or_path")
 
 
@@ -128,21 +136,24 @@ def _hidden_layers(name: str, config: Json, layers: int) -> list[int]:
     speculators counts the states between layers, the embeddings being 0; SpecForge counts layers by their outputs.
     """
     key = "eagle_aux_hidden_state_layer_ids"
-    states, outputs = config.get(key) or [], (config.get("eagle_config") or {}).get(key) or []
+    states, outputs = config.get(key) or [], group(name, config, "eagle_config").get(key) or []
     if not states and not outputs:
         return list(fused_layers(layers))
+    ids = states or outputs
+    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+        raise LoadError(f"draft head {name!r}: its config.json says {key} = {shown(ids)}, which are no layers")
     found = [state - 1 for state in states] if states else list(outputs)
     if not all(0 <= one < layers for one in found):
         raise LoadError(
-            f"draft head {name!r} reads hidden states {states or outputs}, and a base of {layers} layers does not have "
+            f"draft head {name!r} reads hidden states {ids}, and a base of {layers} layers does not have "
             "all of them, or they are its embeddings"
         )
     return found
 
 
 def _rope(name: str, layer: Json) -> dict[str, Any]:
-    parameters = layer.get("rope_parameters") or {}
-    scaling = layer.get("rope_scaling") or {key: one for key, one in parameters.items() if key != "rope_theta"}
+    parameters = group(name, layer, "rope_parameters")
+    scaling = group(name, layer, "rope_scaling") or {key: one for key, one in parameters.items() if key != "rope_theta"}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     theta = parameters.get("rope_theta", layer.get("rope_theta"))
     return {

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drafter.base.causal_lm import BaseModel
 from drafter.errors import LoadError, shown
-from drafter.heads.public.contract import Json, PublicHead, number, refuse_other_base
+from drafter.heads.public.contract import Json, PublicHead, count, refuse_other_base
 
 
 def is_hydra(config: Json) -> bool:
@@ -37,7 +37,7 @@ def read_hydra(name: str, config: Json, tensors: dict[str, Tensor], base: BaseMo
             raise LoadError(
                 f"draft head {name!r} has {key} = {shown(config.get(key, usual))}, and only {wanted!r} can be run"
             )
-    depth, layers = number(name, config, "hydra_num_heads"), number(name, config, "hydra_num_layers", 1)
+    depth, layers = count(name, config, "hydra_num_heads"), count(name, config, "hydra_num_layers", 1)
     names: dict[str, str] = {}
     for head in range(depth):
         for part in ("weight", "bias"):

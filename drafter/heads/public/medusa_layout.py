@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drafter.base.causal_lm import BaseModel
 from drafter.errors import LoadError
-from drafter.heads.public.contract import Json, PublicHead, number, refuse_other_base
+from drafter.heads.public.contract import Json, PublicHead, count, refuse_other_base
 
 
 def is_medusa(config: Json) -> bool:
@@ -30,8 +30,8 @@ def read_medusa(name: str, config: Json, tensors: dict[str, Tensor], base: BaseM
         LoadError: They belong to another base, or are of a kind that cannot be run.
     """
     published = "medusa_num_heads" in config
-    depth = number(name, config, "medusa_num_heads" if published else "num_heads")
-    layers = number(name, config, "medusa_num_layers" if published else "num_hidden_layers", 1)
+    depth = count(name, config, "medusa_num_heads" if published else "num_heads")
+    layers = count(name, config, "medusa_num_layers" if published else "num_hidden_layers", 1)
     if layers != 1:
         raise LoadError(f"draft head {name!r} has {layers} residual blocks a head, and only one can be run")
     tensors = {key.removeprefix("medusa_head.").removeprefix("medusa_heads."): one for key, one in tensors.items()}
@@ -42,7 +42,7 @@ def read_medusa(name: str, config: Json, tensors: dict[str, Tensor], base: BaseM
     first = tensors[output.format(0)]
     tokens = tensors.get("token_map")
     made_for = config.get("base_model_name_or_path")
-    vocabulary = len(first) if tokens is None else number(name, config, "vocab_size")
+    vocabulary = len(first) if tokens is None else count(name, config, "vocab_size")
     sizes = {"hidden_size": first.shape[1], "vocab_size": vocabulary}
     refuse_other_base(name, base, made_for, sizes)
     fields: dict[str, Any] = {**sizes, "depth": depth, "draft_vocab_size": None if tokens is None else len(tokens)}

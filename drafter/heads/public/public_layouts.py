@@ -52,6 +52,8 @@ def read_public(name: str, config: Json, tensors: dict[str, Tensor], base: BaseM
         kind = config["speculators_model_type"]
         raise LoadError(f"draft head {name!r} is a speculators head of kind {shown(kind)}: only 'eagle3' can be loaded")
     made_for = found.made_for
+    if made_for is not None and not isinstance(made_for, str):
+        raise LoadError(f"draft head {name!r}: its config.json names the base {shown(made_for)}, which is no text")
     if made_for and Path(made_for).name.lower() != Path(base.name).name.lower():
         _log.warning(
             "draft head %r was made for %r and has the sizes of %r, which it drafts for", name, made_for, base.name

@@ -18,35 +18,52 @@ import subprocess
 import sys
 from pathlib import Path
 
+from drafter.errors import first_line
 from drafter.heads.head_files import WEIGHTS_FILE
 
 _PICKLES = ("hydra_lm_head.pt", "medusa_lm_head.pt", "pytorch_model.bin")
 _SECONDS = 600
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000
+_ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+"""A process of several threads cannot leave its user's namespace, and libraries start theirs when they are imported."""
 
 
 def convert(folder: Path) -> Path:
     """Write a folder's pickled weights as `model.safetensors` beside them; return that file.
 
     Raises:
-        ValueError: There are no pickled weights, or the restricted loader does not read them; the message says which.
+        ValueError: There are no pickled weights or there are converted ones, the restricted loader does not read them,
+            or the folder cannot be written to; the message says which.
     """
     found = [folder / name for name in _PICKLES if (folder / name).is_file()]
     if not found:
         raise ValueError(f"{folder} has none of {', '.join(_PICKLES)}: give the folder of a draft head")
     target = folder / WEIGHTS_FILE
+    if target.exists():
+        raise ValueError(f"{target} exists: load the folder as it is, or remove that file to convert again")
+    try:
+        _convert(found[0], target)
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"{found[0].name} cannot be converted: it took more than {error.timeout:g} seconds") from error
+    except OSError as error:
+        raise ValueError(f"{target} cannot be written: {first_line(error)}") from error
+    return target
+
+
+def _convert(pickle: Path, target: Path) -> None:
+    """Write beside `target` in another process, then rename."""
     temporary = target.with_name(target.name + ".tmp")
     temporary.touch()
-    command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, "--inside", str(found[0]), str(temporary)]
+    command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, "--inside", str(pickle), str(temporary)]
+    environment = os.environ | _ONE_THREAD
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False, env=environment)
         if done.returncode:
             last = (done.stderr.strip() or "it ended without a word").splitlines()[-1]
-            raise ValueError(f"{found[0].name} cannot be converted: {last}")
+            raise ValueError(f"{pickle.name} cannot be converted: {last}")
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
-    return target
 
 
 def _inside(pickle: Path, target: Path) -> None:
@@ -61,8 +78,7 @@ def _inside(pickle: Path, target: Path) -> None:
         save(torch.load(io.BytesIO(rehearsal.getvalue()), weights_only=True))
     output = os.open(target, os.O_WRONLY | os.O_TRUNC)
     with pickle.open("rb") as source:
-        # Where the system does not allow it, the loader's own restriction still holds.
-        ctypes.CDLL(None).unshare(_NEW_USER | _NEW_NETWORK)
+        _leave_network()  # where the system does not allow it, the loader's own restriction still holds
         for limit in (resource.RLIMIT_NPROC, resource.RLIMIT_CORE):
             resource.setrlimit(limit, (0, 0))
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
@@ -73,6 +89,12 @@ def _inside(pickle: Path, target: Path) -> None:
     while made:
         made = made[os.write(output, made) :]
     os.close(output)
+
+
+def _leave_network() -> int:
+    """Leave the network for good; return 0, or the number of the system's error."""
+    system = ctypes.CDLL(None, use_errno=True)
+    return 0 if system.unshare(_NEW_USER | _NEW_NETWORK) == 0 else ctypes.get_errno()
 
 
 def main() -> None:

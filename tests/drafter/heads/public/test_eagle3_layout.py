@@ -141,11 +141,27 @@ def test_it_says_which_base_it_was_made_for(base: BaseModel, tmp_path: Path, cap
         ({"num_attention_heads": "two"}, "its config.json says num_attention_heads = 'two', which is no number"),
         ({"fc_norm": True}, "tensor 'fc_norm.0.weight' is missing"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}}, "a base of 3 layers does not have"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["0", "1", "2"]}},
+            r"eagle_aux_hidden_state_layer_ids = \['0', '1', '2'\], which are no layers",
+        ),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": 1}}, "layer_ids = 1, which are no layers"),
+        ({"eagle_config": "low"}, "its config.json says eagle_config = 'low', which are no named values"),
+        ({"intermediate_size": 16.0}, "its config.json says intermediate_size = 16.0, which is no integer above 0"),
+        ({"rope_scaling": "yarn"}, "its config.json says rope_scaling = 'yarn', which are no named values"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": []}}, r"draft head .*: float\(\) argument must be"),
+        ({"target_hidden_size": "8"}, "are not as published ones: ValueError: "),
     ],
 )
 def test_what_cannot_be_run_is_refused(base: BaseModel, tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(LoadError, match=reason):
         load_head(midlayer(tmp_path, CASES["llama"], **changes), base, HEADS)
+
+
+def test_a_layer_without_a_configuration_is_refused(base: BaseModel, tmp_path: Path) -> None:
+    folder = speculators(tmp_path, CASES["llama"], transformer_layer_config=None)
+    with pytest.raises(LoadError, match=r"its config\.json says hidden_size = None, which is no number"):
+        load_head(folder, base, HEADS)
 
 
 def test_embeddings_of_another_base_are_noticed(base: BaseModel, tmp_path: Path) -> None:

@@ -99,6 +99,9 @@ def test_a_part_of_the_vocabulary(base: BaseModel, tmp_path: Path) -> None:
             "",
             "its config.json says medusa_num_heads = None, which is no number",
         ),
+        (PUBLISHED | {"medusa_num_heads": 2.0}, "", "says medusa_num_heads = 2.0, which is no integer above 0"),
+        (PUBLISHED | {"medusa_num_heads": 0}, "", "says medusa_num_heads = 0, which is no integer above 0"),
+        (PUBLISHED | {"base_model_name_or_path": 7}, "", "its config.json names the base 7, which is no text"),
         (PUBLISHED, "1.1.weight", r"tensor '1\.1\.weight' is missing"),
     ],
 )
@@ -108,6 +111,14 @@ def test_what_cannot_be_run_is_refused(
     tensors = {name: one for name, one in published().items() if name != leave_out}
     with pytest.raises(LoadError, match=reason):
         load_head(write_head(tmp_path, config, tensors), base, HEADS)
+
+
+@pytest.mark.parametrize("shape", [(VOCABULARY - 1, WIDTH), (VOCABULARY,)])
+def test_output_layers_that_do_not_match_are_refused(base: BaseModel, tmp_path: Path, shape: tuple[int, ...]) -> None:
+    for name in ("0.1.weight", "1.1.weight"):
+        folder = write_head(tmp_path / name, PUBLISHED, published() | {name: formula(name, shape)})
+        with pytest.raises(LoadError, match=f"^draft head '{folder}'"):
+            load_head(folder, base, HEADS)
 
 
 def test_heads_of_another_base_are_refused(tmp_path: Path) -> None:
