@@ -26,7 +26,7 @@ from typing import Any
 
 import drafter  # noqa: F401  before torch, because it decides how torch's threads wait
 from benchmarks.gpu import page
-from benchmarks.gpu.cells import CellFile, Key, Plan, Stage
+from benchmarks.gpu.cells import ATTEMPTS, CellFile, Key, Plan, Stage
 from drafter.base.loading import pick_device
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import LoadError, first_line
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     names = args.stage or list(STAGES)
     if len(names) > 1:
-        codes = {name: _in_process(name, [*_asked(args), "--run", args.run]) for name in names}
+        codes = {name: _in_process(name, args.output, [*_asked(args), "--run", args.run]) for name in names}
         left = [name for name, code in codes.items() if code]
     else:
         signal.signal(signal.SIGTERM, _interrupt)
@@ -112,11 +112,14 @@ def _asked(args: argparse.Namespace) -> list[str]:
     return [*(part for name, value in named.items() for part in (f"--{name}", str(value))), *["--tiny"] * args.tiny]
 
 
-def _in_process(name: str, arguments: list[str]) -> int:
+def _in_process(name: str, output: Path, arguments: list[str]) -> int:
     """Run one stage in a process of its own, and in another one where that breaks. Return an exit code."""
-    code = _BROKEN
-    while code in (_BROKEN, *_CRASHES):  # each time a cell more has an error in this run
+    code, results, fruitless = _BROKEN, CellFile(output, name, {}), 0
+    # A cell that the process dies in has a result after `ATTEMPTS` deaths. Who dies before any cell never gets there.
+    while code in (_BROKEN, *_CRASHES) and fruitless <= ATTEMPTS:
+        before = results.size
         code = subprocess.run([sys.executable, "-m", "benchmarks.gpu", "--stage", name, *arguments]).returncode
+        fruitless = 0 if results.size > before else fruitless + 1
     if code < 0:
         print(f"{name}: the process died by signal {-code}", flush=True)
     return code

@@ -15,7 +15,7 @@ Key = dict[str, Any]
 Values = dict[str, Any]
 """What was measured."""
 
-_ATTEMPTS = 2
+ATTEMPTS = 2
 """How often a cell is begun: one with which the process has died as often is passed over."""
 
 
@@ -69,6 +69,11 @@ class CellFile:
         self.path, self._begun = folder / f"{name}.jsonl", folder / f"{name}.begun"
         self._identity = identity
 
+    @property
+    def size(self) -> int:
+        """Bytes of the file; 0 where there is none yet."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
     def lines(self) -> Iterator[dict[str, Any]]:
         """All whole lines, oldest first."""
         for line in self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else ():
@@ -98,10 +103,15 @@ class CellFile:
     @contextmanager
     def begun(self, cell: Key) -> Iterator[bool]:
         """Note that a cell is under way, and say whether it is worth it: not if the process died with it each time."""
-        before = json.loads(self._begun.read_text(encoding="utf-8")) if self._begun.exists() else {}
-        times = before["times"] if before.get("cell") == cell else 0
-        self._begun.write_text(json.dumps({"cell": cell, "times": times + 1}), encoding="utf-8")
         try:
-            yield times < _ATTEMPTS
+            before = json.loads(self._begun.read_bytes())
+        except (FileNotFoundError, ValueError):  # a machine that went down may have left half of it
+            before = {}
+        times = before["times"] if before.get("cell") == cell else 0
+        beside = self._begun.with_name(self._begun.name + ".tmp")
+        beside.write_text(json.dumps({"cell": cell, "times": times + 1}), encoding="utf-8")
+        beside.replace(self._begun)
+        try:
+            yield times < ATTEMPTS
         finally:
             self._begun.unlink()

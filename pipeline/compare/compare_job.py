@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow.dataset
-
 from drafter.base.loading import load_tokenizer
 from drafter.errors import LoadError, one_line
 from pipeline.command_line import run_job
 from pipeline.compare.compared_rows import Comparison, compare_rows
 from pipeline.compare.comparison_page import render, shown_rows
-from pipeline.compare.row_pairs import rows_of
+from pipeline.compare.row_pairs import opened_rows, rows_of
 from pipeline.compare.scorers import make_scorer
 from pipeline.engines.named_models import model_name
 from pipeline.errors import InputError
@@ -88,7 +86,9 @@ def compare(config: CompareConfig) -> None:
     for uri, output in zip((config.first, config.second), outputs, strict=True):
         _refuse_without_rows(uri, output)
     columns = None if scorer is not None else _COLUMNS
-    first, second = (rows_of(output, columns) for output in outputs)
+    first, second = (
+        rows_of(uri, output, columns) for uri, output in zip((config.first, config.second), outputs, strict=True)
+    )
     found = compare_rows(first, second, scorer, config.examples)
     model = model_name(read_run_of(outputs[1])["config"]["model"])
     page = locate(config.page)
@@ -103,7 +103,7 @@ def compare(config: CompareConfig) -> None:
 def _refuse_without_rows(uri: str, output: OutputFolder) -> None:
     if not any(info.path.endswith(".parquet") for info in output.data.children()):
         raise InputError(f"output {uri} has no finished rows: run jobs.generate first")
-    names = pyarrow.dataset.dataset(output.data.path, filesystem=output.data.filesystem, format="parquet").schema.names
+    names = opened_rows(uri, output).schema.names
     if missing := [name for name in _COLUMNS if name not in names]:
         raise InputError(f"output {uri} is not of jobs.generate: its rows have no {', '.join(missing)}")
 

@@ -6,6 +6,8 @@ import importlib.util
 import json
 import math
 import re
+import sys
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,7 @@ def _same_string(text: str, target: str) -> bool:
 def _same_json(text: str, target: str) -> bool:
     try:
         return bool(json.loads(text) == json.loads(target))
-    except ValueError:
+    except (ValueError, RecursionError):  # nested too deeply is no answer either
         return False
 
 
@@ -75,17 +77,20 @@ def _text_of(row: Mapping[str, Any], column: str) -> str:
     if column not in row:
         raise InputError(f"row {row['request_id']} has no column {column!r} to compare with: set --target")
     value = row[column]
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _load(file: Path, function: str) -> Callable[[dict[str, Any]], object]:
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    # Dataclasses look their module up by its name, which must be nobody else's.
+    spec = importlib.util.spec_from_file_location(f"{file.stem}_{uuid.uuid4().hex}", file)
     if not file.is_file() or spec is None or spec.loader is None:
         raise InputError(f"scorer {file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever the user's file does
+        del sys.modules[spec.name]
         raise InputError(f"scorer {file} cannot be loaded: {type(error).__name__}: {one_line(error)}") from error
     found = getattr(module, function, None)
     if not callable(found):

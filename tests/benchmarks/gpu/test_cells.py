@@ -120,6 +120,34 @@ def test_a_cell_that_the_process_dies_in_is_passed_over(tmp_path: Path) -> None:
     assert die(1)
 
 
+def test_a_torn_note_of_the_cell_under_way_is_no_obstacle(tmp_path: Path) -> None:
+    file = CellFile(tmp_path, "numbers", {})
+    for torn in ("", '{"cell": {"num'):
+        (tmp_path / "numbers.begun").write_text(torn)
+        with file.begun(NUMBERS[0]) as worth_it:
+            assert worth_it
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("code", [3, -signal.SIGSEGV])
+def test_a_stage_whose_process_dies_before_its_first_cell_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    started: list[list[str]] = []
+
+    def die(command: list[str]) -> subprocess.CompletedProcess[str]:
+        started.append(command)
+        assert len(started) < 20, "it is started for ever"
+        if len(started) in (3, 4):  # these have measured a cell before
+            CellFile(tmp_path, "operators", {}).write({"place": len(started)}, "first", {}, {"values": {}})
+        return subprocess.CompletedProcess(command, code if command[4] == "operators" else 0)
+
+    monkeypatch.setattr("benchmarks.gpu.__main__.subprocess.run", die)
+    with pytest.raises(SystemExit, match="not all has a result: operators"):
+        main(["--output", str(tmp_path), "--stage", "operators", "--stage", "costs"])
+    assert [command[4] for command in started] == ["operators"] * 7 + ["costs"]
+
+
 def test_the_page_has_the_newest_line_of_each_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.gpu.page.STAGES", (stage(square),))
     go(tmp_path, Broken({1: ValueError("bad")}))

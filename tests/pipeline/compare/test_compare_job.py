@@ -61,6 +61,15 @@ def test_utility_is_compared_in_pairs(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "worth 0 and 1" in page.read_text()
 
 
+@pytest.mark.parametrize("torn", ["first", "last"])
+def test_a_torn_file_of_rows_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], torn: str) -> None:
+    good, bad = (output(tmp_path / name, [row("a", [1]), row("b", [2])]) for name in ("good", "bad"))
+    file = sorted(bad.rglob("*.parquet"))[0 if torn == "first" else -1]
+    file.write_bytes(file.read_bytes()[:-6])
+    assert main([str(good), str(bad)]) == 2
+    assert f"error: output {bad} has rows that cannot be read: " in capsys.readouterr().err
+
+
 def test_bad_input_of_the_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = output(tmp_path / "good", [row("a", [1])])
     empty = tmp_path / "empty"

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,9 @@ def test_the_last_number_of_a_text(text: str, number: float | None) -> None:
         ("json", '{"a": [1, 2], "b": null}', '{"b": null, "a": [1, 2]}', 1),
         ("json", '{"a": 1', '{"a": 1}', 0),
         ("json", '{"a": 1}', {"a": 1}, 1),
+        ("json", "[" * 200_000, "[]", 0),
+        ("number", "so 2.5", Decimal("2.5"), 1),
+        ("string", '"2026-01-02 00:00:00"', datetime(2026, 1, 2), 1),
     ],
 )
 def test_built_in_scorers(scorer: str, text: str, target: Any, worth: float) -> None:
@@ -53,6 +58,19 @@ def test_a_function_of_the_user(tmp_path: Path) -> None:
         make_scorer(f"{file}:word", None)(row)
     with pytest.raises(InputError, match="has no function 'CONSTANT'"):
         make_scorer(f"{file}:CONSTANT", None)
+
+
+def test_a_file_with_a_dataclass_whose_annotations_are_texts(tmp_path: Path) -> None:
+    file = tmp_path / "score.py"
+    file.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Worth:\n"
+        "    value: float\n"
+        "def score(row): return Worth(0.5).value\n"
+    )
+    assert make_scorer(f"{file}:score", None)({"request_id": "a", "text": ""}) == 0.5
 
 
 def test_what_is_no_scorer_is_refused(tmp_path: Path) -> None:
