@@ -57,6 +57,8 @@ def train(config: TrainConfig) -> None:
             embeddings = base_embeddings(model, base_config, trust_remote_code=config.trust_remote_code)
             longest = getattr(text, "max_position_embeddings", None)
             folder.export_head(BaseOfExport(model, base_config.architectures or [], longest, embeddings))
+    except LoadError as error:
+        raise InputError(f"the head cannot be exported: {error}") from error
     except OSError as error:
         raise JobError(f"output {config.output} cannot be written to: {one_line(error)}") from error
 
