@@ -47,6 +47,7 @@ def train(config: TrainConfig) -> None:
     if folder.run_file.type == fs.FileType.File:
         mend_run(folder.run_file)
     print(config.as_yaml(), end="", file=sys.stderr, flush=True)
+    from drafter.errors import LoadError
     from drafter.heads.public.base_embeddings import base_embeddings
     from drafter.heads.public.export import BaseOfExport
     from pipeline.training.cluster_training import Texts, run  # Importing Ray takes seconds.

@@ -109,7 +109,8 @@ def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, t
 @pytest.mark.slow
 def test_auto_says_what_it_chose(run: Run, lm: SpeculativeLM, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"{QUESTIONS[n % 4]} {n}"} for n in range(40)])
-    done = run(source, "--sampling.ignore_eos", True, "--sampling.max_new_tokens", 80, drafter="auto")
+    settings = ["--engine.nodes", "auto", "--sampling.ignore_eos", True, "--sampling.max_new_tokens", 80]
+    done = run(source, *settings, drafter="auto")
     assert done.code == 0, done.stderr
     asked = expected(lm, {"prompt": f"{QUESTIONS[1]} 1"}, max_new_tokens=80, ignore_eos=True)
     assert done.rows[1]["token_ids"] == asked.token_ids
