@@ -35,7 +35,7 @@ from drafter.engine.steps.eager_step import EagerStep, StepRun
 from drafter.engine.steps.flights import Flight, Flights
 from drafter.engine.steps.graph_step import GraphStep
 from drafter.engine.steps.outcome import RowOutcomes, StepOutcome
-from drafter.engine.warm_up import compile_base, measure_members, measure_steps
+from drafter.engine.warm_up import compile_base, measure_steps
 from drafter.errors import EngineError, LoadError
 from drafter.requests import Request
 from drafter.stage_times import StageTimes
@@ -345,12 +345,8 @@ class Engine:
             return FixedBudget(0)
         if nodes != "auto":
             return FixedBudget(min(nodes, self.drafter.spec.max_nodes))
-        table = measure_steps(self._device_step, self._graphs)
-        members = self.drafter.members
-        if len(members) < 2 or self._graphs is not None:  # a recorded step always has the same drafter
-            return AdaptiveBudget(table)
-        tables = measure_members(self._device_step, table, len(members))
-        return ChoosingBudget(members, [AdaptiveBudget(one) for one in tables])
+        budgets = [AdaptiveBudget(table) for table in measure_steps(self._device_step, self._graphs)]
+        return budgets[0] if len(budgets) == 1 else ChoosingBudget(self.drafter.members, budgets)
 
 
 def _refuse_mismatch(drafter: Drafter, verifier: Verifier) -> None:

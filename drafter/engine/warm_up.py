@@ -63,8 +63,11 @@ def compile_base(step: DeviceStep) -> None:
 
 
 @torch.inference_mode()
-def measure_steps(step: DeviceStep, graphs: StepGraphs | None) -> LatencyTable:
-    """Latencies of steps of up to all slots and up to the drafter's largest trees.
+def measure_steps(step: DeviceStep, graphs: StepGraphs | None) -> list[LatencyTable]:
+    """Latencies of steps of up to all slots and up to the drafter's largest trees, by which of its members drafts.
+
+    There is one table where the drafter is one, and where steps are queued as a whole, which always have the same
+    drafter. Verification takes as long whoever has drafted, so it is timed once.
 
     Args:
         step: The stages; all slots are empty.
@@ -75,41 +78,19 @@ def measure_steps(step: DeviceStep, graphs: StepGraphs | None) -> LatencyTable:
     """
     state, most = step.state, step.state.drafter.spec.max_nodes
     counts = sorted({count for count in NODE_COUNTS if count < most} | {most})
+    others = range(1, len(state.drafter.members)) if graphs is None else ()
     try:
         generate_texts(step)
         depth = state.drafter.spec.max_depth
         table = measure_latency(partial(_probe, step, graphs), batch_sizes(state.slots), counts, depth)
+        tables = [table, *(replace(table, draft=_measure_drafts(step, table, member)) for member in others)]
     except torch.OutOfMemoryError as error:
         raise LoadError(
             f"{state.slots} slots with trees of {most} nodes do not fit into the memory beside {step.base.name}: "
             "lower slots or nodes"
         ) from error
+    state.drafter.select(0)
     state.forget()
-    return table
-
-
-@torch.inference_mode()
-def measure_members(step: DeviceStep, table: LatencyTable, members: int) -> list[LatencyTable]:
-    """Latencies of steps by who drafts them, of all the drafter's members.
-
-    Args:
-        step: The stages; all slots are empty.
-        table: Latencies of the first member. Verification takes as long whoever has drafted.
-        members: How many there are.
-
-    Raises:
-        LoadError: Drafting does not fit into the memory.
-    """
-    generate_texts(step)
-    try:
-        tables = [table, *(replace(table, draft=_measure_drafts(step, table, one)) for one in range(1, members))]
-    except torch.OutOfMemoryError as error:
-        raise LoadError(
-            f"drafting for {step.state.slots} slots does not fit into the memory beside {step.base.name}: lower slots "
-            "or nodes, or name fewer drafters"
-        ) from error
-    step.state.drafter.select(0)
-    step.state.forget()
     return tables
 
 
