@@ -13,12 +13,11 @@ from drafter.errors import LoadError, one_line
 from pipeline.command_line import run_job
 from pipeline.compare.compared_rows import Comparison, compare_rows
 from pipeline.compare.comparison_page import render, shown_rows
-from pipeline.compare.row_pairs import opened_rows, rows_of
+from pipeline.compare.row_pairs import rows_of
 from pipeline.compare.scorers import make_scorer
 from pipeline.engines.named_models import model_name
 from pipeline.errors import InputError
 from pipeline.io.files import locate
-from pipeline.output.output_folder import OutputFolder
 from pipeline.report.output_files import open_output, read_run_of
 
 PAGE = "comparison.html"
@@ -83,12 +82,8 @@ def compare(config: CompareConfig) -> None:
     """
     outputs = [open_output(uri) for uri in (config.first, config.second)]
     scorer = None if config.scorer is None else make_scorer(config.scorer, config.target)
-    for uri, output in zip((config.first, config.second), outputs, strict=True):
-        _refuse_without_rows(uri, output)
     columns = None if scorer is not None else _COLUMNS
-    first, second = (
-        rows_of(uri, output, columns) for uri, output in zip((config.first, config.second), outputs, strict=True)
-    )
+    first, second = (rows_of(output, columns) for output in outputs)
     found = compare_rows(first, second, scorer, config.examples)
     model = model_name(read_run_of(outputs[1])["config"]["model"])
     page = locate(config.page)
@@ -98,14 +93,6 @@ def compare(config: CompareConfig) -> None:
     except OSError as error:
         raise InputError(f"page {config.page} cannot be written: {one_line(error)}") from error
     print("\n".join([*_summary(found, config), page.path]), flush=True)
-
-
-def _refuse_without_rows(uri: str, output: OutputFolder) -> None:
-    if not any(info.path.endswith(".parquet") for info in output.data.children()):
-        raise InputError(f"output {uri} has no finished rows: run jobs.generate first")
-    names = opened_rows(uri, output).schema.names
-    if missing := [name for name in _COLUMNS if name not in names]:
-        raise InputError(f"output {uri} is not of jobs.generate: its rows have no {', '.join(missing)}")
 
 
 def _tokenizer(model: str) -> Any:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
-
 from pipeline.compare.compared_rows import Comparison, DifferingRow
 from pipeline.compare.token_differences import Span, differing_spans
+from pipeline.report.html_page import page_environment
 from pipeline.report.row_steps import text_pieces
 
 
@@ -64,15 +63,7 @@ def render(names: tuple[str, str], comparison: Comparison, scorer: str | None, r
         scorer: Name of the scorer.
         rows: Differing rows to show.
     """
-    environment = Environment(
-        loader=ChoiceLoader([PackageLoader("pipeline.compare", "."), PackageLoader("pipeline.report", ".")]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["count"] = "{:,}".format
-    template = environment.get_template("comparison.html.jinja")
+    template = page_environment("pipeline.compare").get_template("comparison.html.jinja")
     return template.render(names=names, comparison=comparison, scorer=scorer, rows=rows)
 
 

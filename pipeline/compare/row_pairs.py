@@ -8,50 +8,34 @@ from itertools import zip_longest
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.dataset
 
-from drafter.errors import one_line
-from pipeline.errors import InputError
 from pipeline.output.output_folder import OutputFolder
+from pipeline.report.row_scan import open_rows, unreadable
 
 Row = dict[str, Any]
 _BATCH_ROWS = 1024
 
 
-def opened_rows(uri: str, output: OutputFolder) -> pyarrow.dataset.Dataset:
-    """Open an output's finished rows; see `rows_of`."""
-    folder = output.data
-    try:
-        return pyarrow.dataset.dataset(folder.path, filesystem=folder.filesystem, format="parquet")
-    except (pa.ArrowInvalid, OSError) as error:
-        raise _damaged(uri, error) from error
-
-
-def rows_of(uri: str, output: OutputFolder, columns: Sequence[str] | None) -> Iterator[Row]:
+def rows_of(output: OutputFolder, columns: Sequence[str] | None) -> Iterator[Row]:
     """Read an output's finished rows, in the order of its parts.
 
     Args:
-        uri: The output, for messages.
         output: The output.
         columns: Names of the columns to read; None for all.
 
     Raises:
-        InputError: A file is damaged or cannot be read.
+        InputError: There are none, or they cannot be read.
     """
     names = None if columns is None else list(columns)
-    batches = opened_rows(uri, output).to_batches(columns=names, batch_size=_BATCH_ROWS)
+    batches = open_rows(output).to_batches(columns=names, batch_size=_BATCH_ROWS)
     while True:
         try:
             batch = next(batches, None)
         except (pa.ArrowInvalid, OSError) as error:
-            raise _damaged(uri, error) from error
+            raise unreadable(output, error) from error
         if batch is None:
             return
         yield from batch.to_pylist()
-
-
-def _damaged(uri: str, error: Exception) -> InputError:
-    return InputError(f"output {uri} has rows that cannot be read: {one_line(error)}; submit its job again")
 
 
 @dataclass

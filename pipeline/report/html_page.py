@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from tqdm import tqdm
 
 from drafter.statistics import (
@@ -85,18 +85,24 @@ class Report:
         return rates_over_time(self.rows.by_second)
 
 
-def render(report: Report) -> str:
-    """Return the page as HTML."""
+def page_environment(*packages: str) -> Environment:
+    """Return what renders pages: every text is escaped, and every package's templates may use this one's style."""
     environment = Environment(
-        loader=PackageLoader("pipeline.report", "."),
+        loader=ChoiceLoader([PackageLoader(package, ".") for package in (*packages, "pipeline.report")]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["count"] = "{:,}".format
+    return environment
+
+
+def render(report: Report) -> str:
+    """Return the page as HTML."""
+    environment = page_environment()
     environment.filters |= {"beta": mean_acceptance_length, "acceptance": draft_acceptance_rate, "cut": cut}
-    environment.filters |= {"span": tqdm.format_interval, "count": "{:,}".format, "decimals": decimals}
-    environment.filters["lines_shown"] = lines_shown
+    environment.filters |= {"span": tqdm.format_interval, "decimals": decimals, "lines_shown": lines_shown}
     return environment.get_template("page.html.jinja").render(report=report, rows=report.rows, Cost=Cost)
 
 

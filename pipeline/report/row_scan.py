@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset
 
+from drafter.errors import one_line
 from drafter.statistics import DecodeCounts
 from pipeline.errors import InputError
 from pipeline.io.files import Location
@@ -107,14 +108,23 @@ def open_rows(output: OutputFolder) -> pyarrow.dataset.Dataset:
     """Open the files of finished rows.
 
     Raises:
-        InputError: There are none, or they lack columns.
+        InputError: There are none, they cannot be read, or they lack columns.
     """
     if not any(info.path.endswith(".parquet") for info in output.data.children()):
         raise InputError(f"output {output.root.path} has no finished rows: run jobs.generate first")
-    found = _dataset(output.data)
+    try:
+        found = _dataset(output.data)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise unreadable(output, error) from error
     if missing := [name for name in _COLUMNS if name not in found.schema.names]:
         raise InputError(f"{output.data.path} is not of jobs.generate: its rows have no {', '.join(missing)}")
     return found
+
+
+def unreadable(output: OutputFolder, error: Exception) -> InputError:
+    """Return the error for files of finished rows that are damaged or cannot be read."""
+    why = f"{one_line(error)}; submit its job again"
+    return InputError(f"output {output.root.path} has rows that cannot be read: {why}")
 
 
 def read_rows(
