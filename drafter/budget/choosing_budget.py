@@ -40,6 +40,7 @@ class _Band:
         steps: Drafted steps of this trial.
         seconds: Their time.
         trials: Trials that have ended.
+        untried: Members without a trial so far.
     """
 
     pauses: list[int]

@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import ray
 import torch
 
 from drafter.base.loading import load_base, load_tokenizer
-from drafter.errors import LoadError, one_line
+from drafter.errors import LoadError
 from drafter.evaluation.measurement import Evaluation, Progress
 from drafter.evaluation.plan import Plan
 from drafter.evaluation.questions import Question, QuestionError, read_questions
@@ -28,8 +27,9 @@ from pipeline.cluster.resources_config import ResourcesConfig
 from pipeline.cluster.shares import ActorResources, share_out
 from pipeline.command_line import run_job
 from pipeline.engines.named_models import model_name
-from pipeline.errors import InputError, JobError
+from pipeline.errors import InputError
 from pipeline.evaluation.evaluate_config import EvaluateConfig, parse_config
+from pipeline.evaluation.measuring_task import measured
 from pipeline.generate.generate_config import LoadingConfig
 
 Item = Results | list[Cell] | Progress
@@ -101,8 +101,9 @@ def measure_on(
         InputError: The models or the questions cannot be used.
         JobError: The task failed.
     """
-    task = ray.remote(num_cpus=resources.cpus, num_gpus=resources.gpus, max_retries=0, num_returns="streaming")(measure)
-    stream = task.remote(
+    return measured(
+        resources,
+        measure,
         model_name(config.model),
         config.loading,
         config.plan(),
@@ -111,15 +112,8 @@ def measure_on(
         command,
         done,
         resources.threads,
+        mistakes=(LoadError, QuestionError),
     )
-    try:
-        for item in stream:
-            yield ray.get(item)
-    except ray.exceptions.RayError as error:
-        cause = getattr(error, "cause", None) or error
-        if isinstance(cause, LoadError | QuestionError):
-            raise InputError(str(cause)) from error
-        raise JobError(f"{type(cause).__name__}: {one_line(cause)}") from error
 
 
 def measure(

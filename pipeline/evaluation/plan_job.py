@@ -9,12 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 
 from drafter.base.loading import load_base, load_tokenizer
 from drafter.drafters.registry import useful_nodes
-from drafter.errors import LoadError, RequestError, one_line
+from drafter.errors import LoadError, RequestError
 from drafter.evaluation.environment import environment
 from drafter.evaluation.prepared_prompts import prompts_of
 from drafter.evaluation.questions import Question, QuestionError, read_questions
@@ -25,7 +24,8 @@ from pipeline.cluster.resources_config import ResourcesConfig
 from pipeline.cluster.shares import share_out
 from pipeline.command_line import run_job
 from pipeline.engines.named_models import head_fingerprints, model_name
-from pipeline.errors import InputError, JobError
+from pipeline.errors import InputError
+from pipeline.evaluation.measuring_task import measured
 from pipeline.evaluation.plan_config import PlanConfig, parse_plan
 
 
@@ -59,21 +59,13 @@ def plan(config: PlanConfig, command: str) -> None:
     except OSError as error:
         raise InputError(f"output {folder} cannot be used: {error.strerror or error}") from error
     resources = share_out(ResourcesConfig(gpus_per_actor=config.gpus), connect(), what="planning", settings="{}")
-    options = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_retries": 0, "num_returns": "streaming"}
-    stream = ray.remote(**options)(measure_stacks).remote(config, questions, command, resources.threads)
     found: tuple[Comparison, dict[str, Any]] | None = None
-    try:
-        for reference in stream:
-            item = ray.get(reference)
-            if isinstance(item, str):
-                print(item, file=sys.stderr, flush=True)
-            else:
-                found = item
-    except ray.exceptions.RayError as error:
-        cause = getattr(error, "cause", None) or error
-        if isinstance(cause, LoadError | QuestionError | RequestError):
-            raise InputError(str(cause)) from error
-        raise JobError(f"{type(cause).__name__}: {one_line(cause)}") from error
+    asked = (config, questions, command, resources.threads)
+    for item in measured(resources, measure_stacks, *asked, mistakes=(LoadError, QuestionError, RequestError)):
+        if isinstance(item, str):
+            print(item, file=sys.stderr, flush=True)
+        else:
+            found = item
     assert found is not None
     comparison, where = found
     files = write_stacks(comparison, where, folder)

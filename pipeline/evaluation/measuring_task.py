@@ -1,0 +1,44 @@
+"""One Ray task that measures, and hands out what it has measured as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import ray
+
+from drafter.errors import one_line
+from pipeline.cluster.shares import ActorResources
+from pipeline.errors import InputError, JobError
+
+Item = TypeVar("Item")
+
+
+def measured(
+    resources: ActorResources,
+    measure: Callable[..., Iterator[Item]],
+    *arguments: Any,
+    mistakes: tuple[type[Exception], ...],
+) -> Iterator[Item]:
+    """Yield what `measure` yields, run as a task on the cluster.
+
+    Args:
+        resources: What the task takes.
+        measure: Runs on a worker.
+        arguments: For it.
+        mistakes: Its errors that are the input's.
+
+    Raises:
+        InputError: The task raised one of the `mistakes`.
+        JobError: It failed otherwise.
+    """
+    options = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_retries": 0, "num_returns": "streaming"}
+    stream = ray.remote(**options)(measure).remote(*arguments)
+    try:
+        for item in stream:
+            yield ray.get(item)
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None) or error
+        if isinstance(cause, mistakes):
+            raise InputError(str(cause)) from error
+        raise JobError(f"{type(cause).__name__}: {one_line(cause)}") from error
