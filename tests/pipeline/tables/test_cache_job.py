@@ -122,6 +122,7 @@ def test_a_row_has_one_text() -> None:
         parse_config(["--input", "x", "--output", " "])
 
 
+@pytest.mark.slow
 def test_from_a_job_s_output_to_a_job_that_drafts_with_it(
     run: Run, finished: FinishedJob, model: Path, tmp_path: Path
 ) -> None:

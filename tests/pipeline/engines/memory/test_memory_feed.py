@@ -89,6 +89,7 @@ def test_where_no_actor_can_be_had_nothing_is_told() -> None:
     assert drafter.told == []
 
 
+@pytest.mark.slow
 def test_a_job_that_is_submitted_again_and_remembers_writes_the_same_rows(run: Run, finished: FinishedJob) -> None:
     rows = {row["request_id"]: untimed(row) for row in finished.outcome.rows}
     finished.reopen()
