@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -30,6 +31,7 @@ from pipeline.cluster.ports import LOOPBACK, free_ports
 from pipeline.errors import JobError
 
 _MARK = "DRAFTER_LOCAL_CLUSTER"
+_PREFIX = "ray-"
 _FOLDERS = Path("/tmp")
 """Where a cluster has its folder: paths of sockets must be short."""
 _START_SECONDS = 300
@@ -85,7 +87,7 @@ class LocalCluster:
     ) -> None:
         self._nodes, self._growing, self._idle_seconds = nodes, growing or {}, idle_seconds
         self._head_environment = head_environment or {}
-        self._folder = Path(tempfile.mkdtemp(prefix="ray-", dir=_FOLDERS))
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_FOLDERS))
         self._gcs, self._dashboard, self._client = free_ports(3)
         self._head: list[int] = []
         self.environment: dict[str, str] = {
@@ -210,8 +212,10 @@ def end_cluster(name: str) -> None:
     """Kill all processes of a local cluster, if there are any left, and delete its folder.
 
     Args:
-        name: `LocalCluster.name`.
+        name: `LocalCluster.name`. Nothing is done for a text that is no such name, as of a file that is damaged.
     """
+    if not re.fullmatch(rf"{_PREFIX}\w+", name):
+        return
     while left := list(_processes(name)):  # while some are killed, others may start new ones
         for pid in left:
             with suppress(ProcessLookupError):

@@ -82,7 +82,7 @@ def _read_done(file: Path) -> dict[str, str]:
 def submission_name(stage: Stage, places: Places) -> str:
     """Return what a stage's submissions are called: the same name in every run of the same output, and in no other."""
     where = hashlib.sha256(str(places.folder).encode()).hexdigest()[:8]
-    return f"paper-{where}-{stage.name.replace('+', 'plus')}"
+    return f"paper-{where}-{stage.name}"
 
 
 def submitter(config: PaperConfig, places: Places, environment: Mapping[str, str]) -> Submit:
@@ -121,10 +121,11 @@ def cluster_for(config: PaperConfig, places: Places) -> Iterator[dict[str, str]]
     """
     file = places.folder / _CLUSTER
     if file.exists():
-        end_cluster(file.read_text(encoding="utf-8").strip())
+        end_cluster(file.read_text(encoding="utf-8"))
         file.unlink()
     if config.address is not None or os.environ.get(_ADDRESS):
-        yield dict(os.environ)
+        with _ended_by_sigterm():
+            yield dict(os.environ)
         return
     cores = os.cpu_count() or 1
     cluster = LocalCluster([NodeType(cpus=max(cores, 2), gpus=_gpus() if config.gpus is None else config.gpus)])
@@ -145,7 +146,7 @@ def _gpus() -> int:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Make SIGTERM an exception, or the cluster would outlive this process."""
+    """Make SIGTERM an exception, or the cluster, and who follows a job, would outlive this process."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield

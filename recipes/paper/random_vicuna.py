@@ -57,7 +57,8 @@ def write_random_vicuna(folder: Path, base: BaseConfig) -> None:
     config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     weights = {name: tensor.to(torch.float16) for name, tensor in model.state_dict().items()}
-    names, where = list(weights), {}
+    names = list(weights)
+    where: dict[str, str] = {}
     for shard in range(_SHARDS):
         file = f"pytorch_model-{shard + 1:05d}-of-{_SHARDS:05d}.bin"
         some = names[shard * len(names) // _SHARDS : (shard + 1) * len(names) // _SHARDS]

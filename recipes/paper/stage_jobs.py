@@ -25,7 +25,7 @@ from recipes.paper.head_settings import head_settings
 from recipes.paper.paper_config import PaperConfig
 
 _OWN = {
-    "generate": {"input", "output", "model"},
+    "generate": {"input", "output", "model", "reading"},
     "distill": {"input", "output", "model"},
     "train": {"data", "output", "model", "algorithm", "head"},
     "evaluate": {"output", "model", "drafters"},
@@ -92,11 +92,16 @@ class Places:
 
     def training(self, head: str) -> Path:
         """Return the output of a head's training."""
-        return self.folder / "heads" / head
+        return self.folder / "heads" / plain_name(head)
 
     def head(self, head: str) -> Path:
         """Return a trained head."""
         return self.training(head) / "head"
+
+
+def plain_name(name: str) -> str:
+    """Return a name without `+`, which in a drafter's name joins two drafters."""
+    return name.replace("+", "-plus")
 
 
 def stages(config: PaperConfig) -> list[Stage]:
@@ -111,14 +116,14 @@ def stages(config: PaperConfig) -> list[Stage]:
     if config.prompts.written:
         found.append(_own(places, "openings", {"written": config.prompts.written}))
         reading = {"chat": False, "id_column": "number"}
-        settings = {"reading": reading, **config.questions}
-        found.append(_job(places, "questions", "generate", settings, input=places.openings, output=places.questions))
+        made = {"input": places.openings, "output": places.questions, "reading": reading}
+        found.append(_job(places, "questions", "generate", config.questions, **made))
     found.append(_own(places, "prompts", {**asdict(config.prompts), "measured": measured}))
     found.append(_job(places, "answers", "distill", config.answers, input=places.prompts, output=places.answers))
     for name in config.heads:
         algorithm, head = head_settings(config, name)
         made = {"data": places.answers, "output": places.training(name), "algorithm": algorithm, "head": head}
-        found.append(_job(places, f"train-{name}", "train", config.training, **made))
+        found.append(_job(places, f"train-{plain_name(name)}", "train", config.training, **made))
     drafters = [str(places.head(name)) for name in config.heads]
     made = {"output": places.evaluation, "drafters": drafters}
     found.append(_job(places, "evaluate", "evaluate", config.evaluation, **made))

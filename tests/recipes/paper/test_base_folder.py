@@ -35,7 +35,7 @@ def test_pickled_shards_become_safetensors_and_the_template_is_vicunas(published
     prepare_base(base, tmp_path / "base")
     assert not list((tmp_path / "base").glob("*.bin"))
     loaded = load_base(tmp_path / "base")
-    weights = {}
+    weights: dict[str, torch.Tensor] = {}
     for file in sorted(published.glob("*.bin")):
         weights |= torch.load(file, weights_only=True)
     state = loaded.model.state_dict()

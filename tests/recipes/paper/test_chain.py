@@ -50,11 +50,12 @@ class Cluster:
 def test_every_configuration_is_a_chain_whose_jobs_take_their_settings(name: str, tmp_path: Path) -> None:
     config = configuration(name, tmp_path)
     found = stages(config)
-    trained = [f"train-{head}" for head in config.heads]
+    plain = [head.replace("hydra++", "hydra-plus-plus") for head in config.heads]
+    trained = [f"train-{head}" for head in plain]
     assert [one.name for one in found] == ["base", "openings", "questions", "prompts", "answers", *trained, "evaluate"]
     assert {"medusa", "hydra", "hydra++", "ctc", "eagle3", "specformer"} < set(config.heads)
     drafters = found[-1].settings["drafters"]
-    assert drafters == [str(tmp_path / "heads" / head / "head") for head in config.heads]
+    assert drafters == [str(tmp_path / "heads" / head / "head") for head in plain]
     # What the chain's own jobs read is what the run was given.
     values = yaml.safe_load(yaml.safe_dump({**dataclasses.asdict(config), "output": str(tmp_path)}))
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
@@ -72,7 +73,7 @@ def test_finished_stages_are_passed_over_and_changed_ones_are_asked_again(tmp_pa
     assert second.asked == [one.name for one in stages(config)][len(first.asked) - 1 :]
     third, changed = Cluster(), configuration("tiny", tmp_path, "--training.log_every", "3")
     run_chain(stages(changed), places, third.submit)
-    assert third.asked == [f"train-{head}" for head in config.heads]
+    assert third.asked == [one.name for one in stages(config) if one.name.startswith("train-")]
     (tmp_path / "jobs" / "done.json").write_text('{"base": "12')
     fourth = Cluster()
     run_chain(stages(changed), places, fourth.submit)
