@@ -115,7 +115,7 @@ def test_what_is_submitted_again_and_how_often(cluster: LocalCluster, tmp_path: 
 
 @pytest.mark.slow
 def test_a_job_under_way_is_followed_by_its_name(cluster: LocalCluster, tmp_path: Path) -> None:
-    """Whoever submitted it was killed; the same command follows it, another one is refused, a later one is a new one."""
+    """Who submitted it was killed: the same command follows it, another one is refused, a later one is a new one."""
     waits = (
         "import pathlib, sys, time; folder = pathlib.Path(sys.argv[1]); (folder / 'begun').open('a').write('x')\n"
         "while not (folder / 'go').exists(): time.sleep(0.1)\n"
