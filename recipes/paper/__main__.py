@@ -11,7 +11,7 @@ import yaml
 from drafter.evaluation.questions import QuestionError, read_questions
 from pipeline.command_line import run_job
 from pipeline.errors import InputError
-from recipes.paper.chain import alone, cluster_for, run_chain, submitter, write_whole
+from recipes.paper.chain import alone, cluster_for, needs_cluster, run_chain, submitter, write_whole
 from recipes.paper.paper_config import PaperConfig, in_repository, parse_config
 from recipes.paper.stage_jobs import Places, evaluation_of, stages
 
@@ -61,8 +61,9 @@ def run(config: PaperConfig) -> None:
     with alone(places):
         values = {**dataclasses.asdict(config), "output": str(config.folder)}
         write_whole(places.run, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
-        with cluster_for(config, places) as environment:
-            run_chain(jobs, places, submitter(config, places, environment))
+        if needs_cluster(jobs, places):
+            with cluster_for(config, places) as environment:
+                run_chain(jobs, places, submitter(config, places, environment))
         table(config)
 
 

@@ -47,11 +47,9 @@ def run_chain(stages: list[Stage], places: Places, submit: Submit) -> None:
         JobError: A job failed.
         KeyboardInterrupt: Watching a job was interrupted.
     """
-    file = places.folder / "jobs" / "done.json"
-    done = _read_done(file)
+    done = _read_done(places)
     for number, stage in enumerate(stages, start=1):
-        digest = hashlib.sha256(stage.text.encode()).hexdigest()[:16]
-        if done.get(stage.name) == digest:
+        if _is_done(stage, done):
             continue
         print(f"--- {number} of {len(stages)}: {stage.name}", flush=True)
         if stage.file is not None:
@@ -63,12 +61,31 @@ def run_chain(stages: list[Stage], places: Places, submit: Submit) -> None:
             raise InputError(f"stage {stage.name} has a mistake in its settings or its input: see above")
         if code:
             raise JobError(f"stage {stage.name} failed: see above")
-        done[stage.name] = digest
-        write_whole(file, json.dumps(done, indent=1) + "\n")
+        done[stage.name] = _digest(stage)
+        write_whole(_done_file(places), json.dumps(done, indent=1) + "\n")
 
 
-def _read_done(file: Path) -> dict[str, str]:
+def needs_cluster(stages: list[Stage], places: Places) -> bool:
+    """Return whether a job is to be submitted, or a cluster is to be ended."""
+    done = _read_done(places)
+    return (places.folder / _CLUSTER).exists() or not all(_is_done(stage, done) for stage in stages)
+
+
+def _is_done(stage: Stage, done: Mapping[str, str]) -> bool:
+    return done.get(stage.name) == _digest(stage)
+
+
+def _digest(stage: Stage) -> str:
+    return hashlib.sha256(stage.text.encode()).hexdigest()[:16]
+
+
+def _done_file(places: Places) -> Path:
+    return places.folder / "jobs" / "done.json"
+
+
+def _read_done(places: Places) -> dict[str, str]:
     """Return which stages are done, by name. A torn file says nothing: every job sees itself whether it is done."""
+    file = _done_file(places)
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -9,16 +9,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from pipeline.cluster.local_cluster import end_cluster
 from pipeline.cluster.submit_job import SubmitConfig
 from pipeline.errors import InputError, JobError
 from recipes.paper.__main__ import main
-from recipes.paper.chain import alone, run_chain, submission_name
+from recipes.paper.chain import alone, needs_cluster, run_chain, submission_name
 from recipes.paper.paper_config import HERE, PaperConfig, parse_config
 from recipes.paper.stage_jobs import Places, Stage, stages
 from tests.support.paths import ROOT
@@ -69,7 +71,9 @@ def test_finished_stages_are_passed_over_and_changed_ones_are_asked_again(tmp_pa
         run_chain(stages(config), places, first.submit)
     assert first.asked[-1] == "train-ctc"
     assert "train-eagle3" not in first.asked
+    assert needs_cluster(stages(config), places)
     run_chain(stages(config), places, second.submit)
+    assert not needs_cluster(stages(config), places)
     assert second.asked == [one.name for one in stages(config)][len(first.asked) - 1 :]
     third, changed = Cluster(), configuration("tiny", tmp_path, "--training.log_every", "3")
     run_chain(stages(changed), places, third.submit)
@@ -140,33 +144,47 @@ def test_commands_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "set hardware, as vicuna-7b.yaml does" in capsys.readouterr().err
 
 
-def start(folder: Path, *settings: str) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    command = [
-        sys.executable,
-        "-m",
-        "recipes.paper",
-        "run",
-        "--config",
-        str(HERE / "tiny.yaml"),
-        "--output",
-        str(folder),
-    ]
-    return subprocess.Popen(
-        [*command, *settings], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+@dataclass
+class Running:
+    """The command `run` in a process, with all that it starts, and what they print."""
 
+    process: subprocess.Popen[bytes]
+    log: Path
 
-def kill_when(condition: Callable[[], bool], running: subprocess.Popen[str], what: str) -> None:
-    """Kill a run without a chance to tidy up, as the system does where memory is short."""
+    @classmethod
+    def start(cls, folder: Path, *settings: str) -> Running:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        command = [sys.executable, "-m", "recipes.paper", "run", "--config", str(HERE / "tiny.yaml")]
+        command += ["--output", str(folder), *settings]
+        log = folder.with_name(f"{folder.name}.log")
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        return cls(process, log)
 
-    def reached() -> bool:
-        assert running.poll() is None, running.communicate()[0]
-        return condition()
+    def kill_when(self, condition: Callable[[], bool], what: str) -> None:
+        """Kill it with all that it has started, at once, as when a machine loses its power."""
 
-    wait_until(reached, what)
-    running.send_signal(signal.SIGKILL)
-    running.communicate()
+        def reached() -> bool:
+            assert self.process.poll() is None, self.log.read_text()
+            return condition()
+
+        try:
+            wait_until(reached, what)
+        finally:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def finish(self) -> str:
+        """Wait for its end; return what it printed."""
+        try:
+            assert self.process.wait(PATIENCE) == 0, self.log.read_text()
+        except subprocess.TimeoutExpired:
+            self.process.terminate()  # it ends its cluster, too
+            self.process.wait()
+            raise
+        return self.log.read_text()
 
 
 def _steps(saved: dict[str, Any]) -> int:
@@ -186,16 +204,17 @@ def test_the_table_of_a_tiny_vicuna_by_one_command_killed_in_the_middle(tmp_path
     }
     settings = ("--heads", "{medusa: {}, ctc: {}}", "--training", json.dumps(training))
     checkpoints = out / "heads" / "medusa" / "_checkpoints"
-    kill_when(lambda: len(list(checkpoints.glob("step-*"))) > 1, start(out, *settings), "training has begun")
-    assert (out / "cluster").exists()
+    first = Running.start(out, *settings)
+    try:
+        first.kill_when(lambda: len(list(checkpoints.glob("step-*"))) > 1, "training has begun")
+    finally:
+        end_cluster((out / "cluster").read_text())  # what was in sessions of its own
     # A checkpoint is whole when its progress file is there.
     saved = max((json.loads(file.read_text()) for file in checkpoints.glob("step-*/progress.json")), key=_steps)
     assert 1 <= saved["steps"] < 40
     before = (out / "answers" / "run.json").read_bytes()
 
-    again = start(out, *settings)
-    printed, _ = again.communicate(timeout=PATIENCE)
-    assert again.returncode == 0, printed
+    printed = Running.start(out, *settings).finish()
     assert [line.split(": ")[1] for line in printed.splitlines() if line.startswith("--- ")] == [
         "train-medusa",
         "train-ctc",
@@ -213,7 +232,7 @@ def test_the_table_of_a_tiny_vicuna_by_one_command_killed_in_the_middle(tmp_path
         assert f"| {method} |" in table
     assert table in printed
 
-    third = start(out, *settings)
-    printed, _ = third.communicate(timeout=PATIENCE)
-    assert third.returncode == 0, printed
+    printed = Running.start(out, *settings).finish()
     assert "--- " not in printed
+    assert "a cluster is up" not in printed
+    assert table in printed
