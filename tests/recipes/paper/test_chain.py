@@ -65,23 +65,23 @@ def test_every_configuration_is_a_chain_whose_jobs_take_their_settings(name: str
 
 
 def test_finished_stages_are_passed_over_and_changed_ones_are_asked_again(tmp_path: Path) -> None:
-    places, config = Places(tmp_path), configuration("tiny", tmp_path)
+    places, jobs = Places(tmp_path), stages(configuration("tiny", tmp_path))
     first, second = Cluster({"train-ctc": 1}), Cluster()
     with pytest.raises(JobError, match="stage train-ctc failed"):
-        run_chain(stages(config), places, first.submit)
+        run_chain(jobs, places, first.submit)
     assert first.asked[-1] == "train-ctc"
     assert "train-eagle3" not in first.asked
-    assert needs_cluster(stages(config), places)
-    run_chain(stages(config), places, second.submit)
-    assert not needs_cluster(stages(config), places)
-    assert second.asked == [one.name for one in stages(config)][len(first.asked) - 1 :]
-    third, changed = Cluster(), configuration("tiny", tmp_path, "--training.log_every", "3")
-    run_chain(stages(changed), places, third.submit)
-    assert third.asked == [one.name for one in stages(config) if one.name.startswith("train-")]
+    assert needs_cluster(jobs, places)
+    run_chain(jobs, places, second.submit)
+    assert not needs_cluster(jobs, places)
+    assert second.asked == [one.name for one in jobs][len(first.asked) - 1 :]
+    third, changed = Cluster(), stages(configuration("tiny", tmp_path, "--training.log_every", "3"))
+    run_chain(changed, places, third.submit)
+    assert third.asked == [one.name for one in jobs if one.name.startswith("train-")]
     (tmp_path / "jobs" / "done.json").write_text('{"base": "12')
     fourth = Cluster()
-    run_chain(stages(changed), places, fourth.submit)
-    assert fourth.asked == [one.name for one in stages(config)]
+    run_chain(changed, places, fourth.submit)
+    assert fourth.asked == [one.name for one in jobs]
 
 
 @pytest.mark.parametrize(("code", "error"), [(2, InputError), (130, KeyboardInterrupt), (1, JobError)])
