@@ -28,10 +28,13 @@ class Arm:
 
     @property
     def method(self) -> str:
-        """Name of the drafter for tables and plots; of each folder in it, the last part."""
+        """Name of the drafter for tables and plots; of each folder in it, the last part.
+
+        A training job has its head in a folder `head`, so the name is that of the job's output.
+        """
         if self.tree is None:
             return "plain decoding" if self.drafter == "none" else self.drafter
-        return re.sub(r"[^:>+]*/", "", self.drafter.rstrip("/"))
+        return re.sub(r"[^:>+]*/", "", re.sub(r"(?<=[^:>+/])/head(?=/*(?:[>+]|$))", "", self.drafter).rstrip("/"))
 
 
 TRANSFORMERS = Arm("transformers.generate")

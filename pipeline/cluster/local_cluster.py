@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -30,6 +31,9 @@ from pipeline.cluster.ports import LOOPBACK, free_ports
 from pipeline.errors import JobError
 
 _MARK = "DRAFTER_LOCAL_CLUSTER"
+_PREFIX = "ray-"
+_FOLDERS = Path("/tmp")
+"""Where a cluster has its folder: paths of sockets must be short."""
 _START_SECONDS = 300
 _OBJECT_STORE_BYTES = 128 << 20
 _UNUSED_LISTS = (
@@ -83,7 +87,7 @@ class LocalCluster:
     ) -> None:
         self._nodes, self._growing, self._idle_seconds = nodes, growing or {}, idle_seconds
         self._head_environment = head_environment or {}
-        self._folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # paths of sockets must be short
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_FOLDERS))
         self._gcs, self._dashboard, self._client = free_ports(3)
         self._head: list[int] = []
         self.environment: dict[str, str] = {
@@ -121,12 +125,17 @@ class LocalCluster:
     ) -> None:
         self._end()
 
+    @property
+    def name(self) -> str:
+        """What `end_cluster` knows it by, also when the process that started it was killed."""
+        return self._folder.name
+
     def nodes(self) -> list[int]:
         """Return the process ids of the nodes' raylets, without the head's: a node ends with its raylet."""
         return [pid for pid in self._raylets() if pid not in self._head]
 
     def _raylets(self) -> list[int]:
-        return [pid for pid in self._processes() if _command(pid) == "raylet"]
+        return [pid for pid in _processes(self.name) if _command(pid) == "raylet"]
 
     def _start_head(self) -> None:
         head = NodeType(cpus=0)
@@ -186,7 +195,7 @@ class LocalCluster:
         with log.open("ab") as output:
             started = subprocess.run(
                 [str(part) for part in command],
-                env={**self.environment, _MARK: self._folder.name, **(environment or {})},
+                env={**self.environment, _MARK: self.name, **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -195,21 +204,33 @@ class LocalCluster:
         if started.returncode:
             raise JobError(f"a node of the local cluster did not start: {log.read_text()[-2_000:]}")
 
-    def _processes(self) -> Iterator[int]:
-        """Find all processes of the cluster, whatever their parents are by now."""
-        mark = f"{_MARK}={self._folder.name}".encode()
-        for entry in Path("/proc").iterdir():
-            with suppress(OSError):  # it has just ended, or belongs to another user
-                if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
-                    yield int(entry.name)
-
     def _end(self) -> None:
-        while left := list(self._processes()):  # while some are killed, others may start new ones
-            for pid in left:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.1)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        end_cluster(self.name)
+
+
+def end_cluster(name: str) -> None:
+    """Kill all processes of a local cluster, if there are any left, and delete its folder.
+
+    Args:
+        name: `LocalCluster.name`. Nothing is done for a text that is no such name, as of a file that is damaged.
+    """
+    if not re.fullmatch(rf"{_PREFIX}\w+", name):
+        return
+    while left := list(_processes(name)):  # while some are killed, others may start new ones
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+    shutil.rmtree(_FOLDERS / name, ignore_errors=True)
+
+
+def _processes(name: str) -> Iterator[int]:
+    """Find all processes of a cluster, whatever their parents are by now."""
+    mark = f"{_MARK}={name}".encode()
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):  # it has just ended, or belongs to another user
+            if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                yield int(entry.name)
 
 
 def _resource_options(node: NodeType) -> list[Any]:

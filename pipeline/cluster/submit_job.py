@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import shlex
 import sys
 import time
@@ -37,15 +38,20 @@ class SubmitConfig:
         working_dir: Folder that the job runs in; it is sent without .git, .venv, build and what .gitignore names.
         runtime_env: YAML file with more of the job's runtime environment: env_vars, pip and the like.
         submissions: How often the job is submitted at most.
+        name: What its submissions are called, with a number. A job of this name that is still under way is followed
+            instead of submitted once more: it may have been submitted by a command that was killed.
     """
 
     address: str | None = None
     working_dir: str = "."
     runtime_env: str | None = None
     submissions: int = 5
+    name: str | None = None
 
     def __post_init__(self) -> None:
         at_least("submissions", self.submissions, 1)
+        if self.name is not None and not re.fullmatch(r"\w[\w.-]*", self.name):
+            raise InputError(f"name must be one word of letters, digits, dots and hyphens, not {self.name!r}")
 
     def environment(self) -> dict[str, Any]:
         """Return the job's runtime environment.
@@ -115,8 +121,9 @@ def submit(config: SubmitConfig, command: str) -> None:
     from ray.job_submission import JobStatus
 
     for number in range(1, config.submissions + 1):
-        name = _hand_over(client, command, environment)
-        _say(f"submitted as {name} ({number} of at most {config.submissions}): {command}")
+        name, new = _hand_over(client, command, environment, config.name)
+        how = "submitted as" if new else "still under way as"
+        _say(f"{how} {name} ({number} of at most {config.submissions}): {command}")
         try:
             ended = asyncio.run(_follow(client, name))
         except KeyboardInterrupt:
@@ -145,11 +152,29 @@ def _connect(address: str | None) -> Any:
         raise JobError(f"no cluster takes jobs at {address or 'the default address'}: {one_line(error)}") from error
 
 
-def _hand_over(client: Any, command: str, environment: dict[str, Any]) -> str:
-    """Submit once, with patience: a head that has just been started may not be ready yet."""
+def _hand_over(client: Any, command: str, environment: dict[str, Any], name: str | None) -> tuple[str, bool]:
+    """Submit once, with patience: a head that has just been started may not be ready yet.
+
+    Returns:
+        The submission's id, and whether it is a new one: with a name, it may be one that is still under way.
+
+    Raises:
+        InputError: The job cannot be sent, or another one of its name is under way.
+        JobError: The cluster did not take it.
+    """
     for failures in range(_PATIENCE):
         try:
-            return str(client.submit_job(entrypoint=command, runtime_env=environment))
+            number = None
+            if name is not None:
+                earlier = _submissions(client, name)
+                for job in earlier.values():
+                    if not job.status.is_terminal():
+                        return _same(job, command), False
+                number = max(earlier, default=0) + 1
+            chosen = None if number is None else f"{name}-{number}"
+            return str(client.submit_job(entrypoint=command, runtime_env=environment, submission_id=chosen)), True
+        except InputError:
+            raise
         except ValueError as error:  # such as a folder that is too large
             raise InputError(f"the job cannot be submitted: {one_line(error)}") from error
         except (RuntimeError, OSError) as error:
@@ -157,6 +182,26 @@ def _hand_over(client: Any, command: str, environment: dict[str, Any]) -> str:
                 raise JobError(f"the cluster did not take the job: {one_line(error)}") from error
             time.sleep(_POLL_SECONDS)
     raise AssertionError
+
+
+def _submissions(client: Any, name: str) -> dict[int, Any]:
+    """Return the submissions of a name that the cluster knows, by their numbers."""
+    found = ((re.fullmatch(rf"{re.escape(name)}-(\d+)", job.submission_id or ""), job) for job in client.list_jobs())
+    return {int(match[1]): job for match, job in found if match}
+
+
+def _same(job: Any, command: str) -> str:
+    """Return the id of a job under way.
+
+    Raises:
+        InputError: It runs another command.
+    """
+    if job.entrypoint != command:
+        raise InputError(
+            f"{job.submission_id} is under way with another command: {job.entrypoint}; give another name, or end it: "
+            f"`ray job stop {job.submission_id}`"
+        )
+    return str(job.submission_id)
 
 
 async def _follow(client: Any, name: str) -> Any:

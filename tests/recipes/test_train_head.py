@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from drafter.base.causal_lm import BaseModel
 from drafter.base.loading import load_base
 from drafter.heads.checkpoint import load_head
+from drafter.heads.head_config import head_config
 from drafter.heads.registry import HEADS, new_head
 from drafter.training.settings import TrainingSettings
 from drafter.training.simulated_walk import simulated_beta
@@ -101,6 +102,23 @@ def test_every_recipe_can_be_made(tiny_base: BaseModel) -> None:
     for name, recipe in read_recipes().items():
         assert new_head(recipe.algorithm, tiny_base, recipe.head).algorithm == recipe.algorithm, name
         assert TrainingSettings(**recipe.training).steps > 0, name
+
+
+def test_heads_that_are_compared_learn_alike_and_are_of_about_one_size() -> None:
+    compared = {name: recipe for name, recipe in read_recipes().items() if name.startswith("equal-")}
+    algorithms = {recipe.algorithm for recipe in compared.values()}
+    assert algorithms == set(HEADS)
+    sizes = {}
+    for name, recipe in compared.items():
+        assert recipe.training == compared["equal-ctc"].training, name
+        assert recipe.head["depth"] == compared["equal-ctc"].head["depth"], name
+        head_class = HEADS[recipe.algorithm]
+        embedded = {"hidden_size": 256, "vocab_size": 2048}
+        with torch.device("meta"):
+            fields = {**head_class.defaults(layers=8), **recipe.head, **embedded}
+            head = head_class(head_config(name, head_class.config_class, fields))
+        sizes[name] = sum(parameter.numel() for parameter in head.parameters())
+    assert max(sizes.values()) <= 1.2 * min(sizes.values()), sizes
 
 
 def test_a_step_draws_texts_of_like_length_by_seed_and_step_alone() -> None:

@@ -42,7 +42,7 @@ def convert(folder: Path) -> Path:
     if target.exists():
         raise ValueError(f"{target} exists: load the folder as it is, or remove that file to convert again")
     try:
-        _convert(found[0], target)
+        convert_file(found[0], target)
     except subprocess.TimeoutExpired as error:
         raise ValueError(f"{found[0].name} cannot be converted: it took more than {error.timeout:g} seconds") from error
     except OSError as error:
@@ -50,8 +50,14 @@ def convert(folder: Path) -> Path:
     return target
 
 
-def _convert(pickle: Path, target: Path) -> None:
-    """Write beside `target` in another process, then rename."""
+def convert_file(pickle: Path, target: Path) -> None:
+    """Write one pickled file of named tensors as safetensors: beside `target` in another process, then rename.
+
+    Raises:
+        ValueError: The restricted loader does not read it.
+        subprocess.TimeoutExpired: It took too long.
+        OSError: The file cannot be written.
+    """
     temporary = target.with_name(target.name + ".tmp")
     temporary.touch()
     command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, "--inside", str(pickle), str(temporary)]

@@ -49,8 +49,12 @@ def job(tmp_path: Path, model: Path) -> Path:
     return tmp_path
 
 
-def submit(cluster: LocalCluster, folder: Path, *command: str, submissions: int = 3) -> subprocess.Popen[str]:
-    arguments = ["--working_dir", str(folder), "--submissions", str(submissions), "--", "python", *command]
+def submit(
+    cluster: LocalCluster, folder: Path, *command: str, submissions: int = 3, name: str | None = None
+) -> subprocess.Popen[str]:
+    arguments = ["--working_dir", str(folder), "--submissions", str(submissions)]
+    arguments += [] if name is None else ["--name", name]
+    arguments += ["--", "python", *command]
     return subprocess.Popen(
         [sys.executable, "-m", "jobs.submit", *arguments],
         env=cluster.environment,
@@ -110,6 +114,38 @@ def test_what_is_submitted_again_and_how_often(cluster: LocalCluster, tmp_path: 
 
 
 @pytest.mark.slow
+def test_a_job_under_way_is_followed_by_its_name(cluster: LocalCluster, tmp_path: Path) -> None:
+    """Who submitted it was killed: the same command follows it, another one is refused, a later one is a new one."""
+    waits = (
+        "import pathlib, sys, time; folder = pathlib.Path(sys.argv[1]); (folder / 'begun').open('a').write('x')\n"
+        "while not (folder / 'go').exists(): time.sleep(0.1)\n"
+        "print('done waiting')"
+    )
+
+    def named(*command: str) -> subprocess.Popen[str]:
+        return submit(cluster, tmp_path, "-c", *command, name="waiting")
+
+    killed = named(waits, str(tmp_path))
+    wait_until(lambda: (tmp_path / "begun").exists(), "the job runs")
+    killed.kill()
+    killed.communicate()
+    refused = named("pass")
+    assert "waiting-1 is under way with another command" in refused.communicate(timeout=PATIENCE)[1]
+    assert refused.returncode == 2
+    again = named(waits, str(tmp_path))
+    assert again.stderr is not None
+    assert again.stderr.readline().startswith("still under way as waiting-1 ")
+    (tmp_path / "go").touch()
+    printed, told = again.communicate(timeout=PATIENCE)
+    assert again.returncode == 0, told
+    assert "done waiting" in printed
+    assert (tmp_path / "begun").read_text() == "x"
+    later = named(waits, str(tmp_path))
+    assert "submitted as waiting-2 " in later.communicate(timeout=PATIENCE)[1]
+    assert later.returncode == 0
+
+
+@pytest.mark.slow
 def test_a_cluster_that_is_not_there(cluster: LocalCluster) -> None:
     command = [sys.executable, "-m", "jobs.submit", "--address", "http://127.0.0.1:9", "--", "python"]
     failed = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=PATIENCE)
@@ -122,6 +158,7 @@ def test_a_cluster_that_is_not_there(cluster: LocalCluster) -> None:
     [
         ([], "no job: give its command after --, such as `-- python -m jobs.generate"),
         (["--submissions", "0", "--", "python"], "submissions must be at least 1, not 0"),
+        (["--name", "two words", "--", "python"], "name must be one word of letters, digits, dots and hyphens"),
         (["--working_dir", "nowhere", "--", "python"], "working_dir nowhere is not a folder"),
         (["--runtime_env", "nowhere.yaml", "--", "python"], "runtime_env nowhere.yaml cannot be read"),
     ],
