@@ -11,9 +11,9 @@ from typing import Any
 from drafter.base.loading import load_tokenizer
 from drafter.errors import LoadError, one_line
 from pipeline.command_line import run_job
-from pipeline.compare.audited_rows import share_of
 from pipeline.compare.compared_rows import Comparison, compare_rows
 from pipeline.compare.comparison_page import render, shown_rows
+from pipeline.compare.repeated_rows import share_of
 from pipeline.compare.row_pairs import rows_of
 from pipeline.compare.scorers import make_scorer
 from pipeline.engines.named_models import model_name

@@ -16,7 +16,7 @@ from drafter.engine.engine_config import EngineConfig
 from drafter.engine.loop import Engine
 from drafter.errors import LoadError
 from drafter.evaluation.decoders import decode_all
-from pipeline.compare.audited_rows import AuditedRow
+from pipeline.compare.repeated_rows import RepeatedRow
 from pipeline.compare.token_differences import first_difference
 
 
@@ -57,7 +57,7 @@ def plain_differences(
     loading: Mapping[str, Any],
     engine: Mapping[str, Any],
     fingerprint: str | None,
-    rows: Sequence[AuditedRow],
+    rows: Sequence[RepeatedRow],
     threads: int,
 ) -> Iterator[AuditDifference]:
     """Generate rows by plain decoding, and yield where they differ.

@@ -26,7 +26,7 @@ _BATCH_COLUMNS = {"custom_id", "method", "url", "body"}
 
 
 @dataclass(frozen=True)
-class AuditedRow:
+class RepeatedRow:
     """A row that is generated again.
 
     Args:
@@ -54,7 +54,7 @@ def share_of(text: str) -> float:
     return share
 
 
-def sampled_rows(output: OutputFolder, run: Mapping[str, Any], share: float) -> Iterator[AuditedRow]:
+def rows_to_repeat(output: OutputFolder, run: Mapping[str, Any], share: float) -> Iterator[RepeatedRow]:
     """Draw rows of an output by their names, at least one, so that each audit of it draws the same ones.
 
     Args:
@@ -77,7 +77,7 @@ def sampled_rows(output: OutputFolder, run: Mapping[str, Any], share: float) -> 
     defaults, column = SamplingParams(**config["sampling"]), config["reading"]["sampling_column"]
     for row in rows:
         request = Request(row["prompt_token_ids"], _sampling(row, defaults, column), row["request_id"])
-        yield AuditedRow(request, row["token_ids"])
+        yield RepeatedRow(request, row["token_ids"])
 
 
 def _sampling(row: dict[str, Any], defaults: SamplingParams, column: str) -> SamplingParams:

@@ -9,8 +9,8 @@ from drafter.errors import LoadError
 from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.resources_config import ResourcesConfig
 from pipeline.cluster.shares import share_out
-from pipeline.compare.audited_rows import sampled_rows
 from pipeline.compare.plain_rows import AuditDifference, Choice, plain_differences
+from pipeline.compare.repeated_rows import rows_to_repeat
 from pipeline.engines.named_models import model_name
 from pipeline.errors import InputError
 from pipeline.evaluation.measuring_task import measured
@@ -59,7 +59,7 @@ def audit(uri: str, share: float) -> Audit:
         raise InputError(
             f"output {uri} was made by the verifier {run['verifier']}, which is not exact: leave out --sample"
         )
-    rows, config = list(sampled_rows(output, run, share)), run["config"]
+    rows, config = list(rows_to_repeat(output, run, share)), run["config"]
     gpus = config["resources"]["gpus_per_actor"]
     resources = share_out(ResourcesConfig(gpus_per_actor=gpus), connect(), what="audit", settings="the job's {}")
     differences = measured(

@@ -76,7 +76,7 @@ class PivotClassifier(nn.Module):
 
     def log_pivot(self, features: PivotFeatures) -> Tensor:
         """Return log P(pivot) `[...]`. It is never -inf, so that no threshold of 0 is ever reached."""
-        return self(features).log_softmax(-1)[..., _PIVOT]
+        return self.forward(features).log_softmax(-1)[..., _PIVOT]
 
 
 def published_layer(num_layers: int) -> int:

@@ -90,5 +90,7 @@ def load_classifier(name: str | Path) -> tuple[PivotClassifier, BaseOfClassifier
         raise
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise LoadError(f"classifier {str(name)!r} is damaged: {why}: make it again with python -m jobs.pivots") from error
+        raise LoadError(
+            f"classifier {str(name)!r} is damaged: {why}: make it again with python -m jobs.pivots"
+        ) from error
     return classifier.eval().requires_grad_(False), base

@@ -10,8 +10,8 @@ import pyarrow.parquet
 import pytest
 
 from drafter.requests import SamplingParams
-from pipeline.compare.audited_rows import sampled_rows, share_of
 from pipeline.compare.compare_job import main
+from pipeline.compare.repeated_rows import rows_to_repeat, share_of
 from pipeline.errors import InputError
 from pipeline.generate.generate_config import GenerateConfig
 from tests.pipeline.conftest import FinishedJob
@@ -38,11 +38,11 @@ def test_each_audit_draws_the_same_rows_and_at_least_one(tmp_path: Path) -> None
     drawn = []
     for name, parts in (("a", [rows]), ("b", [rows[20:], rows[:20]])):
         output = write_output(tmp_path / name, parts, [])
-        found = {row.request.request_id: row for row in sampled_rows(output, run_of(), 0.1)}
+        found = {row.request.request_id: row for row in rows_to_repeat(output, run_of(), 0.1)}
         assert len(found) == 4
         assert all(row.token_ids == [row.request.sampling.seed] for row in found.values())
         drawn.append(set(found))
-        assert len(list(sampled_rows(output, run_of(), 0.0001))) == 1
+        assert len(list(rows_to_repeat(output, run_of(), 0.0001))) == 1
     assert drawn[0] == drawn[1]
 
 
@@ -53,7 +53,7 @@ def test_a_row_is_generated_with_its_own_settings(tmp_path: Path) -> None:
     for number, (columns, temperature, most) in enumerate(((line, 0.5, 9), (own, 0.9, 7), ({}, 0.2, 7))):
         row = {"id": "a", "accepted": [0], "marks": {"seed": 11, **columns}}
         output = write_output(tmp_path / str(number), [[row]], [])
-        (found,) = sampled_rows(output, run_of(temperature=0.2, max_new_tokens=7, logprobs=1), 1.0)
+        (found,) = rows_to_repeat(output, run_of(temperature=0.2, max_new_tokens=7, logprobs=1), 1.0)
         asked = found.request.sampling
         assert (asked.temperature, asked.max_new_tokens, asked.seed, asked.logprobs) == (temperature, most, 11, None)
         assert list(found.request.prompt_ids) == [20, 21]

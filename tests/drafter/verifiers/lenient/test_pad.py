@@ -59,9 +59,10 @@ def by_the_paper(folder: Path, tokens: list[int], logits: torch.Tensor, read: to
     weights = load_classifier(folder)[0].state_dict()
 
     def dense(name: str, values: torch.Tensor) -> torch.Tensor:
-        return weights[f"{name}.weight"] @ values + weights[f"{name}.bias"]
+        made: torch.Tensor = weights[f"{name}.weight"] @ values + weights[f"{name}.bias"]
+        return made
 
-    said = []
+    said: list[int] = []
     for place, token in enumerate(tokens):
         p = torch.softmax(logits[place].double(), 0)
         entropy = -sum(float(one) * math.log(float(one)) for one in p if one > 0)
@@ -185,9 +186,9 @@ def test_another_base_is_refused_with_the_reason(tiny_base: BaseModel, tmp_path:
 
 
 def test_what_is_no_classifier_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match="needs a classifier: make one with python -m jobs.pivots"):
+    with pytest.raises(LoadError, match=r"needs a classifier: make one with python -m jobs\.pivots"):
         make_verifier(VerifierSettings("pad"))
-    with pytest.raises(LoadError, match="is not a folder with config.json and model.safetensors"):
+    with pytest.raises(LoadError, match=r"is not a folder with config\.json and model\.safetensors"):
         make_verifier(VerifierSettings("pad", classifier=str(tmp_path)))
     with pytest.raises(LoadError, match=r"verifier pad: sigma must be between 0 and 1, not 1.5"):
         make_verifier(VerifierSettings("pad", classifier=str(folder), sigma=1.5))
