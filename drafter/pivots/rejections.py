@@ -19,6 +19,7 @@ class Rejection:
 
     Args:
         prefix: Prompt and output before it.
+        prompt_tokens: How many of these are the prompt's.
         rejected: The token.
         chosen: The base's own choice in its place.
         entropy: Of the base's distribution there, in nats.
@@ -27,6 +28,7 @@ class Rejection:
     """
 
     prefix: list[int]
+    prompt_tokens: int
     rejected: int
     chosen: int
     entropy: float
@@ -72,11 +74,12 @@ class RecordingVerifier(ExactVerifier):
         log_probs = verified.logits[rows, last[:, 0]].double().log_softmax(-1)
         entropy, probability = shannon_entropy(log_probs), log_probs.gather(1, tokens[:, None])[:, 0].exp()
         hidden, texts = read[rows, child].float().cpu(), sampling.tokens.cpu()
-        numbers = (first, tokens, chosen, accepted.count, sampling.lengths, entropy, probability)
-        for row, (node, token, choice, drafts, length, uncertain, likely) in enumerate(
+        prompts = sampling.table.prompt_lengths[sampling.rows]
+        numbers = (first, tokens, chosen, accepted.count, sampling.lengths, prompts, entropy, probability)
+        for row, (node, token, choice, drafts, length, prompt, uncertain, likely) in enumerate(
             zip(*(one.tolist() for one in numbers), strict=True)
         ):
             if node < tree.size:
                 path = accepted.tokens[row, :drafts].tolist()
                 prefix = [*texts[row, : length + 1].tolist(), *path]
-                self._noted.append(Rejection(prefix, token, choice, uncertain, likely, hidden[row].clone()))
+                self._noted.append(Rejection(prefix, prompt, token, choice, uncertain, likely, hidden[row].clone()))

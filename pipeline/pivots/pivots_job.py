@@ -20,8 +20,11 @@ from pyarrow import fs
 from pipeline.command_line import run_job
 from pipeline.compare.scorers import make_scorer, scorer_file
 from pipeline.engines.model_files import file_fingerprint
+from pipeline.engines.named_models import head_fingerprints, model_fingerprint, model_name
 from pipeline.generate.generate_job import generate
 from pipeline.io.files import locate
+from pipeline.io.fingerprints import input_fingerprints
+from pipeline.io.listing import list_input
 from pipeline.output.run_file import read_run, save_run
 from pipeline.output.same_job import check_output
 from pipeline.pivots.pivots_config import PivotsConfig, parse_config
@@ -77,12 +80,22 @@ def pivots(config: PivotsConfig, command: str) -> None:
 
 
 def job_meaning(config: PivotsConfig) -> dict[str, Any]:
-    """Return what decides the labels, beside what decides the answers, of which their own job keeps account."""
-    file = scorer_file(config.scorer)
+    """Return all that decides the labels.
+
+    Raises:
+        InputError: The input or a model is not there.
+    """
+    file, reading, answers = scorer_file(config.scorer), config.reading, config.answers("answers").as_dict()
+    listing = list_input(config.input, reading.format, reading.split, reading.subset)
     return {
-        "input": config.input,
-        "model": config.model,
+        "input": input_fingerprints(listing),
+        "model": model_fingerprint(model_name(config.model)),
         "drafter": config.drafter,
+        "heads": head_fingerprints(config.model, config.drafter),
+        "dtype": config.loading.dtype,
+        "reading": answers["reading"],
+        "sampling": answers["sampling"],
+        "max_length": config.engine.max_length,
         "scorer": config.scorer if file is None else file_fingerprint(file),
         "target": config.target,
         "tokens_per_prompt": config.tokens_per_prompt,

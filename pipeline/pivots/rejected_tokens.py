@@ -113,16 +113,13 @@ def tokens_of(
     by_prompt: dict[tuple[int, ...], list[RepeatedRow]] = defaultdict(list)
     for row in rows:
         by_prompt[tuple(row.request.prompt_ids)].append(row)
-    lengths = sorted({len(prompt) for prompt in by_prompt})
     found: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
     for one in noted:
-        for length in lengths:
-            for row in by_prompt.get(tuple(one.prefix[:length]), []):
-                place, left = len(one.prefix) - length, row.request.sampling.max_new_tokens
-                if place < 0 or row.token_ids[: place + 1] != [*one.prefix[length:], one.chosen]:
-                    continue
-                if left - place > 1:
-                    found[row.request.request_id][place] = _as_row(row, one, place, left - place - 1, ends)
+        prompt, said = one.prefix[: one.prompt_tokens], one.prefix[one.prompt_tokens :]
+        for row in by_prompt.get(tuple(prompt), []):
+            place, left = len(said), row.request.sampling.max_new_tokens - len(said) - 1
+            if left > 0 and row.token_ids[: place + 1] == [*said, one.chosen]:
+                found[row.request.request_id][place] = _as_row(row, one, place, left, ends)
     for name, places in found.items():
         drawn = sorted((zlib.crc32(f"{name}:{place}".encode()), place) for place in places)[:most]
         yield from (places[place] for place in sorted(place for _, place in drawn))

@@ -26,7 +26,7 @@ def test_the_first_child_where_the_path_ends_is_noted() -> None:
     recorder.accept(Verified(tree, tree.ancestors(), 2, logits, torch.zeros(1, 5, 0), read), row_of(SamplingParams()))
     (one,) = recorder.take()
     assert recorder.take() == []
-    assert (one.prefix, one.rejected, one.chosen) == ([0, 0, 3], 4, 5)
+    assert (one.prefix, one.prompt_tokens, one.rejected, one.chosen) == ([0, 0, 3], 1, 4, 5)
     assert one.probability == pytest.approx(0.1)
     assert one.entropy == pytest.approx(-0.5 * math.log(0.5) - 0.5 * math.log(0.1))
     assert one.hidden.tolist() == [3, 3]
@@ -52,6 +52,7 @@ def test_in_an_engine_tokens_stay_exact_and_what_is_noted_is_true(tiny_base: Bas
     texts = [[*request.prompt_ids, *tokens] for request, tokens in zip(requests, expected, strict=True)]
     noted = [one for one in recorder.take() if any(text[: len(one.prefix)] == one.prefix for text in texts)]
     assert len(noted) > 10
+    assert {one.prompt_tokens for one in noted} == {3}
     for one in noted[:10]:
         output = tiny_base.model(torch.tensor([[*one.prefix, one.rejected]]), output_hidden_states=True)
         log_probs = output.logits[0, -2].double().log_softmax(-1)

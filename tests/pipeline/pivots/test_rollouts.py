@@ -21,8 +21,8 @@ ROWS = [
 ]
 
 
-def rejection(prefix: list[int], rejected: int, chosen: int) -> Rejection:
-    return Rejection(prefix, rejected, chosen, 0.5, 0.25, torch.tensor([1.0, float(rejected)]))
+def rejection(prefix: list[int], rejected: int, chosen: int, prompt: int = 2) -> Rejection:
+    return Rejection(prefix, prompt, rejected, chosen, 0.5, 0.25, torch.tensor([1.0, float(rejected)]))
 
 
 def token(**columns: Any) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def test_rejections_are_given_to_the_row_that_they_are_of() -> None:
     noted = [
         rejection([1, 2], 30, 3),  # the first token of a
         rejection([1, 2, 3, 4, 5], 30, 9),  # of a, where the base ends the text
-        rejection([1, 2, 3, 7], 9, 8),  # of b, where the draft would have ended it
+        rejection([1, 2, 3, 7], 9, 8, prompt=3),  # of b, where the draft would have ended it
         rejection([1, 2, 3], 30, 6),  # neither a nor b goes on with 6
         rejection([1, 2, 8], 30, 4),  # a text that nobody has asked for
     ]
@@ -47,13 +47,13 @@ def test_rejections_are_given_to_the_row_that_they_are_of() -> None:
     ]
     assert [len(list(tokens_of(ROWS, noted, frozenset(), most))) for most in (1, 2)] == [2, 3]
     # A prompt that is the beginning of another has rejections of its own.
-    both = list(tokens_of(ROWS, [rejection([1, 2, 3], 30, 4), rejection([1, 2, 3], 30, 7)], frozenset(), 5))
+    both = list(tokens_of(ROWS, [rejection([1, 2, 3], 30, 4), rejection([1, 2, 3], 30, 7, prompt=3)], frozenset(), 5))
     assert [(one["request_id"], one["place"]) for one in both] == [("a", 1), ("b", 0)]
 
 
 def test_a_token_in_the_last_place_has_nothing_to_continue() -> None:
     row = RepeatedRow(Request([1], SamplingParams(2), "a"), [3, 4])
-    noted = [rejection([1], 8, 3), rejection([1, 3], 8, 4)]
+    noted = [rejection([1], 8, 3, prompt=1), rejection([1, 3], 8, 4, prompt=1)]
     assert [one["place"] for one in tokens_of([row], noted, frozenset(), 5)] == [0]
 
 
