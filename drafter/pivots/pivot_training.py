@@ -18,7 +18,7 @@ _RATE, _DECAY = 1e-3, 1e-2
 
 
 def is_pivot(with_it: float, without: float) -> bool:
-    """Whether a token makes answers worse: their mean utility with it is below 0.9 of that without (PAD, section 3)."""
+    """Whether a token makes answers worse: their mean utility with it is below 0.9 of that without, as in PAD."""
     return with_it < _SHARE * without
 
 

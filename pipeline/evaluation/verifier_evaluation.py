@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,22 +106,18 @@ def evaluate_verifiers(
             else:
                 results["environment"] = item
         kept = [] if config.keep is None else fastest_that_keeps(found, config.keep)
-        results["blocks"].append(
-            {
-                "block": asdict(block),
-                "left_out": left_out,
-                "verifiers": [one.as_dict() for one in found],
-                "kept": [one.as_dict() for one in kept],
-            }
-        )
+        measured_block = {
+            "block": asdict(block),
+            "left_out": left_out,
+            "verifiers": [one.as_dict() for one in found],
+            "kept": [one.as_dict() for one in kept],
+        }
+        results["blocks"].append(measured_block)
         write_json(folder / RESULTS_FILE, results)
         plot = folder / f"utility_by_beta_{len(results['blocks'])}.png"
         utility_plot(found).savefig(plot, dpi=150)
-        print(
-            "\n".join([f"## {block.title}", "", utility_table(found), "", *_kept_lines(config, found, kept)]),
-            flush=True,
-        )
-        print(f"written:  {folder / RESULTS_FILE}, {plot}", flush=True)
+        print(f"## {block.title}\n\n{utility_table(found)}\n")
+        print("\n".join([*_kept_lines(config, found, kept), f"written:  {folder / RESULTS_FILE}, {plot}"]), flush=True)
 
 
 def _identity(config: EvaluateConfig, questions: Mapping[str, Sequence[Question]]) -> dict[str, Any]:
@@ -136,7 +133,7 @@ def _identity(config: EvaluateConfig, questions: Mapping[str, Sequence[Question]
         "model": model_fingerprint(model_name(config.model)),
         "heads": heads,
         "dtype": config.loading.dtype,
-        "questions": {name: [question.name for question in some] for name, some in questions.items()},
+        "questions": {name: _digest(some) for name, some in questions.items()},
         "verifiers": [asdict(one) for one in verifiers],
         "scorer": config.scorer if file is None else file_fingerprint(file),
         "target": config.target,
@@ -145,6 +142,11 @@ def _identity(config: EvaluateConfig, questions: Mapping[str, Sequence[Question]
         "max_new_tokens": config.max_new_tokens,
         "compile": config.compile,
     }
+
+
+def _digest(questions: Sequence[Question]) -> str:
+    """Tells sets of questions apart by all that they hold."""
+    return hashlib.sha256(json.dumps([dict(one.columns) for one in questions]).encode()).hexdigest()[:16]
 
 
 def _open_results(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
@@ -226,7 +228,6 @@ def _kept_lines(config: EvaluateConfig, found: Sequence[VerifierFigures], kept: 
             lines.append(f"keeps {config.keep:.1%}: no setting of {name}")
             continue
         flags = " ".join(f"--verifier.{setting} {value}" for setting, value in best.given.items())
-        lines.append(
-            f"keeps {config.keep:.1%}: --verifier {name} {flags} (β {best.beta:.2f}, exact {found[0].beta:.2f})"
-        )
+        betas = f"β {best.beta:.2f}, exact {found[0].beta:.2f}"
+        lines.append(f"keeps {config.keep:.1%}: --verifier {name} {flags} ({betas})")
     return [*lines, ""]

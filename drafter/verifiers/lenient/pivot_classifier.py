@@ -1,8 +1,9 @@
 """The classifier of `pad`: how likely a draft token is a pivot, one that would make the answer worse.
 
 Ziashahabi et al. 2025, *Reject Only Critical Tokens: Pivot-Aware Speculative Decoding* (PAD, arXiv 2511.00351). Widths
-are the published ones. What the paper leaves open is decided here: inputs are standardised by the mean and deviation of
-the labelled tokens, and layers are joined by ReLU.
+are the published ones. Decided here is that the hidden state is that of the draft token itself, which knows what the
+token is, that inputs are standardised by the mean and deviation of the labelled tokens, and that layers are joined by
+ReLU.
 """
 
 from __future__ import annotations
