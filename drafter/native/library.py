@@ -63,7 +63,8 @@ _PIECES = Pieces()
 class PackedMatrix:
     """Weights of a linear layer, laid out for the library.
 
-    Weights that are exact in bf16, as those of most checkpoints are, are kept in bf16: half as many bytes to read.
+    Weights that are exact in bf16, as those of most checkpoints are, are kept in bf16: half as many bytes to read. (Not
+    those of an odd number of inputs: the weights of two inputs lie together.)
 
     Args:
         weight: `[outputs, inputs]` fp32 on a CPU.
@@ -79,7 +80,7 @@ class PackedMatrix:
         outputs, self.inputs = weight.shape
         order = torch.arange(outputs) if order is None else order.contiguous()
         self.outputs = len(order)
-        self.half = torch.equal(weight.bfloat16().float(), weight)
+        self.half = self.inputs % 2 == 0 and torch.equal(weight.bfloat16().float(), weight)
         size = library().drafter_packed_bytes(self.outputs, self.inputs, self.half)
         self._packed = _PIECES.take(size)
         library().drafter_pack(

@@ -291,7 +291,8 @@ int64_t drafter_packed_bytes(int64_t outputs, int64_t inputs, int32_t half) {
     return blocks * inputs * drafter::kBlock * (half ? 2 : 4);
 }
 
-// Lay out weights `[outputs, inputs]`. `order[j]` is the output that column j holds; -1 leaves the column zero.
+// Lay out weights `[outputs, inputs]`; in bf16 only an even number of inputs. `order[j]` is the output that column j holds;
+// -1 leaves the column zero.
 void drafter_pack(const float* weights, int64_t inputs, const int64_t* order, int64_t columns, int32_t half, void* out) {
     using namespace drafter;
     const int64_t blocks = (columns + kBlock - 1) / kBlock;
@@ -301,17 +302,16 @@ void drafter_pack(const float* weights, int64_t inputs, const int64_t* order, in
             const int64_t j = block * kBlock + column;
             return j < columns && order[j] >= 0 ? weights[order[j] * inputs + k] : 0.0f;
         };
-        for (int64_t k = 0; k < inputs; ++k)
-            for (int64_t lane = 0; lane < kLanes; ++lane) {
-                const float first = at(lane, k), second = at(lane + kLanes, k);
-                const int64_t line = block * inputs + k;
-                if (half) {
-                    static_cast<uint32_t*>(out)[line * kLanes + lane] = upper_half(first) | upper_half(second) << 16;
-                } else {
-                    static_cast<float*>(out)[line * kBlock + lane] = first;
-                    static_cast<float*>(out)[line * kBlock + kLanes + lane] = second;
-                }
-            }
+        if (half) {
+            auto* to = static_cast<uint32_t*>(out) + block * inputs / 2 * kBlock;
+            for (int64_t k = 0; k < inputs; k += 2)
+                for (int64_t column = 0; column < kBlock; ++column)
+                    *to++ = upper_half(at(column, k)) | upper_half(at(column, k + 1)) << 16;
+        } else {
+            auto* to = static_cast<float*>(out) + block * inputs * kBlock;
+            for (int64_t k = 0; k < inputs; ++k)
+                for (int64_t column = 0; column < kBlock; ++column) *to++ = at(column, k);
+        }
     }
 }
 

@@ -1,12 +1,15 @@
 // Products of a few rows with a matrix of weights, which is laid out once in the order in which it is read.
 //
-// Each output is one sum over the inputs, in their order, whatever the number of rows. So a row's numbers do not depend,
-// to the last bit, on what else is computed with it.
+// Each output is a sum over the inputs in an order that does not depend on the number of rows. So a row's numbers do not
+// depend, to the last bit, on what else is computed with it. Weights in bf16 are multiplied by the processor's matrix unit
+// (tiles.h), if it has one.
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "team.h"
+#include "tiles.h"
 #include "vectors.h"
 
 namespace drafter {
@@ -14,9 +17,9 @@ namespace drafter {
 constexpr int kBlock = 2 * kLanes;  // outputs of a block of weights
 constexpr int kRows = kLanes == 16 ? 12 : 6;  // rows whose sums fit into the registers
 
-// Weights of a linear layer: blocks of `kBlock` outputs, each `[inputs, kBlock]`; the last block is filled up with zeros.
+// Weights of a linear layer: blocks of `kBlock` outputs; the last block is filled up with zeros.
 struct Matrix {
-    const void* weights;  // uint32: two bf16, of outputs j and j + kLanes; or float
+    const void* weights;  // float `[inputs, kBlock]`; or uint32 `[inputs / 2, kBlock]`, of two inputs in bf16
     const float* bias;    // `[blocks * kBlock]` or null
     int64_t inputs, outputs;
     int32_t half;  // whether the weights are bf16
@@ -42,21 +45,19 @@ struct Product {
 
 struct HalfWeights {
     typedef uint32_t Stored;
-    static constexpr int kStride = kLanes;  // stored numbers for one input
-    static void read(const Stored* from, Vec& first, Vec& second) {
-        Words both = load_words(from), low = both << 16, high = both & 0xffff0000u;
-        std::memcpy(&first, &low, sizeof first);
-        std::memcpy(&second, &high, sizeof second);
+    static constexpr int kInputs = 2;  // whose weights lie together
+    static Vec read(const Stored* from, int input) {
+        const Words both = load_words(from), bits = input ? both & 0xffff0000u : both << 16;
+        Vec value;
+        std::memcpy(&value, &bits, sizeof value);
+        return value;
     }
 };
 
 struct FloatWeights {
     typedef float Stored;
-    static constexpr int kStride = kBlock;
-    static void read(const Stored* from, Vec& first, Vec& second) {
-        first = load(from);
-        second = load(from + kLanes);
-    }
+    static constexpr int kInputs = 1;
+    static Vec read(const Stored* from, int) { return load(from); }
 };
 
 template <End end>
@@ -89,25 +90,33 @@ inline void finish(Vec first, Vec second, const float* bias, float* out, int64_t
 template <class Weights, End end, int rows, int blocks>
 void multiply(const Product& product, int row, int block) {
     const Matrix& matrix = *product.matrix;
-    const int64_t inputs = matrix.inputs, size = inputs * Weights::kStride;
+    const int64_t inputs = matrix.inputs, size = inputs / Weights::kInputs * kBlock;
     const auto* weights = static_cast<const typename Weights::Stored*>(matrix.weights) + block * size;
     const float* in = product.in + row * inputs;
     Vec sums[rows][blocks][2] = {};
-    for (int64_t k = 0; k < inputs; ++k) {
-        Vec first[blocks], second[blocks];
+    for (int64_t k = 0; k < inputs; k += Weights::kInputs) {
+        const auto* line = weights + k / Weights::kInputs * kBlock;
 #pragma GCC unroll 4
         for (int b = 0; b < blocks; ++b) {
-            const auto* at = weights + b * size + k * Weights::kStride;
-            __builtin_prefetch(at + 1024 / sizeof(typename Weights::Stored));
-            Weights::read(at, first[b], second[b]);
+            __builtin_prefetch(line + b * size + 1024 / sizeof(typename Weights::Stored));
+            __builtin_prefetch(line + b * size + 1024 / sizeof(typename Weights::Stored) + kLanes);
         }
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; ++r) {
-            const Vec x = all(in[r * inputs + k]);
+#pragma GCC unroll 2
+        for (int input = 0; input < Weights::kInputs; ++input) {
+            Vec first[blocks], second[blocks];
 #pragma GCC unroll 4
             for (int b = 0; b < blocks; ++b) {
-                sums[r][b][0] += x * first[b];
-                sums[r][b][1] += x * second[b];
+                first[b] = Weights::read(line + b * size, input);
+                second[b] = Weights::read(line + b * size + kLanes, input);
+            }
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; ++r) {
+                const Vec x = all(in[r * inputs + k + input]);
+#pragma GCC unroll 4
+                for (int b = 0; b < blocks; ++b) {
+                    sums[r][b][0] += x * first[b];
+                    sums[r][b][1] += x * second[b];
+                }
             }
         }
     }
@@ -155,9 +164,9 @@ void multiply_block(const Product& product, int row, int rows, int block, int bl
     }
 }
 
-// out = in * weights^T, shared among the team.
+// out = in * weights^T by vectors, shared among the team.
 template <End end>
-void multiply_all(Team& team, const Product& product) {
+void multiply_by_vectors(Team& team, const Product& product) {
     const Matrix& matrix = *product.matrix;
     const int blocks = matrix.blocks(), parts = (product.rows + kRows - 1) / kRows;
     const int together = product.rows <= 3 ? 4 : 1;
@@ -172,6 +181,50 @@ void multiply_all(Team& team, const Product& product) {
             row += rows;
         }
     });
+}
+
+#if defined(DRAFTER_TILES)
+inline bool takes_tiles(const Matrix& matrix) {
+    return matrix.half && matrix.inputs % kTileInputs == 0 && may_use_tiles();
+}
+
+// The same by the matrix unit.
+template <End end>
+void multiply_by_tiles(Team& team, const Product& product) {
+    static thread_local std::vector<Tile> split;
+    const Matrix& matrix = *product.matrix;
+    const int64_t inputs = matrix.inputs, steps = inputs / kTileInputs;
+    const auto* weights = static_cast<const uint32_t*>(matrix.weights);
+    constexpr int kMost = 4 * kGroupRows;  // rows that are taken at a time: their parts stay in the cache
+    for (int begin = 0; begin < product.rows; begin += kMost) {
+        const int rows = std::min(kMost, product.rows - begin), groups = groups_of(rows);
+        split.resize(std::max(split.size(), static_cast<size_t>(kParts * groups * steps)));
+        Tile* tiles = split.data();  // of this thread, while others work on them, too
+        team.loop(groups, [&](int group) {
+            const int first = group * kGroupRows, count = std::min(kGroupRows, rows - first);
+            for (int row = 0; row < count; ++row)
+                split_row(product.in + (begin + first + row) * inputs, inputs, row, count, tiles + kParts * group * steps);
+        });
+        const int blocks = matrix.blocks();
+        const int together = groups == 1 ? kTogether * std::clamp(blocks / 48, 1, 4) : 1;
+        team.loop((blocks + together - 1) / together, [&](int chunk) {
+            const int block = chunk * together, count = std::min(together, blocks - block);
+            multiply_tiles(tiles, rows, inputs, weights, block, count, [&](int row, int at, Vec first, Vec second) {
+                finish<end>(first, second, matrix.bias, product.out[begin + row], static_cast<int64_t>(at) * kBlock,
+                            matrix.outputs);
+            });
+        });
+    }
+}
+#endif
+
+// out = in * weights^T, shared among the team.
+template <End end>
+void multiply_all(Team& team, const Product& product) {
+#if defined(DRAFTER_TILES)
+    if (takes_tiles(*product.matrix)) return multiply_by_tiles<end>(team, product);
+#endif
+    multiply_by_vectors<end>(team, product);
 }
 
 }  // namespace drafter

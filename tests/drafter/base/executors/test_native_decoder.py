@@ -57,10 +57,11 @@ def model_of(shape: str, dtype: torch.dtype = torch.float32, **others: Any) -> A
     torch.manual_seed(0)
     family = shape if shape in ("qwen2", "qwen3", "mistral") else "llama"
     config = AutoConfig.for_model(family, **{**COMMON, **SHAPES.get(shape, {}), **others})
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).float().eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(3 * parameter if parameter.dim() > 1 else parameter + 0.1 * torch.randn_like(parameter))
+            varied = 3 * parameter if parameter.dim() > 1 else parameter + 0.1 * torch.randn_like(parameter)
+            parameter.copy_(varied.to(dtype))
     return model
 
 
@@ -68,9 +69,10 @@ def native_of(base: BaseModel) -> NativeDecoder:
     return NativeDecoder(read_llama_like(base.model, base.decoder, base.config))
 
 
-@pytest.fixture(scope="module")
-def base() -> BaseModel:
-    return BaseModel(model_of("llama"), native=False)
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+def base(request: pytest.FixtureRequest) -> BaseModel:
+    """Weights of either kind; all sizes are multiples of 32, as the matrix unit of a processor wants them."""
+    return BaseModel(model_of("llama", request.param, intermediate_size=96), native=False)
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +133,21 @@ def test_the_models_own_numbers(shape: str, dtype: torch.dtype) -> None:
         assert whole[1].shape == (3, 7, 0)
     for ours, theirs in zip(*reversed(results), strict=True):
         close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_rounding_is_that_of_single_precision(dtype: torch.dtype) -> None:
+    """However a product is computed, nothing of its factors is lost: an input in two parts of bf16 would be."""
+    model, exact = (model_of("llama", dtype, intermediate_size=96) for _ in range(2))
+    text = torch.arange(3, 73)
+    theirs, exact = model(text[None]).logits[0], exact.double()(text[None]).logits[0]
+    base = BaseModel(model, native=False)
+    native = native_of(base)
+    for rows in (1, 5, 6, 11, 16, 17, 70):
+        chain = tree_of([max(node - 1, 0) for node in range(rows)], text[:rows].tolist())
+        ours = native.verify(base.new_cache(1, rows), nodes_of([chain], [0]))[0][0]
+        assert (ours - exact[:rows]).abs().max() <= 3 * (theirs - exact).abs().max()
 
 
 @settings(max_examples=25, deadline=None)
