@@ -85,12 +85,13 @@ def rejected_tokens(
     layer = published_layer(base.num_layers)
     yield BaseFacts(base.name, base.fingerprint, layer)
     config = EngineConfig(**engine, max_queue=_ROWS_AT_ONCE)
+    # Drafts are wanted here even where they would not pay.
     nodes = useful_nodes(base.device) if config.nodes == "auto" else config.nodes
+    proposing = load_drafter(drafter, base, nodes)
     recorder = RecordingVerifier(layer)
-    running = Engine(base, load_drafter(drafter, base, nodes), tokenizer, config, verifier=recorder)
+    running = Engine(base, proposing, tokenizer, replace(config, nodes=nodes), verifier=recorder)
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         some = rows[first : first + _ROWS_AT_ONCE]
-        recorder.take()  # what measuring the machine has left
         decode_all(running, [replace(row.request, timeout=None) for row in some])
         found = list(tokens_of(some, recorder.take(), base.eos_token_ids, most))
         yield first + len(some), pa.Table.from_pylist(found, schema=REJECTION_TYPE)

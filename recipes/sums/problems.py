@@ -52,13 +52,19 @@ class Problem:
         """Whether nobody may learn from it."""
         return zlib.crc32(self.question.encode()) < _TEST_SHARE * 2**32
 
-    def worked_out(self, rng: random.Random) -> str:
-        """Return an answer that is right, in words drawn by `rng`."""
-        total, said = self.terms[0], [rng.choice(_FIRST).format(term=self.terms[0])]
+    def worked_out(self, rng: random.Random, taste: int = 0) -> str:
+        """Return an answer that is right, in words drawn by `rng`.
+
+        Args:
+            rng: Draws.
+            taste: How many times the first wording of each step is in the lot once more.
+        """
+        first, following, last = ((some[0],) * taste + some for some in (_FIRST, _NEXT, _LAST))
+        total, said = self.terms[0], [rng.choice(first).format(term=self.terms[0])]
         for term in self.terms[1:]:
             total += term
-            said.append(rng.choice(_NEXT).format(term=term, total=total))
-        return " ".join([*said, rng.choice(_LAST).format(total=total)])
+            said.append(rng.choice(following).format(term=term, total=total))
+        return " ".join([*said, rng.choice(last).format(total=total)])
 
 
 def problems(*, held_out: bool) -> list[Problem]:
@@ -76,9 +82,9 @@ def words() -> list[str]:
     return sorted({word for text in texts for word in text.split() if not word.startswith("{")}) + numbers
 
 
-def training_texts(seed: int) -> Iterator[tuple[str, str]]:
-    """Yield questions and answers without end, of problems that are not held out."""
+def training_texts(seed: int, taste: int) -> Iterator[tuple[str, str]]:
+    """Yield questions and answers without end, of problems that are not held out; see `Problem.worked_out`."""
     rng, some = random.Random(seed), problems(held_out=False)
     while True:
         problem = rng.choice(some)
-        yield problem.question, problem.worked_out(rng)
+        yield problem.question, problem.worked_out(rng, taste)

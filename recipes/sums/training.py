@@ -22,20 +22,22 @@ _PAD, _END = "<pad>", "<end>"
 
 @dataclass(frozen=True)
 class Size:
-    """How large a model is, and how long it learns.
+    """How large a model is, and how and how long it learns.
 
     Args:
         width: Of the hidden states.
         layers: How many.
         steps: Of training, each of 64 sums.
+        taste: How much it prefers one wording of each step; see `Problem.worked_out`.
     """
 
     width: int
     layers: int
     steps: int
+    taste: int = 0
 
 
-BASE, DRAFT = Size(64, 4, 900), Size(32, 1, 300)
+BASE, DRAFT = Size(64, 4, 900), Size(48, 2, 400, taste=6)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -77,7 +79,7 @@ def train(size: Size, tokenizer: PreTrainedTokenizerFast, folder: Path, seed: in
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimiser, lambda step: min((step + 1) / _WARM_UP, 1.0) * (1 - step / size.steps) ** 0.5
     )
-    texts = training_texts(seed)
+    texts = training_texts(seed, size.taste)
     for step in range(size.steps):
         loss = _loss(model, tokenizer, list(islice(texts, _BATCH)))
         optimiser.zero_grad()
