@@ -85,8 +85,8 @@ class SpeculativeLM:
             model: Hub id or folder of the base; None is the embedded demonstration model.
             drafter: `none` (plain decoding), `ngram`, `memory`, `cacheback`, `exit:N`, a draft head's folder or hub id,
                 `ctc` (the embedded head), `model:` and a draft model's, several of them joined by `+`,
-                `stack:LOWER>model:A`, or `auto`: the fastest of the head that ships with the project for this base,
-                `memory`, `cacheback` and `ngram`.
+                `long:N:DRAFTER`, `stack:LOWER>model:A`, or `auto`: the fastest of the head that ships with the project
+                for this base, `memory`, `cacheback` and `ngram`.
             dtype: `auto` is bf16 on a GPU and fp32 on a CPU.
             device: `auto` is the first GPU, or the CPU.
             device_map: As in transformers, for a base larger than one GPU.

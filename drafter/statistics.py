@@ -198,6 +198,11 @@ class PairedDifference:
     margin: float | None
 
 
+def kept_share(difference: PairedDifference) -> float | None:
+    """Share of the first's mean that the second has; None where the first's is not above 0."""
+    return difference.second / difference.first if difference.first > 0 else None
+
+
 @dataclass
 class PairedSums:
     """Sums over pairs, from which a paired difference follows without keeping the pairs."""

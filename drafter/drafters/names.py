@@ -1,7 +1,7 @@
 """How drafters are named: `a+b` merges drafters, `kind:rest` makes one from what comes after the colon.
 
-`stack:` and `auto:` take all of the rest of a name: `>` separates the levels of a stack, `,` the drafters among which
-one is chosen, and `+` binds tighter than both.
+`long:N:A` makes chains of N tokens of the drafter A. `stack:` and `auto:` take all of the rest of a name: `>` separates
+the levels of a stack, `,` the drafters among which one is chosen, and `+` binds tighter than both.
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ def stack_levels(rest: str) -> list[str]:
     return rest.split(">")
 
 
+def length_and_drafter(rest: str) -> tuple[int, str] | None:
+    """Return the length and the drafter out of what follows `long:`, `N:DRAFTER`; None if it is something else."""
+    number, _, name = rest.partition(":")
+    return (int(number), name) if number.isdecimal() and int(number) > 0 and name else None
+
+
 def candidates(rest: str) -> list[str]:
     """Return the drafters among which one is chosen, out of what follows `auto:`."""
     return rest.split(",")
@@ -43,10 +49,12 @@ def model_and_device(rest: str) -> tuple[str, str | None]:
 
 
 def leaf_names(name: str) -> list[str]:
-    """Return the drafters that a name is made of, each once: members of merged ones, levels of stacks, candidates."""
+    """Return the drafters that a name is made of, each once: members, levels, candidates, who begins chains."""
     members = merged_names(name)
     if len(members) == 1:
         kind, rest = kind_and_rest(name)
+        if kind == "long" and (long := length_and_drafter(rest)) is not None:
+            return leaf_names(long[1])
         if kind not in ("stack", "auto"):
             return members
         members = stack_levels(rest) if kind == "stack" else candidates(rest)

@@ -14,9 +14,10 @@ from drafter.drafters.cacheback import CachebackDrafter
 from drafter.drafters.choosing_drafter import ChoosingDrafter
 from drafter.drafters.contract import Drafter
 from drafter.drafters.draft_models.named import load_model_drafter, load_stack
+from drafter.drafters.long_chain import LongChainDrafter
 from drafter.drafters.memory import MemoryDrafter
 from drafter.drafters.merged import MergedDrafter
-from drafter.drafters.names import candidates, kind_and_rest, merged_names
+from drafter.drafters.names import candidates, kind_and_rest, length_and_drafter, merged_names
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
 from drafter.drafters.tables.frozen_table import Vocabulary, load_table
@@ -78,6 +79,14 @@ def _chosen_among(rest: str, loading: Loading) -> Drafter:
     return ChoosingDrafter({name: loading.load(name) for name in names})
 
 
+def _long_chain(rest: str, loading: Loading) -> Drafter:
+    found = length_and_drafter(rest)
+    if found is None:
+        raise LoadError(f"drafter 'long:{rest}': use long:N:DRAFTER, such as long:15:ngram")
+    length, name = found
+    return LongChainDrafter(loading.load(name), length)
+
+
 def _with_frozen_table(path: str, loading: Loading) -> Drafter:
     base = loading.base
     vocabulary = Vocabulary(vocabulary_digest(load_tokenizer(base.name)), base.vocab_size)
@@ -88,6 +97,7 @@ NAMED_WITH_COLON: dict[str, Callable[[str, Loading], Drafter]] = {
     "auto": _chosen_among,
     "cacheback": _with_frozen_table,
     "exit": lambda rest, loading: named_exit(rest, loading.base, loading.nodes),
+    "long": _long_chain,
     "model": lambda rest, loading: load_model_drafter(rest, loading.base, loading.nodes),
     "stack": lambda rest, loading: load_stack(
         rest, loading.base, loading.nodes, lambda name, nodes: replace(loading, nodes=nodes).load(name)
@@ -126,9 +136,10 @@ def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: boo
     Args:
         name: `none`, `ngram`, `memory`, `cacheback`, `cacheback:` and a table of `jobs.cache`, `exit:N` (the base's
             first N layers), the algorithm of an embedded head (`ctc`), a head's folder or hub id, `model:` and a draft
-            model's folder or hub id, several of these joined by `+`, `stack:LOWER>model:A` (see `load_stack`), or
-            `auto`: the CTC head that ships with the project for this base, `memory`, `cacheback` and `ngram`, of which
-            the fastest drafts; `auto:A,B` chooses among these.
+            model's folder or hub id, several of these joined by `+`, `long:N:DRAFTER` (a chain of N tokens that
+            n-grams go on with), `stack:LOWER>model:A` (see `load_stack`), or `auto`: the CTC head that ships with the
+            project for this base, `memory`, `cacheback` and `ngram`, of which the fastest drafts; `auto:A,B` chooses
+            among these.
         base: The base it drafts for.
         nodes: Draft nodes of its largest trees.
         isolated: Whether no text may be drafted from another one.

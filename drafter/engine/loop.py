@@ -65,7 +65,7 @@ class Engine:
 
     Raises:
         LoadError: `max_length` is more than the base has positions, the base cannot be compiled, drafter and verifier
-            do not go together, or a GPU has not the memory.
+            do not go together, the verifier is another base's, or a GPU has not the memory.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class Engine:
     ) -> None:
         config, verifier = config or EngineConfig(), verifier or ExactVerifier()
         _refuse_mismatch(drafter, verifier)
+        verifier.open(base)
         self.base, self.drafter, self.tokenizer = base, drafter, tokenizer
         self.config, self.verifier = config, verifier
         limit = base.max_positions or DEFAULT_MAX_LENGTH

@@ -1,13 +1,14 @@
 """Questions to evaluate on: conversations in MT-bench's format, or one question per line as in GSM8K.
 
 A line is a JSON object with `turns`, the list of the user's messages, or with `question`. It may have `question_id` and
-`category`. Other keys are ignored.
+`category`. Other keys, such as the right answer, are for who scores answers.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ class Question:
         name: Its `question_id`, or its line.
         category: Its category; empty if it has none.
         turns: The user's messages, at least one. The base answers after each.
+        columns: The whole object. It is no part of what tells questions apart.
     """
 
     name: str
     category: str
     turns: tuple[str, ...]
+    columns: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 def read_questions(file: str | Path, limit: int | None = None) -> list[Question]:
@@ -69,4 +72,4 @@ def _question(file: str | Path, number: int, line: str) -> Question:
     category = row.get("category") or ""
     if not isinstance(category, str):
         raise QuestionError(f"question file {file}, line {number}: category must be a text, not {category!r}")
-    return Question(str(row.get("question_id", f"line {number}")), category, tuple(turns))
+    return Question(str(row.get("question_id", f"line {number}")), category, tuple(turns), row)

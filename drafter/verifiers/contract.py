@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from drafter.base.causal_lm import BaseModel
 from drafter.requests import SamplingParams
 from drafter.tree.token_tree import TokenTree
 from drafter.verifiers.choices import RowSampling
@@ -24,6 +25,8 @@ class Verified:
         depth: No node lies deeper below the root.
         logits: `[B, N, V]` by node id.
         hidden: `[B, N, K · d]` hidden states by node id, as many as the drafter reads.
+        read: `[B, N, J · d]` hidden states by node id that the verifier reads; None where it reads none, or where there
+            are no draft nodes.
     """
 
     tree: TokenTree
@@ -31,6 +34,7 @@ class Verified:
     depth: int
     logits: Tensor
     hidden: Tensor
+    read: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,16 @@ class Verifier(ABC):
     """Whether the tokens are exactly those of plain decoding. If not, all output is marked."""
     lookahead: int = 0
     """How many draft tokens after a mismatch the decision needs; the drafter must be able to go so deep."""
+
+    hidden_layers: tuple[int, ...] = ()
+    """The J hidden states that it reads of draft nodes; see `DraftSpec.hidden_layers`."""
+
+    def open(self, base: BaseModel) -> None:  # noqa: B027 - most verifiers fit every base
+        """Get ready for a base. Called once, before everything else.
+
+        Raises:
+            LoadError: It was made for another base.
+        """
 
     @property
     def settings(self) -> Mapping[str, float]:

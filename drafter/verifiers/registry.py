@@ -10,12 +10,14 @@ from drafter.errors import LoadError
 from drafter.verifiers.contract import Verifier
 from drafter.verifiers.exact import ExactVerifier
 from drafter.verifiers.lenient.fly import FlyVerifier
+from drafter.verifiers.lenient.pad import PadVerifier
 from drafter.verifiers.lenient.typical import TypicalVerifier
 from drafter.verifiers.verifier_settings import VerifierSettings
 
 _MAKERS: dict[str, tuple[Callable[..., Verifier], tuple[str, ...]]] = {
     "exact": (ExactVerifier, ()),
     "fly": (FlyVerifier, ("theta", "window")),
+    "pad": (PadVerifier, ("classifier", "sigma")),
     "typical": (TypicalVerifier, ("epsilon", "delta")),
 }
 """Class of each verifier, and the settings that are its own."""
@@ -25,7 +27,8 @@ def make_verifier(settings: VerifierSettings) -> Verifier:
     """Return the verifier that settings ask for.
 
     Raises:
-        LoadError: A setting is another verifier's, or has a value that is not allowed.
+        LoadError: A setting is another verifier's, or has a value that is not allowed; or a classifier that is needed
+            is not given or cannot be read.
     """
     made, own = _MAKERS[settings.name]
     given: dict[str, Any] = {
@@ -34,9 +37,11 @@ def make_verifier(settings: VerifierSettings) -> Verifier:
     if foreign := sorted(set(given) - set(own)):
         has = f"it has {', '.join(own)}" if own else "it has no settings"
         raise LoadError(f"the verifier {settings.name} has no {foreign[0]}: {has}")
-    if infinite := [name for name, value in given.items() if not math.isfinite(value)]:
+    if infinite := [name for name, value in given.items() if isinstance(value, float) and not math.isfinite(value)]:
         raise LoadError(f"verifier {settings.name}: {infinite[0]} must be a finite number")
     try:
         return made(**given)
+    except LoadError:
+        raise
     except ValueError as error:
         raise LoadError(f"verifier {settings.name}: {error}") from error

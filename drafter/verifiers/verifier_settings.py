@@ -11,16 +11,20 @@ class VerifierSettings:
     """Which draft tokens become output.
 
     Args:
-        name: `exact` gives the tokens of plain decoding. `fly` and `typical` accept more, so that the text is another
-            one; all that they make is marked.
+        name: `exact` gives the tokens of plain decoding. `fly`, `pad` and `typical` accept more, so that the text is
+            another one; all that they make is marked.
         theta: Of `fly`: no mismatch is accepted where the base's entropy is below this, in nats; 0.3 by default.
         window: Of `fly`: draft tokens from a mismatch on that decide; 6 by default.
+        classifier: Of `pad`: folder of its classifier, made by `jobs.pivots` for the base.
+        sigma: Of `pad`: a token is accepted up to this probability that it makes the answer worse; 0.5 by default.
         epsilon: Of `typical`: a more probable token is accepted wherever it is; 0.3 by default.
         delta: Of `typical`: share of the base's own certainty that a token needs; 0.09 by default.
     """
 
-    name: Literal["exact", "fly", "typical"] = "exact"
+    name: Literal["exact", "fly", "pad", "typical"] = "exact"
     theta: float | None = None
     window: int | None = None
+    classifier: str | None = None
+    sigma: float | None = None
     epsilon: float | None = None
     delta: float | None = None

@@ -13,6 +13,7 @@ from drafter.errors import LoadError, one_line
 from pipeline.command_line import run_job
 from pipeline.compare.compared_rows import Comparison, compare_rows
 from pipeline.compare.comparison_page import render, shown_rows
+from pipeline.compare.repeated_rows import share_of
 from pipeline.compare.row_pairs import rows_of
 from pipeline.compare.scorers import make_scorer
 from pipeline.engines.named_models import model_name
@@ -26,7 +27,8 @@ Compare two outputs of generation jobs, of the same prompts: how many rows have 
 others differ, and, with a scorer, whether one is worth more than the other.
 
   python -m jobs.compare exact lenient --scorer number --target answer
-  python -m jobs.compare exact lenient --scorer score.py:is_right --page /tmp/comparison.html"""
+  python -m jobs.compare exact lenient --scorer score.py:is_right --page /tmp/comparison.html
+  python -m jobs.compare exact --sample 1%           generates some rows again, without drafts, and shows differences"""
 _COLUMNS = ("request_id", "token_ids")
 
 
@@ -36,24 +38,47 @@ class CompareConfig:
 
     Args:
         first: Folder or URI of one output.
-        second: Folder or URI of the other.
+        second: Folder or URI of the other; None where one output is audited and nothing compared.
         scorer: Name of the scorer; see `make_scorer`. None compares tokens alone.
         target: Column with the right answer, for a built-in scorer.
-        page: File or URI to write.
+        page: File or URI to write; by default in the second output.
         examples: How many differing rows to show.
+        share: Of each output's rows, to be generated again by plain decoding; None for none.
     """
 
     first: str
-    second: str
-    scorer: str | None
-    target: str | None
-    page: str
-    examples: int
+    second: str | None = None
+    scorer: str | None = None
+    target: str | None = None
+    page: str | None = None
+    examples: int = 20
+    share: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.examples < 0:
+            raise InputError(f"--examples must be at least 0, not {self.examples}")
+        if self.second is None and self.share is None:
+            raise InputError("there is one output: give another to compare it with, or --sample to audit it")
+        if self.second is None and (self.scorer is not None or self.page is not None):
+            raise InputError("an audit of one output has no scorer and no page: leave out --scorer and --page")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job that a command line asks for; see `run_job` for what it returns."""
-    return run_job(lambda given: compare(parse_config(given)), arguments)
+    """Run the job that a command line asks for; see `run_job` for what it returns.
+
+    It returns 1, too, if an audit has found a difference.
+    """
+    audited_well = True
+
+    def job(given: Sequence[str] | None) -> None:
+        nonlocal audited_well
+        config = parse_config(given)
+        if config.second is not None:
+            compare(config, config.second)
+        if config.share is not None:
+            audited_well = audit_outputs(config, config.share)
+
+    return run_job(job, arguments) or int(not audited_well)
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> CompareConfig:
@@ -62,36 +87,57 @@ def parse_config(arguments: Sequence[str] | None = None) -> CompareConfig:
         prog="python -m jobs.compare", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("first", help="folder or URI of a generation job's results")
-    parser.add_argument("second", help="the same of another job on the same prompts")
+    parser.add_argument("second", nargs="?", help="the same of another job on the same prompts")
     parser.add_argument("--scorer", help="number, string, json, or FILE.py:function: what a row is worth")
     parser.add_argument("--target", help="column with the right answer, for number, string and json")
     parser.add_argument("--page", help=f"file or URI to write; by default {PAGE} in the second output")
     parser.add_argument("--examples", type=int, default=20, help="differing rows to show (20)")
+    parser.add_argument("--sample", help="share of each output's rows to generate again plainly, such as 1%%")
     given = parser.parse_args(arguments)
-    if given.examples < 0:
-        raise InputError(f"--examples must be at least 0, not {given.examples}")
-    page = given.page if given.page is not None else f"{given.second.rstrip('/')}/{PAGE}"
-    return CompareConfig(given.first, given.second, given.scorer, given.target, page, given.examples)
+    share = None if given.sample is None else share_of(given.sample)
+    return CompareConfig(given.first, given.second, given.scorer, given.target, given.page, given.examples, share)
 
 
-def compare(config: CompareConfig) -> None:
+def audit_outputs(config: CompareConfig, share: float) -> bool:
+    """Generate some rows of the outputs again, print what came of it, and return whether all are the same.
+
+    Raises:
+        InputError: An output is not exact, or its base cannot be loaded.
+        JobError: The generation failed.
+    """
+    from pipeline.compare.row_audit import audit  # Ray takes seconds to import: a comparison does without
+
+    same = True
+    for uri in filter(None, [config.first, config.second]):
+        found = audit(uri, share)
+        print("\n".join(found.lines(uri)), flush=True)
+        same &= not found.differences
+    return same
+
+
+def compare(config: CompareConfig, second_uri: str) -> None:
     """Read both outputs, print the summary and write the page.
+
+    Args:
+        config: The comparison.
+        second_uri: Its second output.
 
     Raises:
         InputError: An output, the scorer or the page cannot be used.
     """
-    outputs = [open_output(uri) for uri in (config.first, config.second)]
+    outputs = [open_output(uri) for uri in (config.first, second_uri)]
     scorer = None if config.scorer is None else make_scorer(config.scorer, config.target)
     columns = None if scorer is not None else _COLUMNS
     first, second = (rows_of(output, columns) for output in outputs)
     found = compare_rows(first, second, scorer, config.examples)
     model = model_name(read_run_of(outputs[1])["config"]["model"])
-    page = locate(config.page)
+    page_uri = config.page if config.page is not None else f"{second_uri.rstrip('/')}/{PAGE}"
+    page = locate(page_uri)
     rows = shown_rows(found.shown, _tokenizer(model))
     try:
-        page.write_text(render((config.first, config.second), found, config.scorer, rows))
+        page.write_text(render((config.first, second_uri), found, config.scorer, rows))
     except OSError as error:
-        raise InputError(f"page {config.page} cannot be written: {one_line(error)}") from error
+        raise InputError(f"page {page_uri} cannot be written: {one_line(error)}") from error
     print("\n".join([*_summary(found, config), page.path]), flush=True)
 
 

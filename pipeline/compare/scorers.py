@@ -8,7 +8,7 @@ import math
 import re
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +67,34 @@ def make_scorer(name: str, target: str | None) -> Scorer:
             raise InputError(f"the scorer {name} compares with a column of the rows: name it with --target")
         rule, column = _BUILT_IN[name], target
         return lambda row: float(rule(row["text"], _text_of(row, column)))
-    file, _, function = name.rpartition(":")
-    if not file.endswith(".py") or not function:
+    file, function = scorer_file(name), name.rpartition(":")[2]
+    if file is None or not function:
         raise InputError(f"no scorer {name!r}: use {', '.join(_BUILT_IN)}, or FILE.py:function")
-    return _checked(_load(Path(file), function), name)
+    return _checked(_load(file, function), name)
+
+
+def scores_of(
+    rows: Sequence[Mapping[str, Any]], token_ids: Sequence[list[int]], texts: Sequence[str], scorer: Scorer
+) -> list[float]:
+    """Return what answers are worth.
+
+    Args:
+        rows: What was asked: rows with `request_id`, and all that the scorer reads beside the answer.
+        token_ids: The answers' tokens, in the order of the rows.
+        texts: Their texts.
+        scorer: Says what a row is worth.
+
+    Raises:
+        InputError: The scorer cannot score an answer.
+    """
+    made = zip(rows, token_ids, texts, strict=True)
+    return [scorer({**row, "token_ids": ids, "text": text}) for row, ids, text in made]
+
+
+def scorer_file(name: str) -> Path | None:
+    """Return the file that a scorer is in; None for a built-in one."""
+    file = name.rpartition(":")[0]
+    return Path(file) if file.endswith(".py") else None
 
 
 def _text_of(row: Mapping[str, Any], column: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from drafter.drafters.names import kind_and_rest, leaf_names, model_and_device
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
 from drafter.errors import one_line
+from drafter.verifiers.verifier_settings import VerifierSettings
 from pipeline.engines.model_files import file_fingerprint, folder_fingerprint
 from pipeline.errors import InputError
 
@@ -66,6 +67,20 @@ def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:
         elif "/" in name:  # other drafters have names without
             found[name] = _on_hub("drafter", name)
     return found
+
+
+def classifier_fingerprints(verifier: VerifierSettings) -> dict[str, str]:
+    """Return the fingerprint of the classifier that a verifier's settings name, by its name; none if they name none.
+
+    Raises:
+        InputError: There is no such folder.
+    """
+    if verifier.classifier is None:
+        return {}
+    folder = Path(verifier.classifier).expanduser()
+    if not folder.is_dir():
+        raise InputError(f"verifier.classifier {verifier.classifier} is not a folder")
+    return {verifier.classifier: folder_fingerprint(folder)}
 
 
 def _table_fingerprint(name: str, path: str) -> str:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from drafter.embedded import EMBEDDED_HEADS
 from drafter.evaluation.plan import Nodes, Plan
 from drafter.heads.contract import Tree
+from drafter.verifiers.verifier_settings import VerifierSettings
 from pipeline.command_line import at_least, make_parser, parse
 from pipeline.errors import InputError
 from pipeline.generate.generate_config import LoadingConfig
 
 T = TypeVar("T")
+_SETTING_TYPES: dict[str, Callable[[str], Any]] = {
+    "theta": float,
+    "window": int,
+    "classifier": str,
+    "sigma": float,
+    "epsilon": float,
+    "delta": float,
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,11 @@ class EvaluateConfig:
         rounds: How often everything is timed.
         max_new_tokens: Longest answer.
         compile: Compile the base's forward, as `engine.compile` of `jobs.generate` does.
+        verifiers: One or a list: verifiers to measure beside exact decoding instead of trees: `fly`, `typical`, and
+            `pad:classifier=FOLDER`. A setting such as `fly:theta=0.3,window=4` is measured alone, otherwise several.
+        scorer: What an answer is worth, for `verifiers`: `number`, `string`, `json`, or `FILE.py:function`.
+        target: Key of the questions with the right answer, for a built-in scorer.
+        keep: Find the fastest setting of each verifier that keeps this share of exact decoding's utility.
         loading: How the models are loaded.
         gpus: Number of GPUs to use; by default 1 where there are any.
     """
@@ -53,6 +67,10 @@ class EvaluateConfig:
     rounds: int = Plan.rounds
     max_new_tokens: int = Plan.max_new_tokens
     compile: bool = Plan.compile
+    verifiers: list[str] | str | None = None
+    scorer: str | None = None
+    target: str | None = None
+    keep: float | None = None
     loading: LoadingConfig = field(default_factory=LoadingConfig)
     gpus: float | None = None
 
@@ -63,10 +81,25 @@ class EvaluateConfig:
             raise InputError("questions must name at least one file")
         at_least("questions_per_file", self.questions_per_file, 1)
         at_least("gpus", self.gpus, 0)
+        if self.verifiers is None and (self.scorer is not None or self.keep is not None):
+            raise InputError("scorer and keep are of verifiers: name some, or leave these out")
+        if self.verifiers is not None and self.scorer is None:
+            raise InputError("verifiers are measured by what answers are worth: name a scorer")
+        if self.keep is not None and not 0 < self.keep <= 1:
+            raise InputError(f"keep must be more than 0 and at most 1, not {self.keep:g}")
+        self.lenient_verifiers()
         try:
             self.plan()
         except ValueError as error:
             raise InputError(str(error)) from error
+
+    def lenient_verifiers(self) -> tuple[VerifierSettings, ...]:
+        """Return the verifiers that are measured.
+
+        Raises:
+            InputError: A name or a setting is unknown.
+        """
+        return () if self.verifiers is None else tuple(map(named_verifier, _each(self.verifiers)))
 
     def plan(self) -> Plan:
         """Return what is measured.
@@ -85,6 +118,28 @@ class EvaluateConfig:
             max_new_tokens=self.max_new_tokens,
             compile=self.compile,
         )
+
+
+def named_verifier(text: str) -> VerifierSettings:
+    """Return the settings of a lenient verifier that are written as `NAME` or `NAME:setting=value,setting=value`.
+
+    Raises:
+        InputError: There is no such verifier or setting, or the value is no number.
+    """
+    name, _, rest = text.partition(":")
+    known = [one for one in get_args(get_type_hints(VerifierSettings)["name"]) if one != "exact"]
+    if name not in known:
+        raise InputError(f"verifiers: no lenient verifier {name!r}: there are {', '.join(known)}")
+    settings: dict[str, Any] = {}
+    for pair in filter(None, rest.split(",")):
+        setting, _, value = pair.partition("=")
+        try:
+            settings[setting] = _SETTING_TYPES[setting](value)
+        except KeyError as error:
+            raise InputError(f"verifiers: {text}: there is no setting {setting!r}") from error
+        except ValueError as error:
+            raise InputError(f"verifiers: {text}: {setting} must be a number, not {value!r}") from error
+    return VerifierSettings(name, **settings)  # type: ignore[arg-type]
 
 
 def embedded_heads() -> tuple[str, ...]:
@@ -106,7 +161,9 @@ again to resume the job where it stopped.
   python -m jobs.evaluate --output build/evaluation
   python -m jobs.evaluate --drafters build/heads/ctc --output build/evaluation
   python -m jobs.evaluate --model MODEL --drafters '[HEAD, ngram]' --nodes '[16, auto]' --batches '[1, 4, 16]' \\
-      --questions '{mt-bench: question.jsonl}' --questions_per_file null --output out"""
+      --questions '{mt-bench: question.jsonl}' --questions_per_file null --output out
+  python -m jobs.evaluate --verifiers '[fly, "pad:classifier=pivots/verifier"]' --scorer number --target answer \\
+      --keep 0.99 --questions '{gsm8k: test.jsonl}' --questions_per_file 500 --output out"""
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> EvaluateConfig:

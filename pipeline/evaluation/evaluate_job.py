@@ -30,6 +30,7 @@ from pipeline.engines.named_models import model_name
 from pipeline.errors import InputError
 from pipeline.evaluation.evaluate_config import EvaluateConfig, parse_config
 from pipeline.evaluation.measuring_task import measured
+from pipeline.evaluation.verifier_evaluation import evaluate_verifiers
 from pipeline.generate.generate_config import LoadingConfig
 
 Item = Results | list[Cell] | Progress
@@ -63,7 +64,12 @@ def evaluate(config: EvaluateConfig, command: str) -> None:
     folder = Path(config.output).expanduser()
     earlier = open_output(folder)
     wanted = ResourcesConfig(gpus_per_actor=config.gpus)
+    if config.verifiers is not None and earlier is not None:
+        raise InputError(f"output {folder} holds an evaluation of drafters: choose another")
     resources = share_out(wanted, connect(), what="evaluation", settings="{}")
+    if config.verifiers is not None:
+        evaluate_verifiers(config, questions, command, folder, resources)
+        return
     done = frozenset(cell.setting for cell in earlier.cells) if earlier is not None else frozenset()
     results = collect(measure_on(resources, config, questions, command, done), folder, earlier)
     files = write_report(results, folder)

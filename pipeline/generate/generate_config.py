@@ -49,7 +49,7 @@ class GenerateConfig:
         model: Base model: hub id or folder; by default the embedded demonstration model.
         drafter: What proposes tokens: `none`, `ngram`, `memory`, `cacheback`, `cacheback:` and a table of
             `jobs.cache`, `exit:N`, a draft head's folder or hub id, `ctc` (the embedded head), `model:` and a draft
-            model's, several of these joined by `+`, `stack:LOWER>model:A`, or `auto`.
+            model's, several of these joined by `+`, `long:N:DRAFTER`, `stack:LOWER>model:A`, or `auto`.
         verifier: Which draft tokens become output; by default those that plain decoding would give.
         reading: How rows become prompts.
         loading: How the models are loaded.

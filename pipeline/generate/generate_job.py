@@ -9,7 +9,7 @@ from typing import Any
 from pyarrow import fs
 
 from pipeline.command_line import run_job
-from pipeline.engines.named_models import head_fingerprints, model_fingerprint, model_name
+from pipeline.engines.named_models import classifier_fingerprints, head_fingerprints, model_fingerprint, model_name
 from pipeline.errors import InputError
 from pipeline.generate.generate_config import GenerateConfig, parse_config
 from pipeline.generate.job_context import JobContext, job_meaning
@@ -42,7 +42,8 @@ def generate(config: GenerateConfig) -> None:
     base = model_fingerprint(model_name(config.model))
     check_tokenizer(config, prompts)
     check_verifier(config)
-    meaning = job_meaning(config, listing, prompts, base, head_fingerprints(config.model, config.drafter))
+    heads = head_fingerprints(config.model, config.drafter) | classifier_fingerprints(config.verifier)
+    meaning = job_meaning(config, listing, prompts, base, heads)
     job = JobContext(config, listing, prompts, open_output(config, meaning), meaning)
     print(config.as_yaml(), end="", file=sys.stderr, flush=True)
     from pipeline.generate.submission import run  # Ray takes seconds to import: no check waits for it

@@ -81,7 +81,7 @@ def job_meaning(
         listing: Its input.
         prompts: Where the prompts are in it.
         base: Fingerprint of the base model.
-        heads: Fingerprints of draft heads by name.
+        heads: Fingerprints of draft heads, and of a verifier's classifier, by name.
 
     Raises:
         InputError: A file of the input cannot be read.

@@ -81,8 +81,8 @@ class ApplicationConfig:
     Args:
         model: Base model: hub id or folder; by default the embedded demonstration model.
         drafter: What proposes tokens: `none`, `ngram`, `memory`, `cacheback`, `exit:N`, a draft head's folder or hub
-            id, `ctc` (the embedded head), `model:` and a draft model's, several joined by `+`, `stack:LOWER>model:A`,
-            or `auto`.
+            id, `ctc` (the embedded head), `model:` and a draft model's, several joined by `+`, `long:N:DRAFTER`,
+            `stack:LOWER>model:A`, or `auto`.
         isolation: Draft no request from another one's text, as `memory` and `cacheback` would. Who may send many
             requests can tell from how long answers take what others have been answered. Without it all clients must
             trust each other.

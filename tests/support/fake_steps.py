@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from drafter.engine.steps.graph_step import whole_step
 from drafter.engine.steps.outcome import StepOutcome
 from drafter.requests import SamplingParams
 from drafter.stage_times import StageTimes
+from drafter.verifiers.contract import Verifier
 from drafter.verifiers.exact import ExactVerifier
 from tests.support.fake_gpus import place_weights
 
@@ -58,6 +59,7 @@ class FakeStep:
         kv_length: Positions that attention reads, the nodes' included.
         sampling: Of all rows.
         other: Of every second row, where rows differ.
+        verifier: Decides what is accepted.
     """
 
     base: BaseModel
@@ -67,6 +69,7 @@ class FakeStep:
     kv_length: int
     sampling: SamplingParams = _GREEDY
     other: SamplingParams | None = None
+    verifier: Verifier = field(default_factory=ExactVerifier)
 
     def run(self) -> StepOutcome:
         """Make a state and do the step."""
@@ -89,7 +92,7 @@ class FakeStep:
         state.expect(some)
         biases = state.sampling.biases.shape[1] if state.mode.biased else 0
         shape = StepShape(self.rows, self.nodes, self.kv_length, state.mode, biases)
-        return partial(whole_step, DeviceStep(self.base, ExactVerifier(), state, packs=False), shape)
+        return partial(whole_step, DeviceStep(self.base, self.verifier, state, packs=False), shape)
 
 
 def on_gpu(module: nn.Module, device: torch.device) -> None:

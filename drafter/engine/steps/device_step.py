@@ -29,7 +29,8 @@ class DeviceStep:
 
     def __init__(self, base: BaseModel, verifier: Verifier, state: BatchState, *, packs: bool) -> None:
         self.base, self.verifier, self.state, self.packs = base, verifier, state, packs
-        self.hidden_layers = state.drafter.spec.hidden_layers
+        self._hidden_layers = (*state.drafter.spec.hidden_layers, *verifier.hidden_layers)
+        self._drafter_width = len(state.drafter.spec.hidden_layers) * base.hidden_size
 
     def draft(self, context: DraftContext, ask: Ask) -> TokenTree:
         """Trees `[B, 1 + ask.nodes]`; a lone root where no nodes are asked for."""
@@ -48,10 +49,14 @@ class DeviceStep:
             ancestors,
             kv_length,
             packing,
-            self.hidden_layers,
+            self._hidden_layers,
             self.state.max_length,
         )
-        return Verified(tree, ancestors, depth, *self.base.verify(self.state.cache, nodes))
+        logits, hidden = self.base.verify(self.state.cache, nodes)
+        if not self.verifier.hidden_layers:
+            return Verified(tree, ancestors, depth, logits, hidden)
+        ours, read = hidden[..., : self._drafter_width], hidden[..., self._drafter_width :]
+        return Verified(tree, ancestors, depth, logits, ours, read)
 
     def accept(self, verified: Verified, rows: slice) -> StepOutcome:
         """Let the verifier decide on the trees of `rows`, commit the accepted paths, and pack the outcome."""

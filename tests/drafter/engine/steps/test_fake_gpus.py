@@ -5,19 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from drafter.base.causal_lm import BaseModel
 from drafter.base.hidden_states import LM_HEAD_INPUT
 from drafter.drafters.contract import Drafter
+from drafter.drafters.long_chain import LongChainDrafter
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.registry import TRAINING_FREE
 from drafter.heads.early_exit.exit_drafter import ExitDrafter
 from drafter.requests import SamplingParams
+from drafter.verifiers.contract import Verifier
+from drafter.verifiers.lenient.fly import FlyVerifier
+from drafter.verifiers.lenient.pad import PadVerifier
+from drafter.verifiers.lenient.pivot_files import BaseOfClassifier
+from drafter.verifiers.lenient.typical import TypicalVerifier
+from tests.drafter.verifiers.lenient.test_pad import classifier_folder
 from tests.support.fake_gpus import fake_gpus, move_to_gpus
 from tests.support.fake_steps import FakeStep, on_gpu
 from tests.support.heads import KINDS, STATIC, make_head
@@ -61,13 +70,14 @@ DRAFTERS: dict[str, Callable[[BaseModel], Callable[[], Drafter]]] = {
     **{kind: partial(_head, kind) for kind in KINDS},
     **{f"{kind}, static": partial(_head, kind, tree="static") for kind in STATIC},
     "context 2 + ngram": _merged,
+    "long": lambda base: lambda: LongChainDrafter(NgramDrafter(NODES), NODES),
     "exit": lambda base: lambda: ExitDrafter(base, 2, NODES),
 }
 """Makes of a base, before it is on the GPUs, what makes a drafter there."""
 CASES = [(name, mode, 1) for name in DRAFTERS for mode in MODES] + [(name, "greedy", 2) for name in DRAFTERS]
 FAST = [
     *((name, "greedy", 2) for name in ("none", "ngram", "memory", "ctc", "context 2, in part", "medusa", "hydra++")),
-    *((name, "greedy", 1) for name in ("cacheback", "ctc, static", "context 2 + ngram")),
+    *((name, "greedy", 1) for name in ("cacheback", "ctc, static", "context 2 + ngram", "long")),
     *(("none", mode, 1) for mode in MODES),
     ("context 2", "everything", 1),
 ]
@@ -95,6 +105,28 @@ def test_a_step_waits_for_no_device_and_mixes_none(case: tuple[str, str, int]) -
             outcome = step()
         assert outcome.packed.device == base.device == torch.device("cuda", 0)
         assert outcome.packed.shape == (ROWS, 2 + 2 * (min(drafter.spec.max_depth, nodes) + 1) if nodes else 1)
+
+
+@pytest.mark.parametrize("name", ["fly", "pad", "typical"])
+@pytest.mark.parametrize("mode", ["greedy", "everything"])
+def test_a_lenient_verifier_waits_for_no_device(name: str, mode: str, tmp_path: Path) -> None:
+    base = _llama()
+    of_base = BaseOfClassifier(base.name, base.fingerprint)
+    verifiers: dict[str, Callable[[], Verifier]] = {
+        "fly": lambda: FlyVerifier(window=3),
+        "pad": lambda: PadVerifier(classifier_folder(tmp_path / "pad", of_base, base.hidden_size, layer=1)),
+        "typical": TypicalVerifier,
+    }
+    verifier = verifiers[name]()
+    with fake_gpus(), torch.inference_mode():
+        move_to_gpus(base, 1)
+        for part in filter(lambda one: isinstance(one, nn.Module), vars(verifier).values()):
+            on_gpu(part, base.device)
+        step = FakeStep(base, NgramDrafter(NODES), ROWS, NODES, LENGTH, *MODES[mode], verifier).prepared()
+        with Tape():
+            outcome = step()
+        assert outcome.lenient is not None
+        assert outcome.lenient.device == torch.device("cuda", 0)
 
 
 def test_what_is_read_of_a_prompt_comes_back_to_one_gpu() -> None:

@@ -1,0 +1,143 @@
+"""Utility against speed: how much of exact decoding's utility each verifier keeps, and which keeps enough."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from drafter.evaluation.leniency.verifier_runs import EXACT, VerifierRun
+from drafter.evaluation.tables import markdown_table
+from drafter.statistics import DecodeCounts, PairedSums, kept_share
+from drafter.verifiers.verifier_settings import VerifierSettings
+
+_COLOURS = {"fly": "#0072B2", "pad": "#D55E00", "typical": "#009E73"}
+"""Of the colours of Okabe and Ito, which colour-blind readers can tell apart."""
+
+
+@dataclass(frozen=True)
+class VerifierFigures:
+    """What a verifier gains and costs.
+
+    Args:
+        verifier: Its settings.
+        utility: Sums over the requests: of exact decoding, and of this verifier.
+        beta: New tokens per base forward.
+        gamma: Speed relative to plain decoding.
+        lenient_tokens: Tokens that the base would not have chosen.
+        counts: Raw speculation counts.
+    """
+
+    verifier: VerifierSettings
+    utility: PairedSums
+    beta: float
+    gamma: float
+    lenient_tokens: int
+    counts: DecodeCounts
+
+    @classmethod
+    def of(cls, run: VerifierRun, exact: Sequence[float], scores: Sequence[float]) -> VerifierFigures:
+        """Return the figures of a run.
+
+        Args:
+            run: The run.
+            exact: What each answer of exact decoding is worth.
+            scores: What each answer of this run is worth.
+        """
+        sums = PairedSums()
+        for pair in zip(exact, scores, strict=True):
+            sums.add(*pair)
+        return cls(run.verifier, sums, run.beta, run.gamma, run.lenient_tokens, run.counts)
+
+    @property
+    def kept(self) -> float | None:
+        """Share of exact decoding's utility that is kept; None where that is 0."""
+        return kept_share(self.utility.difference)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings that are set, without the name."""
+        return {name: value for name, value in asdict(self.verifier).items() if value is not None and name != "name"}
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Those of the settings that are numbers."""
+        return {name: value for name, value in self.given.items() if not isinstance(value, str)}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all as plain values, for JSON."""
+        difference = self.utility.difference
+        counts = asdict(self.counts)
+        del counts["per_step_accepted"]  # it is empty in sums
+        return {
+            "verifier": self.verifier.name,
+            "settings": self.given,
+            "requests": self.utility.pairs,
+            "utility": difference.second,
+            "exact_utility": difference.first,
+            "difference": difference.mean,
+            "margin": difference.margin,
+            "kept": self.kept,
+            "beta": self.beta,
+            "gamma": self.gamma,
+            "lenient_tokens": self.lenient_tokens,
+            "counts": counts,
+        }
+
+
+def fastest_that_keeps(found: Sequence[VerifierFigures], keep: float) -> list[VerifierFigures]:
+    """Return of each lenient verifier the setting of largest β that keeps enough; those that have none are left out.
+
+    Args:
+        found: The figures of all settings.
+        keep: Share of exact decoding's utility.
+    """
+    best: dict[str, VerifierFigures] = {}
+    for one in found:
+        name = one.verifier.name
+        if one.verifier == EXACT or one.kept is None or one.kept < keep:
+            continue
+        if name not in best or one.beta > best[name].beta:
+            best[name] = one
+    return list(best.values())
+
+
+def utility_table(found: Sequence[VerifierFigures]) -> str:
+    """Return β, γ and utility of all settings as a Markdown table."""
+    rows = []
+    for one in found:
+        difference = one.utility.difference
+        margin = "" if difference.margin is None else f" ± {difference.margin:.4f}"
+        rows.append(
+            {
+                "verifier": one.verifier.name,
+                "settings": ", ".join(f"{name} {value:g}" for name, value in one.numbers.items()),
+                "β": f"{one.beta:.2f}",
+                "γ": f"{one.gamma:.2f}",
+                "utility": f"{difference.second:.4f}",
+                "beside exact": "" if one.verifier == EXACT else f"{difference.mean:+.4f}{margin}",
+                "kept": "" if one.kept is None else f"{one.kept:.1%}",
+                "lenient tokens": f"{one.lenient_tokens} of {one.counts.num_output_tokens}",
+            }
+        )
+    return markdown_table(rows)
+
+
+def utility_plot(found: Sequence[VerifierFigures]) -> Figure:
+    """Plot utility over β, a line for each verifier."""
+    figure = Figure(figsize=(6.5, 4.5), layout="constrained")
+    panel = figure.subplots()
+    for name in dict.fromkeys(one.verifier.name for one in found):
+        line = [one for one in found if one.verifier.name == name]
+        points = [(one.beta, one.utility.difference.second) for one in line]
+        style: dict[str, Any] = {"color": _COLOURS.get(name, "black"), "marker": "o" if name in _COLOURS else "*"}
+        panel.plot(*zip(*points, strict=True), label=name, **style)
+        for one, place in zip(line, points, strict=True):
+            numbers = ", ".join(f"{value:g}" for value in one.numbers.values())
+            panel.annotate(numbers, place, textcoords="offset points", xytext=(4, 4), fontsize=7)
+    panel.set(xlabel="β (tokens per base forward)", ylabel="utility")
+    panel.grid(alpha=0.3)
+    panel.legend()
+    return figure

@@ -1,0 +1,8 @@
+"""`python -m jobs.pivots`: which rejected draft tokens would make answers worse, and a classifier that tells them."""
+
+import sys
+
+from pipeline.pivots.pivots_job import main
+
+if __name__ == "__main__":
+    sys.exit(main())

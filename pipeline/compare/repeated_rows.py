@@ -1,0 +1,89 @@
+"""Which rows of an output are generated again, and what each of them asked for."""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from heapq import nsmallest
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from drafter.requests import Request, SamplingParams
+from pipeline.errors import InputError
+from pipeline.generate.row_sampling import row_sampling
+from pipeline.openai.batch import parse_line
+from pipeline.output.output_folder import OutputFolder
+from pipeline.report.row_scan import open_rows, unreadable
+
+_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+_BATCH_COLUMNS = {"custom_id", "method", "url", "body"}
+"""Rows with these are lines of an OpenAI batch, whose requests bring their own settings."""
+
+
+@dataclass(frozen=True)
+class RepeatedRow:
+    """A row that is generated again.
+
+    Args:
+        request: What it asked for.
+        token_ids: What the output says came of it.
+    """
+
+    request: Request
+    token_ids: list[int]
+
+
+def share_of(text: str) -> float:
+    """Return the share of rows that a text asks for, such as `1%` or `0.01`.
+
+    Raises:
+        InputError: It is not more than 0 and at most all of them.
+    """
+    percent = _PERCENT.fullmatch(text.strip())
+    try:
+        share = float(percent[1]) / 100 if percent else float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise InputError(f"--sample must be a share of the rows such as 1% or 0.01, not {text!r}")
+    return share
+
+
+def rows_to_repeat(output: OutputFolder, run: Mapping[str, Any], share: float) -> Iterator[RepeatedRow]:
+    """Draw rows of an output by their names, at least one, so that each audit of it draws the same ones.
+
+    Args:
+        output: The output.
+        run: Its `run.json`.
+        share: Of its finished rows.
+
+    Raises:
+        InputError: The rows cannot be read.
+    """
+    dataset = open_rows(output)
+    try:
+        names = dataset.to_table(columns=["request_id"])["request_id"].to_pylist()
+        count = math.ceil(share * len(names))
+        drawn = nsmallest(count, names, key=lambda name: (zlib.crc32(name.encode()), name))
+        rows = dataset.to_table(filter=pc.field("request_id").isin(drawn)).to_pylist()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise unreadable(output, error) from error
+    config = run["config"]
+    defaults, column = SamplingParams(**config["sampling"]), config["reading"]["sampling_column"]
+    for row in rows:
+        request = Request(row["prompt_token_ids"], _sampling(row, defaults, column), row["request_id"])
+        yield RepeatedRow(request, row["token_ids"])
+
+
+def _sampling(row: dict[str, Any], defaults: SamplingParams, column: str) -> SamplingParams:
+    """The settings that a row was generated with; log-probabilities change no token and are left out."""
+    if row.keys() >= _BATCH_COLUMNS:
+        settings = parse_line(row).sampling(defaults)
+    else:
+        settings = row_sampling(defaults, row["request_id"], row, column)
+    return replace(settings, seed=row["seed"], logprobs=None)

@@ -1,0 +1,184 @@
+"""The steps of the job between and after its generation jobs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from drafter.base.loading import load_tokenizer
+from drafter.errors import LoadError, RequestError
+from drafter.evaluation.leniency.kept_utility import VerifierFigures
+from drafter.evaluation.leniency.verifier_runs import EXACT, VerifierRun, verifier_grid
+from drafter.pivots.pivot_training import roc, train_classifier
+from drafter.verifiers.lenient.pivot_files import BaseOfClassifier, save_classifier
+from drafter.verifiers.verifier_settings import VerifierSettings
+from pipeline.cluster.ray_cluster import connect
+from pipeline.cluster.shares import ActorResources, share_out
+from pipeline.compare.repeated_rows import RepeatedRow, rows_to_repeat
+from pipeline.compare.row_pairs import rows_of
+from pipeline.compare.scorers import Scorer, scores_of
+from pipeline.engines.named_models import model_name
+from pipeline.errors import InputError
+from pipeline.evaluation.measuring_task import measured
+from pipeline.evaluation.verifier_measurement import measure_verifiers
+from pipeline.io.files import locate
+from pipeline.output.run_file import versions
+from pipeline.pivots.label_files import features_of, is_held_out, labelled, read_table, write_table
+from pipeline.pivots.pivot_report import PivotResults
+from pipeline.pivots.pivots_config import PivotsConfig
+from pipeline.pivots.pivots_folder import PivotsFolder
+from pipeline.pivots.rejected_tokens import BaseFacts, rejected_tokens
+from pipeline.pivots.rollouts import continuations_by_side, labels_of, requests_of
+from pipeline.report.output_files import open_output, read_run_of
+
+
+class PivotSteps:
+    """The steps.
+
+    Args:
+        config: The job.
+        folder: Its output.
+        scorer: Says what an answer is worth.
+    """
+
+    def __init__(self, config: PivotsConfig, folder: PivotsFolder, scorer: Scorer) -> None:
+        self._config, self._folder, self._scorer = config, folder, scorer
+        self._model = model_name(config.model)
+
+    def find_tokens(self) -> None:
+        """Decode the answers once more, and keep rejected tokens.
+
+        Raises:
+            InputError: The models cannot be loaded, no prompt is held out, or nothing was rejected.
+            JobError: The task failed.
+        """
+        config, resources = self._config, self._resources()
+        found: list[pa.Table] = []
+        base: BaseFacts | None = None
+        rows = self._answered()
+        if len({is_held_out(row.request.request_id, config.held_out) for row in rows}) < 2:
+            share = f"{config.held_out:.0%}"
+            raise InputError(f"{len(rows)} prompts are too few to hold {share} of them out: give more")
+        asked = (self._model, config.drafter, asdict(config.loading), asdict(config.engine), rows)
+        limits = (config.tokens_per_prompt, resources.threads)
+        for item in measured(resources, rejected_tokens, *asked, *limits, mistakes=(LoadError, RequestError)):
+            if isinstance(item, BaseFacts):
+                base = item
+            else:
+                done, table = item
+                found.append(table)
+                print(f"{done} of {len(rows)} answers searched for rejected tokens", file=sys.stderr, flush=True)
+        if base is None or not sum(table.num_rows for table in found):
+            raise InputError(
+                f"no draft token of {config.drafter} was rejected in {len(rows)} answers: give more prompts, longer "
+                "answers or another drafter"
+            )
+        write_table(pa.concat_tables(found), self._folder.tokens, base)
+
+    def write_requests(self) -> None:
+        """Write the texts that are to be continued."""
+        tokens, _ = read_table(self._folder.tokens)
+        rows = (row for batch in tokens.to_batches(max_chunksize=1024) for row in batch.to_pylist())
+        lines = requests_of(rows, self._config.rollouts, self._config.temperature)
+        with locate(str(self._folder.requests)).open_whole() as stream:
+            for line in lines:
+                stream.write(line.encode())
+
+    def label(self) -> pa.Table:
+        """Score the continuations, and write and return the labels.
+
+        Raises:
+            InputError: The scorer cannot score an answer, or there are too few labels, or all are alike.
+        """
+        tokens, base = read_table(self._folder.tokens)
+        answers = {row["request_id"]: row for row in rows_of(open_output(str(self._folder.answers)), None)}
+        rows = rows_of(open_output(str(self._folder.continuations)), ("custom_id", "token_ids"))
+        tokenizer = load_tokenizer(self._model, trust_remote_code=self._config.loading.trust_remote_code)
+
+        def decode(ids: list[int]) -> str:
+            return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+        sides, stop = continuations_by_side(rows), self._config.sampling.stop
+        labels = list(labels_of(tokens.to_pylist(), sides, answers, self._scorer, decode, stop))
+        table = labelled(tokens, labels, self._config.held_out)
+        write_table(table, self._folder.labels, base)
+        kinds = {label.pivot for label, out in zip(labels, table["held_out"].to_pylist(), strict=True) if not out}
+        if len(kinds) < 2:
+            what = {frozenset({False}): "none is a pivot", frozenset({True}): "all are pivots"}
+            raise InputError(
+                f"{len(labels)} labelled tokens teach nothing, as of those that are not held out "
+                f"{what.get(frozenset(kinds), 'there are none')}: give more prompts, or ones that the base answers "
+                f"rightly more often; the labels are in {self._folder.labels}"
+            )
+        return table
+
+    def learn(self, labels: pa.Table, command: str) -> PivotResults:
+        """Train and save the classifier, and measure it on held-out prompts.
+
+        Args:
+            labels: See `labelled`.
+            command: The command line, for the record.
+
+        Raises:
+            InputError: The models cannot be loaded.
+            JobError: The measurement failed.
+        """
+        _, base = read_table(self._folder.labels)
+        out = labels["held_out"]
+        features, kinds = features_of(labels.filter(pa.compute.invert(out)))
+        classifier = train_classifier(features, kinds, base.layer)
+        held_out, found = labels.filter(out), None
+        if held_out.num_rows:
+            others, truth = features_of(held_out)
+            with torch.no_grad():
+                found = roc(classifier.log_pivot(others).exp().tolist(), truth.tolist())
+        training: dict[str, Any] = {
+            "labels": labels.num_rows,
+            "pivots": int(pa.compute.sum(labels["pivot"]).as_py()),
+            "held_out": held_out.num_rows,
+            "area_under_roc": None if found is None else found.area,
+            "config": asdict(self._config),
+            "command": command,
+            "versions": versions(),
+        }
+        training["config"]["sampling"]["stop"] = list(self._config.sampling.stop)
+        save_classifier(classifier, BaseOfClassifier(base.name, base.fingerprint), training, self._folder.verifier)
+        where: dict[str, Any] = {}
+        curve: list[VerifierFigures] = []
+        for item in self._curve(command):
+            if isinstance(item, VerifierFigures):
+                curve.append(item)
+            else:
+                where = item
+        return PivotResults(labels.num_rows, training["pivots"], held_out.num_rows, found, curve, where)
+
+    def _curve(self, command: str) -> Iterator[dict[str, Any] | VerifierFigures]:
+        """Decode held-out prompts exactly and under `pad`; yield where that is, and the figures."""
+        config, resources = self._config, self._resources()
+        held_out = [row for row in self._answered() if is_held_out(row.request.request_id, config.held_out)]
+        answers = {row["request_id"]: row for row in rows_of(open_output(str(self._folder.answers)), None)}
+        requests = [row.request for row in held_out]
+        pad = VerifierSettings("pad", classifier=str(self._folder.verifier.absolute()))
+        asked = (self._model, config.drafter, asdict(config.loading), asdict(config.engine), requests)
+        settings = ([EXACT, *verifier_grid(pad)], config.rounds, command, resources.threads)
+        exact: list[float] | None = None
+        for run in measured(resources, measure_verifiers, *asked, *settings, mistakes=(LoadError, RequestError)):
+            if not isinstance(run, VerifierRun):
+                yield run
+                continue
+            asked_for = [answers[request.request_id] for request in requests]
+            scores = scores_of(asked_for, run.token_ids, run.texts, self._scorer)
+            exact = scores if exact is None else exact
+            yield VerifierFigures.of(run, exact, scores)
+
+    def _answered(self) -> list[RepeatedRow]:
+        output = open_output(str(self._folder.answers))
+        return list(rows_to_repeat(output, read_run_of(output), 1.0))
+
+    def _resources(self) -> ActorResources:
+        return share_out(self._config.resources, connect(), what="searches for rejected tokens")

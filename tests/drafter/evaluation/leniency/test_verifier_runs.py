@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from drafter.base.causal_lm import BaseModel
+from drafter.drafters.none import PlainDecoding
+from drafter.engine.engine_config import EngineConfig
+from drafter.evaluation.leniency.kept_utility import VerifierFigures, fastest_that_keeps, utility_plot, utility_table
+from drafter.evaluation.leniency.verifier_runs import EXACT, VerifierRun, verifier_grid, verifier_runs
+from drafter.requests import Request, SamplingParams
+from drafter.statistics import DecodeCounts
+from drafter.verifiers.verifier_settings import VerifierSettings
+from tests.support.models import AdversarialDrafter, SpellingTokenizer, run_engine
+
+
+def test_every_verifier_decodes_the_same_requests_beside_plain_decoding(tiny_base: BaseModel) -> None:
+    requests = [Request([5, 6, 7 + row], SamplingParams(16, ignore_eos=True)) for row in range(3)]
+    expected = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), requests)]
+    verifiers = [EXACT, VerifierSettings("fly", theta=0.0, window=1)]
+    config = EngineConfig(slots=3, nodes=8)
+    made = list(
+        verifier_runs(tiny_base, SpellingTokenizer(), lambda: AdversarialDrafter(1), requests, verifiers, config, 2)
+    )
+    assert [run.verifier for run in made] == verifiers
+    assert made[0].token_ids == expected
+    assert made[0].lenient_tokens == 0 < made[1].lenient_tokens
+    assert made[1].beta > made[0].beta > 1
+    for run in made:
+        assert len(run.rates) == len(run.plain_rates) == 2
+        assert run.texts == [SpellingTokenizer().decode(ids) for ids in run.token_ids]
+        assert run.counts.num_output_tokens == 48
+
+
+def test_a_grid_begins_with_the_strictest_and_has_the_published_setting() -> None:
+    thetas = [one.theta for one in verifier_grid(VerifierSettings("fly", window=3))]
+    assert 0.3 in thetas
+    assert thetas == sorted(thetas, key=lambda value: -(value or 0))
+    assert all(one.window == 3 for one in verifier_grid(VerifierSettings("fly", window=3)))
+    sigmas = [one.sigma for one in verifier_grid(VerifierSettings("pad", classifier="folder"))]
+    assert 0.5 in sigmas
+    assert verifier_grid(VerifierSettings("fly", theta=0.2)) == [VerifierSettings("fly", theta=0.2)]
+
+
+def figures(exact: list[float], scores: list[float], beta: int, name: Any = "fly", **given: Any) -> VerifierFigures:
+    counts = DecodeCounts(num_output_tokens=10 * beta, num_decode_steps=10)
+    run = VerifierRun(VerifierSettings(name, **given), [[1]], ["x"], 3, counts, [20.0, 40.0], [10.0, 10.0])
+    return VerifierFigures.of(run, exact, scores)
+
+
+def test_the_fastest_that_keeps_enough_is_found_for_each_verifier() -> None:
+    right = [1.0] * 8
+    found = [
+        figures(right, right, 2, "exact"),
+        figures(right, right, 2, theta=0.9),
+        figures(right, [*right[1:], 0.9], 3, theta=0.5),
+        figures(right, [*right[1:], 0.0], 4, theta=0.1),
+        figures(right, [*right[1:], 0.0], 5, "pad", sigma=0.5),
+    ]
+    assert [one.verifier.theta for one in fastest_that_keeps(found, 0.98)] == [0.5]
+    assert [one.verifier.name for one in fastest_that_keeps(found, 0.5)] == ["fly", "pad"]
+    assert found[3].kept == pytest.approx(7 / 8)
+    assert fastest_that_keeps([figures([0.0], [0.0], 2, theta=0.1)], 0.1) == []
+    table = utility_table(found)
+    assert "| fly | theta 0.1 | 4.00 | 3.00 | 0.8750 | -0.1250 ± 0.2450 | 87.5% | 3 of 40 |" in table
+    assert "| exact |  | 2.00 | 3.00 | 1.0000 |  | 100.0% | 3 of 20 |" in table
+    (panel,) = utility_plot(found).axes
+    assert [line.get_label() for line in panel.lines] == ["exact", "fly", "pad"]
+    assert panel.lines[1].get_xydata().tolist() == [[2, 1], [3, 0.9875], [4, 0.875]]  # type: ignore[union-attr]
+    assert math.isclose(found[1].as_dict()["kept"], 1)
