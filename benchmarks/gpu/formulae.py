@@ -97,10 +97,14 @@ def ctc_prefix(weights: int, context: int, frames: int, depth: int) -> DraftWork
     return DraftWork(weights, 1, context, frames, 29.5, 122 + 12 * depth)
 
 
-def ctc_lattice(weights: int, context: int, band: int, beam: int, depth: int) -> DraftWork:
-    """Frames that know the last labels: at each depth a pass for the best prefixes, in each frame of the band."""
+def ctc_lattice(weights: int, context: int, band: int, beam: int, depth: int, factor: int) -> DraftWork:
+    """Frames that know the last labels: one pass for all of them, and the search over the best prefixes of each depth.
+
+    A depth reads what the LM head makes of the joint network (`factor` bytes), and scores all tokens in each frame of
+    the band.
+    """
     states = band * (1 + (depth - 1) * beam)
-    return DraftWork(weights, depth, context, states, 14.5, 83 + 51 * depth)
+    return DraftWork(weights + depth * factor, 1, context, states, 10.0, 87 + 62 * depth)
 
 
 def medusa(weights: int, depth: int) -> DraftWork:

@@ -59,7 +59,8 @@ def work_of(name: str, base: BaseModel, head: DraftHead, depth: int) -> DraftWor
         case "ctc":
             return formulae.ctc_prefix(weights, context, config.num_frames, depth)
         case "ctc lattice":
-            return formulae.ctc_lattice(weights, context, config.band, LATTICE_BEAM, depth)
+            factor = (config.joint_size + 1) * base.vocab_size * base.dtype.itemsize
+            return formulae.ctc_lattice(weights, context, config.band, LATTICE_BEAM, depth, factor)
         case _:
             return formulae.medusa(weights, depth)
 

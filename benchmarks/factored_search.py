@@ -1,0 +1,105 @@
+"""β of a CTC head with a label context, by its LM head as it is and by the factored one that GPUs use.
+
+    python -m benchmarks.factored_search --output benchmarks/results/factored-search
+
+Both are the same function but for rounding, so β should differ by no more than rounding makes it. The trees are walked
+along the base's own greedy answers to held-out GSM8K questions, in fp32 and in bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.heads import answers
+from drafter.base.causal_lm import BaseModel
+from drafter.base.loading import load_base, load_tokenizer
+from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
+from drafter.evaluation.environment import environment
+from drafter.evaluation.results import write_json
+from drafter.evaluation.tables import markdown_table
+from drafter.heads.checkpoint import load_head
+from drafter.heads.contract import DraftHead, Tree
+from drafter.heads.ctc.ctc_head import CTCHead
+from drafter.heads.ctc.factored_lattice import FactoredLattice, LabelFactor
+from drafter.search.lattice import LATTICE_BEAM, best_lattice_trie
+from drafter.training.simulated_walk import simulated_beta
+from drafter.tree.token_tree import TokenTree
+
+NODES = (16, 32, 64)
+FACTORED_FILE, TABLE_FILE = "factored_search.json", "factored_search.md"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class FactoredCTCHead(CTCHead):
+    """The same head, with the search of GPUs."""
+
+    def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
+        """See `FrameHead.search`."""
+        config, factor = self.config, LabelFactor.of(self, base)
+        model = FactoredLattice(self, base, states, recent, factor)
+        return best_lattice_trie(model, recent[:, -1], states.shape[1], config.band, config.depth, size, LATTICE_BEAM)
+
+
+WAYS: dict[str, type[DraftHead]] = {"as it is": CTCHead, "factored": FactoredCTCHead}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, write the record and its table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help=f"folder for {FACTORED_FILE} and {TABLE_FILE}")
+    parser.add_argument("--model", default=str(EMBEDDED_BASE), help="the head's base (default: the embedded one)")
+    parser.add_argument("--drafter", type=Path, default=EMBEDDED_HEADS / "ctc", help="folder of a CTC head")
+    parser.add_argument("--questions", type=int, default=24, help="held-out questions (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    args = parser.parse_args(given)
+    record: dict[str, Any] = {"arms": []}
+    for name, dtype in DTYPES.items():
+        base = load_base(args.model, device="cpu", dtype=dtype)
+        texts = answers(base, load_tokenizer(args.model), args.questions, args.max_new_tokens)
+        record.setdefault(
+            "environment", environment(base, shlex.join(["python", "-m", "benchmarks.factored_search", *given]))
+        )
+        for way, kind in WAYS.items():
+            head = load_head(args.drafter, base, {"ctc": kind})
+            beta = simulated_beta(head, base, texts, NODES)
+            steps = sum(len(text.anchors) for text in texts)
+            record["arms"].append(
+                {"dtype": name, "LM head": way, "tokens": steps, "beta": {str(nodes): beta[nodes] for nodes in NODES}}
+            )
+            print(record["arms"][-1], file=sys.stderr)
+    args.output.mkdir(parents=True, exist_ok=True)
+    write_json(args.output / FACTORED_FILE, record)
+    print(write_table(args.output))
+
+
+def write_table(folder: Path) -> str:
+    """Write `factored_search.md` from `factored_search.json` in `folder`. Return the table."""
+    record = json.loads((folder / FACTORED_FILE).read_text(encoding="utf-8"))
+    about = record["environment"]
+    table = markdown_table(
+        [
+            {"dtype": arm["dtype"], "LM head": arm["LM head"], "tokens": f"{arm['tokens']:,}"}
+            | {f"β, {nodes} nodes": f"{arm['beta'][str(nodes)]:.3f}" for nodes in NODES}
+            for arm in record["arms"]
+        ]
+    )
+    page = (
+        f"# The factored LM head\n\nβ on held-out GSM8K questions, greedy. `{about['command']}`, commit "
+        f"{about['commit']}.\n\n{table}\n"
+    )
+    (folder / TABLE_FILE).write_text(page, encoding="utf-8")
+    return table
+
+
+if __name__ == "__main__":
+    main()
