@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.operators import as_on_a_gpu
 from benchmarks.heads import answers
 from drafter.base.causal_lm import BaseModel
 from drafter.base.loading import load_base, load_tokenizer
@@ -34,7 +35,7 @@ from drafter.search.lattice import LATTICE_BEAM, best_lattice_trie
 from drafter.training.simulated_walk import simulated_beta
 from drafter.tree.token_tree import TokenTree
 
-NODES = (16, 32, 64)
+NODES = (15, 63)
 FACTORED_FILE, TABLE_FILE = "factored_search.json", "factored_search.md"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -46,7 +47,10 @@ class FactoredCTCHead(CTCHead):
         """See `FrameHead.search`."""
         config, factor = self.config, LabelFactor.of(self, base)
         model = FactoredLattice(self, base, states, recent, factor)
-        return best_lattice_trie(model, recent[:, -1], states.shape[1], config.band, config.depth, size, LATTICE_BEAM)
+        with as_on_a_gpu():
+            return best_lattice_trie(
+                model, recent[:, -1], states.shape[1], config.band, config.depth, size, LATTICE_BEAM
+            )
 
 
 WAYS: dict[str, type[DraftHead]] = {"as it is": CTCHead, "factored": FactoredCTCHead}
@@ -58,8 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help=f"folder for {FACTORED_FILE} and {TABLE_FILE}")
     parser.add_argument("--model", default=str(EMBEDDED_BASE), help="the head's base (default: the embedded one)")
     parser.add_argument("--drafter", type=Path, default=EMBEDDED_HEADS / "ctc", help="folder of a CTC head")
-    parser.add_argument("--questions", type=int, default=24, help="held-out questions (default: %(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--questions", type=int, default=12, help="held-out questions (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
     given = list(sys.argv[1:] if arguments is None else arguments)
     args = parser.parse_args(given)
     record: dict[str, Any] = {"arms": []}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
-from drafter.budget.contract import Floats
+from drafter.budget.contract import Choosing, Floats, StepLoad
 
 NODE_COUNTS = (0, 3, 5, 7, 11, 15, 23, 31, 47, 63)
 """Draft nodes a step may verify: few enough to measure, and a CUDA graph each. With its root a tree then has a round
@@ -29,20 +29,43 @@ class LatencyTable:
         nodes: `[M]` draft nodes, rising from 0.
         verify: `[K, M]` seconds of the step without drafting.
         draft: `[K, M]` seconds of drafting trees of so many nodes; 0 for none.
+        length: Committed tokens of the rows that were timed.
+        longer: `[M]` seconds that a step takes more for each token that a row has beyond these; None if unknown.
+        choosing: `[K]` seconds of choosing one token of each row, beyond those of the likeliest one.
+        choices: `[M]` tokens that a step chooses of each row; None where it chooses those alone that come out.
     """
 
     batches: Floats
     nodes: tuple[int, ...]
     verify: Floats
     draft: Floats
+    length: int = 0
+    longer: Floats | None = None
+    choosing: Mapping[Choosing, Floats] = field(default_factory=dict)
+    choices: Floats | None = None
 
-    def at(self, rows: int) -> tuple[Floats, Floats]:
-        """Seconds `[M]` of verifying each of `nodes`, and of drafting them, for `rows` rows."""
+    def at(self, load: StepLoad) -> tuple[Floats, Floats]:
+        """Seconds `[M]` of verifying each of `nodes`, and of drafting them; the choice of tokens is not among them."""
         verify, draft = (
-            np.array([np.interp(rows, self.batches, column) for column in table.T])
+            np.array([np.interp(load.rows, self.batches, column) for column in table.T])
             for table in (self.verify, self.draft)
         )
+        if self.longer is not None:
+            verify += load.rows * max(load.length - self.length, 0.0) * self.longer
         return verify, draft
+
+    def seconds(self, load: StepLoad, tokens: Floats) -> Floats:
+        """Seconds `[M]` of a step with each of `nodes`.
+
+        Args:
+            load: What they follow from.
+            tokens: `[M]` tokens that come out of it, a row.
+        """
+        found: Floats = np.add(*self.at(load))
+        if load.choosing in self.choosing:
+            choice = float(np.interp(load.rows, self.batches, self.choosing[load.choosing]))
+            found += choice * (tokens if self.choices is None else self.choices)
+        return found
 
 
 def measure_latency(

@@ -10,10 +10,7 @@ from torch import Tensor
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import Ids
 from drafter.engine.batch_state import BatchState
-from drafter.engine.sequences.sequence import Sequence
-
-_LEAST_SHARED = 8
-"""Shorter common beginnings of prompts are computed again: that costs no more than to copy them."""
+from drafter.engine.sequences.sequence import LEAST_SHARED, Sequence
 
 
 @dataclass(frozen=True)
@@ -73,9 +70,13 @@ def longest_shared(sequence: Sequence, others: Several[Sequence]) -> tuple[int, 
     Keys, values and hidden states of a position follow from the tokens up to it alone, in every kind of attention. The
     last token of either is not counted: as long as it is pending, there is nothing of it to copy.
     """
-    lengths = [common_prefix(sequence.prefilled[:-1], other.prefilled[:-1]) for other in others]
-    shared = max(lengths, default=0)
-    return (lengths.index(shared), shared) if shared >= _LEAST_SHARED else (0, 0)
+    longest = (0, 0)
+    for place, other in enumerate(others):
+        if other.beginning == sequence.beginning:  # there may be hundreds of them, and most begin otherwise
+            shared = common_prefix(sequence.prefilled[:-1], other.prefilled[:-1])
+            if shared > longest[1]:
+                longest = place, shared
+    return longest if longest[1] >= LEAST_SHARED else (0, 0)
 
 
 def common_prefix(first: Ids, second: Ids) -> int:

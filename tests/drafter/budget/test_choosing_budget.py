@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from drafter.budget.adaptive import AdaptiveBudget
 from drafter.budget.choosing_budget import ChoosingBudget
-from drafter.budget.contract import StepObservation, StepSeconds
+from drafter.budget.contract import StepLoad, StepObservation, StepSeconds
 from drafter.budget.latency_table import LatencyTable
 from drafter.drafters.contract import Ask
 
@@ -41,22 +41,22 @@ class Members:
         tokens = seconds = 0.0
         self.asked = []
         for _ in range(steps):
-            ask = budget.plan(rows)
+            ask = budget.plan(StepLoad(rows))
             self.asked.append(ask)
             right = self.right[ask.member]
             promised = np.log(max(right, 1e-3)) * np.tile(np.arange(1.0, ask.nodes + 1), (rows, 1))
             accepted = (self.random.random((rows, ask.nodes)) < right).cumprod(1).astype(bool)
-            verify, draft = self.tables[ask.member].at(rows)
+            verify, draft = self.tables[ask.member].at(StepLoad(rows))
             place = BASE.nodes.index(ask.nodes)
             taken = StepSeconds(0.0, float(draft[place]), float(verify[place]))
-            budget.observe(StepObservation(rows, ask.nodes, promised, promised, accepted, taken, ask.member))
+            budget.observe(StepObservation(StepLoad(rows), ask.nodes, promised, promised, accepted, taken, ask.member))
             tokens += 1 + accepted.sum() / rows
             seconds += taken.drafting + taken.rest
         return float(tokens / seconds)
 
     def alone(self, rows: int, member: int) -> float:
         """The rate of the best number of nodes of one member, plain decoding included."""
-        verify, draft = self.tables[member].at(rows)
+        verify, draft = self.tables[member].at(StepLoad(rows))
         gains = [sum(self.right[member] ** depth for depth in range(1, nodes + 1)) for nodes in BASE.nodes]
         return float(max((1 + gain) / (v + d) for gain, v, d in zip(gains, verify, draft, strict=True)))
 
@@ -78,7 +78,7 @@ def test_it_settles_on_the_best_and_looking_costs_little(rows: int, right: list[
     rate = world.run(budget, rows, 3000)
     best = max(world.alone(rows, member) for member in range(len(right)))
     assert rate > 0.94 * best
-    assert rate > 0.96 / float(BASE.at(rows)[0][0])
+    assert rate > 0.96 / float(BASE.at(StepLoad(rows))[0][0])
     later = world.asked[-1000:]
     (choice,) = budget.choices()
     assert choice.members[int(choice.chosen.split()[-1])].rate > 0.9 * best
@@ -88,7 +88,7 @@ def test_it_settles_on_the_best_and_looking_costs_little(rows: int, right: list[
         assert (
             not drafted
             or max(set(drafted), key=drafted.count) == most
-            or world.alone(rows, most) <= 1 / float(BASE.at(rows)[0][0])
+            or world.alone(rows, most) <= 1 / float(BASE.at(StepLoad(rows))[0][0])
         )
 
 
@@ -120,6 +120,6 @@ def test_each_batch_size_has_a_choice_of_its_own() -> None:
 def test_planning_changes_nothing_and_the_regret_is_bounded(right: list[float], seed: int, rows: int) -> None:
     world = Members(right, [0.02 * (member + 1) for member in range(len(right))], seed)
     budget = world.budget()
-    assert budget.plan(rows) == budget.plan(rows)
+    assert budget.plan(StepLoad(rows)) == budget.plan(StepLoad(rows))
     rate = world.run(budget, rows, 1500)
     assert rate > 0.88 * max(world.alone(rows, member) for member in range(len(right)))
