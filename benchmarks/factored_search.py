@@ -4,6 +4,9 @@
 
 Both are the same function but for rounding, so β should differ by no more than rounding makes it. The trees are walked
 along the base's own greedy answers to held-out GSM8K questions, in fp32 and in bf16.
+
+Beside it: how much of what is drafted a shortlist would have, of the tokens that any frame finds likely once it knows
+the text's last labels. That would be the other way to read the LM head once.
 """
 
 from __future__ import annotations
@@ -31,11 +34,16 @@ from drafter.heads.checkpoint import load_head
 from drafter.heads.contract import DraftHead, Tree
 from drafter.heads.ctc.ctc_head import CTCHead
 from drafter.heads.ctc.factored_lattice import FactoredLattice, LabelFactor
+from drafter.heads.frame_head import last_tokens
 from drafter.search.lattice import LATTICE_BEAM, best_lattice_trie
 from drafter.training.simulated_walk import simulated_beta
+from drafter.training.targets import RegeneratedText, draft_batch
+from drafter.training.training_step import base_hidden_states
 from drafter.tree.token_tree import TokenTree
 
 NODES = (15, 63)
+SHORTLISTS = (256, 512, 1024, 2048)
+"""Tokens of a row's shortlist, where the head drafts more."""
 FACTORED_FILE, TABLE_FILE = "factored_search.json", "factored_search.md"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -81,9 +89,43 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 {"dtype": name, "LM head": way, "tokens": steps, "beta": {str(nodes): beta[nodes] for nodes in NODES}}
             )
             print(record["arms"][-1], file=sys.stderr)
+        if "shortlists" not in record:
+            head = load_head(args.drafter, base, {"ctc": CTCHead})
+            assert isinstance(head, CTCHead)
+            record["vocabulary"] = len(head.output(base).lm_head_weight)
+            record["shortlists"] = [{"nodes": nodes, "covered": covered(head, base, texts, nodes)} for nodes in NODES]
     args.output.mkdir(parents=True, exist_ok=True)
     write_json(args.output / FACTORED_FILE, record)
     print(write_table(args.output))
+
+
+@torch.inference_mode()
+def covered(head: CTCHead, base: BaseModel, texts: Sequence[RegeneratedText], nodes: int) -> dict[str, float]:
+    """Return the share of drafted tokens that are in a shortlist, by its size.
+
+    Args:
+        head: A CTC head with a label context.
+        base: Its base.
+        texts: Texts of the base, at whose positions trees are drafted.
+        nodes: Draft nodes of a tree.
+    """
+    output = head.output(base)
+    sizes = [size for size in SHORTLISTS if size < len(output.lm_head_weight)]
+    found, drafted = dict.fromkeys(sizes, 0), 0
+    for text in texts:
+        batch = draft_batch([text], head.config.depth, len(text.anchors))
+        hidden = base_hidden_states(base, batch.tokens, head.hidden_layers)
+        states = head.module(base.embed(batch.tokens), hidden, batch.anchors).flatten(0, 1)
+        recent = last_tokens(batch.tokens, batch.anchors, head.recent_tokens).flatten(0, 1)
+        terms = head.joint_frames(states) + head.label_terms(base, recent)[:, None]
+        likely = head.token_log_probs(head.joint(states, terms), output.lm_head).amax(1)
+        tree = head.search(states, recent, base, nodes + 1, "exact")
+        real = tree.tokens[:, 1:] >= 0
+        drafted += int(real.sum())
+        for size in sizes:
+            listed = torch.zeros_like(likely, dtype=torch.bool).scatter_(1, likely.topk(size).indices, True)
+            found[size] += int((listed.gather(1, tree.tokens[:, 1:].clamp_min(0)) & real).sum())
+    return {str(size): count / drafted for size, count in found.items()}
 
 
 def write_table(folder: Path) -> str:
@@ -97,9 +139,17 @@ def write_table(folder: Path) -> str:
             for arm in record["arms"]
         ]
     )
+    shortlists = markdown_table(
+        [
+            {"draft nodes": one["nodes"]} | {f"best {size}": f"{share:.3f}" for size, share in one["covered"].items()}
+            for one in record["shortlists"]
+        ]
+    )
     page = (
         f"# The factored LM head\n\nβ on held-out GSM8K questions, greedy. `{about['command']}`, commit "
-        f"{about['commit']}.\n\n{table}\n"
+        f"{about['commit']}.\n\n{table}\n\n"
+        f"Share of the drafted tokens that are among the best of {record['vocabulary']:,} by any frame that knows the "
+        f"text's last labels:\n\n{shortlists}\n"
     )
     (folder / TABLE_FILE).write_text(page, encoding="utf-8")
     return table
