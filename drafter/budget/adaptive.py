@@ -8,12 +8,12 @@ measured on this machine at start, and corrected by what steps really take.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from drafter.budget.contract import Counts, Floats, StepLoad, StepObservation
-from drafter.budget.latency_table import LatencyTable
+from drafter.budget.latency_table import LatencyTable, StepCosts
 from drafter.drafters.contract import Ask
 
 _PACE = 0.03
@@ -34,7 +34,7 @@ class _Band:
 
     Args:
         gain: `[M]` accepted tokens a row that the drafter promises of each number of nodes.
-        rows: The measured batch size.
+        costs: Of steps of the measured batch size.
         slower: `[M]` how many times its latency by the table a step of each number of nodes takes.
         promised: Average of what recent trees promised, in accepted tokens a row; 0 before the first one.
         came_true: Average of what they brought.
@@ -44,7 +44,7 @@ class _Band:
     """
 
     gain: Floats
-    rows: int
+    costs: StepCosts
     slower: Floats
     promised: float = 0.0
     came_true: float = 0.0
@@ -74,7 +74,7 @@ class AdaptiveBudget:
         # Accepted tokens grow about as the logarithm of the nodes. How steeply is learnt from the first tree.
         self._growth = np.log1p(self._nodes)
         ones = np.ones(len(self._nodes))
-        self._bands = [_Band(self._growth / 2, int(batch), ones.copy()) for batch in table.batches]
+        self._bands = [_Band(self._growth / 2, table.costs(int(batch)), ones.copy()) for batch in table.batches]
 
     def plan(self, load: StepLoad) -> Ask:
         """What to draft in a step: the best number of nodes but none, outside of pauses."""
@@ -154,7 +154,7 @@ class AdaptiveBudget:
 
     def _seconds(self, band: _Band, load: StepLoad) -> Floats:
         """Seconds `[M]` to expect of a step with each number of nodes."""
-        return band.slower * self.table.seconds(replace(load, rows=band.rows), self._tokens(band))
+        return band.slower * band.costs.seconds(load, self._tokens(band))
 
     def _tokens(self, band: _Band) -> Floats:
         """Tokens `[M]` to expect of each number of nodes, a row."""

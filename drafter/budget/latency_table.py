@@ -44,27 +44,49 @@ class LatencyTable:
     choosing: Mapping[Choosing, Floats] = field(default_factory=dict)
     choices: Floats | None = None
 
-    def at(self, load: StepLoad) -> tuple[Floats, Floats]:
-        """Seconds `[M]` of verifying each of `nodes`, and of drafting them; the choice of tokens is not among them."""
+    def at(self, rows: int) -> tuple[Floats, Floats]:
+        """Seconds `[M]` of verifying each of `nodes`, and of drafting them, for `rows` rows.
+
+        They are those of short texts, and of tokens that are the likeliest ones.
+        """
         verify, draft = (
-            np.array([np.interp(load.rows, self.batches, column) for column in table.T])
+            np.array([np.interp(rows, self.batches, column) for column in table.T])
             for table in (self.verify, self.draft)
         )
-        if self.longer is not None:
-            verify += load.rows * max(load.length - self.length, 0.0) * self.longer
         return verify, draft
 
-    def seconds(self, load: StepLoad, tokens: Floats) -> Floats:
-        """Seconds `[M]` of a step with each of `nodes`.
+    def costs(self, rows: int) -> StepCosts:
+        """What steps of `rows` rows cost, whatever their texts and sampling."""
+        choice = {name: float(np.interp(rows, self.batches, column)) for name, column in self.choosing.items()}
+        longer = None if self.longer is None else rows * self.longer
+        return StepCosts(np.add(*self.at(rows)), self.length, longer, choice, self.choices)
 
-        Args:
-            load: What they follow from.
-            tokens: `[M]` tokens that come out of it, a row.
-        """
-        found: Floats = np.add(*self.at(load))
-        if load.choosing in self.choosing:
-            choice = float(np.interp(load.rows, self.batches, self.choosing[load.choosing]))
-            found += choice * (tokens if self.choices is None else self.choices)
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of steps of one number of rows.
+
+    Args:
+        short: `[M]` seconds of a step with each number of nodes, over short texts, whose tokens are the likeliest.
+        length: Committed tokens of a short text.
+        longer: `[M]` seconds more for each token that all rows have beyond these.
+        choice: Seconds more for a token of each row that is chosen in another way.
+        choices: As in `LatencyTable`.
+    """
+
+    short: Floats
+    length: int
+    longer: Floats | None
+    choice: Mapping[Choosing, float]
+    choices: Floats | None
+
+    def seconds(self, load: StepLoad, tokens: Floats) -> Floats:
+        """Seconds `[M]` of a step, of which `tokens` `[M]` come out a row; the load's rows are taken to be these."""
+        found = self.short
+        if self.longer is not None and load.length > self.length:
+            found = found + (load.length - self.length) * self.longer
+        if choice := self.choice.get(load.choosing):
+            found = found + choice * (tokens if self.choices is None else self.choices)
         return found
 
 

@@ -46,7 +46,7 @@ class World:
     def step(self, budget: AdaptiveBudget, random: np.random.Generator) -> tuple[int, float, float]:
         """Decode a step: nodes drafted, tokens a row, seconds."""
         asked = budget.plan(StepLoad(self.rows)).nodes
-        verify, draft = self.table.at(StepLoad(self.rows))
+        verify, draft = self.table.at(self.rows)
         promised = self.chain(self.said, asked)
         sizes = budget.trim(promised) if asked else np.zeros(self.rows, dtype=np.int64)
         width = int(sizes.max(initial=0))
@@ -68,11 +68,11 @@ class World:
     @property
     def plain_rate(self) -> float:
         """Tokens per second and row of plain decoding."""
-        return 1 / float(self.table.at(StepLoad(self.rows))[0][0])
+        return 1 / float(self.table.at(self.rows)[0][0])
 
     def fixed_rate(self, nodes: int) -> float:
         """Those of a fixed number of nodes, all verified."""
-        verify, draft = self.table.at(StepLoad(self.rows))
+        verify, draft = self.table.at(self.rows)
         gain = float((self.right ** np.arange(1.0, nodes + 1)).sum())
         return (1 + gain) / float(
             np.interp(nodes, self.table.nodes, verify) + np.interp(nodes, self.table.nodes, draft)
@@ -181,7 +181,7 @@ def test_costs_that_are_learnt_at_one_load_hold_at_others() -> None:
     nothing = np.zeros((1, 0))
     for length in (0.0, 50.0) * 200:
         load = StepLoad(1, length)
-        taken = 2 * float(said.seconds(load, np.ones(3))[0])
+        taken = 2 * float(said.costs(1).seconds(load, np.ones(3))[0])
         budget.observe(StepObservation(load, 0, nothing, nothing, nothing == 0, StepSeconds(0.0, 0.0, taken)))
     assert budget.seconds(StepLoad(1, 20.0), 0) == pytest.approx(2 * (1.0 + 20 * 0.1), rel=0.01)
 

@@ -46,7 +46,7 @@ class Members:
             right = self.right[ask.member]
             promised = np.log(max(right, 1e-3)) * np.tile(np.arange(1.0, ask.nodes + 1), (rows, 1))
             accepted = (self.random.random((rows, ask.nodes)) < right).cumprod(1).astype(bool)
-            verify, draft = self.tables[ask.member].at(StepLoad(rows))
+            verify, draft = self.tables[ask.member].at(rows)
             place = BASE.nodes.index(ask.nodes)
             taken = StepSeconds(0.0, float(draft[place]), float(verify[place]))
             budget.observe(StepObservation(StepLoad(rows), ask.nodes, promised, promised, accepted, taken, ask.member))
@@ -56,7 +56,7 @@ class Members:
 
     def alone(self, rows: int, member: int) -> float:
         """The rate of the best number of nodes of one member, plain decoding included."""
-        verify, draft = self.tables[member].at(StepLoad(rows))
+        verify, draft = self.tables[member].at(rows)
         gains = [sum(self.right[member] ** depth for depth in range(1, nodes + 1)) for nodes in BASE.nodes]
         return float(max((1 + gain) / (v + d) for gain, v, d in zip(gains, verify, draft, strict=True)))
 
@@ -78,7 +78,7 @@ def test_it_settles_on_the_best_and_looking_costs_little(rows: int, right: list[
     rate = world.run(budget, rows, 3000)
     best = max(world.alone(rows, member) for member in range(len(right)))
     assert rate > 0.94 * best
-    assert rate > 0.96 / float(BASE.at(StepLoad(rows))[0][0])
+    assert rate > 0.96 / float(BASE.at(rows)[0][0])
     later = world.asked[-1000:]
     (choice,) = budget.choices()
     assert choice.members[int(choice.chosen.split()[-1])].rate > 0.9 * best
@@ -88,7 +88,7 @@ def test_it_settles_on_the_best_and_looking_costs_little(rows: int, right: list[
         assert (
             not drafted
             or max(set(drafted), key=drafted.count) == most
-            or world.alone(rows, most) <= 1 / float(BASE.at(StepLoad(rows))[0][0])
+            or world.alone(rows, most) <= 1 / float(BASE.at(rows)[0][0])
         )
 
 

@@ -17,11 +17,11 @@ def test_latencies_are_interpolated_between_batches() -> None:
         verify=np.array([[1.0, 1.2, 1.5], [2.0, 5.0, 12.0]]),
         draft=np.array([[0.0, 0.2, 0.2], [0.0, 0.5, 0.5]]),
     )
-    verify, draft = table.at(StepLoad(1))
+    verify, draft = table.at(1)
     assert verify.tolist() == [1.0, 1.2, 1.5]
     assert draft.tolist() == [0.0, 0.2, 0.2]
-    assert table.at(StepLoad(8))[1].tolist() == [0.0, 0.5, 0.5]
-    assert 1.2 < table.at(StepLoad(4))[0][1] < 5.0
+    assert table.at(8)[1].tolist() == [0.0, 0.5, 0.5]
+    assert 1.2 < table.at(4)[0][1] < 5.0
 
 
 def test_longer_texts_and_drawn_tokens_cost_more() -> None:
@@ -35,13 +35,13 @@ def test_longer_texts_and_drawn_tokens_cost_more() -> None:
         choosing={"filtered": np.array([0.25, 1.0])},
     )
     tokens = np.array([1.0, 3.0])
-    assert table.seconds(StepLoad(1), tokens).tolist() == [1.0, 2.0]
-    assert table.seconds(StepLoad(1, 50.0, "drawn"), tokens).tolist() == [1.0, 2.0]
-    assert table.seconds(StepLoad(1, 200.0), tokens).tolist() == [2.0, 4.0]
-    assert np.allclose(table.seconds(StepLoad(8, 150.0), tokens), [2.0 + 4.0, 4.5 + 8.0])
-    assert table.seconds(StepLoad(1, 0.0, "filtered"), tokens).tolist() == [1.25, 2.75]
+    assert table.costs(1).seconds(StepLoad(1), tokens).tolist() == [1.0, 2.0]
+    assert table.costs(1).seconds(StepLoad(1, 50.0, "drawn"), tokens).tolist() == [1.0, 2.0]
+    assert table.costs(1).seconds(StepLoad(1, 200.0), tokens).tolist() == [2.0, 4.0]
+    assert np.allclose(table.costs(8).seconds(StepLoad(8, 150.0), tokens), [2.0 + 4.0, 4.5 + 8.0])
+    assert table.costs(1).seconds(StepLoad(1, 0.0, "filtered"), tokens).tolist() == [1.25, 2.75]
     at_all_levels = replace(table, choices=np.array([1.0, 5.0]))
-    assert at_all_levels.seconds(StepLoad(8, 0.0, "filtered"), tokens).tolist() == [3.0, 9.5]
+    assert at_all_levels.costs(8).seconds(StepLoad(8, 0.0, "filtered"), tokens).tolist() == [3.0, 9.5]
 
 
 def test_batch_sizes_are_powers_of_four_and_the_slots() -> None:
