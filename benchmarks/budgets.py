@@ -27,7 +27,7 @@ from drafter.base.causal_lm import BaseModel
 from drafter.base.loading import load_base, load_tokenizer
 from drafter.budget import adaptive
 from drafter.budget.adaptive import AdaptiveBudget
-from drafter.budget.contract import Budget, Counts, Floats, StepObservation
+from drafter.budget.contract import Budget, Counts, Floats, StepLoad, StepObservation
 from drafter.budget.fixed import FixedBudget
 from drafter.budget.latency_table import LatencyTable
 from drafter.drafters.contract import Ask
@@ -61,9 +61,9 @@ class Turns:
 
     now: Budget
 
-    def plan(self, rows: int) -> Ask:
+    def plan(self, load: StepLoad) -> Ask:
         """See `Budget`."""
-        return self.now.plan(rows)
+        return self.now.plan(load)
 
     def trim(self, log_probs: Floats) -> Counts:
         """See `Budget`."""

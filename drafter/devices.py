@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +15,8 @@ from torch import Tensor
 from drafter.errors import first_line
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -24,6 +29,15 @@ def synchronise(device: torch.device) -> None:
     """Wait until the device has done everything it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def timed(device: torch.device, work: Callable[[], T]) -> tuple[T, float]:
+    """What `work` returns, and its seconds on the device."""
+    synchronise(device)
+    start = time.perf_counter()
+    result = work()
+    synchronise(device)
+    return result, time.perf_counter() - start
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from drafter.verifiers.threshold_search import INTERVALS, PASSES
+
 
 @dataclass(frozen=True)
 class BaseSizes:
@@ -95,10 +97,14 @@ def ctc_prefix(weights: int, context: int, frames: int, depth: int) -> DraftWork
     return DraftWork(weights, 1, context, frames, 29.5, 122 + 12 * depth)
 
 
-def ctc_lattice(weights: int, context: int, band: int, beam: int, depth: int) -> DraftWork:
-    """Frames that know the last labels: at each depth a pass for the best prefixes, in each frame of the band."""
+def ctc_lattice(weights: int, context: int, band: int, beam: int, depth: int, factor: int) -> DraftWork:
+    """Frames that know the last labels: one pass for all of them, and the search over the best prefixes of each depth.
+
+    A depth reads what the LM head makes of the joint network (`factor` bytes), and scores all tokens in each frame of
+    the band.
+    """
     states = band * (1 + (depth - 1) * beam)
-    return DraftWork(weights, depth, context, states, 14.5, 83 + 51 * depth)
+    return DraftWork(weights + depth * factor, 1, context, states, 10.0, 87 + 62 * depth)
 
 
 def medusa(weights: int, depth: int) -> DraftWork:
@@ -164,6 +170,22 @@ def step_bytes(sizes: BaseSizes, rows: int, nodes: int, kv_length: int, depth: i
             + rows * draft.states * sizes.vocabulary * draft.bytes_per_score
         ),
     )
+
+
+def sampling_bytes(sizes: BaseSizes, rows: int, depth: int) -> dict[str, int]:
+    """Bytes that a step of rows that sample reads beside those of a greedy one, by what reads them.
+
+    A token is chosen at each level of a tree, whether the row's way goes so far or not. Top-k and top-p read all scores
+    once in each pass of their search, which four operations make, and then its intervals.
+    """
+    choices = rows * (depth + 1)
+    search = 4 * 8 * PASSES * sizes.vocabulary + 25 * INTERVALS
+    return {
+        "draw": choices * 183 * sizes.vocabulary,
+        "top-k": choices * (25 * sizes.vocabulary + search),
+        "top-p": choices * (57 * sizes.vocabulary + 8 * PASSES * sizes.vocabulary + search),
+        "min-p": choices * 17 * sizes.vocabulary,
+    }
 
 
 def step_kernels(sizes: BaseSizes, nodes: int, draft: DraftWork) -> int:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from drafter.budget.contract import Counts, Floats, StepObservation
-from drafter.budget.latency_table import LatencyTable
+from drafter.budget.contract import Counts, Floats, StepLoad, StepObservation
+from drafter.budget.latency_table import LatencyTable, StepCosts
 from drafter.drafters.contract import Ask
 
 _PACE = 0.03
@@ -34,7 +34,8 @@ class _Band:
 
     Args:
         gain: `[M]` accepted tokens a row that the drafter promises of each number of nodes.
-        seconds: `[M]` latency of a step of each number of nodes.
+        costs: Of steps of the measured batch size.
+        slower: `[M]` how many times its latency by the table a step of each number of nodes takes.
         promised: Average of what recent trees promised, in accepted tokens a row; 0 before the first one.
         came_true: Average of what they brought.
         seen: Drafted steps since the start or the last pause, in which the text has gone on.
@@ -43,7 +44,8 @@ class _Band:
     """
 
     gain: Floats
-    seconds: Floats
+    costs: StepCosts
+    slower: Floats
     promised: float = 0.0
     came_true: float = 0.0
     seen: int = 0
@@ -71,14 +73,15 @@ class AdaptiveBudget:
         self._batches, self._nodes = table.batches, np.array(table.nodes)
         # Accepted tokens grow about as the logarithm of the nodes. How steeply is learnt from the first tree.
         self._growth = np.log1p(self._nodes)
-        self._bands = [_Band(self._growth / 2, np.add(*table.at(int(batch)))) for batch in table.batches]
+        ones = np.ones(len(self._nodes))
+        self._bands = [_Band(self._growth / 2, table.costs(int(batch)), ones.copy()) for batch in table.batches]
 
-    def plan(self, rows: int) -> Ask:
-        """What to draft in a step of `rows` rows: the best number of nodes but none, outside of pauses."""
-        band = self._band(rows)
+    def plan(self, load: StepLoad) -> Ask:
+        """What to draft in a step: the best number of nodes but none, outside of pauses."""
+        band = self._band(load.rows)
         if band.pause:
             return Ask(0)
-        nodes = int(self._nodes[1 + self._rates(band)[1:].argmax()])
+        nodes = int(self._nodes[1 + self._rates(band, load)[1:].argmax()])
         return Ask(nodes, 1 / (nodes + 1))
 
     def trim(self, log_probs: Floats) -> Counts:
@@ -89,15 +92,18 @@ class AdaptiveBudget:
         """Learn what nodes are worth and what they cost; see `Budget.observe`."""
         band = self._band(step.rows)
         size = int(self._nodes.searchsorted(step.asked))
+        expected = self._seconds(band, step.load)
         if step.seconds is not None:
-            ratio = (step.seconds.drafting + step.seconds.rest) / float(band.seconds[size])
-            band.seconds[size] *= 1 + _PACE * (min(max(ratio, 1 / _MOST), _MOST) - 1)
+            ratio = (step.seconds.drafting + step.seconds.rest) / float(expected[size])
+            correction = 1 + _PACE * (min(max(ratio, 1 / _MOST), _MOST) - 1)
+            band.slower[size] *= correction
+            expected[size] *= correction
         if not step.asked:
             band.pause = max(band.pause - 1, 0)
             return
         band.seen += 1
         if band.seen <= _TRIES:
-            band.tried += float(band.seconds[size]) + (step.seconds.reading if step.seconds else 0.0)
+            band.tried += float(expected[size]) + (step.seconds.reading if step.seconds else 0.0)
         promised = np.concatenate([[0.0], np.exp(step.promised).mean(0).cumsum()])
         self._learn_gain(band, size, promised)
         if not band.promised:  # the first promises are believed, as if they had come true in some steps before
@@ -105,22 +111,22 @@ class AdaptiveBudget:
         pace = max(_PACE, 1 / (band.seen + _TRIES))
         band.promised += pace * (float(promised[-1]) - band.promised)
         band.came_true += pace * (float(step.accepted.sum()) / step.rows - band.came_true)
-        if band.seen >= _TRIES and self._rates(band).argmax() == 0:
-            band.pause = math.ceil(min(band.tried / (_LOOKS * float(band.seconds[0])), _LONGEST_PAUSE))
+        if band.seen >= _TRIES and self._rates(band, step.load).argmax() == 0:
+            band.pause = math.ceil(min(band.tried / (_LOOKS * float(expected[0])), _LONGEST_PAUSE))
             band.seen, band.tried = 0, 0.0
 
-    def best(self, rows: int) -> tuple[float, int]:
+    def best(self, load: StepLoad) -> tuple[float, int]:
         """Tokens per second and row to expect of the best number of nodes, and that number; 0 is plain decoding."""
-        rates = self._rates(self._band(rows))
+        rates = self._rates(self._band(load.rows), load)
         return float(rates.max()), int(self._nodes[rates.argmax()])
 
-    def drafted_rate(self, rows: int) -> float:
+    def drafted_rate(self, load: StepLoad) -> float:
         """Tokens per second and row to expect of the best number of nodes but none."""
-        return float(self._rates(self._band(rows))[1:].max())
+        return float(self._rates(self._band(load.rows), load)[1:].max())
 
-    def seconds(self, rows: int, nodes: int) -> float:
+    def seconds(self, load: StepLoad, nodes: int) -> float:
         """Seconds to expect of a step with so many draft nodes, one of the table's numbers."""
-        return float(self._band(rows).seconds[self._nodes.searchsorted(nodes)])
+        return float(self._seconds(self._band(load.rows), load)[self._nodes.searchsorted(nodes)])
 
     def drafts(self, rows: int) -> bool:
         """Whether the next step of `rows` rows is no pause."""
@@ -142,10 +148,17 @@ class AdaptiveBudget:
         band.gain[known] += max(_PACE, 1 / band.seen) * (promised[self._nodes[known]] - band.gain[known])
         band.gain[larger] = band.gain[size] * self._growth[larger] / self._growth[size]
 
-    def _rates(self, band: _Band) -> Floats:
+    def _rates(self, band: _Band, load: StepLoad) -> Floats:
         """Tokens per second and row `[M]` to expect of each number of nodes."""
-        rates: Floats = (1.0 + band.truth * band.gain) / band.seconds
-        return rates
+        return self._tokens(band) / self._seconds(band, load)
+
+    def _seconds(self, band: _Band, load: StepLoad) -> Floats:
+        """Seconds `[M]` to expect of a step with each number of nodes."""
+        return band.slower * band.costs.seconds(load, self._tokens(band))
+
+    def _tokens(self, band: _Band) -> Floats:
+        """Tokens `[M]` to expect of each number of nodes, a row."""
+        return 1.0 + band.truth * band.gain
 
     def _band(self, rows: int) -> _Band:
         return self._bands[self.band_of(rows)]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from drafter.budget.adaptive import AdaptiveBudget
-from drafter.budget.contract import Counts, Floats, StepObservation
+from drafter.budget.contract import Counts, Floats, StepLoad, StepObservation
 from drafter.drafters.contract import Ask
 from drafter.statistics import BatchChoice, MemberView
 
@@ -67,11 +67,11 @@ class ChoosingBudget:
             _Band([0] * members, trial=0, untried=set(range(members))) for _ in self._budgets[0].table.batches
         ]
 
-    def plan(self, rows: int) -> Ask:
-        """What to draft in a step of `rows` rows, and who drafts it."""
-        band = self._band(rows)
+    def plan(self, load: StepLoad) -> Ask:
+        """What to draft in a step, and who drafts it."""
+        band = self._band(load.rows)
         member = band.leader if band.trial is None else band.trial
-        return replace(self._budgets[member].plan(rows), member=member)
+        return replace(self._budgets[member].plan(load), member=member)
 
     def trim(self, log_probs: Floats) -> Counts:
         """All nodes of each row; see `Budget.trim`."""
@@ -98,7 +98,7 @@ class ChoosingBudget:
         for rows, band in zip(self._budgets[0].table.batches, self._bands, strict=True):
             if band.trials:
                 views = tuple(
-                    MemberView(name, *budget.best(int(rows)))
+                    MemberView(name, *budget.best(StepLoad(int(rows))))
                     for name, budget in zip(self._names, self._budgets, strict=True)
                 )
                 found.append(BatchChoice(int(rows), self._names[band.leader], band.trials, views))
@@ -110,11 +110,11 @@ class ChoosingBudget:
         budget = self._budgets[member]
         if step.asked and step.member == member:
             band.steps += 1
-            band.seconds += budget.seconds(step.rows, step.asked)
+            band.seconds += budget.seconds(step.load, step.asked)
         enough = max(_TRIAL_STEPS, math.ceil(_TRIAL_ROWS / step.rows))
         if band.steps < enough and budget.drafts(step.rows):
             return
-        rates = [one.best(step.rows)[0] for one in self._budgets]
+        rates = [one.best(step.load)[0] for one in self._budgets]
         band.trials += 1
         settles = band.untried == {member}
         band.untried.discard(member)
@@ -124,9 +124,10 @@ class ChoosingBudget:
         if settles or (loser != member and not band.untried):
             self._tell(band, step.rows, rates)
         # What a trial of the loser loses, relative to the steps that the leader would make in the same time.
-        share = 1 - budget.drafted_rate(step.rows) / rates[band.leader] if loser == member else 0.0
+        share = 1 - budget.drafted_rate(step.load) / rates[band.leader] if loser == member else 0.0
         lost = max(share, 0.0) * band.seconds
-        step_seconds = self._budgets[band.leader].seconds(step.rows, self._budgets[band.leader].plan(step.rows).nodes)
+        leader = self._budgets[band.leader]
+        step_seconds = leader.seconds(step.load, leader.plan(step.load).nodes)
         others = max(len(self._budgets) - 1, 1)
         pause = math.ceil(lost * others / (_LOSS * step_seconds))
         band.pauses[loser] = min(max(pause, 4 * enough), _LONGEST_PAUSE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,23 @@ from drafter.drafters.contract import Ask
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
+Choosing = Literal["greedy", "drawn", "filtered"]
+"""How tokens are chosen: the likeliest ones; drawn, or after penalties or biases; or with top-k or top-p, too."""
+
+
+@dataclass(frozen=True)
+class StepLoad:
+    """What a step's time follows from, beside its draft nodes.
+
+    Args:
+        rows: B.
+        length: Committed tokens of a row, on average; 0 stands for no more than those that steps were timed with.
+        choosing: How its tokens are chosen.
+    """
+
+    rows: int
+    length: float = 0.0
+    choosing: Choosing = "greedy"
 
 
 @dataclass(frozen=True)
@@ -34,7 +51,7 @@ class StepObservation:
     """What a budget can learn from a step of B rows.
 
     Args:
-        rows: B.
+        load: What the time followed from, its B rows among it.
         asked: Draft nodes that were asked for, a row; 0 for a plain step.
         promised: `[B, asked]` log prefix probabilities of the drafted nodes, falling; -inf in padding.
         log_probs: `[B, N]` those of the nodes that were verified, the leading ones of each row; -inf in padding.
@@ -43,13 +60,18 @@ class StepObservation:
         member: `Ask.member`.
     """
 
-    rows: int
+    load: StepLoad
     asked: int
     promised: Floats
     log_probs: Floats
     accepted: npt.NDArray[np.bool_]
     seconds: StepSeconds | None = None
     member: int = 0
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return self.load.rows
 
     @property
     def verified(self) -> Counts:
@@ -61,8 +83,8 @@ class StepObservation:
 class Budget(Protocol):
     """Decides what speculation may cost. All that it learns it learns in `observe`."""
 
-    def plan(self, rows: int) -> Ask:
-        """What to draft in a step of `rows` rows; no nodes for plain decoding."""
+    def plan(self, load: StepLoad) -> Ask:
+        """What to draft in a step; no nodes for plain decoding."""
 
     def trim(self, log_probs: Floats) -> Counts:
         """`[B]` draft nodes of each row to verify.

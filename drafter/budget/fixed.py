@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from drafter.budget.contract import Counts, Floats, StepObservation
+from drafter.budget.contract import Counts, Floats, StepLoad, StepObservation
 from drafter.drafters.contract import Ask
 
 
@@ -19,8 +19,8 @@ class FixedBudget:
         # Were all nodes alike, each would be worth this share of a step: what is less probable hardly comes true.
         self._ask = Ask(nodes, 1 / (nodes + 1))
 
-    def plan(self, rows: int) -> Ask:
-        """The fixed number, whatever the rows."""
+    def plan(self, load: StepLoad) -> Ask:
+        """The fixed number, whatever the load."""
         return self._ask
 
     def trim(self, log_probs: Floats) -> Counts:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
-from drafter.budget.contract import Floats
+from drafter.budget.contract import Choosing, Floats, StepLoad
 
 NODE_COUNTS = (0, 3, 5, 7, 11, 15, 23, 31, 47, 63)
 """Draft nodes a step may verify: few enough to measure, and a CUDA graph each. With its root a tree then has a round
@@ -29,20 +29,65 @@ class LatencyTable:
         nodes: `[M]` draft nodes, rising from 0.
         verify: `[K, M]` seconds of the step without drafting.
         draft: `[K, M]` seconds of drafting trees of so many nodes; 0 for none.
+        length: Committed tokens of the rows that were timed.
+        longer: `[M]` seconds that a step takes more for each token that a row has beyond these; None if unknown.
+        choosing: `[K]` seconds of choosing one token of each row, beyond those of the likeliest one.
+        choices: `[M]` tokens that a step chooses of each row; None where it chooses those alone that come out.
     """
 
     batches: Floats
     nodes: tuple[int, ...]
     verify: Floats
     draft: Floats
+    length: int = 0
+    longer: Floats | None = None
+    choosing: Mapping[Choosing, Floats] = field(default_factory=dict)
+    choices: Floats | None = None
 
     def at(self, rows: int) -> tuple[Floats, Floats]:
-        """Seconds `[M]` of verifying each of `nodes`, and of drafting them, for `rows` rows."""
+        """Seconds `[M]` of verifying each of `nodes`, and of drafting them, for `rows` rows.
+
+        They are those of short texts, and of tokens that are the likeliest ones.
+        """
         verify, draft = (
             np.array([np.interp(rows, self.batches, column) for column in table.T])
             for table in (self.verify, self.draft)
         )
         return verify, draft
+
+    def costs(self, rows: int) -> StepCosts:
+        """What steps of `rows` rows cost, whatever their texts and sampling."""
+        choice = {name: float(np.interp(rows, self.batches, column)) for name, column in self.choosing.items()}
+        longer = None if self.longer is None else rows * self.longer
+        return StepCosts(np.add(*self.at(rows)), self.length, longer, choice, self.choices)
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of steps of one number of rows.
+
+    Args:
+        short: `[M]` seconds of a step with each number of nodes, over short texts, whose tokens are the likeliest.
+        length: Committed tokens of a short text.
+        longer: `[M]` seconds more for each token that all rows have beyond these.
+        choice: Seconds more for a token of each row that is chosen in another way.
+        choices: As in `LatencyTable`.
+    """
+
+    short: Floats
+    length: int
+    longer: Floats | None
+    choice: Mapping[Choosing, float]
+    choices: Floats | None
+
+    def seconds(self, load: StepLoad, tokens: Floats) -> Floats:
+        """Seconds `[M]` of a step, of which `tokens` `[M]` come out a row; the load's rows are taken to be these."""
+        found = self.short
+        if self.longer is not None and load.length > self.length:
+            found = found + (load.length - self.length) * self.longer
+        if choice := self.choice.get(load.choosing):
+            found = found + choice * (tokens if self.choices is None else self.choices)
+        return found
 
 
 def measure_latency(

@@ -5,13 +5,14 @@ Nothing here knows of requests, and nothing waits for a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from drafter import devices
 from drafter.base.causal_lm import BaseModel
+from drafter.budget.contract import Choosing, StepLoad
 from drafter.drafters.contract import DraftContext, Drafter, Ids, Loan
 from drafter.engine.memory_plan import slot_length
 from drafter.requests import SamplingParams
@@ -38,8 +39,6 @@ class BatchState:
             behind every text.
         cache: The base's keys and values.
         capacity: L. Behind `max_length` tokens there is room for draft nodes and the stale ends of a path.
-        mode: What sampling needs for the sequences of now.
-        logprobs: Slots that want log-probabilities → of how many of the most probable tokens.
 
     Raises:
         LoadError: The device has no room for the cache.
@@ -67,8 +66,8 @@ class BatchState:
         self._offsets = torch.arange(spec.max_depth + 1, device=device)
         self.sampling = SamplingTable.empty(slots, device)
         drafter.open(Loan(base, slots, self.capacity, self.cache if spec.shared_layers else None, times))
-        self.mode = SamplingMode.of([])
-        self.logprobs: dict[int, int] = {}
+        self._expected: Iterable[SamplingParams] | None = None
+        self._mode, self._logprobs = SamplingMode.of([]), dict[int, int]()
 
     # ---- what is in the slots
 
@@ -144,10 +143,35 @@ class BatchState:
             self.hidden[slot] = 0
         self.drafter.clear(slot)
 
-    def expect(self, sampling: Sequence[SamplingParams]) -> None:
-        """Let the first slots, which are all that are decoded, have these settings."""
-        self.mode = SamplingMode.of(list(sampling))
-        self.logprobs = {slot: one.logprobs for slot, one in enumerate(sampling) if one.logprobs is not None}
+    def expect(self, sampling: Iterable[SamplingParams]) -> None:
+        """Let the first slots, which are all that are decoded, have these settings.
+
+        They are looked at when a step asks for what follows from them: hundreds of sequences may leave in between.
+        """
+        self._expected = sampling
+
+    @property
+    def mode(self) -> SamplingMode:
+        """What sampling needs for the sequences of now."""
+        self._look_at_expected()
+        return self._mode
+
+    @mode.setter
+    def mode(self, mode: SamplingMode) -> None:
+        self._look_at_expected()
+        self._mode = mode
+
+    @property
+    def logprobs(self) -> dict[int, int]:
+        """Slots that want log-probabilities → of how many of the most probable tokens."""
+        self._look_at_expected()
+        return self._logprobs
+
+    def _look_at_expected(self) -> None:
+        if self._expected is not None:
+            some, self._expected = list(self._expected), None
+            self._mode = SamplingMode.of(some)
+            self._logprobs = {slot: one.logprobs for slot, one in enumerate(some) if one.logprobs is not None}
 
     # ---- what the stages of a step read and write
 
@@ -155,6 +179,16 @@ class BatchState:
         """What the drafter may look at, of as many slots as there are lengths `known`; see `DraftContext`."""
         rows = slice(0, len(known))
         return DraftContext(self.tokens[rows], self._hidden_of(rows), self.lengths[rows], known, ahead)
+
+    def load(self, known: list[int]) -> StepLoad:
+        """What the time of a step of as many slots as there are lengths `known` follows from."""
+        mode = self.mode
+        choosing: Choosing = "drawn"
+        if mode.likeliest:
+            choosing = "greedy"
+        elif mode.ranked or mode.nucleus:
+            choosing = "filtered"
+        return StepLoad(len(known), sum(known) / len(known), choosing)
 
     def bounded_context(self, rows: int, bound: int) -> DraftContext:
         """The same for a step whose shapes repeat: no sequence has more than `bound` committed tokens."""

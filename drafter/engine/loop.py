@@ -10,6 +10,7 @@ On a CPU the host reads the trees before the verification, to choose their sizes
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from drafter import devices
 from drafter.base.causal_lm import BaseModel
 from drafter.budget.adaptive import AdaptiveBudget
 from drafter.budget.choosing_budget import ChoosingBudget
-from drafter.budget.contract import Budget, StepObservation
+from drafter.budget.contract import Budget, StepLoad, StepObservation
 from drafter.budget.fixed import FixedBudget
 from drafter.drafters.contract import Committed, Drafter
 from drafter.engine.batch_state import BatchState
@@ -237,6 +238,7 @@ class Engine:
             Flight(
                 sequences,
                 [one.stay for one in sequences],
+                run.load,
                 run.asked,
                 depth,
                 outcome,
@@ -302,7 +304,15 @@ class Engine:
         promised = log_probs if flight.promised is None else flight.promised[alive]
         on_path = outcome.on_path[alive]
         self.budget.observe(
-            StepObservation(len(alive), flight.asked, promised, log_probs, on_path, flight.seconds, flight.member)
+            StepObservation(
+                replace(flight.load, rows=len(alive)),
+                flight.asked,
+                promised,
+                log_probs,
+                on_path,
+                flight.seconds,
+                flight.member,
+            )
         )
 
     # ---- entering and leaving
@@ -314,7 +324,8 @@ class Engine:
     def _take_first_token(self, outcome: StepOutcome, slot: int) -> None:
         """Deliver the plain step that came with a prompt's forward."""
         wanted = self._device_step.wanted_logprobs(slice(slot, slot + 1))
-        self._launch(StepRun(outcome, 0, 0), [self.scheduler.active[slot]], wanted, planned=False)
+        sequence = self.scheduler.active[slot]
+        self._launch(StepRun(outcome, StepLoad(1, sequence.length), 0, 0), [sequence], wanted, planned=False)
         # The step before is still under way on a GPU, and must be while the next one is queued.
         self._deliver(2 * self.flights.lag)
 

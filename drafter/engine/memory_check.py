@@ -19,7 +19,7 @@ from drafter.errors import LoadError
 from drafter.verifiers.choices import SamplingMode
 
 _LOG = logging.getLogger(__name__)
-_DEAREST = SamplingMode(biased=True, penalties=True, random=True, mixed=True, ranked=True, floored=True)
+_DEAREST = SamplingMode(biased=True, penalties=True, random=True, mixed=True, ranked=True, nucleus=True, floored=True)
 """All that sampling may have to do, in one batch."""
 
 

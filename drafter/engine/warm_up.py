@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 import torch
 
 from drafter.budget.contract import Floats
 from drafter.budget.latency_table import NODE_COUNTS, LatencyTable, batch_sizes, measure_latency
-from drafter.devices import synchronise
+from drafter.devices import timed
 from drafter.drafters.contract import Ask
 from drafter.engine.batch_state import BatchState
+from drafter.engine.load_costs import with_load_costs
 from drafter.engine.sequences.prefill import read_prompts
 from drafter.engine.steps.cuda_graphs import StepGraphs
 from drafter.engine.steps.device_step import DeviceStep
 from drafter.engine.steps.graph_step import step_shape, whole_step
 from drafter.errors import LoadError
 from drafter.tree.token_tree import TokenTree, root_only
-
-T = TypeVar("T")
 
 _PROBED_LENGTH = 256
 """Committed tokens of the sequences whose steps are timed."""
@@ -83,6 +79,7 @@ def measure_steps(step: DeviceStep, graphs: StepGraphs | None) -> list[LatencyTa
         generate_texts(step)
         depth = state.drafter.spec.max_depth
         table = measure_latency(partial(_probe, step, graphs), batch_sizes(state.slots), counts, depth)
+        table = with_load_costs(step, graphs, table, _probed_length(state))
         tables = [table, *(replace(table, draft=_measure_drafts(step, table, member)) for member in others)]
     except torch.OutOfMemoryError as error:
         raise LoadError(
@@ -108,7 +105,7 @@ def _measure_drafts(step: DeviceStep, table: LatencyTable, member: int) -> Float
                 break
             work = partial(step.draft, context, Ask(nodes, 1 / (nodes + 1), member))
             state.drafter.prepare(context)
-            draft[place, column] = min(_timed(step.base.device, work)[1] for _ in range(_DRAFT_RUNS))
+            draft[place, column] = min(timed(step.base.device, work)[1] for _ in range(_DRAFT_RUNS))
     return draft
 
 
@@ -153,16 +150,7 @@ def _probe(step: DeviceStep, graphs: StepGraphs | None, rows: int, nodes: int) -
         whole = partial(whole_step, step, shape)
         graphs.warm_up(shape, whole)
         state.lengths.fill_(length)
-        return 0.0, _timed(device, lambda: graphs.run(shape, whole))[1]
-    tree, drafting = _timed(device, lambda: step.draft(context, ask))
+        return 0.0, timed(device, lambda: graphs.run(shape, whole))[1]
+    tree, drafting = timed(device, lambda: step.draft(context, ask))
     tree = replace(tree, tokens=tree.tokens.clamp_min(0))  # padding would be verified for less
-    return drafting if nodes else 0.0, _timed(device, lambda: step.verify(tree, length + tree.size))[1]
-
-
-def _timed(device: torch.device, work: Callable[[], T]) -> tuple[T, float]:
-    """What `work` returns, and its seconds on the device."""
-    synchronise(device)
-    start = time.perf_counter()
-    result = work()
-    synchronise(device)
-    return result, time.perf_counter() - start
+    return drafting if nodes else 0.0, timed(device, lambda: step.verify(tree, length + tree.size))[1]

@@ -158,9 +158,8 @@ def _emissions(model: LabelModel, band: range, paths: _Paths) -> _Emissions:
 
 def _best_of_rows(emissions: _Emissions, paths: _Paths, batch: int, keep: int) -> _Level:
     """Find the best continuations of each row: first the best of each path, because that is far less to sort."""
-    scores = emissions.shares[:, 0] * emissions.masses[0][:, None]
-    for place, mass in enumerate(emissions.masses[1:], start=1):
-        scores = torch.addcmul(scores, mass[:, None], emissions.shares[:, place])
+    # One product reads the shares once.
+    scores = torch.bmm(torch.stack(list(emissions.masses), 1)[:, None], emissions.shares)[:, 0]
     best, names = scores.topk(min(keep, scores.shape[1]))
     options = best.shape[1]
     path_at = torch.arange(batch * paths.width, device=best.device)

@@ -105,7 +105,7 @@ class SamplingTable:
 class SamplingMode:
     """Which work a batch needs, known on the host; a stage that no row asks for is left out.
 
-    `mixed` says that some rows are random and some are not.
+    `mixed` says that some rows are random and some are not; `ranked` is top-k, `nucleus` top-p, `floored` min-p.
     """
 
     biased: bool
@@ -113,6 +113,7 @@ class SamplingMode:
     random: bool
     mixed: bool
     ranked: bool
+    nucleus: bool
     floored: bool
 
     @property
@@ -129,7 +130,8 @@ class SamplingMode:
             penalties=any(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty for p in params),
             random=bool(drawn),
             mixed=0 < len(drawn) < len(params),
-            ranked=any(p.top_k > 0 or p.top_p < 1 for p in drawn),
+            ranked=any(p.top_k > 0 for p in drawn),
+            nucleus=any(p.top_p < 1 for p in drawn),
             floored=any(p.min_p > 0 for p in drawn),
         )
 
@@ -214,8 +216,9 @@ class NodeChoices:
         temperature = table.temperature[slots]
         # The best score becomes 0 first, so that even the smallest temperature divides it to a number.
         scores = (scores - scores.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1)[:, None]
-        if mode.ranked:
-            scores = keep_ranked(scores, table.top_k[slots], table.top_p[slots])
+        if mode.ranked or mode.nucleus:
+            top_k, top_p = (table.top_k[slots] if mode.ranked else None), (table.top_p[slots] if mode.nucleus else None)
+            scores = keep_ranked(scores, top_k, top_p)
         if mode.floored:
             scores = keep_probable(scores, table.min_p[slots])
         return scores

@@ -1,7 +1,10 @@
 """Filters of sampling: which tokens top-k, top-p and min-p keep, each by a threshold on the scores.
 
 A threshold needs no sorted vocabulary. Where the host may look at numbers, the best few scores are sorted, and all only
-if these do not say enough. Elsewhere a binary search finds it, in as many passes as a number has bits.
+if these do not say enough. Elsewhere it is searched for (`threshold_search`).
+
+Probabilities are added up as whole multiples of a small one. So a sum is the same in any order, and both ways keep the
+same tokens, on every device.
 """
 
 from __future__ import annotations
@@ -10,30 +13,34 @@ import torch
 from torch import Tensor
 
 from drafter import devices
+from drafter.verifiers.threshold_search import least_reaching
 
 _FEW = 1024
 """Scores of a row that are sorted at first."""
-_BITS, _INFINITE = 63, 0x7FF0000000000000
-"""Bits of a float64 that is not negative, and those of the largest."""
+_SUM_BITS = 62
+"""Bits of the largest sum of a row's masses."""
+_MORE_THAN_ALL = 2**63 - 1
 
 
-def keep_ranked(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def keep_ranked(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """Return scores of the tokens that top-k and then top-p keep, -inf elsewhere. Ties at a threshold are kept.
 
     Top-p keeps a token if those with larger scores have less than `top_p` of the probability that top-k leaves.
 
     Args:
         scores: `[R, V]` float64 after temperature; a row's largest is 0.
-        top_k: `[R]`, 0 keeps all.
-        top_p: `[R]` in (0, 1]; 1 keeps all.
+        top_k: `[R]`, 0 keeps all; None where all rows do.
+        top_p: `[R]` in (0, 1]; 1 keeps all; None where all rows do.
     """
-    vocabulary = scores.shape[-1]
-    top_k = torch.where(top_k > 0, top_k, vocabulary).clamp_max(vocabulary)
+    if top_k is not None:
+        top_k = torch.where(top_k > 0, top_k, scores.shape[-1]).clamp_max(scores.shape[-1])[:, None]
+    if top_p is not None:
+        top_p = top_p[:, None]
     if devices.is_asynchronous(scores.device):
         return scores.masked_fill(scores < _searched(scores, top_k, top_p), -torch.inf)
-    lowest, enough = _sorted(scores, top_k, top_p, min(_FEW, vocabulary))
+    lowest, enough = _sorted(scores, top_k, top_p, min(_FEW, scores.shape[-1]))
     if not enough:
-        lowest, _ = _sorted(scores, top_k, top_p, vocabulary)
+        lowest, _ = _sorted(scores, top_k, top_p, scores.shape[-1])
     return scores.masked_fill(scores < lowest, -torch.inf)
 
 
@@ -41,49 +48,57 @@ def keep_probable(scores: Tensor, min_p: Tensor) -> Tensor:
     """Return scores of the tokens with at least `min_p` `[R]` times the best one's probability, -inf elsewhere.
 
     Args:
-        scores: `[R, V]` after temperature.
+        scores: `[R, V]` after temperature; a row's largest is 0.
         min_p: `[R]` in [0, 1].
     """
-    return scores.masked_fill(scores < scores.amax(-1, keepdim=True) + min_p[:, None].log(), -torch.inf)
+    return scores.masked_fill(scores < min_p[:, None].log(), -torch.inf)
 
 
-def _sorted(scores: Tensor, top_k: Tensor, top_p: Tensor, count: int) -> tuple[Tensor, bool]:
+def _sorted(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None, count: int) -> tuple[Tensor, bool]:
     """Return the lowest scores that are kept, `[R, 1]`, and whether the best `count` scores were enough to know."""
-    best = scores.topk(count).values
-    all_ranks = (top_k == scores.shape[-1])[:, None]
-    lowest = best.gather(1, top_k[:, None].clamp_max(count) - 1).masked_fill(all_ranks, -torch.inf)
-    known = all_ranks | (top_k <= count)[:, None]
-    mass = best.masked_fill(best < lowest, -torch.inf).exp()
-    wanted = top_p[:, None] * scores.masked_fill(scores < lowest, -torch.inf).exp().sum(1, keepdim=True)
-    kept = mass.cumsum(1) - mass < wanted
-    # If even the last of these is kept, there may be more, but for those that top-k leaves out.
-    known &= (top_p >= 1)[:, None] | ~kept[:, -1:] | (best[:, -1:] <= lowest)
-    probable = best.masked_fill(~kept, torch.inf).amin(1, keepdim=True)
-    return torch.where((top_p >= 1)[:, None], lowest, torch.maximum(lowest, probable)), bool(known.all())
+    best, places = scores.topk(count)
+    lowest = torch.full_like(best[:, :1], -torch.inf)
+    known = torch.ones_like(lowest, dtype=torch.bool)
+    if top_k is not None:
+        all_ranks = top_k == scores.shape[-1]
+        lowest = best.gather(1, top_k.clamp_max(count) - 1).masked_fill(all_ranks, -torch.inf)
+        known = all_ranks | (top_k <= count)
+    if top_p is not None:
+        masses = _masses(scores)
+        if top_k is not None:
+            masses = masses.masked_fill(scores < lowest, 0)
+        leading = masses.gather(1, places)
+        kept = leading.cumsum(1) - leading < _wanted(masses, top_p)
+        # If even the last of these is kept, there may be more, but for those that top-k leaves out.
+        known &= (top_p >= 1) | ~kept[:, -1:] | (best[:, -1:] <= lowest)
+        probable = best.masked_fill(~kept, torch.inf).amin(1, keepdim=True)
+        lowest = torch.where(top_p >= 1, lowest, torch.maximum(lowest, probable))
+    return lowest, bool(known.all())
 
 
-def _searched(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def _searched(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """Return the lowest scores that are kept, `[R, 1]`, without looking at any number."""
     # Among numbers that are not negative the bits have the order of the numbers.
-    below = (-scores).abs().view(torch.int64)
-    lowest = _reached(below, torch.ones_like(scores), top_k.double())
-    mass = scores.exp().masked_fill(below > lowest, 0)
-    wanted = torch.where(top_p >= 1, torch.inf, top_p * mass.sum(1))
-    return -torch.minimum(lowest, _reached(below, mass, wanted)).view(torch.float64)
+    below = scores.abs().view(torch.int64)
+    furthest = None
+    if top_k is not None:
+        furthest = least_reaching(below, torch.ones_like(top_k).expand_as(below), top_k)
+    if top_p is not None:
+        masses = _masses(scores)
+        if furthest is not None:
+            masses.masked_fill_(below > furthest, 0)
+        probable = least_reaching(below, masses, _wanted(masses, top_p))
+        furthest = probable if furthest is None else torch.minimum(furthest, probable)
+    assert furthest is not None, "nothing is to be left out"
+    return -furthest.view(torch.float64)  # not a number in a row that keeps all: nothing is below it
 
 
-def _reached(below: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
-    """Return the least threshold `[R, 1]` whose numbers, and all smaller ones, have the wanted weight.
+def _masses(scores: Tensor) -> Tensor:
+    """Return probabilities `[R, V]` int64, up to a factor such that no sum of a row overflows."""
+    return scores.exp().mul_(2.0 ** (_SUM_BITS - scores.shape[-1].bit_length())).long()
 
-    Args:
-        below: `[R, V]` int64, not negative.
-        weights: `[R, V]` float64.
-        wanted: `[R]` float64; a row that has not so much gets the largest threshold.
-    """
-    low = torch.full_like(below[:, :1], -1)
-    high = torch.full_like(low, _INFINITE)
-    for _ in range(_BITS):
-        middle = low + (high - low >> 1)  # their sum would not fit
-        reached = weights.masked_fill(below > middle, 0).sum(1, keepdim=True) >= wanted[:, None]
-        low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)
-    return high
+
+def _wanted(masses: Tensor, top_p: Tensor) -> Tensor:
+    """Return the mass `[R, 1]` that top-p wants of the masses `[R, V]`; more than there is where it wants all."""
+    total = masses.sum(1, keepdim=True)
+    return torch.where(top_p < 1, torch.minimum((top_p * total).ceil().long(), total), _MORE_THAN_ALL)

@@ -59,8 +59,9 @@ class Admission:
         """
         scheduler = self._scheduler
         while self._may_read() and (scheduler.entering or scheduler.enter()):
-            while self._may_join() and scheduler.enter():
-                pass
+            unread = sum(sequence.unread for sequence in scheduler.entering)
+            while self._packs and unread < self._chunk and scheduler.enter():
+                unread += scheduler.entering[-1].unread
             self._times.mark("host")
             self._prefill()
             self._on_progress()
@@ -69,10 +70,6 @@ class Admission:
         """Whether the step may take on more of the prompts that wait."""
         watched = any(sequence.handle.streams for sequence in self._scheduler.active)
         return not watched or self.prefilled_tokens - self._read_before < self._chunk
-
-    def _may_join(self) -> bool:
-        """Whether the next forward has room for another prompt."""
-        return self._packs and sum(sequence.unread for sequence in self._scheduler.entering) < self._chunk
 
     def _prefill(self) -> None:
         """Read the next tokens of the sequences that enter; after all but its last one a sequence is active.

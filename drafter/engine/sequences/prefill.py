@@ -10,10 +10,7 @@ from torch import Tensor
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import Ids
 from drafter.engine.batch_state import BatchState
-from drafter.engine.sequences.sequence import Sequence
-
-_LEAST_SHARED = 8
-"""Shorter common beginnings of prompts are computed again: that costs no more than to copy them."""
+from drafter.engine.sequences.sequence import LEAST_SHARED, Sequence
 
 
 @dataclass(frozen=True)
@@ -51,31 +48,50 @@ def next_pieces(entering: Several[Sequence], active: Several[Sequence], chunk: i
     """
     pieces: list[Piece] = []
     room = chunk
+    decoded, before = Beginnings(), Beginnings()
+    for sequence in active:
+        decoded.add(sequence)
     for place, sequence in enumerate(entering):
-        donor, shared = (0, 0) if sequence.read or sequence.alone else longest_shared(sequence, active)
+        donor, shared = (0, 0) if sequence.read or sequence.alone else decoded.longest_shared(sequence)
         start = max(sequence.read, shared)
         rest = sequence.length - start
         if place:
-            coming = 0 if sequence.alone else longest_shared(sequence, entering[:place])[1]
+            coming = 0 if sequence.alone else before.longest_shared(sequence)[1]
             watched = sequence.handle.streams or entering[0].handle.streams
             if watched or not room or not rest or coming - start > rest / 2:
                 break
         pieces.append(Piece(start, start + min(room, rest), donor, shared))
+        before.add(sequence)
         room -= min(room, rest)
         if not rest:
             break
     return pieces
 
 
-def longest_shared(sequence: Sequence, others: Several[Sequence]) -> tuple[int, int]:
-    """Which of `others` begins with most of what `sequence` does, and how many tokens that is; 0 if hardly any.
+class Beginnings:
+    """Sequences by how they begin: there may be hundreds, and most have nothing in common."""
 
-    Keys, values and hidden states of a position follow from the tokens up to it alone, in every kind of attention. The
-    last token of either is not counted: as long as it is pending, there is nothing of it to copy.
-    """
-    lengths = [common_prefix(sequence.prefilled[:-1], other.prefilled[:-1]) for other in others]
-    shared = max(lengths, default=0)
-    return (lengths.index(shared), shared) if shared >= _LEAST_SHARED else (0, 0)
+    def __init__(self) -> None:
+        self._places: dict[bytes, list[tuple[int, Sequence]]] = {}
+        self._count = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Take note of one more."""
+        self._places.setdefault(sequence.beginning, []).append((self._count, sequence))
+        self._count += 1
+
+    def longest_shared(self, sequence: Sequence) -> tuple[int, int]:
+        """Which of them begins with most of what `sequence` does, and how many tokens that is; 0 if hardly any.
+
+        Keys, values and hidden states of a position follow from the tokens up to it alone, in every kind of attention.
+        The last token of either is not counted: as long as it is pending, there is nothing of it to copy.
+        """
+        longest = (0, 0)
+        for place, other in self._places.get(sequence.beginning, ()):
+            shared = common_prefix(sequence.prefilled[:-1], other.prefilled[:-1])
+            if shared > longest[1]:
+                longest = place, shared
+        return longest if longest[1] >= LEAST_SHARED else (0, 0)
 
 
 def common_prefix(first: Ids, second: Ids) -> int:

@@ -182,4 +182,4 @@ class Scheduler:
             self._state.clear(source)
 
     def _update_settings(self) -> None:
-        self._state.expect([sequence.sampling for sequence in self.active])
+        self._state.expect(sequence.sampling for sequence in self.active)

@@ -18,6 +18,9 @@ from drafter.text.detokenizer import Detokenizer
 from drafter.text.stop_strings import StopSearch, cut_at_stop
 from drafter.verifiers.contract import Verifier
 
+LEAST_SHARED = 8
+"""Shorter common beginnings of prompts are computed again: that costs no more than to copy them."""
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -39,6 +42,7 @@ class Sequence:
         first_token: When it got its first token.
         stay: How often it has left a slot to wait again: what a step says of an earlier stay does not count.
         prefilled: Its tokens when it last entered a slot; all but the last are prefilled.
+        beginning: The first `LEAST_SHARED` of these, to be compared at once.
         read: How many of these are prefilled by now.
         proven: Whether a step has shown, since it last entered a slot, that what it holds there is finite.
         borrowed: Whether the beginning of its text was copied from another sequence's slot.
@@ -61,6 +65,7 @@ class Sequence:
     first_token: float | None = None
     stay: int = 0
     prefilled: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    beginning: bytes = b""
     read: int = 0
     proven: bool = False
     borrowed: bool = False
@@ -99,6 +104,7 @@ class Sequence:
     def enter(self) -> None:
         """Begin in a slot, with what output there is from a slot before."""
         self.prefilled, self.read = self.text, 0
+        self.beginning = self.prefilled[:LEAST_SHARED].tobytes()
         self.proven = self.borrowed = False
         if self.entered is None:
             self.entered = time.monotonic()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from drafter import devices
-from drafter.budget.contract import Budget, StepSeconds
+from drafter.budget.contract import Budget, StepLoad, StepSeconds
 from drafter.drafters.contract import DraftContext
 from drafter.engine.steps.device_step import DeviceStep
 from drafter.engine.steps.outcome import StepOutcome
@@ -24,6 +24,7 @@ class StepRun:
 
     Args:
         outcome: On the device.
+        load: What its time follows from.
         asked: Draft nodes that were asked for, a row.
         verified: Draft nodes of the widest row that was verified.
         promised: `[B, asked]` log prefix probabilities of all drafted nodes, where not all of them are verified.
@@ -32,6 +33,7 @@ class StepRun:
     """
 
     outcome: StepOutcome
+    load: StepLoad
     asked: int
     verified: int
     promised: npt.NDArray[np.float64] | None = None
@@ -59,7 +61,8 @@ class EagerStep:
     def run(self, context: DraftContext, plain: list[bool]) -> StepRun:
         """Decode one step of the context's rows; nothing is verified of the trees of `plain` ones."""
         rows, started, reading, drafting = len(context.host_lengths), time.perf_counter(), 0.0, 0.0
-        ask = self._budget.plan(rows)
+        load = self._step.state.load(context.host_lengths)
+        ask = self._budget.plan(load)
         self._times.mark("host")
         promised = None
         if ask.nodes:
@@ -84,4 +87,4 @@ class EagerStep:
         outcome = self._step.accept(verified, slice(0, rows))
         self._times.mark("commit")
         seconds = StepSeconds(reading, drafting, time.perf_counter() - started) if self._timed else None
-        return StepRun(outcome, ask.nodes, tree.size - 1, promised, seconds, ask.member)
+        return StepRun(outcome, load, ask.nodes, tree.size - 1, promised, seconds, ask.member)

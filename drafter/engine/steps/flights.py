@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from drafter.budget.contract import StepSeconds
+from drafter.budget.contract import StepLoad, StepSeconds
 from drafter.engine.sequences.sequence import Sequence
 from drafter.engine.steps.outcome import StepOutcome
 
@@ -21,6 +21,7 @@ class Flight:
     Args:
         sequences: Those of its B rows.
         stays: `Sequence.stay` of each when the step began.
+        load: What its time follows from.
         asked: Draft nodes that were asked for, a row.
         depth: Draft tokens that a row may get at most.
         outcome: On the host, or on its way there.
@@ -34,6 +35,7 @@ class Flight:
 
     sequences: list[Sequence]
     stays: list[int]
+    load: StepLoad
     asked: int
     depth: int
     outcome: StepOutcome

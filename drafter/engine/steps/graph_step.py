@@ -30,7 +30,8 @@ class GraphStep:
 
     def run(self, context: DraftContext, plain: list[bool]) -> StepRun:
         """Queue one step of the context's rows, without drafts if one of them is `plain`."""
-        ask = Ask(0) if any(plain) else self._budget.plan(len(context.host_lengths))
+        load = self._step.state.load(context.host_lengths)
+        ask = Ask(0) if any(plain) else self._budget.plan(load)
         self._times.mark("host")
         if ask.nodes:
             self._step.state.drafter.prepare(context)
@@ -40,7 +41,7 @@ class GraphStep:
         # How many rows want how many log-probabilities is not part of a shape.
         outcome = whole() if self._step.state.logprobs else self._graphs.run(shape, whole)
         self._times.mark("verify")
-        return StepRun(outcome, ask.nodes, ask.nodes)
+        return StepRun(outcome, load, ask.nodes, ask.nodes)
 
 
 def step_shape(step: DeviceStep, rows: int, nodes: int, longest: int) -> StepShape:

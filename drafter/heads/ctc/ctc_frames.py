@@ -110,7 +110,27 @@ class CTCFrames(FrameHead):
             terms: `[..., joint_size]` first layer of the joint network before its activation: `joint_frames` of the
                 states plus `label_terms` of the labels.
         """
-        states = states + self.joint_out(F.silu(terms))
+        return self.joint_activations(states, terms)[0]
+
+    def joint_activations(self, states: Tensor, terms: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `joint` returns, and the activations `[..., R]` by which it has moved the states.
+
+        They are those of all layers of the joint network: the states have moved by `joint_spans` times them.
+        """
+        activations = [F.silu(terms)]
+        states = states + self.joint_out(activations[0])
         for layer in self.joint_layers:
-            states = states + layer(states)
-        return states
+            norm, inner, silu, out = layer.children()
+            activations.append(silu(inner(norm(states))))
+            states = states + out(activations[-1])
+        return states, torch.cat(activations, -1)
+
+    @property
+    def joint_spans(self) -> Tensor:
+        """`[d, R]` output weights of all layers of the joint network, side by side."""
+        spans = [self.joint_out.weight]
+        for layer in self.joint_layers:
+            *_, out = layer.children()
+            assert isinstance(out.weight, Tensor)
+            spans.append(out.weight)
+        return torch.cat(spans, 1)

@@ -19,6 +19,7 @@ from drafter.heads.contract import Tree
 from drafter.heads.ctc.ctc_config import CTCHeadConfig
 from drafter.heads.ctc.ctc_frames import CTCFrames
 from drafter.heads.ctc.ctc_losses import ctc_loss, lattice_prefix_loss, prefix_loss
+from drafter.heads.ctc.factored_lattice import FactoredLattice, LabelFactor, is_factored
 from drafter.heads.ctc.frame_lattice import FrameLattice
 from drafter.heads.ctc.native_search import NativeSearch
 from drafter.heads.draft_batch import DraftBatch
@@ -128,10 +129,27 @@ class CTCHead(CTCFrames):
             except (BuildError, UnsuitableError) as reason:
                 _log.warning("the CTC head drafts without the native library, which is slower: %s", reason)
         self.prepack_search()
-        return partial(self._search_lattice, base=base)
+        factor = None
+        # On a CPU improbable paths are left out, and the LM head is read for few.
+        if devices.is_asynchronous(base.device) and is_factored(self, base):
+            factor = LabelFactor.of(self, base)
+        return partial(self._search_lattice, base=base, factor=factor)
 
-    def _search_lattice(self, states: Tensor, recent: Tensor, size: int, least: float, base: BaseModel) -> TokenTree:
-        config, model = self.config, FrameLattice(self, base, states, recent)
+    def _search_lattice(
+        self,
+        states: Tensor,
+        recent: Tensor,
+        size: int,
+        least: float,
+        base: BaseModel,
+        factor: LabelFactor | None = None,
+    ) -> TokenTree:
+        config = self.config
+        model = (
+            FrameLattice(self, base, states, recent)
+            if factor is None
+            else FactoredLattice(self, base, states, recent, factor)
+        )
         return best_lattice_trie(
             model, recent[:, -1], states.shape[1], config.band, config.depth, size, LATTICE_BEAM, least
         )

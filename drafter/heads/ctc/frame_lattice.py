@@ -21,7 +21,8 @@ class FrameLattice:
 
     def __init__(self, head: CTCFrames, base: BaseModel, states: Tensor, recent: Tensor) -> None:
         self._head, self._base, self._recent = head, base, recent
-        self._states, self._frame_terms = states, head.joint_frames(states)
+        self._states = states
+        self._frame_terms: Tensor = head.joint_frames(states)
 
     def start(self) -> Tensor:
         """Return the last tokens of the text."""
@@ -34,10 +35,13 @@ class FrameLattice:
     def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """See `LabelModel.score`."""
         head = self._head
-        terms = self._frame_terms[rows, first:stop] + head.label_terms(self._base, state)[:, None]
-        states = head.norm(head.joint(self._states[rows, first:stop], terms))
-        shares = head.output(self._base).lm_head(states).float().softmax(-1)
+        states = head.norm(head.joint(self._states[rows, first:stop], self._terms(first, stop, rows, state)))
+        shares = head.output(self._base).lm_head(states).softmax(-1, dtype=torch.float32)
         return shares, head.blank(states)[..., 0].float().sigmoid()
+
+    def _terms(self, first: int, stop: int, rows: Tensor, state: Tensor) -> Tensor:
+        """First layer of the joint network before its activation, `[M, stop - first, joint_size]`."""
+        return self._frame_terms[rows, first:stop] + self._head.label_terms(self._base, state)[:, None]
 
 
 def shifted(state: Tensor, tokens: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import formulae
-from benchmarks.gpu.formulae import NO_DRAFT, BaseSizes, DraftWork, step_bytes, step_kernels
+from benchmarks.gpu.formulae import NO_DRAFT, BaseSizes, DraftWork, sampling_bytes, step_bytes, step_kernels
 from benchmarks.gpu.operation_counts import OperationCounts, Result
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import Drafter
@@ -59,7 +59,8 @@ def work_of(name: str, base: BaseModel, head: DraftHead, depth: int) -> DraftWor
         case "ctc":
             return formulae.ctc_prefix(weights, context, config.num_frames, depth)
         case "ctc lattice":
-            return formulae.ctc_lattice(weights, context, config.band, LATTICE_BEAM, depth)
+            factor = (config.joint_size + 1) * base.vocab_size * base.dtype.itemsize
+            return formulae.ctc_lattice(weights, context, config.band, LATTICE_BEAM, depth, factor)
         case _:
             return formulae.medusa(weights, depth)
 
@@ -97,16 +98,40 @@ def test_no_choice_of_a_token_needs_all_nodes_in_double_precision(rows: int) -> 
     assert max(double) == rows * base.vocab_size
 
 
+SAMPLED = {
+    "draw": SamplingParams(temperature=0.8),
+    "top-k": SamplingParams(temperature=0.8, top_k=9),
+    "top-p": SamplingParams(temperature=0.8, top_p=0.9),
+    "min-p": SamplingParams(temperature=0.8, min_p=0.1),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(["top-p"], list(SAMPLED)))
+def test_sampling_reads_what_the_formulae_say(name: str) -> None:
+    rows, depth, sizes = 64, 8, BaseSizes.of(LLAMA_1B, torch.bfloat16)
+
+    def bytes_read(sampling: SamplingParams) -> int:
+        base = base_of_shape(LLAMA_1B)
+        with fake_gpus(), torch.inference_mode():
+            move_to_gpus(base, 1)
+            return FakeStep(base, NgramDrafter(NODES, depth=depth), rows, NODES, 2048, sampling).counted().bytes_read
+
+    expected = sampling_bytes(sizes, rows, depth)
+    beside = bytes_read(SAMPLED[name]) - bytes_read(SamplingParams() if name == "draw" else SAMPLED["draw"])
+    assert beside == pytest.approx(expected[name], rel=0.1)
+
+
 def test_the_documentation_has_the_formulae() -> None:
     text = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8").split("## What a step reads and runs")[1]
-    lines = [line.split(" = ") for block in text.split("```")[1:4:2] for line in block.strip().splitlines()]
-    written = {name.strip(): formula.replace("·", "*").replace("÷", "/") for name, formula in lines}
+    lines = [line.split(" = ") for block in text.split("```")[1:6:2] for line in block.strip().splitlines()]
+    written = {name.strip(): formula.replace("·", "*").replace("÷", "/").replace(",", "") for name, formula in lines}
     sizes, rows, nodes, length, depth = BaseSizes.of(LLAMA_8B, torch.bfloat16), 3, 16, 500, 6
     names = dict(zip("LdiqkVs", astuple(sizes), strict=True)) | {"B": rows, "N": nodes, "S": length, "D": depth}
     names |= {"drafting": formulae.ngram(depth).kernels}
     expected = vars(step_bytes(sizes, rows, nodes, length, depth, NO_DRAFT)) | {
         "kernels": step_kernels(sizes, nodes, formulae.ngram(depth)),
         "plain": step_kernels(sizes, 1, NO_DRAFT),
+        **sampling_bytes(sizes, rows, depth),
     }
     assert {name: eval(formula, names) for name, formula in written.items()} == {
         name: value for name, value in expected.items() if name != "draft"

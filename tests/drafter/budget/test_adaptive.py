@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.budget.adaptive import AdaptiveBudget
-from drafter.budget.contract import Floats, StepObservation, StepSeconds
+from drafter.budget.contract import Floats, StepLoad, StepObservation, StepSeconds
 from drafter.budget.latency_table import LatencyTable
 
 TABLE = LatencyTable(
@@ -45,7 +45,7 @@ class World:
 
     def step(self, budget: AdaptiveBudget, random: np.random.Generator) -> tuple[int, float, float]:
         """Decode a step: nodes drafted, tokens a row, seconds."""
-        asked = budget.plan(self.rows).nodes
+        asked = budget.plan(StepLoad(self.rows)).nodes
         verify, draft = self.table.at(self.rows)
         promised = self.chain(self.said, asked)
         sizes = budget.trim(promised) if asked else np.zeros(self.rows, dtype=np.int64)
@@ -55,7 +55,7 @@ class World:
         rest = float(np.interp(sizes.mean(), self.table.nodes, verify))
         drafting = float(np.interp(asked, self.table.nodes, draft))
         budget.observe(
-            StepObservation(self.rows, asked, promised, verified, accepted, StepSeconds(0.0, drafting, rest))
+            StepObservation(StepLoad(self.rows), asked, promised, verified, accepted, StepSeconds(0.0, drafting, rest))
         )
         return asked, 1 + accepted.sum() / self.rows, drafting + rest
 
@@ -162,13 +162,37 @@ def test_what_one_row_costs_says_nothing_of_many() -> None:
     assert all(asked)
 
 
+def test_the_load_of_a_step_decides_whether_drafting_pays() -> None:
+    """A tree costs attention to a long text for each node, and a choice at each level where all levels choose."""
+    dear = replace(TABLE, longer=np.array([0.0, 0.01, 0.02]), choosing={"filtered": np.array([2.0, 2.0])})
+    dear = replace(dear, choices=np.array([1.0, 5.0, 9.0]))
+    budget = AdaptiveBudget(dear)
+    World(1, right=0.7, said=0.7, table=dear).run(budget, 300)
+    rates = {load: budget.best(load) for load in (StepLoad(1), StepLoad(1, 5000.0), StepLoad(1, 0.0, "filtered"))}
+    assert [nodes for _, nodes in rates.values()] == [8, 0, 0]
+    assert budget.plan(StepLoad(1)).nodes == 8
+    assert budget.plan(StepLoad(1, 100.0)).nodes == 4
+
+
+def test_costs_that_are_learnt_at_one_load_hold_at_others() -> None:
+    """All takes twice as long as the table says, at whatever length."""
+    said = replace(TABLE, longer=np.array([0.1, 0.1, 0.1]))
+    budget = AdaptiveBudget(said)
+    nothing = np.zeros((1, 0))
+    for length in (0.0, 50.0) * 200:
+        load = StepLoad(1, length)
+        taken = 2 * float(said.costs(1).seconds(load, np.ones(3))[0])
+        budget.observe(StepObservation(load, 0, nothing, nothing, nothing == 0, StepSeconds(0.0, 0.0, taken)))
+    assert budget.seconds(StepLoad(1, 20.0), 0) == pytest.approx(2 * (1.0 + 20 * 0.1), rel=0.01)
+
+
 @given(st.integers(1, 5), st.integers(1, 8), st.integers(0, 2**32 - 1))
 def test_planning_and_trimming_change_nothing(rows: int, drafted: int, seed: int) -> None:
     log_probs = -np.sort(np.random.default_rng(seed).exponential(2.0, (rows, drafted)), axis=1)
     budget = AdaptiveBudget(TABLE)
-    asked = budget.plan(rows)
+    asked = budget.plan(StepLoad(rows))
     assert budget.trim(log_probs).tolist() == [drafted] * rows
-    assert budget.plan(rows) == asked
+    assert budget.plan(StepLoad(rows)) == asked
     assert asked.least_probability == 1 / (asked.nodes + 1)
 
 
@@ -176,7 +200,7 @@ def test_one_step_that_was_held_up_changes_little() -> None:
     budget = AdaptiveBudget(TABLE)
     world = World(1, right=0.8, said=0.8)
     world.run(budget, 100)
-    asked = budget.plan(1).nodes
+    asked = budget.plan(StepLoad(1)).nodes
     nothing = np.zeros((1, asked))
-    budget.observe(StepObservation(1, asked, nothing, nothing, nothing == 0, StepSeconds(100.0, 50.0, 50.0)))
+    budget.observe(StepObservation(StepLoad(1), asked, nothing, nothing, nothing == 0, StepSeconds(100.0, 50.0, 50.0)))
     assert all(world.run(budget, 50)[0])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from drafter.budget.adaptive import AdaptiveBudget
 from drafter.budget.choosing_budget import ChoosingBudget
-from drafter.budget.contract import StepObservation, StepSeconds
+from drafter.budget.contract import StepLoad, StepObservation, StepSeconds
 from drafter.budget.latency_table import LatencyTable
 from drafter.drafters.contract import Ask
 
@@ -41,7 +41,7 @@ class Members:
         tokens = seconds = 0.0
         self.asked = []
         for _ in range(steps):
-            ask = budget.plan(rows)
+            ask = budget.plan(StepLoad(rows))
             self.asked.append(ask)
             right = self.right[ask.member]
             promised = np.log(max(right, 1e-3)) * np.tile(np.arange(1.0, ask.nodes + 1), (rows, 1))
@@ -49,7 +49,7 @@ class Members:
             verify, draft = self.tables[ask.member].at(rows)
             place = BASE.nodes.index(ask.nodes)
             taken = StepSeconds(0.0, float(draft[place]), float(verify[place]))
-            budget.observe(StepObservation(rows, ask.nodes, promised, promised, accepted, taken, ask.member))
+            budget.observe(StepObservation(StepLoad(rows), ask.nodes, promised, promised, accepted, taken, ask.member))
             tokens += 1 + accepted.sum() / rows
             seconds += taken.drafting + taken.rest
         return float(tokens / seconds)
@@ -120,6 +120,6 @@ def test_each_batch_size_has_a_choice_of_its_own() -> None:
 def test_planning_changes_nothing_and_the_regret_is_bounded(right: list[float], seed: int, rows: int) -> None:
     world = Members(right, [0.02 * (member + 1) for member in range(len(right))], seed)
     budget = world.budget()
-    assert budget.plan(rows) == budget.plan(rows)
+    assert budget.plan(StepLoad(rows)) == budget.plan(StepLoad(rows))
     rate = world.run(budget, rows, 1500)
     assert rate > 0.88 * max(world.alone(rows, member) for member in range(len(right)))

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from drafter.budget.contract import StepLoad
 from drafter.budget.fixed import FixedBudget
 
 
 def test_a_fixed_budget_is_fixed() -> None:
     budget = FixedBudget(4)
-    assert budget.plan(1).nodes == budget.plan(8).nodes == 4
+    assert budget.plan(StepLoad(1)).nodes == budget.plan(StepLoad(8, 5000.0, "filtered")).nodes == 4
     assert budget.trim(np.zeros((3, 8))).tolist() == [4] * 3
     assert budget.trim(np.zeros((3, 2))).tolist() == [2] * 3

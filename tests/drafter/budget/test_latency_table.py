@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from drafter.budget.contract import StepLoad
 from drafter.budget.latency_table import LatencyTable, batch_sizes, measure_latency
 
 _MS = 1e-3
@@ -19,6 +22,26 @@ def test_latencies_are_interpolated_between_batches() -> None:
     assert draft.tolist() == [0.0, 0.2, 0.2]
     assert table.at(8)[1].tolist() == [0.0, 0.5, 0.5]
     assert 1.2 < table.at(4)[0][1] < 5.0
+
+
+def test_longer_texts_and_drawn_tokens_cost_more() -> None:
+    table = LatencyTable(
+        batches=np.array([1.0, 8.0]),
+        nodes=(0, 4),
+        verify=np.array([[1.0, 1.5], [2.0, 4.0]]),
+        draft=np.array([[0.0, 0.5], [0.0, 0.5]]),
+        length=100,
+        longer=np.array([0.01, 0.02]),
+        choosing={"filtered": np.array([0.25, 1.0])},
+    )
+    tokens = np.array([1.0, 3.0])
+    assert table.costs(1).seconds(StepLoad(1), tokens).tolist() == [1.0, 2.0]
+    assert table.costs(1).seconds(StepLoad(1, 50.0, "drawn"), tokens).tolist() == [1.0, 2.0]
+    assert table.costs(1).seconds(StepLoad(1, 200.0), tokens).tolist() == [2.0, 4.0]
+    assert np.allclose(table.costs(8).seconds(StepLoad(8, 150.0), tokens), [2.0 + 4.0, 4.5 + 8.0])
+    assert table.costs(1).seconds(StepLoad(1, 0.0, "filtered"), tokens).tolist() == [1.25, 2.75]
+    at_all_levels = replace(table, choices=np.array([1.0, 5.0]))
+    assert at_all_levels.costs(8).seconds(StepLoad(8, 0.0, "filtered"), tokens).tolist() == [3.0, 9.5]
 
 
 def test_batch_sizes_are_powers_of_four_and_the_slots() -> None:

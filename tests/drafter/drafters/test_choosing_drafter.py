@@ -8,6 +8,7 @@ import pytest
 
 from drafter.base.causal_lm import BaseModel
 from drafter.budget.choosing_budget import ChoosingBudget
+from drafter.budget.contract import StepLoad
 from drafter.budget.fixed import FixedBudget
 from drafter.drafters.cacheback import CachebackDrafter
 from drafter.drafters.choosing_drafter import ChoosingDrafter
@@ -45,7 +46,7 @@ class ChangingBudget(FixedBudget):
         self.members: list[int] = []
         self._next()
 
-    def plan(self, rows: int) -> Ask:
+    def plan(self, load: StepLoad) -> Ask:
         if self._random.random() < 0.4:
             self._next()
         self.members.append(self._planned.member)

@@ -127,7 +127,7 @@ DRAFTERS: dict[str, Callable[[BaseModel], Drafter]] = {
     "ngram": lambda base: NgramDrafter(8),
     "adversarial": lambda base: AdversarialDrafter(0),
     "ctc": lambda base: make_head(base, "ctc").drafter(base, 8),
-    "ctc, lattice": lambda base: make_head(base, "context 2").drafter(base, 8),
+    "ctc, factored lattice": lambda base: make_head(base, "context 2", joint_size=4).drafter(base, 8),
     "ctc, static": lambda base: make_head(base, "ctc").drafter(base, 8, "static"),
     "medusa": lambda base: make_head(base, "medusa").drafter(base, 8),
     "eagle3": lambda base: make_head(base, "eagle3, in part").drafter(base, 8),

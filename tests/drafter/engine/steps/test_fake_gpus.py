@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -50,8 +51,8 @@ MODES: dict[str, tuple[SamplingParams, SamplingParams | None]] = {
 NODES, ROWS, LENGTH = 7, 4, 48
 
 
-def _head(kind: str, base: BaseModel, tree: str = "exact") -> Callable[[], Drafter]:
-    head = make_head(base, kind)
+def _head(kind: str, base: BaseModel, tree: str = "exact", **settings: Any) -> Callable[[], Drafter]:
+    head = make_head(base, kind, **settings)
 
     def make() -> Drafter:
         on_gpu(head, base.device)
@@ -69,6 +70,7 @@ DRAFTERS: dict[str, Callable[[BaseModel], Callable[[], Drafter]]] = {
     **{name: lambda base, make=make: partial(make, NODES) for name, make in TRAINING_FREE.items()},  # type: ignore[misc]
     **{kind: partial(_head, kind) for kind in KINDS},
     **{f"{kind}, static": partial(_head, kind, tree="static") for kind in STATIC},
+    "context 2, factored": partial(_head, "context 2", joint_size=4),
     "context 2 + ngram": _merged,
     "long": lambda base: lambda: LongChainDrafter(NgramDrafter(NODES), NODES),
     "exit": lambda base: lambda: ExitDrafter(base, 2, NODES),
@@ -78,6 +80,8 @@ CASES = [(name, mode, 1) for name in DRAFTERS for mode in MODES] + [(name, "gree
 FAST = [
     *((name, "greedy", 2) for name in ("none", "ngram", "memory", "ctc", "context 2, in part", "medusa", "hydra++")),
     *((name, "greedy", 1) for name in ("cacheback", "ctc, static", "context 2 + ngram", "long")),
+    ("context 2, factored", "greedy", 2),
+    *((name, "greedy", 1) for name in ("cacheback", "ctc, static", "context 2 + ngram")),
     *(("none", mode, 1) for mode in MODES),
     ("context 2", "everything", 1),
 ]
