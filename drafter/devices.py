@@ -31,6 +31,16 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
+def fetch(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A copy of `tensor` for the host, without waiting, and what happens when it is there; None where it is."""
+    if tensor.device.type != "cuda":
+        return tensor.clone(), None
+    copy = tensor.to("cpu", non_blocking=True)
+    arrived = torch.cuda.Event(blocking=True)
+    arrived.record(torch.cuda.current_stream(tensor.device))
+    return copy, arrived
+
+
 def release_unused(device: torch.device) -> None:
     """Give back what PyTorch holds without use: what is left may be enough, but in pieces."""
     if device.type == "cuda":

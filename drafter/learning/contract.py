@@ -6,6 +6,7 @@ hands out versions. Neither knows of the other, and neither waits for the other:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,8 +23,8 @@ class RowSample:
         tokens: `[T]` int64 prompt and output, on the CPU.
         prompt_length: How many of these are the prompt, at least 1.
         hidden: `[T, K · d]` the base's hidden states of these tokens that the head reads (`DraftHead.hidden_layers`), in
-            the base's dtype, on the CPU. The last token's may be zero: nothing is drafted after it. With None a learner
-            runs its base over the text.
+            the base's dtype, on the CPU. The last token's mean nothing: nothing is drafted after it. With None a
+            learner runs its base over the text.
         steps: Decode steps that the output took.
     """
 
@@ -75,8 +76,8 @@ class EndedRow:
     """
 
     request_id: str
-    prompt: list[int]
-    output: list[int]
+    prompt: Sequence[int]
+    output: Sequence[int]
     steps: int
 
     @property

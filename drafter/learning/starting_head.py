@@ -15,6 +15,9 @@ from drafter.heads.checkpoint import load_head
 from drafter.heads.contract import DraftHead, Provenance
 from drafter.heads.registry import HEADS, new_head
 
+LEARNT = "learnt"
+"""Key of `Provenance.training` under which a learner says what it has done."""
+
 
 @dataclass(frozen=True)
 class StartingHead:
@@ -57,3 +60,9 @@ class StartingHead:
             head = new_head(self.algorithm, base, self.settings)
         head.provenance = Provenance(base.name, base.fingerprint)
         return head.to(base.device, base.dtype).eval().requires_grad_(False)
+
+
+def version_of(head: DraftHead) -> int:
+    """Return the number of the version that a head was saved as by a learner; 0 for any other head."""
+    learnt = {} if head.provenance is None else head.provenance.training.get(LEARNT, {})
+    return int(learnt.get("version", 0))
