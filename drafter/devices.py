@@ -28,7 +28,12 @@ def synchronise(device: torch.device) -> None:
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """`tensor`, which the host has just made, on `device`, without waiting for what is queued there."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    return staged(tensor, device).to(device, non_blocking=True)
+
+
+def staged(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` of the host where `device` can copy it from without anybody waiting."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def fetch(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

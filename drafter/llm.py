@@ -121,8 +121,10 @@ class SpeculativeLM:
             return base, load_learning_drafter(str(drafter), base, nodes, learning, isolated=isolated)
 
         if learning is not None and not decides.lossless:
-            raise LoadError(f"a head learns from what its base says itself, and the verifier {decides.name} lets other "
-                            "tokens pass: use exact, or do without learning")
+            raise LoadError(
+                f"a head learns from what its base says itself, and the verifier {decides.name} lets other "
+                "tokens pass: use exact, or do without learning"
+            )
         base, loaded = in_passing_thread(load)
         if loaded.withheld and chosen.nodes != "auto":
             raise LoadError("a head that starts from nothing is drafted with once that pays: leave nodes at auto")

@@ -61,9 +61,7 @@ class ChoosingBudget:
         withheld: Members that are not to draft before they are renewed; not all of them.
     """
 
-    def __init__(
-        self, names: Sequence[str], budgets: Sequence[AdaptiveBudget], withheld: Collection[int] = ()
-    ) -> None:
+    def __init__(self, names: Sequence[str], budgets: Sequence[AdaptiveBudget], withheld: Collection[int] = ()) -> None:
         self._names, self._budgets, self._withheld = tuple(names), tuple(budgets), set(withheld)
         members = len(self._names)
         allowed = [member for member in range(members) if member not in self._withheld]

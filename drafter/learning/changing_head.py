@@ -4,8 +4,8 @@ On a CPU a head in decoding has its weights laid out for the machine's kernels. 
 drafter, in the thread that offers them, and a step only takes it. On a GPU a step is recorded with the addresses of its
 weights. There they are copied into place, queued between two steps, and recorded steps stay good.
 
-What a head keeps of each sequence follows from its weights: its cache of keys and values, for instance. It is read again
-from the base's hidden states, which the engine has, before the next draft, as it is of a sequence that enters.
+What a head keeps of each sequence follows from its weights: its cache of keys and values, for instance. It is read
+again from the base's hidden states, which the engine has, before the next draft, as it is of a sequence that enters.
 """
 
 from __future__ import annotations
@@ -51,17 +51,19 @@ class ChangingHead(Drafter):
         start: What the head begins with.
         base: The base it drafts for.
         nodes: Draft nodes of its largest trees.
+        in_place: Whether new weights are copied into place; by default where steps are recorded.
 
     Raises:
         LoadError: The head cannot be loaded.
     """
 
-    def __init__(self, start: StartingHead, base: BaseModel, nodes: int) -> None:
+    def __init__(self, start: StartingHead, base: BaseModel, nodes: int, *, in_place: bool | None = None) -> None:
         self._base, self._nodes = base, nodes
         head = start.load(base)
         # To decode with a head changes how its weights lie, so that later versions begin with a copy.
         self._blank = deepcopy(head)
-        self._own = head.state_dict() if devices.is_asynchronous(base.device) else {}
+        in_place = devices.is_asynchronous(base.device) if in_place is None else in_place
+        self._own = head.state_dict() if in_place else {}
         self._shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}
         self._tokens = None if head.vocabulary is None else head.vocabulary.tokens.cpu().clone()
         self._number, self.drafts = version_of(head), start.drafts
@@ -109,8 +111,10 @@ class ChangingHead(Drafter):
 
     def _make_ready(self, number: int, weights: Mapping[str, Tensor]) -> _Ready:
         if self._own:
-            sent = {name: weights[name].to(own.dtype).pin_memory() for name, own in self._own.items()}
-            return _Ready(number, None, sent)
+            staged = {
+                name: devices.staged(weights[name].to(own.dtype), own.device) for name, own in self._own.items()
+            }
+            return _Ready(number, None, staged)
         head = deepcopy(self._blank)
         load_weights(head, weights)
         drafter = head.drafter(self._base, self._nodes)

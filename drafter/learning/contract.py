@@ -22,8 +22,8 @@ class RowSample:
         request_id: The caller's name for it.
         tokens: `[T]` int64 prompt and output, on the CPU.
         prompt_length: How many of these are the prompt, at least 1.
-        hidden: `[T, K · d]` the base's hidden states of these tokens that the head reads (`DraftHead.hidden_layers`), in
-            the base's dtype, on the CPU. The last token's mean nothing: nothing is drafted after it. With None a
+        hidden: `[T, K · d]` the base's hidden states of these tokens that the head reads (`DraftHead.hidden_layers`),
+            in the base's dtype, on the CPU. The last token's mean nothing: nothing is drafted after it. With None a
             learner runs its base over the text.
         steps: Decode steps that the output took.
     """

@@ -71,7 +71,9 @@ def decide(course: Course, balance: Balance, tokens_left: float, curve: Sequence
         return replace(course, learns=False, reason="it rests for a moment, to measure what it costs", turn=0)
     else:
         begins = "the text has changed: " if fallen else ""
-        why = f"{begins}{HORIZON:.0f} s are expected to save {gain:.0f} s of {left:.0f} s left, and to take {cost:.1f} s"
+        why = (
+            f"{begins}{HORIZON:.0f} s are expected to save {gain:.0f} s of {left:.0f} s left, and to take {cost:.1f} s"
+        )
         return Course(True, why, course.turn + 1)
     rest_beta = balance.beta if course.rest_beta is None else max(course.rest_beta, balance.beta)
     return Course(False, why, 0, rest_beta)

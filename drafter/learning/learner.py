@@ -1,8 +1,9 @@
 """Learns from rows as they come, in small slices, and says when it has something better.
 
-A slice is a few units of work: an optimiser step, or the measurement of a few held-out rows. So a learner can run beside
-engines, between their steps, or alone. It measures β as decoding would have it, on rows whose prompts it never learns
-from, and what it has at a time is published as a version only if that is better than the version before on the same rows.
+A slice is a few units of work: an optimiser step, or the measurement of a few held-out rows. So a learner can run
+beside engines, between their steps, or alone. It measures β as decoding would have it, on rows whose prompts it never
+learns from. What it has at a time is published as a version only if that is better than the version before on the same
+rows.
 """
 
 from __future__ import annotations

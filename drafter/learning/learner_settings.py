@@ -37,8 +37,8 @@ class LearnerSettings:
     held_out_share: float = 0.06
     held_out_rows: int = 24
     least_held_out: int = 4
-    texts_per_step: int = 12
-    anchors_per_text: int = 48
+    texts_per_step: int = 8
+    anchors_per_text: int = 24
     learning_rate: float = 1e-3
     warmup_steps: int = 20
     averaging: float = 0.98

@@ -80,7 +80,7 @@ class LearningRows:
             self._rows.put(rank(sample.surprise, self.seen), row.nbytes, row)
 
     def take(self, count: int) -> list[RegeneratedText]:
-        """Take the texts of a step: those that are worth most. A row that may be used again goes back, at a lower rank."""
+        """Take the texts of a step: those that are worth most. Those that may be used again go back at a lower rank."""
         best = [found for _ in range(count) if (found := self._rows.take_best()) is not None]
         for worth, row in best:
             if row.uses + 1 < self._settings.uses:

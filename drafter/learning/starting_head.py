@@ -52,8 +52,8 @@ class StartingHead:
             return load_head(embedded if embedded.is_dir() else self.folder, base, HEADS)
         if self.settings.get("draft_vocab_size") is not None:
             raise LoadError(
-                f"draft head {self.algorithm!r}: a draft_vocab_size is chosen by how often tokens occur, and a head that "
-                "starts from nothing has no texts yet: leave it out, or start from a trained head that has one"
+                f"draft head {self.algorithm!r}: a draft_vocab_size is chosen by how often tokens occur, and a head "
+                "that starts from nothing has no texts yet: leave it out, or start from a trained head that has one"
             )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
