@@ -91,6 +91,8 @@ class ChangingHead(Drafter):
         ready = in_passing_thread(lambda: self._make_ready(number, weights))
         with self._lock:
             if number > self._offered:
+                if ready.drafter is not None and self._loan is not None:
+                    ready.drafter.open(self._loan)
                 self._ready, self._offered = ready, number
 
     def renew(self) -> Renewal | None:
@@ -111,16 +113,11 @@ class ChangingHead(Drafter):
 
     def _make_ready(self, number: int, weights: Mapping[str, Tensor]) -> _Ready:
         if self._own:
-            staged = {
-                name: devices.staged(weights[name].to(own.dtype), own.device) for name, own in self._own.items()
-            }
+            staged = {name: devices.staged(weights[name].to(own.dtype), own.device) for name, own in self._own.items()}
             return _Ready(number, None, staged)
         head = deepcopy(self._blank)
         load_weights(head, weights)
-        drafter = head.drafter(self._base, self._nodes)
-        if self._loan is not None:
-            drafter.open(self._loan)
-        return _Ready(number, drafter, {})
+        return _Ready(number, head.drafter(self._base, self._nodes), {})
 
     def _forget(self) -> None:
         """Let the drafter read all sequences again. Their texts are the engine's, and their slots stay."""
@@ -131,9 +128,12 @@ class ChangingHead(Drafter):
     # ---- as any drafter of a head
 
     def open(self, loan: Loan) -> None:
-        """Make room."""
-        self._loan = loan
-        self._drafter.open(loan)
+        """Make room, also for a version that has come before."""
+        with self._lock:
+            self._loan = loan
+            self._drafter.open(loan)
+            if self._ready is not None and self._ready.drafter is not None:
+                self._ready.drafter.open(loan)
 
     def enter(self, slot: int, text: Ids) -> None:
         """Tell the drafter."""
