@@ -25,7 +25,8 @@ from drafter.learning.averaged_training import AveragedTraining
 from drafter.learning.contract import HeadVersion, RowSample
 from drafter.learning.learner_files import read_learner, write_learner
 from drafter.learning.learner_settings import LearnerSettings
-from drafter.learning.learning_rows import LearningRows, micro_batches
+from drafter.learning.payoff import Evaluation
+from drafter.learning.rows.learning_rows import LearningRows, micro_batches
 from drafter.learning.starting_head import LEARNT, StartingHead, version_of
 from drafter.learning.weights import load_weights, weights_of
 from drafter.training.simulated_walk import Walks, walked_batches
@@ -36,25 +37,6 @@ _TOKENS = 8192
 _TEXTS_AT_ONCE = 2
 """Held-out texts of a unit of work."""
 _OVER = object()
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A measurement on held-out rows.
-
-    Args:
-        seconds: For which the learner had worked.
-        steps: Optimiser steps that it had taken.
-        rows: Rows that were measured on.
-        candidate: β of what it had learnt by then.
-        published: β of the newest version on the same rows; 1.0, plain decoding's, before there is one.
-    """
-
-    seconds: float
-    steps: int
-    rows: int
-    candidate: float
-    published: float
 
 
 @dataclass(frozen=True)
@@ -216,8 +198,9 @@ class Learner:
                 yield
             betas.append(walks.beta[settings.nodes])
         candidate, published = betas if drafted else (betas[0], 1.0)
-        self._evaluation = Evaluation(self._totals.seconds, totals.steps, len(texts), candidate, published)
-        if candidate >= settings.least_gain * published:
+        better = candidate >= settings.least_gain * published
+        self._evaluation = Evaluation(self._totals.seconds, totals.steps, len(texts), candidate, published, better)
+        if better:
             self._publish(weights, self._evaluation)
 
     def _publish(self, weights: dict[str, Tensor], found: Evaluation) -> None:

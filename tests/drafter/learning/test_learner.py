@@ -25,8 +25,8 @@ from drafter.learning.changing_head import ChangingHead
 from drafter.learning.contract import HeadVersion, RowSample
 from drafter.learning.learner import Learner, Progress
 from drafter.learning.learner_settings import LearnerSettings
-from drafter.learning.learning_rows import is_held_out
-from drafter.learning.sample_tap import SampleTap
+from drafter.learning.rows.learning_rows import is_held_out
+from drafter.learning.rows.sample_tap import SampleTap
 from drafter.learning.starting_head import StartingHead
 from drafter.learning.weights import weights_of
 from drafter.requests import Request, SamplingParams

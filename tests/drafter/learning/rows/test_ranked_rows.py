@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter.learning.ranked_rows import RankedRows, rank
+from drafter.learning.rows.ranked_rows import RankedRows, rank
 
 
 def test_new_and_surprising_rows_rank_high() -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from drafter.learning.contract import RowSample
 from drafter.learning.learner_settings import LearnerSettings
-from drafter.learning.learning_rows import LearningRows, is_held_out, micro_batches
+from drafter.learning.rows.learning_rows import LearningRows, is_held_out, micro_batches
 from drafter.training.targets import RegeneratedText
 
 

@@ -12,7 +12,7 @@ from drafter.drafters.ngram import NgramDrafter
 from drafter.engine.engine_config import EngineConfig
 from drafter.engine.loop import Engine
 from drafter.learning.contract import EndedRow, RowSample
-from drafter.learning.sample_tap import SampleTap
+from drafter.learning.rows.sample_tap import SampleTap
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.training.training_step import base_hidden_states
 from tests.support.heads import make_head

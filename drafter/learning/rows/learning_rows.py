@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from drafter.learning.contract import RowSample
 from drafter.learning.learner_settings import LearnerSettings
-from drafter.learning.ranked_rows import RankedRows, rank
+from drafter.learning.rows.ranked_rows import RankedRows, rank
 from drafter.training.targets import RegeneratedText
 
 _USED = 0.5
