@@ -60,17 +60,17 @@ class ChangingHead(Drafter):
     def __init__(self, start: StartingHead, base: BaseModel, nodes: int, *, in_place: bool | None = None) -> None:
         self._base, self._nodes = base, nodes
         head = start.load(base)
-        # To decode with a head changes how its weights lie, so that later versions begin with a copy.
-        self._blank = deepcopy(head)
         in_place = devices.is_asynchronous(base.device) if in_place is None else in_place
         self._own = head.state_dict() if in_place else {}
+        # To decode with a head changes how its weights lie, so that later versions begin with a copy.
+        self._blank = None if in_place else deepcopy(head)
         self._shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}
         self._tokens = None if head.vocabulary is None else head.vocabulary.tokens.cpu().clone()
         self._number, self.drafts = version_of(head), start.drafts
         self._gated = not start.drafts
         self._drafter = head.drafter(base, nodes)
         self.spec = self._drafter.spec
-        self._gate = torch.tensor(self.drafts, device=base.device)
+        self._gate = torch.full((), self.drafts, device=base.device)
         self._loan: Loan | None = None
         self._lock = threading.Lock()
         self._ready: _Ready | None = None
@@ -112,7 +112,7 @@ class ChangingHead(Drafter):
         return Renewal(ready.number)
 
     def _make_ready(self, number: int, weights: Mapping[str, Tensor]) -> _Ready:
-        if self._own:
+        if self._blank is None:
             staged = {name: devices.staged(weights[name].to(own.dtype), own.device) for name, own in self._own.items()}
             return _Ready(number, None, staged)
         head = deepcopy(self._blank)
