@@ -73,6 +73,10 @@ class Turns:
         """See `Budget`."""
         self.now.observe(step)
 
+    def renewed(self, member: int) -> None:
+        """See `Budget`."""
+        self.now.renewed(member)
+
 
 @dataclass(frozen=True)
 class Policy:

@@ -42,7 +42,22 @@ def timed(device: torch.device, work: Callable[[], T]) -> tuple[T, float]:
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """`tensor`, which the host has just made, on `device`, without waiting for what is queued there."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    return staged(tensor, device).to(device, non_blocking=True)
+
+
+def staged(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` of the host where `device` can copy it from without anybody waiting."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def fetch(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A copy of `tensor` for the host, without waiting, and what happens when it is there; None where it is."""
+    if tensor.device.type != "cuda":
+        return tensor.clone(), None
+    copy = tensor.to("cpu", non_blocking=True)
+    arrived = torch.cuda.Event(blocking=True)
+    arrived.record(torch.cuda.current_stream(tensor.device))
+    return copy, arrived
 
 
 def release_unused(device: torch.device) -> None:

@@ -14,12 +14,14 @@ import torch
 from drafter.base.causal_lm import BaseModel
 from drafter.base.loading import load_base, load_tokenizer
 from drafter.drafters.contract import Drafter
-from drafter.drafters.registry import load_drafter, useful_nodes
+from drafter.drafters.registry import load_drafter, load_learning_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.engine_config import EngineConfig
 from drafter.engine.loop import Engine
 from drafter.engine.sequences.handle import Handle
-from drafter.errors import RequestError
+from drafter.errors import LoadError, RequestError
+from drafter.learning.rows.sample_tap import SampleTap
+from drafter.learning.starting_head import StartingHead
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.text.chat import encode_chat
 from drafter.threads import in_passing_thread
@@ -47,6 +49,7 @@ class SpeculativeLM:
         tokenizer: Of the base.
         config: Sizes of the engine.
         verifier: Decides which draft tokens are accepted; by default the exact one.
+        samples: Is given rows that have ended, for a learner; by default nobody is.
     """
 
     def __init__(
@@ -57,9 +60,12 @@ class SpeculativeLM:
         config: EngineConfig | None = None,
         *,
         verifier: Verifier | None = None,
+        samples: SampleTap | None = None,
     ) -> None:
-        self.base, self.tokenizer = base, tokenizer
-        self.engine = in_passing_thread(lambda: Engine(base, drafter, tokenizer, config, verifier=verifier))
+        self.base, self.tokenizer, self.samples = base, tokenizer, samples
+        self.engine = in_passing_thread(
+            lambda: Engine(base, drafter, tokenizer, config, verifier=verifier, tap=samples)
+        )
         self._wake = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="drafter-engine", daemon=True)
@@ -78,6 +84,7 @@ class SpeculativeLM:
         isolated: bool = False,
         config: EngineConfig | None = None,
         verifier: VerifierSettings | None = None,
+        learning: StartingHead | None = None,
     ) -> SpeculativeLM:
         """Load a base, its tokeniser and a drafter.
 
@@ -95,6 +102,8 @@ class SpeculativeLM:
                 long an answer takes.
             config: Sizes of the engine.
             verifier: Which draft tokens become output; by default those that plain decoding would give.
+            learning: What a head begins with that learns from the rows. `samples` then hands these out, and
+                `engine.drafter.offer` takes versions of it. The drafter is `auto` or this head.
 
         Raises:
             LoadError: Something cannot be found, read or used; the message says what.
@@ -107,11 +116,21 @@ class SpeculativeLM:
                 name, dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code
             )
             nodes = useful_nodes(base.device) if chosen.nodes == "auto" else chosen.nodes
-            return base, load_drafter(drafter, base, nodes, isolated=isolated)
+            if learning is None:
+                return base, load_drafter(drafter, base, nodes, isolated=isolated)
+            return base, load_learning_drafter(str(drafter), base, nodes, learning, isolated=isolated)
 
+        if learning is not None and not decides.lossless:
+            raise LoadError(
+                f"a head learns from what its base says itself, and the verifier {decides.name} lets other "
+                "tokens pass: use exact, or do without learning"
+            )
         base, loaded = in_passing_thread(load)
+        if loaded.withheld and chosen.nodes != "auto":
+            raise LoadError("a head that starts from nothing is drafted with once that pays: leave nodes at auto")
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
-        return cls(base, loaded, tokenizer, chosen, verifier=decides)
+        samples = None if learning is None else SampleTap()
+        return cls(base, loaded, tokenizer, chosen, verifier=decides, samples=samples)
 
     @property
     def max_length(self) -> int:

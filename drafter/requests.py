@@ -226,6 +226,7 @@ class Generation:
         verifier: Name of the verifier that decided which draft tokens were accepted.
         lossless: Whether the tokens are exactly those of plain decoding, by that verifier.
         lenient: Places of `token_ids` that the base would not have chosen; none if it is lossless.
+        drafter_versions: Versions of a head that learns whose drafts were verified, in order; none without such a head.
     """
 
     request_id: str
@@ -239,6 +240,7 @@ class Generation:
     verifier: str = "exact"
     lossless: bool = True
     lenient: list[int] = field(default_factory=list)
+    drafter_versions: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,7 @@ class EngineState:
         memory_tokens: Tokens of texts that the drafter remembers.
         memory_bytes: Bytes that its memory of them takes.
         choices: Which of several drafters drafts, by batch size; empty where there is one.
+        drafter_version: Number of the newest weights that the drafter has taken; None where they never change.
     """
 
     active: int
@@ -117,6 +118,7 @@ class EngineState:
     memory_tokens: int = 0
     memory_bytes: int = 0
     choices: tuple[BatchChoice, ...] = ()
+    drafter_version: int | None = None
 
     @property
     def busy_seconds(self) -> float:

@@ -38,6 +38,18 @@ WALLS = {
         "drafter.stage_times",
         "drafter.tree",
     },
+    "drafter.learning": {
+        "drafter.base",
+        "drafter.devices",
+        "drafter.drafters.contract",
+        "drafter.embedded",
+        "drafter.errors",
+        "drafter.heads",
+        "drafter.statistics",
+        "drafter.threads",
+        "drafter.training",
+        "drafter.tree",
+    },
     "drafter.training": {"drafter.base", "drafter.errors", "drafter.heads", "drafter.tree"},
 }
 """Of `drafter`, all that some rooms may import beside themselves."""

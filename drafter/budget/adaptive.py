@@ -57,6 +57,11 @@ class _Band:
         """Share of what is promised that comes true. A tree that promises nothing says nothing about it."""
         return self.came_true / self.promised if self.promised else 1.0
 
+    def look_again(self) -> None:
+        """End the pause, if there is one."""
+        self.pause = self.seen = 0
+        self.tried = 0.0
+
 
 class AdaptiveBudget:
     """Chooses the nodes of each step; verifies all that is drafted.
@@ -115,6 +120,11 @@ class AdaptiveBudget:
             band.pause = math.ceil(min(band.tried / (_LOOKS * float(expected[0])), _LONGEST_PAUSE))
             band.seen, band.tried = 0, 0.0
 
+    def renewed(self, member: int) -> None:
+        """End all pauses; what is believed is corrected by the steps that come. See `Budget.renewed`."""
+        for band in self._bands:
+            band.look_again()
+
     def best(self, load: StepLoad) -> tuple[float, int]:
         """Tokens per second and row to expect of the best number of nodes, and that number; 0 is plain decoding."""
         rates = self._rates(self._band(load.rows), load)
@@ -134,9 +144,7 @@ class AdaptiveBudget:
 
     def look_again(self, rows: int) -> None:
         """End the pause, if there is one."""
-        band = self._band(rows)
-        band.pause = band.seen = 0
-        band.tried = 0.0
+        self._band(rows).look_again()
 
     def band_of(self, rows: int) -> int:
         """Index of the measured batch size that is closest to `rows`, in ratio."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from drafter.budget.adaptive import AdaptiveBudget
@@ -58,13 +58,16 @@ class ChoosingBudget:
     Args:
         names: Of the members, in the order in which they are tried first.
         budgets: Of the members, over the same batch sizes.
+        withheld: Members that are not to draft before they are renewed; not all of them.
     """
 
-    def __init__(self, names: Sequence[str], budgets: Sequence[AdaptiveBudget]) -> None:
-        self._names, self._budgets = tuple(names), tuple(budgets)
+    def __init__(self, names: Sequence[str], budgets: Sequence[AdaptiveBudget], withheld: Collection[int] = ()) -> None:
+        self._names, self._budgets, self._withheld = tuple(names), tuple(budgets), set(withheld)
         members = len(self._names)
+        allowed = [member for member in range(members) if member not in self._withheld]
         self._bands = [
-            _Band([0] * members, trial=0, untried=set(range(members))) for _ in self._budgets[0].table.batches
+            _Band([0] * members, leader=allowed[0], trial=allowed[0], untried=set(allowed))
+            for _ in self._budgets[0].table.batches
         ]
 
     def plan(self, load: StepLoad) -> Ask:
@@ -92,6 +95,15 @@ class ChoosingBudget:
         if band.trial is None:
             self._begin_trial(band, step.rows)
 
+    def renewed(self, member: int) -> None:
+        """Try a member soon, or for the first time if it was withheld; see `Budget.renewed`."""
+        self._budgets[member].renewed(0)
+        for band in self._bands:
+            band.pauses[member] = 0
+            if member in self._withheld:
+                band.untried.add(member)
+        self._withheld.discard(member)
+
     def choices(self) -> tuple[BatchChoice, ...]:
         """Return who drafts at each batch size that has been seen, and what is believed of the members."""
         found = []
@@ -99,7 +111,8 @@ class ChoosingBudget:
             if band.trials:
                 views = tuple(
                     MemberView(name, *budget.best(StepLoad(int(rows))))
-                    for name, budget in zip(self._names, self._budgets, strict=True)
+                    for member, (name, budget) in enumerate(zip(self._names, self._budgets, strict=True))
+                    if member not in self._withheld
                 )
                 found.append(BatchChoice(int(rows), self._names[band.leader], band.trials, views))
         return tuple(found)
@@ -140,7 +153,11 @@ class ChoosingBudget:
     def _begin_trial(self, band: _Band, rows: int) -> None:
         """Begin the next trial, if one is due."""
         untried = min(band.untried, default=None)
-        due = [member for member, pause in enumerate(band.pauses) if not pause and member != band.leader]
+        due = [
+            member
+            for member, pause in enumerate(band.pauses)
+            if not pause and member != band.leader and member not in self._withheld
+        ]
         if untried is None and not due:
             return
         band.trial = due[0] if untried is None else untried

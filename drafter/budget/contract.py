@@ -81,7 +81,7 @@ class StepObservation:
 
 
 class Budget(Protocol):
-    """Decides what speculation may cost. All that it learns it learns in `observe`."""
+    """Decides what speculation may cost. All that it learns it learns in `observe` and `renewed`."""
 
     def plan(self, load: StepLoad) -> Ask:
         """What to draft in a step; no nodes for plain decoding."""
@@ -95,3 +95,6 @@ class Budget(Protocol):
 
     def observe(self, step: StepObservation) -> None:
         """Learn from a step. Comes after every step, drafted or not."""
+
+    def renewed(self, member: int) -> None:
+        """Hear that a member drafts with other weights from now on: what it brings is to be found out again."""

@@ -29,3 +29,6 @@ class FixedBudget:
 
     def observe(self, step: StepObservation) -> None:
         """Learn nothing."""
+
+    def renewed(self, member: int) -> None:
+        """Draft as before."""

@@ -7,7 +7,7 @@ can change a token of an exact verifier's output.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -151,6 +151,19 @@ class DraftMemory:
     room: int = 0
 
 
+@dataclass(frozen=True)
+class Renewal:
+    """A drafter drafts with other weights from now on.
+
+    Args:
+        version: Their number.
+        members: Which of the drafter's `members` draft with them; 0 where it is one drafter.
+    """
+
+    version: int
+    members: tuple[int, ...] = (0,)
+
+
 class Drafter(ABC):
     """Proposes draft trees.
 
@@ -161,6 +174,18 @@ class Drafter(ABC):
     spec: DraftSpec
     members: tuple[str, ...] = ()
     """Names of the drafters among which a budget chooses; none if it is one drafter."""
+    drafts: bool = True
+    """Whether it has anything to draft with. One that starts without trained weights has not, until it is renewed."""
+
+    @property
+    def version(self) -> int | None:
+        """Number of the weights that draft now; None where none do, or where they never change."""
+        return None
+
+    @property
+    def withheld(self) -> tuple[int, ...]:
+        """Which of the `members` are not to draft before they are renewed."""
+        return ()
 
     def open(self, loan: Loan) -> None:  # noqa: B027 - a drafter without memory has nothing to do
         """Make room for the loan's slots. Called once, before everything else."""
@@ -213,3 +238,24 @@ class Drafter(ABC):
 
         It is called from any thread, and must not wait for a step.
         """
+
+    def offer(self, number: int, weights: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """Get ready to draft with other weights; a drafter whose weights never change has no use for them.
+
+        It is called from any thread but the engine's, and does all there that takes time. Like `remember`, it may come
+        at any time.
+
+        Args:
+            number: Of the version; one that is not newer than what it has is ignored.
+            weights: By name, on the CPU.
+
+        Raises:
+            LoadError: They are not such a drafter's, or not finite. Nothing has changed then.
+        """
+
+    def renew(self) -> Renewal | None:
+        """Draft with the newest weights that were offered, if there are any since. Comes between two steps.
+
+        It must not wait for the device, nor take longer than a small part of a step.
+        """
+        return None

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftMemory, DraftSpec, Ids, Loan
+from drafter.drafters.contract import (
+    Ask,
+    Committed,
+    DraftContext,
+    Drafter,
+    DraftMemory,
+    DraftSpec,
+    Ids,
+    Loan,
+    Renewal,
+)
 from drafter.tree.token_tree import TokenTree
 from drafter.tree.trie import merge
 
@@ -89,6 +100,21 @@ class MergedDrafter(Drafter):
         """Tell all."""
         for member in self.drafters:
             member.remember(texts)
+
+    @property
+    def version(self) -> int | None:
+        """That of the member whose weights change."""
+        return next((one.version for one in self.drafters if one.version is not None), None)
+
+    def offer(self, number: int, weights: Mapping[str, Tensor]) -> None:
+        """Offer them to all."""
+        for member in self.drafters:
+            member.offer(number, weights)
+
+    def renew(self) -> Renewal | None:
+        """Renew all."""
+        found = [renewal for member in self.drafters if (renewal := member.renew()) is not None]
+        return Renewal(found[0].version) if found else None
 
     def _seen_by(self, member: Drafter, context: DraftContext) -> DraftContext:
         """The context with the hidden states that a member's spec names."""

@@ -26,6 +26,8 @@ from drafter.errors import LoadError
 from drafter.heads.checkpoint import is_head_of, load_head
 from drafter.heads.early_exit.exit_drafter import named_exit
 from drafter.heads.registry import HEADS
+from drafter.learning.changing_head import ChangingHead
+from drafter.learning.starting_head import StartingHead
 from drafter.text.vocabulary import vocabulary_digest
 
 TRAINING_FREE: dict[str, Callable[[int], Drafter]] = {
@@ -166,3 +168,39 @@ def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: boo
         known = ", ".join([*TRAINING_FREE, *(f"{one}:…" for one in NAMED_WITH_COLON), *SHIPPED, "auto"])
         raise LoadError(f"no drafter {name!r}: use {known}, a draft head's folder or hub id, or several joined by '+'")
     return load_head(name, base, HEADS).drafter(base, nodes)
+
+
+LEARNT_MEMBERS = ("head", "head+memory")
+"""Members of `auto` that draft with a head that learns."""
+
+
+def load_learning_drafter(
+    name: str, base: BaseModel, nodes: int, start: StartingHead, *, isolated: bool = False
+) -> Drafter:
+    """A drafter whose head is replaced by better versions of it as they come; see `ChangingHead`.
+
+    Args:
+        name: `auto`: the head, what needs no training, and both merged, of which the fastest drafts; on a GPU the head
+            merged with `ngram`. Or the name of the head that it starts from: that head alone.
+        base: The base it drafts for.
+        nodes: Draft nodes of its largest trees.
+        start: What the head begins with.
+        isolated: Whether no text may be drafted from another one.
+
+    Raises:
+        LoadError: Nothing is to be drafted, the name is another one, or the head cannot be loaded.
+    """
+    if nodes < 1:
+        raise LoadError("a head that learns is to draft: with nodes 0 nothing is drafted")
+    if name not in ("auto", start.folder):
+        raise LoadError(f"drafter {name!r} has no head that could learn: use auto, or the head that it starts from")
+    head = ChangingHead(start, base, nodes)
+    if name != "auto":
+        return head
+    loading = Loading(base, nodes, isolated)
+    if base.device.type != "cpu":  # a step is recorded with its drafter
+        return MergedDrafter(head, loading.load("ngram"))
+    others = {one: loading.load(one) for one in ("memory", "cacheback", "ngram")}
+    # The first member is tried first, and is the one that drafts where no budget chooses.
+    named = {"head": head, **others} if start.drafts else {**others, "head": head}
+    return ChoosingDrafter(named, together=[("head", "memory")])

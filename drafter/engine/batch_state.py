@@ -204,6 +204,15 @@ class BatchState:
         if self.hidden is not None:
             self.hidden[slot, piece] = hidden
 
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of the hidden states of a token."""
+        return 0 if self.hidden is None else self.hidden.shape[2] * self.hidden.element_size()
+
+    def fetch_hidden(self, slot: int, length: int) -> tuple[Tensor | None, torch.cuda.Event | None]:
+        """Send the hidden states `[length, K · d]` of a slot's text to the host; see `devices.fetch`."""
+        return (None, None) if self.hidden is None else devices.fetch(self.hidden[slot, :length])
+
     def commit(self, accepted: Accepted, hidden: Tensor, sound: Tensor, rows: slice) -> None:
         """Move KV, hidden states and tokens of the accepted paths to each row's tail; the last token becomes pending.
 

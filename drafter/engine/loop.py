@@ -38,6 +38,7 @@ from drafter.engine.steps.graph_step import GraphStep
 from drafter.engine.steps.outcome import RowOutcomes, StepOutcome
 from drafter.engine.warm_up import compile_base, measure_steps
 from drafter.errors import EngineError, LoadError
+from drafter.learning.contract import EndedRow, RowTap
 from drafter.requests import Request
 from drafter.stage_times import StageTimes
 from drafter.statistics import EngineState
@@ -55,6 +56,7 @@ class Engine:
         config: Sizes.
         verifier: Decides what is accepted; by default the exact one.
         budget: Decides how much is drafted and verified; by default as `config.nodes` says.
+        tap: Is given rows that have ended, with the hidden states that the drafter reads; by default nobody is.
 
     Attributes:
         batch: What the device holds.
@@ -78,12 +80,14 @@ class Engine:
         *,
         verifier: Verifier | None = None,
         budget: Budget | None = None,
+        tap: RowTap | None = None,
     ) -> None:
         config, verifier = config or EngineConfig(), verifier or ExactVerifier()
         _refuse_mismatch(drafter, verifier)
         verifier.open(base)
         self.base, self.drafter, self.tokenizer = base, drafter, tokenizer
-        self.config, self.verifier = config, verifier
+        self.config, self.verifier, self._tap = config, verifier, tap
+        self._version = drafter.version
         limit = base.max_positions or DEFAULT_MAX_LENGTH
         if config.max_length is not None and config.max_length > limit:
             raise LoadError(f"max_length {config.max_length} is more than the {limit} positions of {base.name}")
@@ -161,6 +165,7 @@ class Engine:
             memory_tokens=memory.tokens,
             memory_bytes=memory.nbytes,
             choices=self.budget.choices() if isinstance(self.budget, ChoosingBudget) else (),
+            drafter_version=self._version,
         )
 
     @property
@@ -203,6 +208,7 @@ class Engine:
         """
         self._live()
         self._times.start()
+        self._renew()
         self._admission.begin_step()
         exhausted = False
         try:
@@ -222,6 +228,13 @@ class Engine:
             self._preempt()
         self._times.mark("host")
         self._live()
+
+    def _renew(self) -> None:
+        """Let the drafter take other weights, if some were offered."""
+        if (renewal := self.drafter.renew()) is not None:
+            self._version = renewal.version
+            for member in renewal.members:
+                self.budget.renewed(member)
 
     def _decode(self) -> None:
         """Plan, draft, trim, verify, accept and commit, for all active sequences."""
@@ -248,6 +261,7 @@ class Engine:
                 planned,
                 landed,
                 run.member,
+                self.drafter.version,
             )
         )
 
@@ -268,6 +282,8 @@ class Engine:
                     outcome.tokens[row], outcome.accepted[row], drafted, logprobs.get(row), outcome.lenient[row]
                 )
                 sequence.proven |= outcome.sound[row]
+                if drafted and flight.version is not None:
+                    sequence.note_version(flight.version)
                 given.append(outcome.tokens[row][:emitted])
                 self._output_tokens += emitted
                 self._accepted_tokens += sequence.counts.per_step_accepted[-1]
@@ -283,6 +299,8 @@ class Engine:
         They may have been a draft token's alone. The step has then left the sequence as it was; it goes on plainly.
         """
         if sequence.finish_reason is not None:
+            if self._tap is not None:
+                self._hand_out(sequence, self._tap)
             generation = sequence.generation()
             self.scheduler.retire(sequence)
             sequence.handle.future.set_result(generation)
@@ -295,6 +313,14 @@ class Engine:
             sequence.fail_not_finite()
         elif not drafted and self._graphs is not None:
             sequence.plain = False  # the others would have no drafts, either, for as long as it lasts
+
+    def _hand_out(self, sequence: Sequence, tap: RowTap) -> None:
+        """Give a row that has ended to who learns from it, unless its text is not the base's own."""
+        request = sequence.handle.request
+        row = EndedRow(request.request_id, request.prompt_ids, sequence.output, sequence.counts.num_decode_steps)
+        if not sequence.lenient and tap.wants(row, row.length * self.batch.hidden_bytes):
+            slot = self.scheduler.active.index(sequence)
+            tap.put(row, *self.batch.fetch_hidden(slot, row.length))
 
     def _teach_budget(self, flight: Flight, outcome: RowOutcomes, alive: list[int]) -> None:
         alive = [row for row in alive if outcome.sound[row]]
@@ -358,7 +384,7 @@ class Engine:
         if nodes != "auto":
             return FixedBudget(min(nodes, self.drafter.spec.max_nodes))
         budgets = [AdaptiveBudget(table) for table in measure_steps(self._device_step, self._graphs)]
-        return budgets[0] if len(budgets) == 1 else ChoosingBudget(self.drafter.members, budgets)
+        return budgets[0] if len(budgets) == 1 else ChoosingBudget(self.drafter.members, budgets, self.drafter.withheld)
 
 
 def _refuse_mismatch(drafter: Drafter, verifier: Verifier) -> None:

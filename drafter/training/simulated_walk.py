@@ -8,6 +8,7 @@ because β decides how fast decoding is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,6 +20,50 @@ from drafter.training.settings import NODE_COUNTS
 from drafter.training.targets import RegeneratedText, draft_batch
 from drafter.training.training_step import base_hidden_states
 from drafter.tree.token_tree import TokenTree
+
+
+@dataclass
+class Walks:
+    """Sums over walks.
+
+    Args:
+        steps: Decode steps by number of draft nodes; at first 0 of each.
+        tokens: New tokens.
+    """
+
+    steps: dict[int, int]
+    tokens: int = 0
+
+    @property
+    def beta(self) -> dict[int, float]:
+        """β by number of draft nodes."""
+        return {nodes: self.tokens / steps for nodes, steps in self.steps.items()}
+
+    @torch.no_grad()
+    def add(self, head: DraftHead, base: BaseModel, batch: DraftBatch, tree: Tree = "exact") -> None:
+        """Count the walks through the texts of a batch, all of whose positions are its anchors.
+
+        Args:
+            head: The head in evaluation mode, on the base's device.
+            base: The base that generated the texts.
+            batch: One of `walked_batches`. Its hidden states, if it has any, begin with those that the head reads.
+            tree: As in `DraftHead.drafter`.
+        """
+        batch, counts = batch.to(base.device), list(self.steps)
+        if batch.hidden is None:
+            hidden = base_hidden_states(base, batch.tokens, head.hidden_layers)
+        else:
+            hidden = batch.hidden[..., : len(head.hidden_layers) * base.hidden_size].to(base.dtype)
+        trees = head.trees_at(base, batch.tokens, hidden, batch.anchors, max(counts) + 1, tree)
+        accepted = accepted_depths(trees, batch.targets.flatten(0, 1), batch.lengths.flatten(), counts)
+        table = accepted.view(len(counts), *batch.anchors.shape).tolist()
+        for row, count in enumerate((batch.lengths > 0).sum(1).tolist()):
+            self.tokens += count
+            for nodes, depths in zip(counts, table, strict=True):
+                at = 0
+                while at < count:
+                    at += depths[row][at] + 1
+                    self.steps[nodes] += 1
 
 
 @torch.no_grad()
@@ -42,22 +87,11 @@ def simulated_beta(
     """
     training = head.training
     head.eval()
-    tokens, steps = 0, dict.fromkeys(node_counts, 0)
-    for batch in _batches(texts, head.config.depth, texts_at_once):
-        batch = batch.to(base.device)
-        hidden = base_hidden_states(base, batch.tokens, head.hidden_layers)
-        trees = head.trees_at(base, batch.tokens, hidden, batch.anchors, max(node_counts) + 1, tree)
-        accepted = accepted_depths(trees, batch.targets.flatten(0, 1), batch.lengths.flatten(), node_counts)
-        table = accepted.view(len(node_counts), *batch.anchors.shape).tolist()
-        for row, count in enumerate((batch.lengths > 0).sum(1).tolist()):
-            tokens += count
-            for nodes, depths in zip(node_counts, table, strict=True):
-                at = 0
-                while at < count:
-                    at += depths[row][at] + 1
-                    steps[nodes] += 1
+    walks = Walks(dict.fromkeys(node_counts, 0))
+    for batch in walked_batches(texts, head.config.depth, texts_at_once):
+        walks.add(head, base, batch, tree)
     head.train(training)
-    return {nodes: tokens / steps[nodes] for nodes in node_counts}
+    return walks.beta
 
 
 def accepted_depths(tree: TokenTree, targets: Tensor, lengths: Tensor, node_counts: Sequence[int]) -> Tensor:
@@ -77,7 +111,14 @@ def accepted_depths(tree: TokenTree, targets: Tensor, lengths: Tensor, node_coun
     return torch.stack([depths[:, : count + 1].amax(1) for count in node_counts])
 
 
-def _batches(texts: Sequence[RegeneratedText], depth: int, at_once: int) -> Iterator[DraftBatch]:
+def walked_batches(texts: Sequence[RegeneratedText], depth: int, at_once: int = 4) -> Iterator[DraftBatch]:
+    """Yield texts as batches with an anchor at each position, texts of about one length together.
+
+    Args:
+        texts: Those without anchors are left out.
+        depth: Targets of an anchor.
+        at_once: Texts of a batch.
+    """
     ordered = sorted((text for text in texts if len(text.anchors)), key=lambda text: len(text.tokens))
     for start in range(0, len(ordered), at_once):
         group = ordered[start : start + at_once]

@@ -37,6 +37,7 @@ class Sequence:
         lenient: Places of those that the base would not have chosen.
         logprobs: Of these, where the request wants them.
         counts: What its steps have drafted and accepted.
+        versions: Numbers of the weights that have drafted for it, in order.
         finish_reason: Why it has ended; None while it has not.
         entered: When it first entered a slot, in monotonic seconds.
         first_token: When it got its first token.
@@ -60,6 +61,7 @@ class Sequence:
     lenient: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     counts: DecodeCounts = field(default_factory=DecodeCounts)
+    versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     entered: float | None = None
     first_token: float | None = None
@@ -156,6 +158,11 @@ class Sequence:
             self.handle.push(TokenDelta(self.output[before:], self._new_text(), accepted, logprobs))
         return emitted
 
+    def note_version(self, version: int) -> None:
+        """Note that drafts of these weights were verified in a step."""
+        if version not in self.versions[-1:]:
+            self.versions.append(version)
+
     def succeed(self) -> None:
         """Give the caller the result; `finish_reason` must be set."""
         self.handle.future.set_result(self.generation())
@@ -199,6 +206,7 @@ class Sequence:
             verifier=self.verifier.name,
             lossless=self.verifier.lossless,
             lenient=self.lenient,
+            drafter_versions=self.versions,
         )
 
     def _timing(self) -> Timing:

@@ -31,6 +31,7 @@ class Flight:
         planned: Whether the budget planned the step; not where it came with a prompt's forward.
         landed: Happens when the outcome is there; None where it is.
         member: Which of the drafter's members drafted.
+        version: `Drafter.version` of the step.
     """
 
     sequences: list[Sequence]
@@ -45,6 +46,7 @@ class Flight:
     planned: bool = True
     landed: torch.cuda.Event | None = None
     member: int = 0
+    version: int | None = None
 
     @property
     def alive(self) -> list[int]:

@@ -139,6 +139,13 @@ def test_drafters_are_called_by_the_last_parts_of_their_folders() -> None:
 
 
 def test_heads_of_training_jobs_are_called_by_the_jobs_outputs() -> None:
-    names = ["out/medusa/head", "out/ctc/head/", "a/hydra/head+ngram", "stack:a/b/head>model:org/head2", "head", "/head"]
+    names = [
+        "out/medusa/head",
+        "out/ctc/head/",
+        "a/hydra/head+ngram",
+        "stack:a/b/head>model:org/head2",
+        "head",
+        "/head",
+    ]
     found = [Arm(name, "exact", 4).method for name in names]
     assert found == ["medusa", "ctc", "hydra+ngram", "stack:b>model:head2", "head", "head"]

@@ -15,12 +15,14 @@ from torch import nn
 
 from drafter.base.causal_lm import BaseModel
 from drafter.base.hidden_states import LM_HEAD_INPUT
-from drafter.drafters.contract import Drafter
+from drafter.drafters.contract import Drafter, Renewal
 from drafter.drafters.long_chain import LongChainDrafter
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.registry import TRAINING_FREE
 from drafter.heads.early_exit.exit_drafter import ExitDrafter
+from drafter.learning.changing_head import ChangingHead
+from drafter.learning.starting_head import StartingHead
 from drafter.requests import SamplingParams
 from drafter.verifiers.contract import Verifier
 from drafter.verifiers.lenient.fly import FlyVerifier
@@ -131,6 +133,27 @@ def test_a_lenient_verifier_waits_for_no_device(name: str, mode: str, tmp_path: 
             outcome = step()
         assert outcome.lenient is not None
         assert outcome.lenient.device == torch.device("cuda", 0)
+
+
+def test_a_head_changes_on_a_gpu_without_waiting_and_is_recorded_before() -> None:
+    base = _llama()
+    head = make_head(base, "context 2")
+    with fake_gpus(), torch.inference_mode(), mock.patch.object(StartingHead, "load", return_value=head):
+        move_to_gpus(base, 1)
+        on_gpu(head, base.device)
+        changing = ChangingHead(StartingHead(), base, NODES)
+        step = FakeStep(base, MergedDrafter(changing, NgramDrafter(NODES)), ROWS, NODES, LENGTH).prepared()
+        with Tape():
+            step()
+        weights = {name: torch.empty(tensor.shape) for name, tensor in head.state_dict().items()}
+        # Fakes have no numbers that could be checked, and are the thread's that made them.
+        room = "drafter.learning.changing_head"
+        with mock.patch(f"{room}.check_weights"), mock.patch(f"{room}.in_passing_thread", lambda work: work()):
+            changing.offer(1, weights)
+        assert changing.renew() == Renewal(1)
+        with Tape():
+            outcome = step()
+        assert outcome.packed.device == base.device
 
 
 def test_what_is_read_of_a_prompt_comes_back_to_one_gpu() -> None:

@@ -1,0 +1,87 @@
+"""Whether a learner works or rests: it must pay. A pure decision from the balance, the curve and what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from drafter.learning.payoff import Balance, Point, benefit, expected_growth
+
+HORIZON = 30.0
+"""Seconds of work that are decided on together: so long it takes about until a better version is there."""
+MOST_LOST = 0.02
+"""Share of a job's time that may be lost to learning and not have come back so far."""
+_HOPE = 1.3
+"""What a first `HORIZON` is hoped to make of β while nothing has been measured."""
+_START = 1.5
+"""A learner that rests begins again only if it is expected to bring so many times what it costs."""
+_FALLEN = 0.93
+"""The text has changed where β has fallen below this share of what it was when learning stopped."""
+_TURNS = 16
+"""One of so many intervals is a rest, so that what the learner costs is known."""
+_LONGEST = 86_400.0
+"""Seconds that are looked ahead at most: an endpoint has no end."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a learner does.
+
+    Args:
+        learns: Whether it works in the next interval.
+        reason: Why, in a line for people.
+        turn: Intervals since the last rest.
+        rest_beta: β of the rows when learning stopped; None while it goes on.
+        since: Seconds of work when it began for the text of now: what was measured before says nothing of it.
+        target: β that it is to come back to, where the text has changed.
+    """
+
+    learns: bool = False
+    reason: str = "nothing has been decoded yet"
+    turn: int = 0
+    rest_beta: float | None = None
+    since: float = 0.0
+    target: float | None = None
+
+
+def decide(course: Course, balance: Balance, tokens_left: float, curve: Sequence[Point]) -> Course:
+    """Decide on the next interval.
+
+    It works if what a horizon of work is expected to save on the tokens left is more than what it takes, and if what
+    was lost so far and is lost meanwhile stays within `MOST_LOST` of the job's time.
+
+    Args:
+        course: What was decided last.
+        balance: After the last interval.
+        tokens_left: Tokens that are still to be generated; infinite for an endpoint.
+        curve: How good what is learnt has become; see `curve_of`.
+    """
+    if not balance.rate:
+        return replace(course, learns=False, reason=Course.reason, turn=0)
+    left, resting = min(tokens_left / balance.rate, _LONGEST), course.rest_beta is not None
+    begins = ""
+    if course.rest_beta is not None and balance.beta < _FALLEN * course.rest_beta:
+        begins = "the text has changed: "
+        course = replace(course, since=curve[-1].seconds if curve else 0.0, target=course.rest_beta)
+    cost, gain = HORIZON * balance.drag, benefit(left - HORIZON, _growth(course, balance, curve))
+    allowed = MOST_LOST * (balance.seconds + left)
+    if balance.lost >= allowed:
+        why = f"learning has taken {balance.lost:.0f} s more than it has saved, and may take {allowed:.0f} s"
+    elif gain <= (_START if resting else 1.0) * cost:
+        why = f"{HORIZON:.0f} s more are expected to save {gain:.1f} s of {left:.0f} s left, and to take {cost:.1f} s"
+    elif course.turn >= _TURNS:
+        return replace(course, learns=False, reason="it rests for a moment, to measure what it costs", turn=0)
+    else:
+        saves = f"expected to save {gain:.0f} s of {left:.0f} s left, and to take {cost:.1f} s"
+        why = f"{begins}{HORIZON:.0f} s are {saves}"
+        return replace(course, learns=True, reason=why, turn=course.turn + 1, rest_beta=None)
+    rest_beta = balance.beta if course.rest_beta is None else max(course.rest_beta, balance.beta)
+    return replace(course, learns=False, reason=why, turn=0, rest_beta=rest_beta)
+
+
+def _growth(course: Course, balance: Balance, curve: Sequence[Point]) -> float:
+    """How many times its β a horizon of work is expected to make of a head."""
+    growth = expected_growth([point for point in curve if point.seconds >= course.since], HORIZON)
+    if growth is not None:
+        return growth
+    return _HOPE if course.target is None else max(course.target / max(balance.beta, 1.0), 1.0)

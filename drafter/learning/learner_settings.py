@@ -1,0 +1,66 @@
+"""How a learner learns."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LearnerSettings:
+    """Settings of a learner.
+
+    Args:
+        buffer_bytes: Memory that rows to learn from may take.
+        uses: How often a row is learnt from at most, at other places each time; then it is forgotten.
+        held_out_share: Share of the prompts that are kept out for measuring, by a hash of the prompt.
+        held_out_rows: Rows to measure on at most: the newest ones.
+        least_held_out: Rows that are needed before anything is measured or published.
+        texts_per_step: Texts of an optimiser step.
+        anchors_per_text: Positions of a text where the head drafts.
+        learning_rate: Rate of AdamW after its warm-up. It stays: nobody knows when a job's text changes.
+        warmup_steps: Steps of linear warm-up.
+        averaging: Weight of the past in the average of the weights, which is what is measured and published.
+        teacher: Labels at each place, the base's likeliest tokens there; 0 for the text alone. A head that does not
+            read what the LM head reads learns from the text alone.
+        evaluate_every: Optimiser steps between two measurements.
+        least_gain: A version is published if its β is so many times that of the one before, on the same rows.
+        nodes: Draft nodes of the measured trees.
+        seed: Of anchors.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    buffer_bytes: int = 256 << 20
+    uses: int = 8
+    held_out_share: float = 0.06
+    held_out_rows: int = 24
+    least_held_out: int = 4
+    texts_per_step: int = 4
+    anchors_per_text: int = 24
+    learning_rate: float = 1e-3
+    warmup_steps: int = 20
+    averaging: float = 0.98
+    teacher: int = 4
+    evaluate_every: int = 100
+    least_gain: float = 1.01
+    nodes: int = 16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        whole = ("buffer_bytes", "uses", "held_out_rows", "least_held_out", "texts_per_step", "anchors_per_text")
+        for name in (*whole, "evaluate_every", "nodes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("warmup_steps", "teacher"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
+        if not 0 < self.held_out_share < 1:
+            raise ValueError(f"held_out_share must be between 0 and 1, not {self.held_out_share}")
+        if not 0 <= self.averaging < 1:
+            raise ValueError(f"averaging must be at least 0 and below 1, not {self.averaging}")
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise ValueError(f"learning_rate must be more than 0, not {self.learning_rate}")
+        if not self.least_gain >= 1:
+            raise ValueError(f"least_gain must be at least 1, not {self.least_gain}")

@@ -1,0 +1,209 @@
+"""What learning costs a job, what it has saved, and what it may still bring. Pure functions of what was measured.
+
+A learner that shares a machine with engines takes speed from them. What it takes is the difference between the job's
+speed with it and without it, measured at times that are close to one another. What it saves is the time that the same
+tokens would have taken without what was learnt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from drafter.statistics import BatchChoice
+
+_PACE = 0.2
+"""Weight of the newest interval in the averages."""
+_UNKNOWN_DRAG = 0.3
+"""Share of the speed that a learner is taken to cost until that has been measured."""
+_POINTS = 5
+"""Newest points of the curve that say how it goes on."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Some seconds of a job, during all of which the learner worked or rested.
+
+    Args:
+        seconds: How long.
+        tokens: New tokens of all engines.
+        row_steps: Decode steps of all engines, counted once for each row that took part.
+        learned: Whether the learner worked.
+        gain: How many times as fast as without what was learnt the engines decoded; see `gain_by_choice` and
+            `gain_by_beta`.
+    """
+
+    seconds: float
+    tokens: int
+    row_steps: int
+    learned: bool
+    gain: float = 1.0
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What learning has cost a job and what it has saved.
+
+    Args:
+        seconds: Of the job so far.
+        taken: Seconds by which the learner has made the job longer.
+        saved: Seconds by which what was learnt has made it shorter.
+        learning_rate: Tokens per second of late while the learner worked; 0 before it has.
+        resting_rate: The same while it rested.
+        beta: Tokens of a row and step of late; 0 before the first interval.
+    """
+
+    seconds: float = 0.0
+    taken: float = 0.0
+    saved: float = 0.0
+    learning_rate: float = 0.0
+    resting_rate: float = 0.0
+    beta: float = 0.0
+
+    @property
+    def drag(self) -> float:
+        """Share of the engines' speed, in [0, 1), that goes while the learner works."""
+        if not self.learning_rate or not self.resting_rate:
+            return _UNKNOWN_DRAG
+        return max(1.0 - self.learning_rate / self.resting_rate, 0.0)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of the job while the learner rests; 0 before anything is known."""
+        return max(self.resting_rate, self.learning_rate)
+
+    @property
+    def lost(self) -> float:
+        """Seconds taken that have not come back so far; below 0 where more has been saved."""
+        return self.taken - self.saved
+
+    def after(self, interval: Interval) -> Balance:
+        """The balance at the end of an interval. One without tokens says nothing of speeds."""
+        balance = replace(self, seconds=self.seconds + interval.seconds)
+        if not interval.tokens or not interval.row_steps or interval.seconds <= 0:
+            return balance
+        rate = interval.tokens / interval.seconds
+        beta = _average(self.beta, interval.tokens / interval.row_steps)
+        if interval.learned:
+            balance = replace(balance, beta=beta, learning_rate=_average(self.learning_rate, rate))
+            balance = replace(balance, taken=self.taken + interval.seconds * balance.drag)
+        else:
+            balance = replace(balance, beta=beta, resting_rate=_average(self.resting_rate, rate))
+        return replace(balance, saved=self.saved + interval.seconds * max(interval.gain - 1.0, 0.0))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A measurement on held-out rows.
+
+    Args:
+        seconds: For which the learner had worked.
+        steps: Optimiser steps that it had taken.
+        rows: Rows that were measured on.
+        candidate: β of what it had learnt by then.
+        published: β of the newest version on the same rows; 1.0, plain decoding's, before there is one.
+        better: Whether the candidate was published.
+    """
+
+    seconds: float
+    steps: int
+    rows: int
+    candidate: float
+    published: float
+    better: bool
+
+
+@dataclass(frozen=True)
+class Point:
+    """How good a head was at a time.
+
+    Args:
+        seconds: For which the learner had worked.
+        beta: β, as if it had always been measured on the same rows; see `curve_of`.
+    """
+
+    seconds: float
+    beta: float
+
+
+def curve_of(evaluations: Sequence[Evaluation]) -> list[Point]:
+    """How good what is learnt has become, on the scale of the first evaluation, in the order of time.
+
+    The rows that are measured on change, and with them β. So only what was measured on the same rows is compared: each
+    candidate with the version before it.
+    """
+    if not evaluations:
+        return []
+    level = evaluations[0].published
+    points = [Point(0.0, level)]
+    for one in evaluations:
+        points.append(Point(one.seconds, level * one.candidate / one.published))
+        if one.better:
+            level = points[-1].beta
+    return points
+
+
+def gain_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> float:
+    """How many times as fast as without them the members `learned` let an engine decode, by what its budget believes.
+
+    Args:
+        choices: `EngineState.choices`. Batch sizes count by how much has been tried there.
+        learned: Names of the members that draft with the learnt head.
+
+    Returns:
+        At least 1.0, which it also is where nothing has been chosen yet.
+    """
+    gain = weight = 0.0
+    for choice in choices:
+        with_it = [one.rate for one in choice.members if one.name in learned]
+        without = [one.rate for one in choice.members if one.name not in learned]
+        if choice.chosen in learned and with_it and without and max(without) > 0:
+            gain += choice.trials * max(max(with_it) / max(without), 1.0)
+        else:
+            gain += choice.trials
+        weight += choice.trials
+    return gain / weight if weight else 1.0
+
+
+def gain_by_beta(beta: float, before: float) -> float:
+    """The same where a step costs what it did before anything was learnt: the ratio of the β, at least 1.0.
+
+    It is so where a given head is learnt further, and on a GPU, where a step drafts with the head from the start.
+    """
+    return max(beta / before, 1.0) if before > 0 else 1.0
+
+
+def expected_growth(curve: Sequence[Point], seconds: float) -> float | None:
+    """How many times its last β a head is expected to have after it has learnt for so many more seconds.
+
+    β grows about as the logarithm of the time; how steeply is what the last points say.
+
+    Args:
+        curve: In the order of time.
+        seconds: At least 0.
+
+    Returns:
+        At least 1.0; None where the curve has fewer than two points.
+    """
+    if len(curve) < 2:
+        return None
+    some = curve[-_POINTS:]
+    places = [math.log1p(point.seconds) for point in some]
+    middle, mean = sum(places) / len(some), sum(point.beta for point in some) / len(some)
+    spread = sum((place - middle) ** 2 for place in places)
+    if not spread:
+        return 1.0
+    slope = sum((place - middle) * (point.beta - mean) for place, point in zip(places, some, strict=True)) / spread
+    last = curve[-1]
+    grown = max(slope, 0.0) * (math.log1p(last.seconds + seconds) - math.log1p(last.seconds))
+    return 1.0 + grown / last.beta
+
+
+def benefit(seconds_left: float, growth: float) -> float:
+    """Seconds that decoding is shorter, of `seconds_left` at today's speed, if β becomes `growth` times what it is."""
+    return max(seconds_left, 0.0) * (1.0 - 1.0 / max(growth, 1.0))
+
+
+def _average(before: float, now: float) -> float:
+    return before + _PACE * (now - before) if before else now
