@@ -1,9 +1,9 @@
 """A Llama-like base's forward on a CPU by our own C++ code: the same numbers up to rounding, in a fraction of the time.
 
 A forward is one call. Weights are laid out once in the order in which they are read, in bf16 where that is exact; the
-processor's matrix unit multiplies those, if it has one. Attention reads each KV head once for all of its queries, and of
-each row only what is there. A row's logits do not depend, to the last bit, on the batch, the draft tree or the pieces in
-which its prompt was read.
+processor's matrix unit multiplies those, if it has one. Attention reads each KV head once for all of its queries, and
+of each row only what is there. A row's logits do not depend, to the last bit, on the batch, the draft tree or the
+pieces in which its prompt was read.
 """
 
 from __future__ import annotations
