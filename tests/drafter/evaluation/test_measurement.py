@@ -148,4 +148,4 @@ def test_heads_of_training_jobs_are_called_by_the_jobs_outputs() -> None:
         "/head",
     ]
     found = [Arm(name, "exact", 4).method for name in names]
-    assert found == ["medusa", "ctc", "hydra+ngram", "stack:b>model:head2", "head"]
+    assert found == ["medusa", "ctc", "hydra+ngram", "stack:b>model:head2", "head", "head"]
