@@ -27,7 +27,9 @@ from benchmarks.heads import answers
 from drafter.base.causal_lm import BaseModel
 from drafter.base.loading import load_base, load_tokenizer
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
+from drafter.errors import LoadError
 from drafter.evaluation.environment import environment
+from drafter.evaluation.questions import QuestionError
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.heads.checkpoint import load_head
@@ -74,29 +76,44 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     given = list(sys.argv[1:] if arguments is None else arguments)
     args = parser.parse_args(given)
-    record: dict[str, Any] = {"arms": []}
-    for name, dtype in DTYPES.items():
-        base = load_base(args.model, device="cpu", dtype=dtype)
-        texts = answers(base, load_tokenizer(args.model), args.questions, args.max_new_tokens)
-        record.setdefault(
-            "environment", environment(base, shlex.join(["python", "-m", "benchmarks.factored_search", *given]))
-        )
-        for way, kind in WAYS.items():
-            head = load_head(args.drafter, base, {"ctc": kind})
-            beta = simulated_beta(head, base, texts, NODES)
-            steps = sum(len(text.anchors) for text in texts)
-            record["arms"].append(
-                {"dtype": name, "LM head": way, "tokens": steps, "beta": {str(nodes): beta[nodes] for nodes in NODES}}
-            )
-            print(record["arms"][-1], file=sys.stderr)
-        if "shortlists" not in record:
-            head = load_head(args.drafter, base, {"ctc": CTCHead})
-            assert isinstance(head, CTCHead)
-            record["vocabulary"] = len(head.output(base).lm_head_weight)
-            record["shortlists"] = [{"nodes": nodes, "covered": covered(head, base, texts, nodes)} for nodes in NODES]
+    command = shlex.join(["python", "-m", "benchmarks.factored_search", *given])
+    try:
+        record = measure(args.model, args.drafter, args.questions, args.max_new_tokens, command)
+    except (LoadError, QuestionError) as error:
+        raise SystemExit(f"error: {error}") from error
     args.output.mkdir(parents=True, exist_ok=True)
     write_json(args.output / FACTORED_FILE, record)
     print(write_table(args.output))
+
+
+def measure(model: str, folder: Path, questions: int, max_new_tokens: int, command: str) -> dict[str, Any]:
+    """Return β of each way in each dtype, and what shortlists cover.
+
+    Raises:
+        LoadError: The folder has no CTC head of this base, or one whose frames do not know labels.
+        QuestionError: There are not so many questions.
+    """
+    record: dict[str, Any] = {"arms": []}
+    for name, dtype in DTYPES.items():
+        base = load_base(model, device="cpu", dtype=dtype)
+        texts = answers(base, load_tokenizer(model), questions, max_new_tokens)
+        for way, kind in WAYS.items():
+            head = load_head(folder, base, {"ctc": kind})
+            if not head.config.label_context:
+                raise LoadError(f"{folder} is a CTC head without a label context: it reads the LM head once as it is")
+            beta = simulated_beta(head, base, texts, NODES)
+            tokens = sum(len(text.anchors) for text in texts)
+            record["arms"].append(
+                {"dtype": name, "LM head": way, "tokens": tokens, "beta": {str(nodes): beta[nodes] for nodes in NODES}}
+            )
+            print(record["arms"][-1], file=sys.stderr)
+        if "shortlists" not in record:
+            head = load_head(folder, base, {"ctc": CTCHead})
+            assert isinstance(head, CTCHead)
+            record["environment"] = environment(base, command)
+            record["vocabulary"] = len(head.output(base).lm_head_weight)
+            record["shortlists"] = [{"nodes": nodes, "covered": covered(head, base, texts, nodes)} for nodes in NODES]
+    return record
 
 
 @torch.inference_mode()
