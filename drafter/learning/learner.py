@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ class Learner:
     def __init__(self, base: BaseModel, start: StartingHead, settings: LearnerSettings | None = None) -> None:
         self._base, self._start, self._settings = base, start, settings or LearnerSettings()
         self._tried = start.load(base)  # measured in the base's dtype, as engines draft
-        self._head = _trainable(start.load(base), base)
+        self._head = _trainable(deepcopy(self._tried), base)
         self._training = AveragedTraining(base, self._head, self._settings)
         self._rows = LearningRows(self._settings)
         self._totals = _Totals(version_of(self._head))
@@ -232,7 +233,7 @@ class Learner:
         """
         if self.version is None:
             raise ValueError("nothing has been published yet: there is no head to save")
-        head = self._start.load(self._base).float()
+        head = deepcopy(self._tried).float()
         load_weights(head, self.version.weights)
         assert head.provenance is not None
         learnt = {LEARNT: self.version.provenance}
@@ -285,7 +286,7 @@ def _without_weights(version: HeadVersion) -> dict[str, Any]:
 
 
 def _trainable(head: DraftHead, base: BaseModel) -> DraftHead:
-    """Return a loaded head in fp32, ready to be trained."""
+    """Return a head that was loaded in fp32, ready to be trained."""
     head.float().requires_grad_(True).train()
     if head.vocabulary is not None:
         head.vocabulary.borrow(base)  # these rows stay in the base's dtype

@@ -16,7 +16,7 @@ from drafter import devices
 from drafter.base.causal_lm import BaseModel
 from drafter.base.hidden_states import LM_HEAD_INPUT
 from drafter.drafters.choosing_drafter import ChoosingDrafter
-from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Ids, Loan
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Ids, Loan, Renewal
 from drafter.drafters.memory import MemoryDrafter
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.ngram import NgramDrafter
@@ -231,16 +231,14 @@ def test_recorded_steps_draft_with_the_weights_of_now(kind: str, monkeypatch: py
 
 def test_before_its_first_version_a_head_from_nothing_drafts_nothing() -> None:
     drafter = ChangingHead(start_of("context 2"), base(), NODES)
-    assert not drafter.drafts
-    assert drafter.version is None
+    assert [drafter.drafts, drafter.version] == [False, None]
     found = decode(drafter, lambda step: None)
     assert [one.token_ids for one in found] == plain()
     assert all(one.counts.num_draft_tokens == 0 and one.drafter_versions == [] for one in found)
     drafter.offer(1, weights("context 2", 0))
-    assert drafter.version is None  # only a step takes it
-    renewal = drafter.renew()
-    assert renewal is not None
-    assert (renewal.version, drafter.version, drafter.drafts) == (1, 1, True)
+    assert [drafter.drafts, drafter.version] == [False, None]  # only a step takes it
+    assert drafter.renew() == Renewal(1)
+    assert [drafter.drafts, drafter.version] == [True, 1]
     assert drafter.renew() is None
 
 
