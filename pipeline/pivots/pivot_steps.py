@@ -163,7 +163,7 @@ class PivotSteps:
         held_out = [row for row in self._answered() if is_held_out(row.request.request_id, config.held_out)]
         answers = {row["request_id"]: row for row in rows_of(open_output(str(self._folder.answers)), None)}
         requests = [row.request for row in held_out]
-        pad = VerifierSettings("pad", classifier=str(self._folder.verifier.absolute()))
+        pad = VerifierSettings("pad", classifier=str(self._folder.verifier))
         asked = (self._model, config.drafter, asdict(config.loading), asdict(config.engine), requests)
         settings = ([EXACT, *verifier_grid(pad)], config.rounds, command, resources.threads)
         exact: list[float] | None = None

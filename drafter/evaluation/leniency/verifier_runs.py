@@ -20,7 +20,7 @@ from drafter.verifiers.verifier_settings import VerifierSettings
 EXACT = VerifierSettings()
 _WARM_UP = 2
 _GRIDS: dict[str, tuple[dict[str, float], ...]] = {
-    "fly": tuple({"theta": theta} for theta in (0.9, 0.7, 0.5, 0.3, 0.1, 0.0)),
+    "fly": tuple({"theta": theta} for theta in (1.05, 1.0, 0.9, 0.7, 0.5, 0.3, 0.1, 0.0)),
     "pad": tuple({"sigma": sigma} for sigma in (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0)),
     "typical": tuple({"delta": delta} for delta in (0.9, 0.5, 0.3, 0.09, 0.03, 0.01)),
 }
