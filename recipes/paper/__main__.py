@@ -25,7 +25,7 @@ The paper's table for one base, from prompts to β and γ of every head, as a ch
 The chain's own jobs, which `run` submits: base, openings, prompts.
 
   python -m recipes.paper run --config recipes/paper/smollm2.yaml --output build/paper-smollm2
-  python -m recipes.paper estimate --config recipes/paper/vicuna-7b.yaml"""
+  python -m recipes.paper estimate --config recipes/paper/vicuna-7b.yaml --output build/paper-vicuna-7b"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -97,9 +97,12 @@ def _read_done(places: Places) -> dict[str, str]:
 
 
 def submission_name(stage: Stage, places: Places) -> str:
-    """Return what a stage's submissions are called: the same name in every run of the same output, and in no other."""
+    """Return what a stage's submissions are called: the same name in every run of the same output, and in no other.
+
+    With other settings it is another name: a job under way with the earlier ones is not taken for this one.
+    """
     where = hashlib.sha256(str(places.folder).encode()).hexdigest()[:8]
-    return f"paper-{where}-{stage.name}"
+    return f"paper-{where}-{stage.name}-{_digest(stage)[:6]}"
 
 
 def submitter(config: PaperConfig, places: Places, environment: Mapping[str, str]) -> Submit:

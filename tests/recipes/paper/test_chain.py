@@ -100,6 +100,10 @@ def test_submissions_of_an_output_have_names_of_their_own(tmp_path: Path) -> Non
     assert len(set(names)) == 2 * len(jobs)
     assert names == [submission_name(stage, one) for one in places for stage in jobs]
     assert all(SubmitConfig(name=name) for name in names)  # names that a job may have
+    changed = stages(configuration("tiny", tmp_path, "--training.log_every", "3"))
+    both = [[submission_name(stage, places[0]) for stage in some] for some in (jobs, changed)]
+    differ = {one.name for one, first, second in zip(jobs, *both, strict=True) if first != second}
+    assert differ == {one.name for one in jobs if one.name.startswith("train-")}
 
 
 def test_one_run_works_on_an_output_at_a_time(tmp_path: Path) -> None:
@@ -144,6 +148,10 @@ def test_commands_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "set hardware, as vicuna-7b.yaml does" in capsys.readouterr().err
 
 
+_JOBS = 3
+"""Jobs that one run of the test waits for at most, one after another."""
+
+
 @dataclass
 class Running:
     """The command `run` in a process, with all that it starts, and what they print."""
@@ -179,7 +187,7 @@ class Running:
     def finish(self) -> str:
         """Wait for its end; return what it printed."""
         try:
-            assert self.process.wait(PATIENCE) == 0, self.log.read_text()
+            assert self.process.wait(_JOBS * PATIENCE) == 0, self.log.read_text()
         except subprocess.TimeoutExpired:
             self.process.terminate()  # it ends its cluster, too
             self.process.wait()
@@ -192,6 +200,7 @@ def _steps(saved: dict[str, Any]) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * _JOBS * PATIENCE)
 def test_the_table_of_a_tiny_vicuna_by_one_command_killed_in_the_middle(tmp_path: Path) -> None:
     """A real cluster with a logical GPU, from random weights to the table; killed inside a training, then run again."""
     out = tmp_path / "out"
