@@ -123,6 +123,9 @@ class DraftHead(nn.Module, ABC):
             ValueError: The head has no such tree; the message says why.
         """
 
+    def weights_changed(self, base: BaseModel) -> None:
+        """Compute anew, at its address, what a drafter of this head keeps of weights that were changed in place."""
+
     @abstractmethod
     def trees_at(
         self, base: BaseModel, tokens: Tensor, hidden: Tensor, anchors: Tensor, size: int, tree: Tree = "exact"

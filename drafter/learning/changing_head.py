@@ -61,6 +61,7 @@ class ChangingHead(Drafter):
         self._base, self._nodes = base, nodes
         head = start.load(base)
         in_place = devices.is_asynchronous(base.device) if in_place is None else in_place
+        self._head = head if in_place else None
         self._own = head.state_dict() if in_place else {}
         # To decode with a head changes how its weights lie, so that later versions begin with a copy.
         self._blank = None if in_place else deepcopy(head)
@@ -89,10 +90,13 @@ class ChangingHead(Drafter):
             return
         check_weights(weights, self._shapes, self._tokens, f"version {number} of the head")
         ready = in_passing_thread(lambda: self._make_ready(number, weights))
+        loan = self._loan
+        if ready.drafter is not None and loan is not None:
+            ready.drafter.open(loan)  # outside the lock: no step waits for it
         with self._lock:
             if number > self._offered:
-                if ready.drafter is not None and self._loan is not None:
-                    ready.drafter.open(self._loan)
+                if ready.drafter is not None and loan is not self._loan and self._loan is not None:
+                    ready.drafter.open(self._loan)  # the engine has started meanwhile
                 self._ready, self._offered = ready, number
 
     def renew(self) -> Renewal | None:
@@ -106,6 +110,8 @@ class ChangingHead(Drafter):
         else:
             for name, tensor in ready.weights.items():
                 self._own[name].copy_(tensor, non_blocking=True)
+            if self._head is not None:
+                self._head.weights_changed(self._base)
             self._forget()
         self._number, self.drafts = ready.number, True
         self._gate.fill_(True)

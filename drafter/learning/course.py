@@ -20,7 +20,7 @@ _FALLEN = 0.93
 _TURNS = 16
 """One of so many intervals is a rest, so that what the learner costs is known."""
 _LONGEST = 86_400.0
-"""Seconds that are looked ahead at most: an endpoint has no end."""
+"""Seconds that are looked ahead at most: nobody knows how good a head is after days."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def decide(course: Course, balance: Balance, tokens_left: float, curve: Sequence
     Args:
         course: What was decided last.
         balance: After the last interval.
-        tokens_left: Tokens that are still to be generated; infinite for an endpoint.
+        tokens_left: Tokens that are still to be generated.
         curve: How good what is learnt has become; see `curve_of`.
     """
     if not balance.rate:

@@ -44,6 +44,8 @@ class CTCHead(CTCFrames):
 
     algorithm = "ctc"
     config_class = CTCHeadConfig
+    _factor: LabelFactor | None = None
+    """What the search in decoding keeps of the weights."""
 
     def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
         """Return the loss that the configuration names; see `DraftHead.forward`."""
@@ -129,11 +131,15 @@ class CTCHead(CTCFrames):
             except (BuildError, UnsuitableError) as reason:
                 _log.warning("the CTC head drafts without the native library, which is slower: %s", reason)
         self.prepack_search()
-        factor = None
         # On a CPU improbable paths are left out, and the LM head is read for few.
         if devices.is_asynchronous(base.device) and is_factored(self, base):
-            factor = LabelFactor.of(self, base)
-        return partial(self._search_lattice, base=base, factor=factor)
+            self._factor = LabelFactor.of(self, base)
+        return partial(self._search_lattice, base=base, factor=self._factor)
+
+    def weights_changed(self, base: BaseModel) -> None:
+        """See `DraftHead.weights_changed`."""
+        if self._factor is not None:
+            self._factor.logits.copy_(LabelFactor.of(self, base).logits)
 
     def _search_lattice(
         self,

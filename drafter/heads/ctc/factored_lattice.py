@@ -38,7 +38,7 @@ class LabelFactor:
     @classmethod
     @torch.no_grad()
     def of(cls, head: CTCFrames, base: BaseModel) -> LabelFactor:
-        """Compute it of weights that no longer change."""
+        """Compute it of the present weights."""
         spans = _centred(head, head.joint_spans.T)
         return cls(head.output(base).lm_head(torch.cat([spans, head.norm.bias[None]])))
 

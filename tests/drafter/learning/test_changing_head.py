@@ -197,6 +197,28 @@ def test_after_a_change_it_drafts_as_if_it_had_had_the_weights_from_the_start(ca
     assert all(compared.same)
 
 
+def test_what_a_search_keeps_of_the_weights_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the LM head's products with the head's own weights are computed in advance."""
+    algorithm, settings = KINDS["context 2"]
+    settings = {"depth": DEPTH, **settings, "joint_size": 4}
+    second = weights_of(make_head(base(), "context 2", 5, joint_size=4))
+    other = make_head(base(), "context 2", 1, joint_size=4)
+    load_weights(other, second)
+    with monkeypatch.context() as patched:
+        patched.setattr(devices, "is_asynchronous", lambda device: True)
+        changing = ChangingHead(StartingHead(algorithm=algorithm, settings=settings), base(), NODES)
+        compared = Compared(changing, other.drafter(base(), NODES))
+
+    def change(step: int) -> None:
+        if step == 7:
+            changing.offer(1, second)
+            assert changing.renew() is not None
+
+    assert [one.token_ids for one in decode(compared, change)] == plain()
+    assert len(compared.same) > 10
+    assert all(compared.same)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "context 2", "medusa", "hydra++"])
 def test_recorded_steps_draft_with_the_weights_of_now(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
