@@ -89,7 +89,7 @@ def test_the_demo_configuration_is_valid() -> None:
         ("--input a --output b --resources.gpus_per_actor 2", "set loading.device_map to auto, or take 1"),
         ("--input a --output b --writing.rows_per_file 0", "writing.rows_per_file must be at least 1, not 0"),
         ("--input a --output b --loading.dtype int8", "loading.dtype must be one of auto, float32, bfloat16, float16"),
-        ("--input a --output b --verifier loose", "verifier.name must be one of exact, fly, typical, not loose"),
+        ("--input a --output b --verifier loose", "verifier.name must be one of exact, fly, pad, typical, not loose"),
         ("--input a --output b --verifier.theta low", "verifier.theta must be"),
         ("--config nowhere.yaml", "nowhere.yaml"),
     ],
