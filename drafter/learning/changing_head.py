@@ -111,9 +111,7 @@ class ChangingHead(Drafter):
 
     def _make_ready(self, number: int, weights: Mapping[str, Tensor]) -> _Ready:
         if self._own:
-            staged = {
-                name: devices.staged(weights[name].to(own.dtype), own.device) for name, own in self._own.items()
-            }
+            staged = {name: devices.staged(weights[name].to(own.dtype), own.device) for name, own in self._own.items()}
             return _Ready(number, None, staged)
         head = deepcopy(self._blank)
         load_weights(head, weights)

@@ -10,6 +10,7 @@ import torch
 from drafter.engine.engine_config import EngineConfig
 from drafter.llm import SpeculativeLM
 from drafter.verifiers.verifier_settings import VerifierSettings
+from pipeline.learning.learner_spec import Beginning
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class EngineSpec:
         threads: CPU threads: the actor's share of the machine.
         isolated: Whether no request may be drafted from another one's text.
         verifier: Which draft tokens become output.
+        learning: What a head begins with that learns from the rows; None where none does.
     """
 
     model: str | None
@@ -33,19 +35,26 @@ class EngineSpec:
     threads: int
     isolated: bool = False
     verifier: VerifierSettings = field(default_factory=VerifierSettings)
+    learning: Beginning | None = None
 
     def load(self) -> SpeculativeLM:
         """Load the models and start the engine.
 
         Raises:
             LoadError: The models cannot be loaded.
+            OSError: The head that an earlier submission has learnt cannot be read.
         """
         torch.set_num_threads(self.threads)
+        start = None if self.learning is None else self.learning.here()
+        drafter = self.drafter
+        if start is not None and start.folder is not None and drafter != "auto":
+            drafter = start.folder  # the head alone, by where this process has it
         return SpeculativeLM.from_pretrained(
             self.model,
-            self.drafter,
+            drafter,
             config=self.config,
             isolated=self.isolated,
             verifier=self.verifier,
+            learning=start,
             **self.loading,
         )

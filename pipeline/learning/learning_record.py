@@ -1,0 +1,158 @@
+"""What a learner has done and what that has brought: `learning.json` in the output, and what the next decision needs.
+
+Nothing here needs Ray: measurements come in, the course comes out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from drafter.learning.contract import HeadVersion
+from drafter.learning.course import Course, decide
+from drafter.learning.learner import Evaluation
+from drafter.learning.payoff import Balance, Interval, Point, gain_by_beta
+
+_MOST_MOMENTS = 480
+"""Moments that are kept; when there are more, each two neighbours become one."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A version that was published.
+
+    Args:
+        at: When, in seconds since 1970.
+        number: Its number.
+        beta: Its β on held-out rows.
+        beta_before: That of the version before on the same rows; 1.0 where there was none.
+    """
+
+    at: float
+    number: int
+    beta: float
+    beta_before: float
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Some seconds of decoding.
+
+    Args:
+        at: When they ended, in seconds since 1970.
+        seconds: How long.
+        tokens: New tokens of all engines.
+        row_steps: Decode steps of all engines, counted once for each row that took part.
+        learned: Seconds of them in which the learner was at work.
+        version: The newest version by then; None before the first one.
+    """
+
+    at: float
+    seconds: float
+    tokens: int
+    row_steps: int
+    learned: float
+    version: int | None
+
+    def with_next(self, later: Moment) -> Moment:
+        """Return both as one."""
+        return Moment(
+            later.at,
+            self.seconds + later.seconds,
+            self.tokens + later.tokens,
+            self.row_steps + later.row_steps,
+            self.learned + later.learned,
+            later.version,
+        )
+
+
+@dataclass
+class LearningRecord:
+    """Grows while a job runs; later submissions go on with it.
+
+    Args:
+        balance: What learning has cost and saved.
+        curve: β on held-out rows over the learner's time; the first point is what it began with.
+        versions: What was published, in order.
+        moments: How decoding went, in order.
+        course: Whether the learner works now, and why. It is decided anew in each process.
+        gain: How many times its first β a head that was given has now, in this process.
+        beta_before: β of decoding before the first version, in this process.
+    """
+
+    balance: Balance = field(default_factory=Balance)
+    curve: list[Point] = field(default_factory=list)
+    versions: list[Published] = field(default_factory=list)
+    moments: list[Moment] = field(default_factory=list)
+    course: Course = field(default_factory=Course)
+    gain: float = 1.0
+    beta_before: float = 0.0
+
+    def evaluated(self, found: Evaluation) -> None:
+        """Enter a measurement."""
+        if not self.curve:
+            self.curve.append(Point(0.0, found.published))
+        self.curve.append(Point(found.seconds, found.candidate))
+
+    def published(self, version: HeadVersion, at: float) -> None:
+        """Enter a version."""
+        self.versions.append(Published(at, version.number, version.beta, version.beta_before))
+        self.gain *= gain_by_beta(version.beta, version.beta_before)
+
+    def decoded(self, interval: Interval, at: float) -> None:
+        """Enter some seconds of decoding, which ended at `at`, in seconds since 1970."""
+        self.balance = self.balance.after(interval)
+        if not self.versions:
+            self.beta_before = self.balance.beta
+        if not interval.tokens:
+            return
+        number = self.versions[-1].number if self.versions else None
+        learned = interval.seconds if interval.learned else 0.0
+        self.moments.append(Moment(at, interval.seconds, interval.tokens, interval.row_steps, learned, number))
+        if len(self.moments) > _MOST_MOMENTS:
+            pairs = zip(self.moments[::2], self.moments[1::2], strict=False)
+            last = self.moments[-1:] if len(self.moments) % 2 else []
+            self.moments = [one.with_next(later) for one, later in pairs] + last
+
+    def decide(self, tokens_left: float, *, must_pay: bool) -> Course:
+        """Decide on the next interval, and return what was decided."""
+        if must_pay:
+            self.course = decide(self.course, self.balance, tokens_left, self.curve)
+        else:
+            self.course = Course(True, "it learns to the end, whether that pays or not")
+        return self.course
+
+    def as_json(self) -> str:
+        """Return all that later submissions and reports need."""
+        kept = {
+            "balance": asdict(self.balance),
+            "curve": _dicts(self.curve),
+            "versions": _dicts(self.versions),
+            "moments": _dicts(self.moments),
+        }
+        return json.dumps(kept, indent=1) + "\n"
+
+    @classmethod
+    def of_json(cls, text: str) -> LearningRecord:
+        """Return the record that `as_json` wrote.
+
+        Raises:
+            ValueError, TypeError, KeyError: It did not.
+        """
+        kept = json.loads(text)
+        return cls(
+            Balance(**kept["balance"]),
+            [Point(**one) for one in kept["curve"]],
+            [Published(**one) for one in kept["versions"]],
+            [Moment(**one) for one in kept["moments"]],
+        )
+
+    def without_speeds(self) -> LearningRecord:
+        """Return it for another machine, or for engines that begin anew: what they were like says nothing now."""
+        return replace(self, balance=replace(self.balance, learning_rate=0.0, resting_rate=0.0, beta=0.0))
+
+
+def _dicts(some: Sequence[Any]) -> list[dict[str, Any]]:
+    return [asdict(one) for one in some]
