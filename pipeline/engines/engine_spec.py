@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,16 +46,17 @@ class EngineSpec:
             OSError: The head that an earlier submission has learnt cannot be read.
         """
         torch.set_num_threads(self.threads)
-        start = None if self.learning is None else self.learning.here()
-        drafter = self.drafter
-        if start is not None and start.folder is not None and drafter != "auto":
-            drafter = start.folder  # the head alone, by where this process has it
-        return SpeculativeLM.from_pretrained(
-            self.model,
-            drafter,
-            config=self.config,
-            isolated=self.isolated,
-            verifier=self.verifier,
-            learning=start,
-            **self.loading,
-        )
+        with tempfile.TemporaryDirectory(prefix="drafter-head-") as folder:
+            start = None if self.learning is None else self.learning.here(folder)
+            drafter = self.drafter
+            if start is not None and start.folder is not None and drafter != "auto":
+                drafter = start.folder  # the head alone, by where this process has it
+            return SpeculativeLM.from_pretrained(
+                self.model,
+                drafter,
+                config=self.config,
+                isolated=self.isolated,
+                verifier=self.verifier,
+                learning=start,
+                **self.loading,
+            )

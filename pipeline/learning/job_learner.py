@@ -69,18 +69,24 @@ class JobLearner:
 
     def look(self, now: Progress) -> Progress:
         """Return the job's progress with what the learner does; called now and then, and never waits."""
-        if self._call is not None and ray.wait([self._call], timeout=0)[0]:
-            call, self._call = self._call, None
-            self._hear(call)
-        if self._call is None and self.last.state != "ended":
-            self._call = self.actor.report.remote(tokens_left(now))
+        try:
+            if self._call is not None and ray.wait([self._call], timeout=0)[0]:
+                call, self._call = self._call, None
+                self._hear(call)
+            if self._call is None and self.last.state != "ended":
+                self._call = self.actor.report.remote(tokens_left(now))
+        except ray.exceptions.RayError as error:  # the cluster is in trouble: that is for others to say
+            _print(f"it cannot be asked: {one_line(error)}")
         return replace(now, learning=self.last)
 
     def close(self) -> LearningReport:
         """End the learner, and return what it has done; its files are in the output."""
-        if self._answered and self.last.state != "ended":
-            self._hear(self.actor.close.remote(), _LAST_WORD_SECONDS)
-        ray.kill(self.actor)
+        try:
+            if self._answered and self.last.state != "ended":
+                self._hear(self.actor.close.remote(), _LAST_WORD_SECONDS)
+            ray.kill(self.actor)
+        except Exception as error:  # whatever it is, the end of a job does not depend on it
+            _print(f"it could not be ended: {one_line(error)}")
         return self.last
 
     def _hear(self, call: Any, patience: float | None = None) -> None:

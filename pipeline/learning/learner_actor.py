@@ -156,6 +156,8 @@ class LearnerActor:
         learner, drafts = self._load()
         metrics = LearnerMetrics(self._spec.run)
         if learner.version is not None:
+            if learner.version.number not in [one.number for one in self._record.versions]:
+                self._record.published(learner.version, time.time())  # its process ended before that was written
             self._announce(learner.version)
         if not self._spec.must_pay:
             self._record.decide(0.0, must_pay=False)
@@ -185,7 +187,8 @@ class LearnerActor:
         """Return the learner, and whether the head that the job began with can draft."""
         spec = self._spec
         base = load_base(spec.model, dtype=spec.dtype, device="auto", trust_remote_code=spec.trust_remote_code)
-        start = found_start(spec.beginning.here(), base)
+        self._folder = tempfile.TemporaryDirectory(prefix="drafter-head-")
+        start = found_start(spec.beginning.here(self._folder.name), base)
         drafts = found_start(spec.beginning.start, base).drafts
         if spec.output.learner_state.exists:
             with tempfile.TemporaryDirectory() as name:

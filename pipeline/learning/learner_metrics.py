@@ -1,4 +1,4 @@
-"""Metrics of a job's learner for Prometheus; see `progress/prometheus.py`."""
+"""Metrics of a job's learner for Prometheus; see `progress/prometheus.py`. Their descriptions must be ASCII."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pipeline.progress.reports import LearningReport
 
 _GAUGES = {
     "version": "Number of the newest version of the head that learns.",
-    "beta": "β on held-out rows of what the learner has learnt by now.",
-    "published_beta": "β on held-out rows of the newest version.",
+    "beta": "Tokens per base forward on held-out rows, with what the learner has learnt by now.",
+    "published_beta": "Tokens per base forward on held-out rows, with the newest version.",
     "loss": "Loss of the learner's newest step, in nats.",
     "rows": "Rows that the learner can learn from.",
     "bytes": "Bytes of the rows that the learner has.",

@@ -34,17 +34,19 @@ class Beginning:
     start: StartingHead
     saved: Location | None = None
 
-    def here(self) -> StartingHead:
-        """Return what this process begins with; a saved head is copied to this machine.
+    def here(self, folder: str) -> StartingHead:
+        """Return what this process begins with.
+
+        Args:
+            folder: On this machine; a saved head is copied there.
 
         Raises:
-            OSError: It cannot be read.
+            OSError: The saved head cannot be read.
         """
         if self.saved is None:
             return self.start
-        folder = Path(tempfile.mkdtemp(prefix="drafter-head-"))
-        fetch_head(self.saved, folder)
-        return replace(self.start, folder=str(folder))
+        fetch_head(self.saved, Path(folder))
+        return replace(self.start, folder=folder)
 
 
 @dataclass(frozen=True)

@@ -111,10 +111,7 @@ class LearningRecord:
         number = self.versions[-1].number if self.versions else None
         learned = interval.seconds if interval.learned else 0.0
         self.moments.append(Moment(at, interval.seconds, interval.tokens, interval.row_steps, learned, number))
-        if len(self.moments) > _MOST_MOMENTS:
-            pairs = zip(self.moments[::2], self.moments[1::2], strict=False)
-            last = self.moments[-1:] if len(self.moments) % 2 else []
-            self.moments = [one.with_next(later) for one, later in pairs] + last
+        self.moments = together(self.moments, _MOST_MOMENTS)
 
     def decide(self, tokens_left: float, *, must_pay: bool) -> Course:
         """Decide on the next interval, and return what was decided."""
@@ -152,6 +149,14 @@ class LearningRecord:
     def without_speeds(self) -> LearningRecord:
         """Return it for another machine, or for engines that begin anew: what they were like says nothing now."""
         return replace(self, balance=replace(self.balance, learning_rate=0.0, resting_rate=0.0, beta=0.0))
+
+
+def together(moments: list[Moment], most: int) -> list[Moment]:
+    """Return moments of which there are at most so many: each two neighbours become one, until that is so."""
+    while len(moments) > most:
+        pairs = zip(moments[::2], moments[1::2], strict=False)
+        moments = [one.with_next(later) for one, later in pairs] + (moments[-1:] if len(moments) % 2 else [])
+    return moments
 
 
 def _dicts(some: Sequence[Any]) -> list[dict[str, Any]]:
