@@ -82,7 +82,7 @@ def test_a_learner_takes_its_share_of_one_machine() -> None:
     assert beside_learner(LearningConfig(cpus=4), cluster) == cluster  # not enabled
     shared = beside_learner(LearningConfig(enabled=True, cpus=1, gpus=0.25), cluster)
     assert shared.nodes == (Node(2.0, 0.0), Node(7.0, 0.75))
-    with pytest.raises(InputError, match="lower learning.cpus or learning.gpus"):
+    with pytest.raises(InputError, match="for the learner: lower"):
         beside_learner(LearningConfig(enabled=True, cpus=9), cluster)
 
 
