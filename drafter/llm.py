@@ -20,7 +20,7 @@ from drafter.engine.engine_config import EngineConfig
 from drafter.engine.loop import Engine
 from drafter.engine.sequences.handle import Handle
 from drafter.errors import LoadError, RequestError
-from drafter.learning.sample_tap import SampleTap
+from drafter.learning.rows.sample_tap import SampleTap
 from drafter.learning.starting_head import StartingHead
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.text.chat import encode_chat

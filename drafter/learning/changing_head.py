@@ -60,17 +60,17 @@ class ChangingHead(Drafter):
     def __init__(self, start: StartingHead, base: BaseModel, nodes: int, *, in_place: bool | None = None) -> None:
         self._base, self._nodes = base, nodes
         head = start.load(base)
-        # To decode with a head changes how its weights lie, so that later versions begin with a copy.
-        self._blank = deepcopy(head)
         in_place = devices.is_asynchronous(base.device) if in_place is None else in_place
         self._own = head.state_dict() if in_place else {}
+        # To decode with a head changes how its weights lie, so that later versions begin with a copy.
+        self._blank = None if in_place else deepcopy(head)
         self._shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}
         self._tokens = None if head.vocabulary is None else head.vocabulary.tokens.cpu().clone()
         self._number, self.drafts = version_of(head), start.drafts
         self._gated = not start.drafts
         self._drafter = head.drafter(base, nodes)
         self.spec = self._drafter.spec
-        self._gate = torch.tensor(self.drafts, device=base.device)
+        self._gate = torch.full((), self.drafts, device=base.device)
         self._loan: Loan | None = None
         self._lock = threading.Lock()
         self._ready: _Ready | None = None
@@ -91,6 +91,8 @@ class ChangingHead(Drafter):
         ready = in_passing_thread(lambda: self._make_ready(number, weights))
         with self._lock:
             if number > self._offered:
+                if ready.drafter is not None and self._loan is not None:
+                    ready.drafter.open(self._loan)
                 self._ready, self._offered = ready, number
 
     def renew(self) -> Renewal | None:
@@ -110,15 +112,12 @@ class ChangingHead(Drafter):
         return Renewal(ready.number)
 
     def _make_ready(self, number: int, weights: Mapping[str, Tensor]) -> _Ready:
-        if self._own:
+        if self._blank is None:
             staged = {name: devices.staged(weights[name].to(own.dtype), own.device) for name, own in self._own.items()}
             return _Ready(number, None, staged)
         head = deepcopy(self._blank)
         load_weights(head, weights)
-        drafter = head.drafter(self._base, self._nodes)
-        if self._loan is not None:
-            drafter.open(self._loan)
-        return _Ready(number, drafter, {})
+        return _Ready(number, head.drafter(self._base, self._nodes), {})
 
     def _forget(self) -> None:
         """Let the drafter read all sequences again. Their texts are the engine's, and their slots stay."""
@@ -129,9 +128,12 @@ class ChangingHead(Drafter):
     # ---- as any drafter of a head
 
     def open(self, loan: Loan) -> None:
-        """Make room."""
-        self._loan = loan
-        self._drafter.open(loan)
+        """Make room, also for a version that has come before."""
+        with self._lock:
+            self._loan = loan
+            self._drafter.open(loan)
+            if self._ready is not None and self._ready.drafter is not None:
+                self._ready.drafter.open(loan)
 
     def enter(self, slot: int, text: Ids) -> None:
         """Tell the drafter."""

@@ -32,12 +32,16 @@ class Course:
         reason: Why, in a line for people.
         turn: Intervals since the last rest.
         rest_beta: β of the rows when learning stopped; None while it goes on.
+        since: Seconds of work when it began for the text of now: what was measured before says nothing of it.
+        target: β that it is to come back to, where the text has changed.
     """
 
     learns: bool = False
     reason: str = "nothing has been decoded yet"
     turn: int = 0
     rest_beta: float | None = None
+    since: float = 0.0
+    target: float | None = None
 
 
 def decide(course: Course, balance: Balance, tokens_left: float, curve: Sequence[Point]) -> Course:
@@ -50,18 +54,16 @@ def decide(course: Course, balance: Balance, tokens_left: float, curve: Sequence
         course: What was decided last.
         balance: After the last interval.
         tokens_left: Tokens that are still to be generated; infinite for an endpoint.
-        curve: As in `expected_growth`.
+        curve: How good what is learnt has become; see `curve_of`.
     """
     if not balance.rate:
         return replace(course, learns=False, reason=Course.reason, turn=0)
-    left = min(tokens_left / balance.rate, _LONGEST)
-    growth = expected_growth(curve, HORIZON) or _HOPE
-    fallen = course.rest_beta is not None and balance.beta < _FALLEN * course.rest_beta
-    if fallen:
-        assert course.rest_beta is not None
-        growth = max(growth, course.rest_beta / max(balance.beta, 1.0))
-    gain, cost = benefit(left - HORIZON, growth), HORIZON * balance.drag
-    resting = course.rest_beta is not None
+    left, resting = min(tokens_left / balance.rate, _LONGEST), course.rest_beta is not None
+    begins = ""
+    if course.rest_beta is not None and balance.beta < _FALLEN * course.rest_beta:
+        begins = "the text has changed: "
+        course = replace(course, since=curve[-1].seconds if curve else 0.0, target=course.rest_beta)
+    cost, gain = HORIZON * balance.drag, benefit(left - HORIZON, _growth(course, balance, curve))
     allowed = MOST_LOST * (balance.seconds + left)
     if balance.lost >= allowed:
         why = f"learning has taken {balance.lost:.0f} s more than it has saved, and may take {allowed:.0f} s"
@@ -70,10 +72,16 @@ def decide(course: Course, balance: Balance, tokens_left: float, curve: Sequence
     elif course.turn >= _TURNS:
         return replace(course, learns=False, reason="it rests for a moment, to measure what it costs", turn=0)
     else:
-        begins = "the text has changed: " if fallen else ""
-        why = (
-            f"{begins}{HORIZON:.0f} s are expected to save {gain:.0f} s of {left:.0f} s left, and to take {cost:.1f} s"
-        )
-        return Course(True, why, course.turn + 1)
+        saves = f"expected to save {gain:.0f} s of {left:.0f} s left, and to take {cost:.1f} s"
+        why = f"{begins}{HORIZON:.0f} s are {saves}"
+        return replace(course, learns=True, reason=why, turn=course.turn + 1, rest_beta=None)
     rest_beta = balance.beta if course.rest_beta is None else max(course.rest_beta, balance.beta)
-    return Course(False, why, 0, rest_beta)
+    return replace(course, learns=False, reason=why, turn=0, rest_beta=rest_beta)
+
+
+def _growth(course: Course, balance: Balance, curve: Sequence[Point]) -> float:
+    """How many times its β a horizon of work is expected to make of a head."""
+    growth = expected_growth([point for point in curve if point.seconds >= course.since], HORIZON)
+    if growth is not None:
+        return growth
+    return _HOPE if course.target is None else max(course.target / max(balance.beta, 1.0), 1.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from drafter.learning.averaged_training import AveragedTraining
 from drafter.learning.contract import HeadVersion, RowSample
 from drafter.learning.learner_files import read_learner, write_learner
 from drafter.learning.learner_settings import LearnerSettings
-from drafter.learning.learning_rows import LearningRows, micro_batches
+from drafter.learning.payoff import Evaluation
+from drafter.learning.rows.learning_rows import LearningRows, micro_batches
 from drafter.learning.starting_head import LEARNT, StartingHead, version_of
 from drafter.learning.weights import load_weights, weights_of
 from drafter.training.simulated_walk import Walks, walked_batches
@@ -36,25 +38,6 @@ _TOKENS = 8192
 _TEXTS_AT_ONCE = 2
 """Held-out texts of a unit of work."""
 _OVER = object()
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A measurement on held-out rows.
-
-    Args:
-        seconds: For which the learner had worked.
-        steps: Optimiser steps that it had taken.
-        rows: Rows that were measured on.
-        candidate: β of what it had learnt by then.
-        published: β of the newest version on the same rows; 1.0, plain decoding's, before there is one.
-    """
-
-    seconds: float
-    steps: int
-    rows: int
-    candidate: float
-    published: float
 
 
 @dataclass(frozen=True)
@@ -114,7 +97,7 @@ class Learner:
     def __init__(self, base: BaseModel, start: StartingHead, settings: LearnerSettings | None = None) -> None:
         self._base, self._start, self._settings = base, start, settings or LearnerSettings()
         self._tried = start.load(base)  # measured in the base's dtype, as engines draft
-        self._head = _trainable(start.load(base), base)
+        self._head = _trainable(deepcopy(self._tried), base)
         self._training = AveragedTraining(base, self._head, self._settings)
         self._rows = LearningRows(self._settings)
         self._totals = _Totals(version_of(self._head))
@@ -216,8 +199,9 @@ class Learner:
                 yield
             betas.append(walks.beta[settings.nodes])
         candidate, published = betas if drafted else (betas[0], 1.0)
-        self._evaluation = Evaluation(self._totals.seconds, totals.steps, len(texts), candidate, published)
-        if candidate >= settings.least_gain * published:
+        better = candidate >= settings.least_gain * published
+        self._evaluation = Evaluation(self._totals.seconds, totals.steps, len(texts), candidate, published, better)
+        if better:
             self._publish(weights, self._evaluation)
 
     def _publish(self, weights: dict[str, Tensor], found: Evaluation) -> None:
@@ -249,7 +233,7 @@ class Learner:
         """
         if self.version is None:
             raise ValueError("nothing has been published yet: there is no head to save")
-        head = self._start.load(self._base).float()
+        head = deepcopy(self._tried).float()
         load_weights(head, self.version.weights)
         assert head.provenance is not None
         learnt = {LEARNT: self.version.provenance}
@@ -302,7 +286,7 @@ def _without_weights(version: HeadVersion) -> dict[str, Any]:
 
 
 def _trainable(head: DraftHead, base: BaseModel) -> DraftHead:
-    """Return a loaded head in fp32, ready to be trained."""
+    """Return a head that was loaded in fp32, ready to be trained."""
     head.float().requires_grad_(True).train()
     if head.vocabulary is not None:
         head.vocabulary.borrow(base)  # these rows stay in the base's dtype

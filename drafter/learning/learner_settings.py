@@ -37,13 +37,13 @@ class LearnerSettings:
     held_out_share: float = 0.06
     held_out_rows: int = 24
     least_held_out: int = 4
-    texts_per_step: int = 8
+    texts_per_step: int = 4
     anchors_per_text: int = 24
     learning_rate: float = 1e-3
     warmup_steps: int = 20
     averaging: float = 0.98
     teacher: int = 4
-    evaluate_every: int = 50
+    evaluate_every: int = 100
     least_gain: float = 1.01
     nodes: int = 16
     seed: int = 0

@@ -94,16 +94,54 @@ class Balance:
 
 
 @dataclass(frozen=True)
-class Point:
+class Evaluation:
     """A measurement on held-out rows.
 
     Args:
         seconds: For which the learner had worked.
-        beta: β by the simulated walk.
+        steps: Optimiser steps that it had taken.
+        rows: Rows that were measured on.
+        candidate: β of what it had learnt by then.
+        published: β of the newest version on the same rows; 1.0, plain decoding's, before there is one.
+        better: Whether the candidate was published.
+    """
+
+    seconds: float
+    steps: int
+    rows: int
+    candidate: float
+    published: float
+    better: bool
+
+
+@dataclass(frozen=True)
+class Point:
+    """How good a head was at a time.
+
+    Args:
+        seconds: For which the learner had worked.
+        beta: β, as if it had always been measured on the same rows; see `curve_of`.
     """
 
     seconds: float
     beta: float
+
+
+def curve_of(evaluations: Sequence[Evaluation]) -> list[Point]:
+    """How good what is learnt has become, on the scale of the first evaluation, in the order of time.
+
+    The rows that are measured on change, and with them β. So only what was measured on the same rows is compared: each
+    candidate with the version before it.
+    """
+    if not evaluations:
+        return []
+    level = evaluations[0].published
+    points = [Point(0.0, level)]
+    for one in evaluations:
+        points.append(Point(one.seconds, level * one.candidate / one.published))
+        if one.better:
+            level = points[-1].beta
+    return points
 
 
 def gain_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> float:
@@ -142,7 +180,7 @@ def expected_growth(curve: Sequence[Point], seconds: float) -> float | None:
     β grows about as the logarithm of the time; how steeply is what the last points say.
 
     Args:
-        curve: In the order of time. The first point is what the learner began with, at 0 seconds.
+        curve: In the order of time.
         seconds: At least 0.
 
     Returns:

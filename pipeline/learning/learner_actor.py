@@ -249,13 +249,13 @@ class LearnerActor:
     def _tell(self, progress: Progress | None) -> None:
         """Make known what the learner does now."""
         record = self._record
-        curve, versions, course = record.curve, record.versions, record.course
+        found, versions, course = record.evaluations, record.versions, record.course
         done = {} if progress is None else {name: getattr(progress, name) for name in _TOLD}
         report = LearningReport(
             state="learning" if course.learns else "resting",
             reason=course.reason,
             version=versions[-1].number if versions else None,
-            beta=curve[-1].beta if curve else None,
+            beta=found[-1].candidate if found else None,
             published_beta=versions[-1].beta if versions else None,
             versions=len(versions),
             taken_seconds=record.balance.taken,

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from drafter.errors import LoadError, one_line
-from drafter.learning.sample_tap import SampleTap
+from drafter.learning.rows.sample_tap import SampleTap
 from drafter.llm import SpeculativeLM
 from pipeline.learning.learner_actor import Answer, EngineBeat
 from pipeline.progress.pulse import Pulse

@@ -12,8 +12,7 @@ from typing import Any
 
 from drafter.learning.contract import HeadVersion
 from drafter.learning.course import Course, decide
-from drafter.learning.learner import Evaluation
-from drafter.learning.payoff import Balance, Interval, Point, gain_by_beta
+from drafter.learning.payoff import Balance, Evaluation, Interval, curve_of, gain_by_beta
 
 _MOST_MOMENTS = 480
 """Moments that are kept; when there are more, each two neighbours become one."""
@@ -74,7 +73,7 @@ class LearningRecord:
 
     Args:
         balance: What learning has cost and saved.
-        curve: β on held-out rows over the learner's time; the first point is what it began with.
+        evaluations: What was measured on held-out rows, in order.
         versions: What was published, in order.
         moments: How decoding went, in order.
         course: Whether the learner works now, and why. It is decided anew in each process.
@@ -83,7 +82,7 @@ class LearningRecord:
     """
 
     balance: Balance = field(default_factory=Balance)
-    curve: list[Point] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
     versions: list[Published] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
     course: Course = field(default_factory=Course)
@@ -92,9 +91,7 @@ class LearningRecord:
 
     def evaluated(self, found: Evaluation) -> None:
         """Enter a measurement."""
-        if not self.curve:
-            self.curve.append(Point(0.0, found.published))
-        self.curve.append(Point(found.seconds, found.candidate))
+        self.evaluations.append(found)
 
     def published(self, version: HeadVersion, at: float) -> None:
         """Enter a version."""
@@ -116,7 +113,7 @@ class LearningRecord:
     def decide(self, tokens_left: float, *, must_pay: bool) -> Course:
         """Decide on the next interval, and return what was decided."""
         if must_pay:
-            self.course = decide(self.course, self.balance, tokens_left, self.curve)
+            self.course = decide(self.course, self.balance, tokens_left, curve_of(self.evaluations))
         else:
             self.course = Course(True, "it learns to the end, whether that pays or not")
         return self.course
@@ -125,7 +122,7 @@ class LearningRecord:
         """Return all that later submissions and reports need."""
         kept = {
             "balance": asdict(self.balance),
-            "curve": _dicts(self.curve),
+            "evaluations": _dicts(self.evaluations),
             "versions": _dicts(self.versions),
             "moments": _dicts(self.moments),
         }
@@ -141,7 +138,7 @@ class LearningRecord:
         kept = json.loads(text)
         return cls(
             Balance(**kept["balance"]),
-            [Point(**one) for one in kept["curve"]],
+            [Evaluation(**one) for one in kept["evaluations"]],
             [Published(**one) for one in kept["versions"]],
             [Moment(**one) for one in kept["moments"]],
         )

@@ -13,8 +13,11 @@ import torch
 from drafter import EngineConfig, EngineError, LoadError, Request, RequestError, SamplingParams, SpeculativeLM
 from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.sequences.handle import Handle
+from drafter.learning.starting_head import StartingHead
+from drafter.learning.weights import weights_of
 from drafter.llm import Prompt
 from drafter.requests import TokenDelta
+from drafter.verifiers.verifier_settings import VerifierSettings
 from tests.support.models import random_model
 
 QUESTION = "Tom has 3 boxes of 12 pens. He gives 5 pens away. How many pens does he have left?"
@@ -149,3 +152,30 @@ def test_a_closed_engine_says_so() -> None:
         handle.result(1)
     with pytest.raises(EngineError, match="closed"):
         lm.submit(Request([5]))
+
+
+def test_learning_is_refused_where_it_could_not_learn_or_would_not_draft() -> None:
+    lenient, start = VerifierSettings(name="typical"), StartingHead()
+    with pytest.raises(LoadError, match="learns from what its base says itself"):
+        SpeculativeLM.from_pretrained(device="cpu", learning=start, verifier=lenient)
+    with pytest.raises(LoadError, match="leave nodes at auto"):
+        SpeculativeLM.from_pretrained(device="cpu", learning=start, config=EngineConfig(nodes=8))
+    with pytest.raises(LoadError, match="has no head that could learn"):
+        SpeculativeLM.from_pretrained(device="cpu", drafter="ngram", learning=start)
+
+
+@pytest.mark.slow
+def test_what_is_generated_is_learnt_from_and_new_weights_are_drafted_with(lm: SpeculativeLM) -> None:
+    start, prompts = StartingHead("ctc"), [QUESTION, "A train goes 60 miles an hour.", "12 + 12 ="]
+    expected = [one.token_ids for one in lm.generate(prompts, max_new_tokens=32)]
+    config = EngineConfig(slots=2, nodes=8)
+    with SpeculativeLM.from_pretrained(drafter="ctc", device="cpu", learning=start, config=config) as learning:
+        assert [one.token_ids for one in learning.generate(prompts, max_new_tokens=32)] == expected
+        assert learning.samples is not None
+        samples = learning.samples.take(1 << 30)
+        assert sorted(one.tokens.tolist()[one.prompt_length :] for one in samples) == sorted(expected)
+        learning.engine.drafter.offer(1, weights_of(start.load(lm.base)))
+        found = learning.generate(prompts, max_new_tokens=32)
+        assert [one.token_ids for one in found] == expected
+        assert [one.drafter_versions for one in found] == [[1]] * 3
+        assert learning.engine.state().drafter_version == 1

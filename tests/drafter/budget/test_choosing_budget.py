@@ -123,3 +123,34 @@ def test_planning_changes_nothing_and_the_regret_is_bounded(right: list[float], 
     assert budget.plan(rows) == budget.plan(rows)
     rate = world.run(budget, rows, 1500)
     assert rate > 0.88 * max(world.alone(rows, member) for member in range(len(right)))
+
+
+def test_a_member_that_is_withheld_drafts_only_once_it_is_renewed() -> None:
+    world = Members([0.3, 0.2, 0.9], [0.01, 0.01, 0.01])
+    names = ["a", "b", "learnt"]
+    budget = ChoosingBudget(names, [AdaptiveBudget(table) for table in world.tables], withheld=[2])
+    world.run(budget, 8, 800)
+    assert {ask.member for ask in world.asked} == {0, 1}
+    assert all({view.name for view in choice.members} == {"a", "b"} for choice in budget.choices())
+    budget.renewed(2)
+    rate = world.run(budget, 8, 800)
+    assert sum(ask.member == 2 for ask in world.asked) > 700
+    assert rate > 0.9 * world.alone(8, 2)
+    assert all({view.name for view in choice.members} == set(names) for choice in budget.choices())
+
+
+def test_the_first_member_may_be_withheld() -> None:
+    world = Members([0.9, 0.3], [0.01, 0.01])
+    budget = ChoosingBudget(["learnt", "a"], [AdaptiveBudget(table) for table in world.tables], withheld=[0])
+    world.run(budget, 1, 100)
+    assert {ask.member for ask in world.asked} == {1}
+
+
+def test_a_member_that_was_worth_nothing_is_tried_soon_after_it_is_renewed() -> None:
+    world = Members([0.4, 0.02], [0.01, 0.3])
+    budget = world.budget()
+    world.run(budget, 4, 2000)
+    world.right[1] = 0.95
+    budget.renewed(1)
+    world.run(budget, 4, 60)
+    assert sum(ask.member == 1 for ask in world.asked) > 30

@@ -39,9 +39,9 @@ def choosing(base: BaseModel) -> ChoosingDrafter:
 class ChangingBudget(FixedBudget):
     """Asks another member, for another number of nodes, every few steps."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, members: int = len(NAMES)) -> None:
         super().__init__(8)
-        self._random = random.Random(seed)
+        self._random, self._count = random.Random(seed), members
         self.members: list[int] = []
         self._next()
 
@@ -52,7 +52,7 @@ class ChangingBudget(FixedBudget):
         return self._planned
 
     def _next(self) -> None:
-        self._planned = Ask(self._random.choice([0, 3, 8]), 0.05, self._random.randrange(len(NAMES)))
+        self._planned = Ask(self._random.choice([0, 3, 8]), 0.05, self._random.randrange(self._count))
 
 
 @pytest.mark.parametrize("family", slow_but(["gemma2"], ["llama", "gemma2", "gpt2", "qwen3"]))
@@ -72,6 +72,23 @@ def test_tokens_stay_those_of_plain_decoding(family: str, slots: int) -> None:
         engine.step()
     assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in expected]
     assert set(budget.members) == set(range(len(NAMES)))
+
+
+def test_drafters_may_draft_together_as_a_member_of_their_own() -> None:
+    base = BaseModel(random_model("llama"))
+    together = [("head", "memory"), ("memory", "ngram")]
+    members = {"head": make_head(base, "ctc").drafter(base, 8), "memory": MemoryDrafter(8), "ngram": NgramDrafter(5)}
+    drafter = ChoosingDrafter(members, together)
+    assert drafter.members == ("head", "memory", "ngram", "head+memory", "memory+ngram")
+    requests = [Request(prompt, SamplingParams(16, ignore_eos=True)) for prompt in random_prompts(5, seed=3)]
+    expected = run_engine(base, PlainDecoding(), requests)
+    budget = ChangingBudget(seed=0, members=len(drafter.members))
+    engine = Engine(base, drafter, SpellingTokenizer(), EngineConfig(slots=2, nodes=8, max_length=96), budget=budget)
+    handles = [engine.submit(request) for request in requests]
+    while not engine.idle:
+        engine.step()
+    assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in expected]
+    assert set(budget.members) == set(range(5))
 
 
 @pytest.mark.slow

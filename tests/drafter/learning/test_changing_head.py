@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafter import devices
 from drafter.base.causal_lm import BaseModel
 from drafter.base.hidden_states import LM_HEAD_INPUT
 from drafter.drafters.choosing_drafter import ChoosingDrafter
-from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Ids, Loan
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Ids, Loan, Renewal
 from drafter.drafters.memory import MemoryDrafter
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.ngram import NgramDrafter
@@ -34,6 +35,7 @@ from drafter.tree.token_tree import TokenTree
 from tests.support.heads import DEPTH, KINDS, make_head
 from tests.support.marks import slow_but
 from tests.support.models import SpellingTokenizer, random_model, random_prompts, run_engine
+from tests.support.tapes import TapeRecorder
 
 NODES = 8
 
@@ -99,8 +101,9 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "in_place"), slow_but(FAST, ALL))
-def test_tokens_stay_those_of_plain_decoding(kind: str, in_place: bool) -> None:
+@pytest.mark.parametrize("case", slow_but(FAST, ALL), ids=str)
+def test_tokens_stay_those_of_plain_decoding(case: tuple[str, bool]) -> None:
+    kind, in_place = case
     drafter = ChangingHead(start_of(kind), base(), NODES, in_place=in_place)
     found = decode(drafter, every_third(drafter, kind))
     assert [one.token_ids for one in found] == plain()
@@ -168,14 +171,16 @@ class Compared(Drafter):
 
 # Where a CPU drafts with copies of the weights, as of most heads, none can be changed in place.
 @pytest.mark.parametrize(
-    ("kind", "in_place"),
+    "case",
     slow_but(
         [("context 2", False), ("eagle3", True)],
         [("context 2", False), ("eagle3", True), ("eagle3", False), ("hydra++", False), ("specformer", False)],
     ),
+    ids=str,
 )
-def test_after_a_change_it_drafts_as_if_it_had_had_the_weights_from_the_start(kind: str, in_place: bool) -> None:
+def test_after_a_change_it_drafts_as_if_it_had_had_the_weights_from_the_start(case: tuple[str, bool]) -> None:
     """All that it keeps of each sequence is made anew."""
+    kind, in_place = case
     second = weights(kind, 5)
     other = make_head(base(), kind, 1)
     load_weights(other, second)
@@ -192,18 +197,48 @@ def test_after_a_change_it_drafts_as_if_it_had_had_the_weights_from_the_start(ki
     assert all(compared.same)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", "context 2", "medusa", "hydra++"])
+def test_recorded_steps_draft_with_the_weights_of_now(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: steps are repeated as they were recorded with other weights, and the host is a step behind."""
+    expected, recorder = plain(), TapeRecorder()
+    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
+    monkeypatch.setattr("drafter.engine.steps.cuda_graphs._CudaRecorder", recorder)
+    head = ChangingHead(start_of(kind), base(), NODES)
+    config = EngineConfig(slots=3, nodes=NODES, max_length=96)
+    engine = Engine(base(), MergedDrafter(head, NgramDrafter(NODES)), SpellingTokenizer(), config)
+    accepted: list[list[list[int]]] = []
+    for number, seed in enumerate([3, 4, 3], start=1):
+        handles = [engine.submit(request) for request in requests()]
+        if number > 1:
+            for _ in range(4):  # it changes while sequences are under way
+                engine.step()
+        head.offer(number, weights(kind, seed))
+        while not engine.idle:
+            engine.step()
+        assert [handle.result(0).token_ids for handle in handles] == expected
+        handles = [engine.submit(request) for request in requests()]
+        while not engine.idle:
+            engine.step()
+        found = [handle.result(0) for handle in handles]
+        assert [one.token_ids for one in found] == expected
+        assert all(one.drafter_versions == [number] for one in found)
+        accepted.append([one.counts.per_step_accepted for one in found])
+    assert accepted[0] == accepted[2] != accepted[1]
+    assert recorder.repeated > 50
+    assert recorder.restarts == 0
+
+
 def test_before_its_first_version_a_head_from_nothing_drafts_nothing() -> None:
     drafter = ChangingHead(start_of("context 2"), base(), NODES)
-    assert not drafter.drafts
-    assert drafter.version is None
+    assert [drafter.drafts, drafter.version] == [False, None]
     found = decode(drafter, lambda step: None)
     assert [one.token_ids for one in found] == plain()
     assert all(one.counts.num_draft_tokens == 0 and one.drafter_versions == [] for one in found)
     drafter.offer(1, weights("context 2", 0))
-    assert drafter.version is None  # only a step takes it
-    renewal = drafter.renew()
-    assert renewal is not None
-    assert (renewal.version, drafter.version, drafter.drafts) == (1, 1, True)
+    assert [drafter.drafts, drafter.version] == [False, None]  # only a step takes it
+    assert drafter.renew() == Renewal(1)
+    assert [drafter.drafts, drafter.version] == [True, 1]
     assert drafter.renew() is None
 
 

@@ -7,10 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.learning.contract import HeadVersion
-from drafter.learning.learner import Evaluation
-from drafter.learning.payoff import Interval, Point
+from drafter.learning.payoff import Evaluation, Interval
 from pipeline.learning.learning_record import LearningRecord, Moment, Published, together
 from pipeline.report.learning_charts import learning_charts
+
+
+FOUND = Evaluation(seconds=4.0, steps=9, rows=3, candidate=1.5, published=1.0, better=True)
 
 
 def interval(tokens: int, *, learned: bool = False, gain: float = 1.0) -> Interval:
@@ -21,7 +23,7 @@ def learnt() -> LearningRecord:
     """A rest, then work that makes a version, then work with it."""
     record = LearningRecord()
     record.decoded(interval(100), at=2.0)
-    record.evaluated(Evaluation(seconds=4.0, steps=9, rows=3, candidate=1.5, published=1.0))
+    record.evaluated(FOUND)
     record.published(HeadVersion(1, {}, beta=1.5, beta_before=1.0), at=3.0)
     record.decoded(interval(80, learned=True, gain=1.5), at=4.0)
     return record
@@ -29,7 +31,7 @@ def learnt() -> LearningRecord:
 
 def test_a_record_holds_what_was_measured() -> None:
     record = learnt()
-    assert record.curve == [Point(0.0, 1.0), Point(4.0, 1.5)]
+    assert record.evaluations == [FOUND]
     assert record.versions == [Published(3.0, 1, 1.5, 1.0)]
     assert record.moments == [Moment(2.0, 2.0, 100, 50, 0.0, None), Moment(4.0, 2.0, 80, 50, 2.0, 1)]
     assert record.gain == 1.5
@@ -41,9 +43,9 @@ def test_a_record_holds_what_was_measured() -> None:
 def test_another_submission_goes_on_with_it() -> None:
     record = learnt()
     again = LearningRecord.of_json(record.as_json())
-    assert (again.balance, again.curve, again.versions, again.moments) == (
+    assert (again.balance, again.evaluations, again.versions, again.moments) == (
         record.balance,
-        record.curve,
+        record.evaluations,
         record.versions,
         record.moments,
     )

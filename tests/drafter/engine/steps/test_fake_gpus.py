@@ -12,11 +12,13 @@ import torch
 
 from drafter.base.causal_lm import BaseModel
 from drafter.base.hidden_states import LM_HEAD_INPUT
-from drafter.drafters.contract import Drafter
+from drafter.drafters.contract import Drafter, Renewal
 from drafter.drafters.merged import MergedDrafter
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.registry import TRAINING_FREE
 from drafter.heads.early_exit.exit_drafter import ExitDrafter
+from drafter.learning.changing_head import ChangingHead
+from drafter.learning.starting_head import StartingHead
 from drafter.requests import SamplingParams
 from tests.support.fake_gpus import fake_gpus, move_to_gpus
 from tests.support.fake_steps import FakeStep, on_gpu
@@ -95,6 +97,27 @@ def test_a_step_waits_for_no_device_and_mixes_none(case: tuple[str, str, int]) -
             outcome = step()
         assert outcome.packed.device == base.device == torch.device("cuda", 0)
         assert outcome.packed.shape == (ROWS, 2 + 2 * (min(drafter.spec.max_depth, nodes) + 1) if nodes else 1)
+
+
+def test_a_head_changes_on_a_gpu_without_waiting_and_is_recorded_before() -> None:
+    base = _llama()
+    head = make_head(base, "context 2")
+    with fake_gpus(), torch.inference_mode(), mock.patch.object(StartingHead, "load", return_value=head):
+        move_to_gpus(base, 1)
+        on_gpu(head, base.device)
+        changing = ChangingHead(StartingHead(), base, NODES)
+        step = FakeStep(base, MergedDrafter(changing, NgramDrafter(NODES)), ROWS, NODES, LENGTH).prepared()
+        with Tape():
+            step()
+        weights = {name: torch.empty(tensor.shape) for name, tensor in head.state_dict().items()}
+        # Fakes have no numbers that could be checked, and are the thread's that made them.
+        room = "drafter.learning.changing_head"
+        with mock.patch(f"{room}.check_weights"), mock.patch(f"{room}.in_passing_thread", lambda work: work()):
+            changing.offer(1, weights)
+        assert changing.renew() == Renewal(1)
+        with Tape():
+            outcome = step()
+        assert outcome.packed.device == base.device
 
 
 def test_what_is_read_of_a_prompt_comes_back_to_one_gpu() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drafter.learning.contract import EndedRow, RowSample
-from drafter.learning.ranked_rows import RankedRows, rank
+from drafter.learning.rows.ranked_rows import RankedRows, rank
 
 _NBYTES = 64 << 20
 """Memory of rows that nobody has taken yet."""

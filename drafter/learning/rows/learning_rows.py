@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from drafter.learning.contract import RowSample
 from drafter.learning.learner_settings import LearnerSettings
-from drafter.learning.ranked_rows import RankedRows, rank
+from drafter.learning.rows.ranked_rows import RankedRows, rank
 from drafter.training.targets import RegeneratedText
 
 _USED = 0.5
@@ -68,15 +69,10 @@ class LearningRows:
             return
         self.seen += 1
         self.tokens += length - prompt
-        settings = self._settings
-        if is_held_out(sample.tokens[:prompt], settings.held_out_share):
-            end = min(length, prompt + _WALKED)
-            hidden = None if sample.hidden is None else sample.hidden[:end].clone()
-            text = RegeneratedText(sample.tokens[:end].tolist(), prompt, hidden)
-            self._hold_out(_Row(text, _nbytes(text)))
+        if is_held_out(sample.tokens[:prompt], self._settings.held_out_share):
+            self._hold_out(_row(sample, min(length, prompt + _WALKED)))
         else:
-            text = RegeneratedText(sample.tokens.tolist(), prompt, sample.hidden)
-            row = _Row(text, _nbytes(text))
+            row = _row(sample, length)
             self._rows.put(rank(sample.surprise, self.seen), row.nbytes, row)
 
     def take(self, count: int) -> list[RegeneratedText]:
@@ -111,5 +107,8 @@ def micro_batches(texts: Sequence[RegeneratedText], tokens: int) -> list[list[Re
     return parts
 
 
-def _nbytes(text: RegeneratedText) -> int:
-    return 8 * len(text.tokens) + (0 if text.hidden is None else text.hidden.nbytes)
+def _row(sample: RowSample, length: int) -> _Row:
+    """The first `length` tokens of a row. A state that means nothing is zero: masked positions are read, too."""
+    hidden = None if sample.hidden is None else F.pad(sample.hidden[: length - 1], (0, 0, 0, 1))
+    text = RegeneratedText(sample.tokens[:length].tolist(), sample.prompt_length, hidden)
+    return _Row(text, 8 * length + (0 if hidden is None else hidden.nbytes))
