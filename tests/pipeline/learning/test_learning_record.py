@@ -11,7 +11,6 @@ from drafter.learning.payoff import Evaluation, Interval
 from pipeline.learning.learning_record import LearningRecord, Moment, Published, together
 from pipeline.report.learning_charts import learning_charts
 
-
 FOUND = Evaluation(seconds=4.0, steps=9, rows=3, candidate=1.5, published=1.0, better=True)
 
 
