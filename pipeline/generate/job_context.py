@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from drafter.requests import DRAW
 from drafter.verifiers.verifier_settings import VerifierSettings
@@ -13,11 +13,13 @@ from pipeline.generate.generate_config import GenerateConfig
 from pipeline.io.fingerprints import input_fingerprints
 from pipeline.io.listing import InputListing
 from pipeline.io.prompt_source import PromptSource
-from pipeline.learning.learner_spec import Beginning
 from pipeline.output.output_folder import OutputFolder
 from pipeline.output.run_file import read_run, save_run
 from pipeline.progress.reports import EngineFacts
 from pipeline.staging.staged_input import Part, StagedInput
+
+if TYPE_CHECKING:  # it imports torch, which checks do without
+    from pipeline.learning.learner_spec import Beginning
 
 LEARNING = "learning"
 """In `run.json`: what a head has learnt from the rows, what that has cost and what it has saved."""

@@ -16,6 +16,8 @@ from drafter.learning.payoff import Balance, Evaluation, Interval, curve_of, gai
 
 _MOST_MOMENTS = 480
 """Moments that are kept; when there are more, each two neighbours become one."""
+_MOST_FOUND = 1000
+"""Measurements and versions that are kept, of each the newest: a job may go on for weeks."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,8 @@ class LearningRecord:
 
     Args:
         balance: What learning has cost and saved.
-        evaluations: What was measured on held-out rows, in order.
-        versions: What was published, in order.
+        evaluations: What was measured on held-out rows, the newest, in order.
+        versions: What was published, likewise.
         moments: How decoding went, in order.
         course: Whether the learner works now, and why. It is decided anew in each process.
         gain: How many times its first β a head that was given has now, in this process.
@@ -91,11 +93,12 @@ class LearningRecord:
 
     def evaluated(self, found: Evaluation) -> None:
         """Enter a measurement."""
-        self.evaluations.append(found)
+        self.evaluations = [*self.evaluations, found][-_MOST_FOUND:]
 
     def published(self, version: HeadVersion, at: float) -> None:
         """Enter a version."""
-        self.versions.append(Published(at, version.number, version.beta, version.beta_before))
+        found = Published(at, version.number, version.beta, version.beta_before)
+        self.versions = [*self.versions, found][-_MOST_FOUND:]
         self.gain *= gain_by_beta(version.beta, version.beta_before)
 
     def decoded(self, interval: Interval, at: float) -> None:

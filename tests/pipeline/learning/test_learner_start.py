@@ -16,6 +16,7 @@ from pipeline.learning.learner_spec import beginning, put_head
 from pipeline.learning.learning_config import LearningConfig
 from pipeline.output.output_folder import OutputFolder
 from pipeline.progress.job_progress import Progress
+from tests.support.paths import ROOT
 
 BOTH = ("--input", "a", "--output", "b")
 
@@ -32,6 +33,12 @@ def test_learning_is_asked_for_in_a_word_or_with_its_settings(tmp_path: Path) ->
     assert config.learning == given
     file.write_text(config.as_yaml())
     assert parse_config(["--config", str(file)]) == config
+
+
+def test_the_example_is_valid() -> None:
+    config = parse_config(["--config", str(ROOT / "examples" / "learning.yaml")])
+    assert (ROOT / config.input).is_file()
+    assert config.learning.enabled
 
 
 @pytest.mark.parametrize(
