@@ -66,6 +66,7 @@ class JobLearner:
         self.last = LearningReport()
         self._call: Any = None
         self._answered = False
+        self._said = "starting"
 
     def look(self, now: Progress) -> Progress:
         """Return the job's progress with what the learner does; called now and then, and never waits."""
@@ -110,7 +111,8 @@ class JobLearner:
         if report.version is not None and report.version != before.version:
             beta = "" if report.published_beta is None else f", β {report.published_beta:.2f} on rows held out"
             _print(f"version {report.version} of the head after {report.steps:,} steps{beta}")
-        if report.state != before.state and report.state != "starting":
+        if report.state != self._said and report.state not in ("starting", "measuring"):
+            self._said = report.state
             _print(f"{report.state}: {report.reason}")
 
 

@@ -252,7 +252,7 @@ class LearnerActor:
         found, versions, course = record.evaluations, record.versions, record.course
         done = {} if progress is None else {name: getattr(progress, name) for name in _TOLD}
         report = LearningReport(
-            state="learning" if course.learns else "resting",
+            state="learning" if course.learns else "measuring" if course.rest_beta is None else "resting",
             reason=course.reason,
             version=versions[-1].number if versions else None,
             beta=found[-1].candidate if found else None,

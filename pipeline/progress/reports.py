@@ -95,7 +95,8 @@ class LearningReport:
     """The state of a job's learner.
 
     Args:
-        state: What it is doing; `ended` if it had an error, or its process ended too often.
+        state: What it is doing: `measuring` while it stands aside for a moment, to see how fast engines are without it;
+            `ended` if it had an error, or its process ended too often.
         reason: Why, in a line for people.
         version: Number of the newest version of the head; None before the first one.
         beta: β of what it has learnt by now, on held-out rows; None before it was measured.
@@ -112,7 +113,7 @@ class LearningReport:
         saved_seconds: By which what was learnt has made the job shorter.
     """
 
-    state: Literal["starting", "learning", "resting", "ended"] = "starting"
+    state: Literal["starting", "measuring", "learning", "resting", "ended"] = "starting"
     reason: str = "it loads the models"
     version: int | None = None
     beta: float | None = None

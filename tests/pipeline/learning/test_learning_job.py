@@ -16,6 +16,7 @@ from drafter.base.loading import load_base
 from drafter.heads.checkpoint import load_head
 from drafter.heads.registry import HEADS
 from drafter.learning.starting_head import version_of
+from pipeline.report.report_job import main as report
 from tests.pipeline.conftest import Outcome, Run, write_jsonl
 from tests.support.faults import NotedLearner, UnhurriedEngine
 from tests.support.waiting import wait_until
@@ -103,6 +104,9 @@ def test_tokens_are_those_of_plain_decoding_when_learner_and_engine_are_killed(
     status, ran = (json.loads((done.folder / name).read_text()) for name in ("status.json", "run.json"))
     assert status["learning"]["version"] == ran["learning"]["version"] == versions[-1]
     assert f"version {versions[-1]} of the head" in done.stderr
+
+    assert report([str(done.folder), "--examples", "0"]) == 0
+    assert f"The newest version of the head is {versions[-1]:,}." in (done.folder / "report.html").read_text()
 
     base = load_base(model)
     head = load_head(done.folder / "head", base, HEADS)
