@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 
 from drafter.engine.engine_config import EngineConfig
+from drafter.errors import LoadError, one_line
+from drafter.learning.starting_head import StartingHead
 from drafter.llm import SpeculativeLM
 from drafter.verifiers.verifier_settings import VerifierSettings
 from pipeline.learning.learner_spec import Beginning
@@ -43,20 +46,30 @@ class EngineSpec:
 
         Raises:
             LoadError: The models cannot be loaded.
-            OSError: The head that an earlier submission has learnt cannot be read.
         """
         torch.set_num_threads(self.threads)
+        if self.learning is None:
+            return self._load(None)
         with tempfile.TemporaryDirectory(prefix="drafter-head-") as folder:
-            start = None if self.learning is None else self.learning.here(folder)
-            drafter = self.drafter
-            if start is not None and start.folder is not None and drafter != "auto":
-                drafter = start.folder  # the head alone, by where this process has it
-            return SpeculativeLM.from_pretrained(
-                self.model,
-                drafter,
-                config=self.config,
-                isolated=self.isolated,
-                verifier=self.verifier,
-                learning=start,
-                **self.loading,
-            )
+            start = self.learning.here(folder)
+            try:
+                return self._load(start)
+            except LoadError as error:
+                if start == self.learning.start:
+                    raise
+                print(f"the head that was learnt is left out: {one_line(error)}", file=sys.stderr, flush=True)
+                return self._load(self.learning.start)
+
+    def _load(self, start: StartingHead | None) -> SpeculativeLM:
+        drafter = self.drafter
+        if start is not None and start.folder is not None and drafter != "auto":
+            drafter = start.folder  # the head alone, by where this process has it
+        return SpeculativeLM.from_pretrained(
+            self.model,
+            drafter,
+            config=self.config,
+            isolated=self.isolated,
+            verifier=self.verifier,
+            learning=start,
+            **self.loading,
+        )

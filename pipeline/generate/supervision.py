@@ -54,8 +54,8 @@ def generate_missing(job: JobContext, work: Work, stopping: Stopping, status: St
     board = _start_beside_driver(ProgressBoard)
     viewers = [display(), status, JobMetrics(job.config.output)]
     learner = None if work.beginning is None else JobLearner(learner_spec(job, work.beginning), job.config.learning)
-    complete = {} if learner is None else {"complete": learner.look}
-    watch = ProgressWatch(board, _tally(job.output, work, unfinished), partial(note_facts, job), viewers, **complete)
+    look = None if learner is None else learner.look
+    watch = ProgressWatch(board, _tally(job.output, work, unfinished), partial(note_facts, job), viewers, look)
     try:
         with watch, stopping.draining(partial(drain, ledger, job.config.limits.drain_seconds)):
             stream(job, work, board, ledger, None if learner is None else learner.actor)

@@ -35,17 +35,18 @@ class Beginning:
     saved: Location | None = None
 
     def here(self, folder: str) -> StartingHead:
-        """Return what this process begins with.
+        """Return what this process begins with: what the job began with, where a saved head cannot be read.
 
         Args:
             folder: On this machine; a saved head is copied there.
-
-        Raises:
-            OSError: The saved head cannot be read.
         """
         if self.saved is None:
             return self.start
-        fetch_head(self.saved, Path(folder))
+        try:
+            fetch_head(self.saved, Path(folder))
+        except OSError as error:  # it costs drafts, and not the job
+            print(f"{self.saved.path} cannot be read: {one_line(error)}", file=sys.stderr, flush=True)
+            return self.start
         return replace(self.start, folder=folder)
 
 

@@ -43,7 +43,7 @@ class ProgressWatch:
         tally: Tally,
         on_start: Callable[[Progress], None],
         viewers: Sequence[Viewer],
-        complete: Callable[[Progress], Progress] = lambda now: now,
+        complete: Callable[[Progress], Progress] | None = None,
     ) -> None:
         self._complete = complete
         self._board, self._tally, self._on_start, self._viewers = board, tally, on_start, viewers
@@ -73,7 +73,8 @@ class ProgressWatch:
             pass  # the board died with its node, or the cluster is busy: the job goes on, and the board comes back
         else:
             self._tally.take(mail, time.time())
-        before, self.last = self.last, self._complete(self._tally.progress(time.time()))
+        now = self._tally.progress(time.time())
+        before, self.last = self.last, now if self._complete is None else self._complete(now)
         if before.state == "starting" and self.last.state == "generating":
             self._on_start(self.last)
         for viewer in self._viewers:

@@ -10,14 +10,17 @@ import ray
 import torch
 
 from drafter.base.loading import load_base
+from drafter.embedded import EMBEDDED_HEADS
+from drafter.engine.engine_config import EngineConfig
 from drafter.heads.checkpoint import load_head
 from drafter.heads.registry import HEADS
 from drafter.learning.contract import RowSample
 from drafter.learning.learner_settings import LearnerSettings
 from drafter.learning.starting_head import version_of
+from pipeline.engines.engine_spec import EngineSpec
 from pipeline.io.files import locate
 from pipeline.learning.learner_actor import Answer, EngineBeat, LearnerActor
-from pipeline.learning.learner_spec import LearnerSpec, beginning
+from pipeline.learning.learner_spec import LearnerSpec, beginning, put_head
 from pipeline.learning.learning_config import LearningConfig
 from pipeline.learning.learning_record import LearningRecord
 from pipeline.output.output_folder import OutputFolder
@@ -94,6 +97,18 @@ def test_rows_become_versions_and_another_process_goes_on(model: Path, output: O
     numbers = [one.number for one in LearningRecord.of_json(output.learning_file.read_text()).versions]
     again.close()
     assert numbers == sorted(set(numbers))
+
+
+def test_a_saved_head_that_cannot_be_loaded_is_left_out(
+    model: Path, output: OutputFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_head(EMBEDDED_HEADS / "ctc", output.head)  # it belongs to another base
+    begins = beginning(LearningConfig(enabled=True, head="new"), output)
+    assert begins.saved is not None
+    with EngineSpec(str(model), "auto", {}, EngineConfig(slots=2), 1, learning=begins).load() as lm:
+        assert lm.samples is not None
+        assert lm.engine.state().drafter_version is None
+    assert "the head that was learnt is left out: draft head" in capsys.readouterr().err
 
 
 def test_an_error_ends_the_learner_and_nothing_else(tmp_path: Path, output: OutputFolder) -> None:

@@ -76,6 +76,9 @@ def test_a_submission_begins_with_the_head_in_the_output(tmp_path: Path, capsys:
     for name in ("config.json", "model.safetensors"):
         assert (here / name).read_bytes() == (EMBEDDED_HEADS / "ctc" / name).read_bytes()
 
+    saved = beginning(new, output)
+    (tmp_path / "head" / "model.safetensors").unlink()
+    assert saved.here(str(here)) == saved.start  # what cannot be read costs drafts, and not the job
     (tmp_path / "head" / "model.safetensors").write_bytes(b"torn")
     assert beginning(new, output).saved is None
     assert "is damaged, and learnt anew" in capsys.readouterr().err
