@@ -31,7 +31,7 @@ class LearningConfig:
 
     enabled: bool = False
     head: str = SHIPPED
-    algorithm: Literal["ctc", "medusa", "hydra", "eagle3", "specformer", "exit"] = "ctc"
+    algorithm: Literal["ctc", "medusa", "hydra", "eagle3", "specformer"] = "ctc"
     must_pay: bool = True
     cpus: float = 0
     gpus: float = 0
