@@ -90,38 +90,41 @@ def parse_object(config_class: type[Config], parser: ArgumentParser, settings: M
 def _spelled_out(config_class: type, arguments: Sequence[str]) -> list[str]:
     """Write `--verifier NAME` as `--verifier.name NAME`, and so for every group of settings that has a name.
 
-    A group may also be given whole, as `{name: NAME, …}`.
+    In the same way, `--learning true` is `--learning.enabled true`. A group may also be given whole, as
+    `{name: NAME, …}`.
     """
-    groups = [
-        name
+    groups = {
+        f"--{name}": field.name
         for name, kind in get_type_hints(config_class).items()
-        if dataclasses.is_dataclass(kind) and any(field.name == "name" for field in dataclasses.fields(kind))
-    ]
+        if dataclasses.is_dataclass(kind)
+        for field in dataclasses.fields(kind)
+        if field.name in ("name", "enabled")
+    }
     found = []
     for place, argument in enumerate(arguments):
         option, equals, value = argument.partition("=")
         given = value if equals else "".join(arguments[place + 1 : place + 2])
-        is_name = option in [f"--{name}" for name in groups] and not given.startswith("{")
-        found.append(f"{option}.name{equals}{value}" if is_name else argument)
+        is_value = option in groups and not given.startswith("{")
+        found.append(f"{option}.{groups[option]}{equals}{value}" if is_value else argument)
     return found
 
 
 def _checked(config_class: type[Config], parser: ArgumentParser, read: Callable[[], Namespace]) -> Config:
     try:
-        values = _values(config_class, read())
-        for name, kind in get_type_hints(config_class).items():
-            if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-                values[name] = _group(name, kind, values[name])
-        return config_class(**values)
+        return config_class(**_values(config_class, read()))
     except InputError:
         raise
     except (ArgumentError, TypeError, ValueError, OSError) as error:
         raise InputError(_readable(str(error))) from error
 
 
-def _values(kind: type, settings: Namespace) -> dict[str, Any]:
-    """Return the settings that a dataclass has; jsonargparse adds where it found them."""
-    return {field.name: settings[field.name] for field in dataclasses.fields(kind)}
+def _values(kind: type, settings: Namespace, prefix: str = "") -> dict[str, Any]:
+    """Return the settings that a dataclass has, groups as theirs; jsonargparse adds where it found them."""
+    values = {field.name: settings[field.name] for field in dataclasses.fields(kind)}
+    for name, inner in get_type_hints(kind).items():
+        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
+            values[name] = _group(f"{prefix}{name}", inner, values[name])
+    return values
 
 
 def _group(name: str, kind: type, settings: Any) -> Any:
@@ -132,7 +135,7 @@ def _group(name: str, kind: type, settings: Any) -> Any:
     if not isinstance(settings, Namespace):
         raise InputError(f"{name} must be a group of settings, not {settings!r}")
     try:
-        return kind(**_values(kind, settings))
+        return kind(**_values(kind, settings, f"{name}."))
     except InputError:
         raise
     except ValueError as error:

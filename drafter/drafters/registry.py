@@ -172,6 +172,16 @@ def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: boo
 
 LEARNT_MEMBERS = ("head", "head+memory")
 """Members of `auto` that draft with a head that learns."""
+SHIPPED_OR_NEW = "shipped"
+"""As `StartingHead.folder`: the head that ships with the project for a base, or a new one where none does."""
+
+
+def found_start(start: StartingHead, base: BaseModel) -> StartingHead:
+    """Return what a head begins with for `base`, with `SHIPPED_OR_NEW` replaced by what that comes to."""
+    if start.folder != SHIPPED_OR_NEW:
+        return start
+    shipped = shipped_head(base)
+    return replace(start, folder=None if shipped is None else str(shipped))
 
 
 def load_learning_drafter(
@@ -184,7 +194,7 @@ def load_learning_drafter(
             merged with `ngram`. Or the name of the head that it starts from: that head alone.
         base: The base it drafts for.
         nodes: Draft nodes of its largest trees.
-        start: What the head begins with.
+        start: What the head begins with; see `found_start`.
         isolated: Whether no text may be drafted from another one.
 
     Raises:
@@ -194,6 +204,7 @@ def load_learning_drafter(
         raise LoadError("a head that learns is to draft: with nodes 0 nothing is drafted")
     if name not in ("auto", start.folder):
         raise LoadError(f"drafter {name!r} has no head that could learn: use auto, or the head that it starts from")
+    start = found_start(start, base)
     head = ChangingHead(start, base, nodes)
     if name != "auto":
         return head

@@ -31,6 +31,7 @@ from pipeline.engines.memory.memory_feed import MemoryFeed, OtherTexts
 from pipeline.engines.remote_ledger import RemoteLedger
 from pipeline.engines.watchdog import watch
 from pipeline.errors import JobError
+from pipeline.learning.learning_feed import LearningFeed
 from pipeline.output.output_columns import RunTraits, column_values, columns_type, slot_seconds, wanted_columns
 from pipeline.progress.prometheus import EngineMetrics, RowMetrics
 from pipeline.progress.pulse import Pulse
@@ -53,6 +54,7 @@ class EngineActor:
         progress: A `ProgressBoard` actor.
         run: The job's name in metrics: its output.
         others: What its drafter can learn from beside its own rows.
+        learner: A `LearnerActor` that learns from its rows; None where no head learns.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class EngineActor:
         progress: Any,
         run: str,
         others: OtherTexts,
+        learner: Any = None,
     ) -> None:
         self._progress = progress
         self._name, self._begun = uuid.uuid4().hex, time.monotonic()
@@ -94,6 +97,8 @@ class EngineActor:
         self._beat()
         self._pulse.start()
         self._memory.start()
+        if learner is not None:
+            LearningFeed(self._lm, learner).start()
 
     def _load(self, spec: EngineSpec, ledger: RemoteLedger) -> LoadError | None:
         """Load the models, and return why they cannot be loaded.

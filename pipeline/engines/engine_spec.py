@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from drafter.engine.engine_config import EngineConfig
+from drafter.errors import LoadError, one_line
+from drafter.learning.starting_head import StartingHead
 from drafter.llm import SpeculativeLM
 from drafter.verifiers.verifier_settings import VerifierSettings
+from pipeline.learning.learner_spec import Beginning
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class EngineSpec:
         threads: CPU threads: the actor's share of the machine.
         isolated: Whether no request may be drafted from another one's text.
         verifier: Which draft tokens become output.
+        learning: What a head begins with that learns from the rows; None where none does.
     """
 
     model: str | None
@@ -33,6 +39,7 @@ class EngineSpec:
     threads: int
     isolated: bool = False
     verifier: VerifierSettings = field(default_factory=VerifierSettings)
+    learning: Beginning | None = None
 
     def load(self) -> SpeculativeLM:
         """Load the models and start the engine.
@@ -41,11 +48,28 @@ class EngineSpec:
             LoadError: The models cannot be loaded.
         """
         torch.set_num_threads(self.threads)
+        if self.learning is None:
+            return self._load(None)
+        with tempfile.TemporaryDirectory(prefix="drafter-head-") as folder:
+            start = self.learning.here(folder)
+            try:
+                return self._load(start)
+            except LoadError as error:
+                if start == self.learning.start:
+                    raise
+                print(f"the head that was learnt is left out: {one_line(error)}", file=sys.stderr, flush=True)
+                return self._load(self.learning.start)
+
+    def _load(self, start: StartingHead | None) -> SpeculativeLM:
+        drafter = self.drafter
+        if start is not None and start.folder is not None and drafter != "auto":
+            drafter = start.folder  # the head alone, by where this process has it
         return SpeculativeLM.from_pretrained(
             self.model,
-            self.drafter,
+            drafter,
             config=self.config,
             isolated=self.isolated,
             verifier=self.verifier,
+            learning=start,
             **self.loading,
         )

@@ -18,6 +18,7 @@ from pipeline.command_line import make_parser, parse
 from pipeline.engines.limits_config import LimitsConfig
 from pipeline.errors import InputError
 from pipeline.io.reading_config import ReadingConfig
+from pipeline.learning.learning_config import NEW, SHIPPED, LearningConfig
 from pipeline.output.writing_config import WritingConfig
 
 
@@ -51,6 +52,7 @@ class GenerateConfig:
             `jobs.cache`, `exit:N`, a draft head's folder or hub id, `ctc` (the embedded head), `model:` and a draft
             model's, several of these joined by `+`, `long:N:DRAFTER`, `stack:LOWER>model:A`, or `auto`.
         verifier: Which draft tokens become output; by default those that plain decoding would give.
+        learning: A draft head that learns from the rows while the job runs.
         reading: How rows become prompts.
         loading: How the models are loaded.
         sampling: How tokens are chosen.
@@ -65,6 +67,7 @@ class GenerateConfig:
     model: str | None = None
     drafter: str = "auto"
     verifier: VerifierSettings = field(default_factory=VerifierSettings)
+    learning: LearningConfig = field(default_factory=LearningConfig)
     reading: ReadingConfig = field(default_factory=ReadingConfig)
     loading: LoadingConfig = field(default_factory=LoadingConfig)
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -82,6 +85,26 @@ class GenerateConfig:
                 f"an engine would use one of resources.gpus_per_actor = {self.resources.gpus_per_actor:g} GPUs: "
                 "set loading.device_map to auto, or take 1"
             )
+
+        self._refuse_learning()
+
+    def _refuse_learning(self) -> None:
+        """Refuse a head that learns where nothing would draft with it."""
+        if not self.learning.enabled:
+            return
+        given = self.learning.head not in (SHIPPED, NEW)
+        if self.drafter != "auto" and not (given and self.drafter == self.learning.head):
+            raise InputError(
+                f"drafter {self.drafter} has no head that could learn: use auto, or give the same head as drafter and "
+                "as learning.head"
+            )
+        if self.verifier.name != "exact":
+            raise InputError(
+                f"a head learns from what its base says itself, and the verifier {self.verifier.name} lets other "
+                "tokens pass: use exact, or do without learning"
+            )
+        if self.engine.nodes == 0:
+            raise InputError("a head that learns is to draft: engine.nodes 0 drafts nothing")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the configuration as plain values, for YAML and JSON."""

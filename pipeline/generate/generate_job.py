@@ -16,6 +16,7 @@ from pipeline.generate.job_context import JobContext, job_meaning
 from pipeline.io.files import locate
 from pipeline.io.listing import list_input
 from pipeline.io.prompt_source import PromptSource, find_prompts
+from pipeline.learning.learning_config import NEW, SHIPPED
 from pipeline.output.output_folder import OutputFolder
 from pipeline.output.run_file import mend_run, save_run
 from pipeline.output.same_job import check_output
@@ -43,6 +44,8 @@ def generate(config: GenerateConfig) -> None:
     check_tokenizer(config, prompts)
     check_verifier(config)
     heads = head_fingerprints(config.model, config.drafter) | classifier_fingerprints(config.verifier)
+    if config.learning.enabled and config.learning.head not in (SHIPPED, NEW):
+        heads |= head_fingerprints(config.model, config.learning.head)
     meaning = job_meaning(config, listing, prompts, base, heads)
     job = JobContext(config, listing, prompts, open_output(config, meaning), meaning)
     print(config.as_yaml(), end="", file=sys.stderr, flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from drafter.requests import DRAW
 from drafter.verifiers.verifier_settings import VerifierSettings
@@ -18,6 +18,11 @@ from pipeline.output.run_file import read_run, save_run
 from pipeline.progress.reports import EngineFacts
 from pipeline.staging.staged_input import Part, StagedInput
 
+if TYPE_CHECKING:  # it imports torch, which checks do without
+    from pipeline.learning.learner_spec import Beginning
+
+LEARNING = "learning"
+"""In `run.json`: what a head has learnt from the rows, what that has cost and what it has saved."""
 DRAFTING = "drafting"
 """In `run.json`: which of several drafters drafted, by batch size, and why."""
 
@@ -48,6 +53,7 @@ class JobContext:
         """Read from `run.json` what the engines decode with; all None before an engine has reported it."""
         run = read_run(self.output.run_file)
         names = [*(field.name for field in dataclasses.fields(EngineFacts)), DRAFTING]
+        names += [LEARNING] if self.config.learning.enabled else []
         return {name: run.get(name) for name in names}
 
 
@@ -59,11 +65,13 @@ class Work:
         staged: The staged input.
         missing: Its parts that are not in the output yet.
         resources: What engines take of the cluster.
+        beginning: What a head begins with that learns from the rows; None where none does.
     """
 
     staged: StagedInput
     missing: list[Part]
     resources: ActorResources
+    beginning: Beginning | None = None
 
     @property
     def rows(self) -> int:
@@ -97,6 +105,7 @@ def job_meaning(
         "sampling": config.as_dict()["sampling"],
         "max_length": config.engine.max_length,
         "per_step_accepted": config.writing.per_step_accepted,
+        **({"learning": True} if config.learning.enabled else {}),  # a column more
         **({"draw": DRAW} if draws else {}),
         **({} if config.verifier == VerifierSettings() else {"verifier": asdict(config.verifier)}),
     }

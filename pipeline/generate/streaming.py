@@ -32,7 +32,7 @@ from pipeline.output.part_files import PartsDatasink
 from pipeline.staging.part_rows import StagedParts
 
 
-def stream(job: JobContext, work: Work, board: Any, ledger: Any) -> None:
+def stream(job: JobContext, work: Work, board: Any, ledger: Any, learner: Any = None) -> None:
     """Generate and commit the missing parts. A row of the dataset is a part, from its reading to its commit.
 
     Args:
@@ -40,6 +40,7 @@ def stream(job: JobContext, work: Work, board: Any, ledger: Any) -> None:
         work: What is to be generated.
         board: A `ProgressBoard` actor.
         ledger: A `Ledger` actor.
+        learner: A `LearnerActor`; None where no head learns.
     """
     # Large parts first: what is left for the end, when engines run empty, is short.
     parts = sorted(work.missing, key=lambda part: part.nbytes, reverse=True)
@@ -68,6 +69,7 @@ def stream(job: JobContext, work: Work, board: Any, ledger: Any) -> None:
             "progress": board,
             "run": job.config.output,
             "others": OtherTexts(job.output.data, shared=most_engines(work) > 1),
+            "learner": learner,
         },
     )
     generated.write_datasink(PartsDatasink(job.output, ledger.commit.remote), ray_remote_args={"num_cpus": HELPER_CPUS})
@@ -91,14 +93,22 @@ def engine_spec(job: JobContext, work: Work) -> EngineSpec:
     config = job.config
     engine = EngineConfig(**asdict(config.engine), max_queue=capacity(config.engine.slots))
     loading, threads = asdict(config.loading), work.resources.threads
-    return EngineSpec(config.model, config.drafter, loading, engine, threads, verifier=config.verifier)
+    return EngineSpec(
+        config.model,
+        config.drafter,
+        loading,
+        engine,
+        threads,
+        verifier=config.verifier,
+        learning=work.beginning,
+    )
 
 
 def run_traits(job: JobContext, work: Work) -> RunTraits:
     """Return what decides which columns the output of this job has."""
     has_column = work.staged.row_type.get_field_index(job.config.reading.sampling_column) >= 0
     rows_have_settings = job.prompts.kind == "openai" or has_column
-    return RunTraits(job.config.sampling, job.config.writing, rows_have_settings)
+    return RunTraits(job.config.sampling, job.config.writing, rows_have_settings, learning=job.config.learning.enabled)
 
 
 def most_engines(work: Work) -> int:

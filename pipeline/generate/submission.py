@@ -13,8 +13,10 @@ from pipeline.cluster.shares import share_out
 from pipeline.engines.named_models import model_name
 from pipeline.engines.unfinished_rows import delete_unfinished
 from pipeline.errors import InputError, JobError, JobStopped
-from pipeline.generate.job_context import DRAFTING, JobContext, Work
+from pipeline.generate.job_context import DRAFTING, LEARNING, JobContext, Work
 from pipeline.generate.supervision import generate_missing
+from pipeline.learning.job_learner import beside_learner
+from pipeline.learning.learner_spec import beginning
 from pipeline.output.compaction import compact
 from pipeline.output.lease import Lease
 from pipeline.output.openai_batch_results import write_batch
@@ -103,6 +105,8 @@ def finish(job: JobContext, stopping: Stopping, status: StatusFile) -> Progress:
     facts = job.engine_facts()
     if last.choices:
         facts[DRAFTING] = [asdict(choice) for choice in last.choices]
+    if last.learning is not None:
+        facts[LEARNING] = asdict(last.learning)
     job.save_run("finished", rows=staged.rows, batch_bytes=batch_bytes(output), **facts)
     return last
 
@@ -125,13 +129,14 @@ def stage_and_generate(
     job.save_run("running", **job.engine_facts())
     cluster = connect()
     stopping.take_over()
-    resources = share_out(config.resources, cluster)
+    resources = share_out(config.resources, beside_learner(config.learning, cluster))
     status.takes(resources)
     if staged is None or staged.damaged(needed(job, staged)):
         rows = config.writing.rows_per_file if staged is None else staged.rows_per_part
         plan = StagingPlan(job.output.staged, config.reading, job.prompts, rows)
         staged = stage(job.listing, plan, staged)
-    work = Work(staged, staged.without(job.output.committed()), resources)
+    learns = beginning(config.learning, job.output) if config.learning.enabled else None
+    work = Work(staged, staged.without(job.output.committed()), resources, learns)
     if not work.missing:
         return staged, Progress()
     return staged, generate_missing(job, work, stopping, status)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,13 @@ import ray
 from drafter.errors import one_line
 from pipeline.cluster.ray_cluster import beside_driver, quiet_ray_data
 from pipeline.engines.ledger import Ledger, LedgerCounts, SavedRow
+from pipeline.engines.named_models import model_name
 from pipeline.engines.unfinished_rows import read_unfinished, write_unfinished
 from pipeline.errors import InputError, JobError
 from pipeline.generate.job_context import JobContext, Work
 from pipeline.generate.streaming import stream
+from pipeline.learning.job_learner import JobLearner, learner_threads
+from pipeline.learning.learner_spec import Beginning, LearnerSpec
 from pipeline.output.output_folder import OutputFolder
 from pipeline.progress.board import ProgressBoard
 from pipeline.progress.display import display
@@ -50,10 +53,12 @@ def generate_missing(job: JobContext, work: Work, stopping: Stopping, status: St
     ledger = _start_beside_driver(Ledger, job.config.limits.row_attempts, unfinished, base)
     board = _start_beside_driver(ProgressBoard)
     viewers = [display(), status, JobMetrics(job.config.output)]
-    watch = ProgressWatch(board, _tally(job.output, work, unfinished), partial(note_facts, job), viewers)
+    learner = None if work.beginning is None else JobLearner(learner_spec(job, work.beginning), job.config.learning)
+    look = None if learner is None else learner.look
+    watch = ProgressWatch(board, _tally(job.output, work, unfinished), partial(note_facts, job), viewers, look)
     try:
         with watch, stopping.draining(partial(drain, ledger, job.config.limits.drain_seconds)):
-            stream(job, work, board, ledger)
+            stream(job, work, board, ledger, None if learner is None else learner.actor)
         counts: LedgerCounts = ray.get(ledger.counts.remote())
         if counts.engine_deaths:
             deaths = f"{counts.engine_deaths} times an engine's process ended and was replaced"
@@ -61,8 +66,27 @@ def generate_missing(job: JobContext, work: Work, stopping: Stopping, status: St
     except Exception as error:
         raise _explained(error, watch.last) from error
     finally:
+        if learner is not None:
+            watch.last = replace(watch.last, learning=learner.close())
         keep_unfinished(job.output, ledger)
     return watch.last
+
+
+def learner_spec(job: JobContext, beginning: Beginning) -> LearnerSpec:
+    """Return what the learner of this job loads."""
+    config, learning = job.config, job.config.learning
+    return LearnerSpec(
+        model=model_name(config.model),
+        dtype=config.loading.dtype,
+        trust_remote_code=config.loading.trust_remote_code,
+        beginning=beginning,
+        settings=learning.training,
+        must_pay=learning.must_pay,
+        threads=learner_threads(learning),
+        yields=not learning.cpus and not learning.gpus,
+        output=job.output,
+        run=config.output,
+    )
 
 
 def _start_beside_driver(actor: type, *arguments: Any) -> Any:

@@ -63,6 +63,11 @@ class Location:
         """Whether a file, a folder or nothing is there."""
         return self.info.type
 
+    @property
+    def exists(self) -> bool:
+        """Whether a file is there."""
+        return bool(self.type == fs.FileType.File)
+
     def children(self) -> list[fs.FileInfo]:
         """Return what the folder holds, sorted by path; nothing where there is no folder."""
         found = self.filesystem.get_file_info(fs.FileSelector(self.path, allow_not_found=True))
@@ -95,6 +100,20 @@ class Location:
         if (self / first).type == fs.FileType.File:
             self.filesystem.delete_file((self / first).path)
         self.filesystem.delete_dir_contents(self.path, missing_dir_ok=True)
+
+    def delete(self) -> None:
+        """Delete a file; nothing happens where there is none."""
+        if self.exists:
+            self.filesystem.delete_file(self.path)
+
+    def copy_to(self, file: Path) -> None:
+        """Copy what is here to a local file.
+
+        Raises:
+            OSError: There is nothing here, or it cannot be read.
+        """
+        with self.filesystem.open_input_stream(self.path, compression=None) as source, file.open("wb") as stream:
+            shutil.copyfileobj(source, stream, _COPY_BYTES)
 
     def copy_from(self, file: Path) -> None:
         """Copy a local file here, as a whole or not at all."""

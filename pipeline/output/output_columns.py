@@ -28,12 +28,14 @@ class RunTraits:
         writing: How the run's results are written.
         rows_have_settings: Whether a row may bring sampling settings of its own.
         lossless: Whether the engine's verifier is lossless; otherwise every row is marked.
+        learning: Whether a head learns from the rows, so that rows are drafted with different versions of it.
     """
 
     sampling: SamplingParams
     writing: WritingConfig
     rows_have_settings: bool
     lossless: bool = True
+    learning: bool = False
 
 
 def _always(run: RunTraits) -> bool:
@@ -99,6 +101,13 @@ COLUMNS = (
         LOGPROBS_TYPE,
         lambda g, r: logprobs_value(g.logprobs),
         wanted=lambda run: run.sampling.logprobs is not None or run.rows_have_settings,
+    ),
+    OutputColumn(
+        "drafter_version",
+        _INTEGER,
+        lambda g, r: g.drafter_versions[-1] if g.drafter_versions else None,
+        wanted=lambda run: run.learning,
+        repeatable=False,
     ),
     OutputColumn("lossless", pa.bool_(), lambda g, r: g.lossless, wanted=_leniently),
     OutputColumn("verifier", _TEXT, lambda g, r: g.verifier, wanted=_leniently),

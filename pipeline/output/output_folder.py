@@ -17,6 +17,8 @@ LEASE_FILE = "_lease.json"
 """Says which submission works on an output."""
 STATUS_FILE = "status.json"
 """Says how far a generation job is, in its output."""
+HEAD_CONFIG = "config.json"
+"""Says in a head's folder what the head is."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,21 @@ class OutputFolder:
         return self.root / STATUS_FILE
 
     @property
+    def head(self) -> Location:
+        """The newest version of a head that learns from the rows: a head's folder."""
+        return self.root / "head"
+
+    @property
+    def learner_state(self) -> Location:
+        """What else a learner needs to go on."""
+        return self.root / "_learner.safetensors"
+
+    @property
+    def learning_file(self) -> Location:
+        """Says what a learner has done, and what that has brought."""
+        return self.root / "learning.json"
+
+    @property
     def batch_output(self) -> Location:
         """Answers to the requests of an OpenAI batch, one a line."""
         return self.root / "batch_output.jsonl"
@@ -122,6 +139,9 @@ class OutputFolder:
         """Delete what a job without results has left, but `run.json`; only the holder of the lease may do so."""
         self.staged.empty(first=STAGED_LIST)
         self.errors.filesystem.delete_dir_contents(self.errors.path, missing_dir_ok=True)
+        self.head.empty(first=HEAD_CONFIG)
+        for file in (self.learner_state, self.learning_file):
+            file.delete()
 
     def compaction(self) -> CompactionPlan | None:
         """Read which parts' files become one; None where none do.

@@ -76,6 +76,8 @@ def rates(now: Progress) -> list[str]:
     said = [f"{now.row_rate:.1f} rows/s", f"{now.token_rate:,.0f} tokens/s"]
     if now.steps:
         said.append(f"β {now.beta:.2f}")
+    if now.learning is not None and now.learning.version is not None:
+        said.append(f"head {now.learning.version}")
     eta = now.eta_seconds
     said.append(f"{'?' if eta is None else tqdm.format_interval(eta)} left")
     if now.errors:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from drafter.statistics import BatchChoice, DecodeCounts, mean_acceptance_length
-from pipeline.progress.reports import EngineFacts
+from pipeline.progress.reports import EngineFacts, LearningReport
 
 State = Literal["starting", "generating", "finished", "failed", "stopped"]
 
@@ -39,6 +39,7 @@ class Progress:
         facts: What the engines decode with, once one has loaded its models.
         failure: Why an engine could not load its models, or why the job ended.
         crash: Why an engine's process ended last.
+        learning: What the job's learner does; None without one.
     """
 
     state: State = "starting"
@@ -64,6 +65,7 @@ class Progress:
     facts: EngineFacts | None = None
     failure: str | None = None
     crash: str | None = None
+    learning: LearningReport | None = None
 
     @property
     def done(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from drafter.statistics import BatchChoice
 
@@ -87,6 +88,46 @@ class EngineReport:
     memory_tokens: int = 0
     memory_bytes: int = 0
     choices: tuple[BatchChoice, ...] = ()
+
+
+@dataclass(frozen=True)
+class LearningReport:
+    """The state of a job's learner.
+
+    Args:
+        state: What it is doing: `measuring` while it stands aside for a moment, to see how fast engines are without it;
+            `ended` if it had an error, or its process ended too often.
+        reason: Why, in a line for people.
+        version: Number of the newest version of the head; None before the first one.
+        beta: β of what it has learnt by now, on held-out rows; None before it was measured.
+        published_beta: β of the newest version on the same rows; None before it was measured.
+        versions: Versions that were published, in all submissions.
+        discarded: Versions that were given up because their loss was not finite.
+        steps: Optimiser steps.
+        seconds: For which it has worked.
+        loss: Of the newest step, in nats; None before the first one.
+        rows: Rows to learn from that it has.
+        held_out: Rows to measure on that it has.
+        nbytes: Bytes of both.
+        taken_seconds: By which it has made the job longer.
+        saved_seconds: By which what was learnt has made the job shorter.
+    """
+
+    state: Literal["starting", "measuring", "learning", "resting", "ended"] = "starting"
+    reason: str = "it loads the models"
+    version: int | None = None
+    beta: float | None = None
+    published_beta: float | None = None
+    versions: int = 0
+    discarded: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    loss: float | None = None
+    rows: int = 0
+    held_out: int = 0
+    nbytes: int = 0
+    taken_seconds: float = 0.0
+    saved_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,7 @@ class StatusFile:
             "drafting": [asdict(choice) for choice in now.choices],
             "failure": now.failure,
             "last_crash": now.crash,
+            **({} if now.learning is None else {"learning": asdict(now.learning)}),
             "submissions": [*self._earlier, self._submission()],
         }
 

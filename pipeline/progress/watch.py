@@ -34,11 +34,18 @@ class ProgressWatch:
         tally: Where the job begins.
         on_start: Called when the first engine is ready.
         viewers: Where to show the progress.
+        complete: Adds what others than engines have to say; called twice a second.
     """
 
     def __init__(
-        self, board: Any, tally: Tally, on_start: Callable[[Progress], None], viewers: Sequence[Viewer]
+        self,
+        board: Any,
+        tally: Tally,
+        on_start: Callable[[Progress], None],
+        viewers: Sequence[Viewer],
+        complete: Callable[[Progress], Progress] | None = None,
     ) -> None:
+        self._complete = complete
         self._board, self._tally, self._on_start, self._viewers = board, tally, on_start, viewers
         self._pulse = Pulse(_POLL_SECONDS, self._look)
         self.last = tally.progress(time.time())
@@ -66,7 +73,8 @@ class ProgressWatch:
             pass  # the board died with its node, or the cluster is busy: the job goes on, and the board comes back
         else:
             self._tally.take(mail, time.time())
-        before, self.last = self.last, self._tally.progress(time.time())
+        now = self._tally.progress(time.time())
+        before, self.last = self.last, now if self._complete is None else self._complete(now)
         if before.state == "starting" and self.last.state == "generating":
             self._on_start(self.last)
         for viewer in self._viewers:

@@ -15,10 +15,12 @@ from drafter.statistics import (
     draft_acceptance_rate,
     mean_acceptance_length,
 )
+from pipeline.learning.learning_record import LearningRecord
 from pipeline.report.charts import Chart, rates_over_time, shares
 from pipeline.report.comparison import Comparison
 from pipeline.report.cost import Cost
 from pipeline.report.examples import Example
+from pipeline.report.learning_charts import learning_charts
 from pipeline.report.row_scan import Category, ErrorSummary, RowSummary
 
 _MOST_GROUPS = 24
@@ -40,6 +42,7 @@ class Report:
         category: What the rows are grouped by, in words.
         examples: Some rows with their steps.
         not_shown: What cannot be shown of the examples, and why.
+        learning: What a head has learnt from the rows, or why that is not known; None where none did.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Report:
     category: str
     examples: Sequence[Example]
     not_shown: Sequence[str]
+    learning: LearningRecord | str | None = None
 
     @property
     def groups(self) -> list[tuple[str, Category]]:
@@ -83,6 +87,11 @@ class Report:
     def over_time(self) -> Chart | None:
         """Chart of tokens a second."""
         return rates_over_time(self.rows.by_second)
+
+    @property
+    def learnt_over_time(self) -> list[Chart]:
+        """Charts of β and tokens a second, with the versions of a head that learnt."""
+        return learning_charts(self.learning) if isinstance(self.learning, LearningRecord) else []
 
 
 def page_environment(*packages: str) -> Environment:

@@ -17,6 +17,7 @@ from pipeline.output.output_folder import OutputFolder
 from pipeline.report.comparison import COMPARED_ROWS, compare
 from pipeline.report.examples import make_examples
 from pipeline.report.html_page import Report, render
+from pipeline.report.learning_charts import read_learning
 from pipeline.report.output_files import open_output, output_cost, read_run_of, read_status
 from pipeline.report.row_scan import RowSummary, open_rows, read_errors, read_full, read_rows
 
@@ -100,6 +101,7 @@ def report(config: ReportConfig) -> None:
         category=category,
         examples=examples,
         not_shown=missing,
+        learning=read_learning(output),
     )
     page = locate(config.page)
     try:

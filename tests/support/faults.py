@@ -16,6 +16,8 @@ from drafter.engine.sequences.handle import Handle
 from drafter.llm import SpeculativeLM
 from drafter.requests import Request
 from pipeline.engines.engine_spec import EngineSpec
+from pipeline.learning.learner_actor import LearnerActor
+from pipeline.learning.learner_spec import LearnerSpec
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,38 @@ class FragileEngine(EngineSpec):
         engine.step, engine.submit = fragile_step, noted_submit  # type: ignore[method-assign]
         (self.notes / f"{os.getpid()}.pid").touch()
         return lm
+
+
+@dataclass(frozen=True)
+class UnhurriedEngine(EngineSpec):
+    """An engine that says where it runs, and that takes its time until it is told to go.
+
+    Args:
+        notes: A folder for a file named by each process's id; a file `go` there lets steps be as fast as they are.
+    """
+
+    notes: Path = Path()
+
+    def load(self) -> SpeculativeLM:
+        lm = super().load()
+        engine, step = lm.engine, lm.engine.step
+
+        def unhurried_step() -> None:
+            step()
+            if not (self.notes / "go").exists():
+                time.sleep(0.1)
+
+        engine.step = unhurried_step  # type: ignore[method-assign]
+        (self.notes / f"{os.getpid()}.engine").touch()
+        return lm
+
+
+class NotedLearner(LearnerActor):
+    """A learner that says where it runs: in a file beside its job's output, named by its process's id."""
+
+    def __init__(self, spec: LearnerSpec) -> None:
+        (Path(spec.output.root.path).parent / f"{os.getpid()}.learner").touch()
+        super().__init__(spec)
 
 
 def kill_me() -> None:

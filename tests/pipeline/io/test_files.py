@@ -95,7 +95,9 @@ def test_a_job_from_bucket_to_bucket(run: Run, bucket: str, tmp_path: Path) -> N
     after = {info.path: info.mtime_ns for info in (place / "data").children()}
     assert [path for path in before if before[path] == after[path]] == [(place / parts[n]).path for n in (0, 2)]
     again = pyarrow.parquet.read_table((place / "data").path, filesystem=place.filesystem)
-    assert again.drop_columns([*TIMING_COLUMNS]).equals(written.drop_columns([*TIMING_COLUMNS]))
+    same = [name for name in written.column_names if name not in TIMING_COLUMNS]
+    assert again.column_names == written.column_names
+    assert again.select(same).equals(written.select(same))
 
 
 @pytest.mark.slow

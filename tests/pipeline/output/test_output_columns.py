@@ -44,9 +44,10 @@ def test_the_columns_are_those_that_outputs_have() -> None:
         "generation_seconds",
         "finished_at",
         "logprobs",
+        "drafter_version",
         *MARKS,
     ]
-    assert TIMING_COLUMNS == ("generation_seconds", "finished_at")
+    assert TIMING_COLUMNS == ("generation_seconds", "finished_at", "drafter_version")
     assert columns.field("finished_at").type == pa.timestamp("ms", "UTC")
     assert columns.field("acceptance_histogram").type == pa.list_(pa.int64())
     assert columns.field("draft_acceptance_rate").type == pa.float64()
@@ -57,6 +58,7 @@ def test_every_value_has_the_type_of_its_column() -> None:
     counts.record_step(emitted=3, accepted=2, drafted=4)
     logprobs = [TokenLogprob(4, -0.5, ((4, -0.5), (5, -1.5)))]
     generation = Generation("", [4], "text", "stop", 2, counts, logprobs, Timing(queued=1.0, total=3.5))
+    generation = dataclasses.replace(generation, drafter_versions=[3, 5])
     values = column_values(generation, Request([1, 2], SamplingParams(seed=2**63 - 1)))
     (row,) = pa.array([values], columns_type()).to_pylist()
     assert {name: value for name, value in row.items() if name != "finished_at"} == {
@@ -76,6 +78,7 @@ def test_every_value_has_the_type_of_its_column() -> None:
                 "top": [{"token_id": 4, "logprob": -0.5}, {"token_id": 5, "logprob": -1.5}],
             }
         ],
+        "drafter_version": 5,
         "lossless": True,
         "verifier": "exact",
         "num_lenient_tokens": 0,
@@ -90,9 +93,10 @@ def test_every_value_has_the_type_of_its_column() -> None:
         (dataclasses.replace(PLAIN, writing=WritingConfig(per_step_accepted=False)), set()),
         (dataclasses.replace(PLAIN, sampling=SamplingParams(logprobs=0)), {"per_step_accepted", "logprobs"}),
         (dataclasses.replace(PLAIN, rows_have_settings=True), {"per_step_accepted", "logprobs"}),
+        (dataclasses.replace(PLAIN, learning=True), {"per_step_accepted", "drafter_version"}),
         (dataclasses.replace(PLAIN, lossless=False), {"per_step_accepted", *MARKS}),
     ],
 )
 def test_optional_columns_are_there_for_who_asks(traits: RunTraits, optional: set[str]) -> None:
-    always = {column.name for column in COLUMNS} - {"per_step_accepted", "logprobs", *MARKS}
+    always = {column.name for column in COLUMNS} - {"per_step_accepted", "logprobs", "drafter_version", *MARKS}
     assert names(traits) == always | optional

@@ -21,11 +21,13 @@ from pipeline.engines.engine_spec import EngineSpec
 from pipeline.engines.ledger import Ledger
 from pipeline.engines.limits_config import LimitsConfig
 from pipeline.engines.memory.memory_feed import OtherTexts
+from pipeline.learning.learner_metrics import LearnerMetrics
 from pipeline.output.output_columns import RunTraits
 from pipeline.output.writing_config import WritingConfig
 from pipeline.progress.board import ProgressBoard
 from pipeline.progress.job_progress import Progress
 from pipeline.progress.prometheus import JobMetrics
+from pipeline.progress.reports import LearningReport
 from pipeline.staging.part_rows import unpack
 from tests.support.parts import request_part
 from tests.support.paths import ROOT
@@ -33,6 +35,7 @@ from tests.support.waiting import PATIENCE, wait_until
 
 DASHBOARD = json.loads((ROOT / "deploy" / "dashboards" / "drafter.json").read_text())
 RUN = '/data/out "quoted"'
+LEARNER = LearningReport("learning", version=7, beta=2.5, published_beta=2.25, steps=90, seconds=8.0, loss=1.5)
 
 
 @dataclass(frozen=True)
@@ -84,12 +87,13 @@ def exported(local_ray: None) -> Iterator[Exported]:
     )
     prompts: list[list[int] | None] = [list(range(20, 24 + n)) for n in range(10)]
     ((_, table),) = unpack(ray.get(actor.__call__.remote(request_part([*prompts, [], []], tokens=40))))
-    job = JobMetrics(RUN)
+    job, learner = JobMetrics(RUN), LearnerMetrics(RUN)
     rows = table["generated"].to_pylist()[:10]
 
     def all_reported() -> Exported | None:
         """Processes report to the node's agent every few seconds: the actor's own, and this one."""
         job.show(Progress("generating", total=40, before=8, rows=12, errors=2, row_rate=2.0, engines=1))
+        learner.publish(LEARNER, dropped=3)
         found = Exported(scrape(), rows)
         whole = found.total("ray_drafter_tokens_total") == 400 and found.total("ray_drafter_job_rows_done")
         return found if whole else None
@@ -125,6 +129,10 @@ def test_exported_sums_are_those_of_the_rows(exported: Exported) -> None:
     assert 0 < exported.total("ray_drafter_stage_seconds_total") <= busy * 1.001
     assert exported.total("ray_drafter_job_rows_done") == 20
     assert exported.total("ray_drafter_job_eta_seconds") == 10
+    assert exported.total("ray_drafter_learner_version") == 7
+    assert exported.total("ray_drafter_learner_active") == 1
+    assert exported.total("ray_drafter_learner_steps_total") == 90
+    assert exported.total("ray_drafter_learner_dropped_total") == 3
 
 
 def selectors(query: str) -> list[tuple[Any, set[str]]]:

@@ -1,0 +1,308 @@
+"""The learner of a job: one Ray actor, which takes rows from engines and hands out versions of a head.
+
+Engines call `exchange`, the job's driver calls `report`; both are answered at once, by what a thread of its own has
+done by then. Rows come as references to the object store, of which a few are kept: what the learner does not get to is
+dropped. A version's weights are put into the object store once, however many engines take them.
+
+Ray starts the actor again if its process ends. It then goes on with what it saved when it last published a version.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from drafter.base.loading import load_base
+from drafter.drafters.registry import LEARNT_MEMBERS, found_start
+from drafter.errors import LoadError, one_line
+from drafter.learning.contract import HeadVersion, RowSample
+from drafter.learning.learner import Learner, Progress
+from drafter.learning.learner_files import STATE_FILE
+from drafter.learning.payoff import Interval, gain_by_beta, gain_by_choice
+from drafter.statistics import BatchChoice
+from pipeline.learning.learner_metrics import LearnerMetrics
+from pipeline.learning.learner_spec import LearnerSpec, put_head
+from pipeline.learning.learning_record import LearningRecord
+from pipeline.progress.reports import LearningReport
+
+_SLICE_SECONDS = 0.5
+"""So long it works between two looks at what has come."""
+_INTERVAL_SECONDS = 3.0
+"""So long it works or rests before that is decided anew."""
+_SAVE_SECONDS = 30.0
+"""The record is written so often, and with each version."""
+_FETCH_SECONDS = 5.0
+_BATCHES = 8
+"""Batches of rows that wait for the learner; of more, the oldest are dropped."""
+
+
+@dataclass(frozen=True)
+class EngineBeat:
+    """What an engine has done by now.
+
+    Args:
+        tokens: New tokens of its process.
+        row_steps: Decode steps, counted once for each row that took part.
+        choices: Which of several drafters drafts, by batch size.
+    """
+
+    tokens: int
+    row_steps: int
+    choices: tuple[BatchChoice, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine is to do.
+
+    Args:
+        wants_rows: Whether the learner has use for rows now.
+        number: Of the newest version; None before there is one.
+        weights: A reference to its weights, in a list so that Ray does not fetch them with the answer; or empty.
+    """
+
+    wants_rows: bool
+    number: int | None = None
+    weights: tuple[ray.ObjectRef[Any], ...] = ()
+
+
+class LearnerActor:
+    """Learns a head.
+
+    Args:
+        spec: What to load.
+    """
+
+    def __init__(self, spec: LearnerSpec) -> None:
+        self._spec = spec
+        self._record = _read_record(spec)
+        self._report = LearningReport()
+        self._lock = threading.Lock()
+        self._batches: deque[ray.ObjectRef[Any]] = deque(maxlen=_BATCHES)
+        self._dropped = 0
+        self._beats: dict[str, EngineBeat] = {}
+        self._decoded, self._row_steps = 0, 0
+        self._answer = Answer(wants_rows=True)
+        self._tokens_left: float | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
+        self._thread.start()
+
+    # ---- what others call
+
+    def exchange(self, engine: str, beat: EngineBeat, rows: Sequence[ray.ObjectRef[Any]]) -> Answer:
+        """Take note of what an engine has done and of the rows that it gives, and say what there is for it.
+
+        Args:
+            engine: Its name, another one for each process.
+            beat: What it has done.
+            rows: References to lists of rows.
+        """
+        with self._lock:
+            before = self._beats.get(engine, EngineBeat(0, 0))
+            self._decoded += beat.tokens - before.tokens
+            self._row_steps += beat.row_steps - before.row_steps
+            self._beats[engine] = beat
+            self._dropped += max(len(self._batches) + len(rows) - _BATCHES, 0)
+            self._batches.extend(rows)
+            return self._answer
+
+    def report(self, tokens_left: float | None) -> LearningReport:
+        """Return what the learner does.
+
+        Args:
+            tokens_left: Tokens that the job is still to generate; None while that cannot be told.
+        """
+        with self._lock:
+            self._tokens_left = tokens_left
+            return self._report
+
+    def close(self) -> LearningReport:
+        """Stop, write the record, and return what was done."""
+        self._closing.set()
+        self._thread.join()
+        return self._report
+
+    # ---- on the learner's thread
+
+    def _run(self) -> None:
+        try:
+            if self._spec.yields:
+                os.nice(19)  # of this thread alone, on Linux: calls are still answered
+            torch.set_num_threads(self._spec.threads)
+            self._learn()
+        except Exception as error:  # whatever it is: the job goes on without
+            traceback.print_exc()
+            with self._lock:
+                reason = f"it has had an error: {one_line(error)}"
+                self._report = replace(self._report, state="ended", reason=reason)
+                self._answer = replace(self._answer, wants_rows=False)
+                self._batches.clear()
+
+    def _learn(self) -> None:
+        learner, drafts = self._load()
+        metrics = LearnerMetrics(self._spec.run)
+        if learner.version is not None:
+            if learner.version.number not in [one.number for one in self._record.versions]:
+                self._record.published(learner.version, time.time())  # its process ended before that was written
+            self._announce(learner.version)
+        if not self._spec.must_pay:
+            self._record.decide(0.0, must_pay=False)
+        progress: Progress | None = None
+        begun = saved = time.monotonic()
+        worked = False
+        while not self._closing.is_set():
+            self._take_rows(learner)
+            if self._record.course.learns:
+                progress = learner.work(_SLICE_SECONDS)
+                worked = worked or not progress.idle
+                self._enter(learner, progress)
+            if progress is None or progress.idle or not self._record.course.learns:
+                self._closing.wait(_SLICE_SECONDS)
+            now = time.monotonic()
+            if now - begun >= _INTERVAL_SECONDS:
+                self._end_interval(now - begun, worked, drafts)
+                begun, worked = now, False
+            self._tell(progress)
+            metrics.publish(self._report, self._dropped)
+            if now - saved >= _SAVE_SECONDS:
+                self._save_record()
+                saved = now
+        self._save_record()
+
+    def _load(self) -> tuple[Learner, bool]:
+        """Return the learner, and whether the head that the job began with can draft."""
+        spec = self._spec
+        base = load_base(spec.model, dtype=spec.dtype, device="auto", trust_remote_code=spec.trust_remote_code)
+        self._folder = tempfile.TemporaryDirectory(prefix="drafter-head-")
+        start = found_start(spec.beginning.here(self._folder.name), base)
+        drafts = found_start(spec.beginning.start, base).drafts
+        if spec.output.learner_state.exists:
+            with tempfile.TemporaryDirectory() as name:
+                try:
+                    spec.output.learner_state.copy_to(Path(name) / STATE_FILE)
+                    return Learner.resume(base, start, name, spec.settings), drafts
+                except (OSError, LoadError) as error:
+                    print(f"the learner begins without its state: {one_line(error)}", file=sys.stderr, flush=True)
+        return Learner(base, start, spec.settings), drafts
+
+    def _take_rows(self, learner: Learner) -> None:
+        """Give the learner what has come. Rows whose engine has died meanwhile are gone with it."""
+        with self._lock:
+            batches = list(self._batches)
+            self._batches.clear()
+        for batch in batches:
+            try:
+                rows: list[RowSample] = ray.get(batch, timeout=_FETCH_SECONDS)
+            except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+                continue
+            learner.add(rows)
+
+    def _enter(self, learner: Learner, progress: Progress) -> None:
+        """Enter what a slice of work has brought."""
+        if progress.evaluation is not None:
+            self._record.evaluated(progress.evaluation)
+        if progress.version is not None:
+            self._record.published(progress.version, time.time())
+            self._save(learner)
+            self._announce(progress.version)
+
+    def _announce(self, version: HeadVersion) -> None:
+        """Let engines have a version; its weights go to the object store once."""
+        weights = (ray.put(version.weights),)
+        with self._lock:
+            self._answer = replace(self._answer, number=version.number, weights=weights)
+
+    def _end_interval(self, seconds: float, worked: bool, drafts: bool) -> None:
+        """Enter some seconds of decoding, and decide on the next ones."""
+        record = self._record
+        with self._lock:
+            tokens, row_steps = self._decoded, self._row_steps
+            self._decoded = self._row_steps = 0
+            choices = [beat.choices for beat in self._beats.values() if beat.choices]
+            left = self._tokens_left
+        if not record.versions:
+            gain = 1.0
+        elif drafts:
+            gain = record.gain
+        elif choices:
+            gain = sum(gain_by_choice(one, LEARNT_MEMBERS) for one in choices) / len(choices)
+        else:
+            gain = gain_by_beta(record.balance.beta, record.beta_before)
+        record.decoded(Interval(seconds, max(tokens, 0), max(row_steps, 0), worked, gain), time.time())
+        if left is not None:
+            record.decide(left, must_pay=self._spec.must_pay)
+
+    def _tell(self, progress: Progress | None) -> None:
+        """Make known what the learner does now."""
+        record = self._record
+        found, versions, course = record.evaluations, record.versions, record.course
+        done = {} if progress is None else {name: getattr(progress, name) for name in _TOLD}
+        report = LearningReport(
+            state="learning" if course.learns else "measuring" if course.rest_beta is None else "resting",
+            reason=course.reason,
+            version=versions[-1].number if versions else None,
+            beta=found[-1].candidate if found else None,
+            published_beta=versions[-1].beta if versions else None,
+            versions=len(versions),
+            taken_seconds=record.balance.taken,
+            saved_seconds=record.balance.saved,
+            **done,
+        )
+        with self._lock:
+            self._report = report
+            self._answer = replace(self._answer, wants_rows=course.learns or course.rest_beta is None)
+
+    # ---- on disk
+
+    def _save(self, learner: Learner) -> None:
+        """Write the newest version and the learner's state to the output.
+
+        The state comes first: a learner that begins again must not give another version the number of one that is out.
+        """
+        output = self._spec.output
+        folder = Path(tempfile.mkdtemp(prefix="drafter-learner-"))
+        try:
+            learner.save(folder)
+            output.learner_state.copy_from(folder / STATE_FILE)
+            learner.save_head(folder / "head")
+            put_head(folder / "head", output.head)
+        except OSError as error:  # such as a full disk: engines get the version all the same
+            print(f"the head cannot be written: {one_line(error)}", file=sys.stderr, flush=True)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._save_record()
+
+    def _save_record(self) -> None:
+        try:
+            self._spec.output.learning_file.write_text(self._record.as_json())
+        except OSError as error:
+            print(f"the learner's record cannot be written: {one_line(error)}", file=sys.stderr, flush=True)
+
+
+_TOLD = ("steps", "seconds", "loss", "rows", "held_out", "nbytes", "discarded")
+"""What a report tells of a learner's progress as it is."""
+
+
+def _read_record(spec: LearnerSpec) -> LearningRecord:
+    """Return the record of earlier processes, or a new one where there is none."""
+    try:
+        return LearningRecord.of_json(spec.output.learning_file.read_text()).without_speeds()
+    except FileNotFoundError:
+        return LearningRecord()
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        print(f"the learner's record is begun anew: {one_line(error)}", file=sys.stderr, flush=True)
+        return LearningRecord()

@@ -1,0 +1,123 @@
+"""What a learner's process loads, and what engines and it begin with."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from drafter.drafters.registry import SHIPPED_OR_NEW
+from drafter.errors import one_line
+from drafter.learning.learner_settings import LearnerSettings
+from drafter.learning.starting_head import StartingHead
+from pipeline.io.files import Location
+from pipeline.learning.learning_config import NEW, SHIPPED, LearningConfig
+from pipeline.output.output_folder import HEAD_CONFIG, OutputFolder
+
+HEAD_WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What engines and the learner of a job begin with: the same for all.
+
+    Args:
+        start: What the job begins with.
+        saved: The folder of the head that an earlier submission has learnt; None if there is none.
+    """
+
+    start: StartingHead
+    saved: Location | None = None
+
+    def here(self, folder: str) -> StartingHead:
+        """Return what this process begins with: what the job began with, where a saved head cannot be read.
+
+        Args:
+            folder: On this machine; a saved head is copied there.
+        """
+        if self.saved is None:
+            return self.start
+        try:
+            fetch_head(self.saved, Path(folder))
+        except OSError as error:  # it costs drafts, and not the job
+            print(f"{self.saved.path} cannot be read: {one_line(error)}", file=sys.stderr, flush=True)
+            return self.start
+        return replace(self.start, folder=folder)
+
+
+@dataclass(frozen=True)
+class LearnerSpec:
+    """What a learner's process loads.
+
+    Args:
+        model: Hub id or folder of the base.
+        dtype: As in `load_base`.
+        trust_remote_code: Whether to run the modeling code that comes with the weights.
+        beginning: What the head begins with.
+        settings: How it learns.
+        must_pay: Whether it learns only while that is expected to pay.
+        threads: CPU threads.
+        yields: Whether these threads take only what other processes leave.
+        output: Where the head goes.
+        run: The job's name in metrics: its output.
+    """
+
+    model: str
+    dtype: str
+    trust_remote_code: bool
+    beginning: Beginning
+    settings: LearnerSettings
+    must_pay: bool
+    threads: int
+    yields: bool
+    output: OutputFolder
+    run: str
+
+
+def beginning(config: LearningConfig, output: OutputFolder) -> Beginning:
+    """Return what a submission begins with: the head in the output, if an earlier one has learnt it."""
+    folder = {SHIPPED: SHIPPED_OR_NEW, NEW: None}.get(config.head, config.head)
+    start = StartingHead(folder, config.algorithm, seed=config.training.seed)
+    return Beginning(start, output.head if _is_whole(output.head) else None)
+
+
+def fetch_head(folder: Location, here: Path) -> None:
+    """Copy a head's folder to this machine.
+
+    Raises:
+        OSError: It is not there, or cannot be read.
+    """
+    for name in (HEAD_CONFIG, HEAD_WEIGHTS):
+        (folder / name).copy_to(here / name)
+
+
+def put_head(here: Path, folder: Location) -> None:
+    """Copy a head's folder from this machine to where everybody finds it; each file appears as a whole.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    folder.make_folder()
+    for name in (HEAD_WEIGHTS, HEAD_CONFIG):  # without a config.json there is no head yet
+        (folder / name).copy_from(here / name)
+
+
+def _is_whole(folder: Location) -> bool:
+    """Whether there is a head that can be read. One that cannot costs what was learnt, and not the job."""
+    if not any(info.base_name == HEAD_CONFIG for info in folder.children()):
+        return False
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            here = Path(name)
+            fetch_head(folder, here)
+            config: Any = json.loads((here / HEAD_CONFIG).read_text(encoding="utf-8"))
+            with safe_open(here / HEAD_WEIGHTS, framework="numpy") as file:
+                return isinstance(config, dict) and bool(file.keys())
+    except (OSError, ValueError, SafetensorError) as error:
+        print(f"the head in {folder.path} is damaged, and learnt anew: {one_line(error)}", file=sys.stderr, flush=True)
+        return False

@@ -1,0 +1,79 @@
+"""What an engine's process has to do with its job's learner: rows go there, versions come back.
+
+All of it is in a thread of its own. The engine waits for none of it, and whatever fails costs drafts only.
+"""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from drafter.errors import LoadError, one_line
+from drafter.learning.rows.sample_tap import SampleTap
+from drafter.llm import SpeculativeLM
+from pipeline.learning.learner_actor import Answer, EngineBeat
+from pipeline.progress.pulse import Pulse
+
+_PULSE_SECONDS = 0.5
+_ANSWER_SECONDS = 10.0
+_BATCH_BYTES = 16 << 20
+"""Rows that are on their way to the learner at a time; until they are there, no others follow."""
+
+
+class LearningFeed:
+    """Passes rows of an engine to a learner, and versions of the head to the engine.
+
+    Args:
+        lm: An engine with a head that learns.
+        learner: A `LearnerActor`.
+        put: Puts rows into the object store.
+    """
+
+    def __init__(self, lm: SpeculativeLM, learner: Any, put: Callable[[Any], Any] = ray.put) -> None:
+        assert lm.samples is not None
+        self._engine, self._samples, self._learner, self._put = lm.engine, lm.samples, learner, put
+        self._name = uuid.uuid4().hex
+        self._call: Any = None
+        self._number: int | None = None
+        self._paused = False
+        self._pulse = Pulse(_PULSE_SECONDS, self.exchange)
+
+    def start(self) -> None:
+        """Begin."""
+        self._pulse.start()
+
+    def exchange(self) -> None:
+        """Give rows, and take what there is; nothing where nobody answers."""
+        try:
+            if self._call is None:
+                self._call = self._give(self._samples)
+            answer: Answer = ray.get(self._call, timeout=_ANSWER_SECONDS)
+            self._call = None
+            self._pause(not answer.wants_rows)
+            if answer.number is not None and answer.number != self._number:
+                weights = ray.get(answer.weights[0], timeout=_ANSWER_SECONDS)
+                self._number = answer.number
+                self._engine.drafter.offer(answer.number, weights)
+        except ray.exceptions.GetTimeoutError:
+            return  # the learner is being started, or has much to do: no other rows leave meanwhile
+        except ray.exceptions.RayError:  # it has died, and perhaps comes back
+            self._call = None
+            self._pause(True)
+        except LoadError as error:
+            print(f"version {self._number} is not taken: {one_line(error)}", file=sys.stderr, flush=True)
+
+    def _give(self, samples: SampleTap) -> Any:
+        state = self._engine.state()
+        beat = EngineBeat(state.output_tokens, state.row_steps, state.choices)
+        rows = samples.take(_BATCH_BYTES)
+        return self._learner.exchange.remote(self._name, beat, [self._put(rows)] if rows else [])
+
+    def _pause(self, paused: bool) -> None:
+        """Let the engine hand out rows, or not."""
+        if paused != self._paused:
+            self._paused = paused
+            (self._samples.pause if paused else self._samples.resume)()

@@ -1,0 +1,119 @@
+"""The learner's actor, in this process: rows come in, versions go out and to disk, and an error is only said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+from drafter.base.loading import load_base
+from drafter.embedded import EMBEDDED_HEADS
+from drafter.engine.engine_config import EngineConfig
+from drafter.heads.checkpoint import load_head
+from drafter.heads.registry import HEADS
+from drafter.learning.contract import RowSample
+from drafter.learning.learner_settings import LearnerSettings
+from drafter.learning.starting_head import version_of
+from pipeline.engines.engine_spec import EngineSpec
+from pipeline.io.files import locate
+from pipeline.learning.learner_actor import Answer, EngineBeat, LearnerActor
+from pipeline.learning.learner_spec import LearnerSpec, beginning, put_head
+from pipeline.learning.learning_config import LearningConfig
+from pipeline.learning.learning_record import LearningRecord
+from pipeline.output.output_folder import OutputFolder
+from tests.support.waiting import wait_until
+
+SETTINGS = LearnerSettings(
+    texts_per_step=2,
+    anchors_per_text=4,
+    held_out_share=0.3,
+    held_out_rows=2,
+    least_held_out=1,
+    evaluate_every=2,
+    least_gain=1.0,
+    teacher=0,
+)
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> OutputFolder:
+    output = OutputFolder(locate(str(tmp_path / "out")))
+    output.create()
+    return output
+
+
+def spec_of(model: Path, output: OutputFolder) -> LearnerSpec:
+    begins = beginning(LearningConfig(enabled=True, head="new", training=SETTINGS), output)
+    return LearnerSpec(str(model), "auto", False, begins, SETTINGS, False, 1, False, output, output.root.path)
+
+
+def batches() -> Iterator[list[RowSample]]:
+    """Rows of a few tokens over and over, four at a time."""
+    generator = torch.Generator().manual_seed(0)
+    for number in range(1000):
+        texts = torch.randint(8, 12, (4, 24), generator=generator)
+        yield [RowSample(f"{number}-{place}", text, 8, None, 16) for place, text in enumerate(texts)]
+
+
+def learn(actor: LearnerActor, number: int) -> Answer:
+    """Give rows until there is a version after `number`."""
+    rows, told = batches(), EngineBeat(0, 0)
+
+    def answer() -> Answer | None:
+        nonlocal told
+        told = EngineBeat(told.tokens + 64, told.row_steps + 64)
+        found = actor.exchange("engine", told, [ray.put(next(rows))])
+        return found if (found.number or 0) > number else None
+
+    return wait_until(answer, f"a version after {number}")
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_rows_become_versions_and_another_process_goes_on(model: Path, output: OutputFolder) -> None:
+    actor = LearnerActor(spec_of(model, output))
+    first = learn(actor, 0)
+    report = actor.close()
+    assert report.state == "learning"
+    assert report.version is not None
+    assert report.version >= (first.number or 0) >= 1
+    weights = ray.get(first.weights[0])
+    assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
+
+    head = load_head(output.head.path, load_base(model), HEADS)
+    assert version_of(head) == report.version
+    assert weights.keys() == head.state_dict().keys()
+    record = LearningRecord.of_json(output.learning_file.read_text())
+    assert record.versions[-1].number == report.version
+
+    spec = spec_of(model, output)
+    assert spec.beginning.saved is not None
+    again = LearnerActor(spec)
+    # Engines that begin anew have the newest version before anything else is learnt.
+    assert wait_until(lambda: again.exchange("new", EngineBeat(0, 0), []).number, "a version") == report.version
+    assert (learn(again, report.version).number or 0) > report.version
+    numbers = [one.number for one in LearningRecord.of_json(output.learning_file.read_text()).versions]
+    again.close()
+    assert numbers == sorted(set(numbers))
+
+
+def test_a_saved_head_that_cannot_be_loaded_is_left_out(
+    model: Path, output: OutputFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_head(EMBEDDED_HEADS / "ctc", output.head)  # it belongs to another base
+    begins = beginning(LearningConfig(enabled=True, head="new"), output)
+    assert begins.saved is not None
+    with EngineSpec(str(model), "auto", {}, EngineConfig(slots=2), 1, learning=begins).load() as lm:
+        assert lm.samples is not None
+        assert lm.engine.state().drafter_version is None
+    assert "the head that was learnt is left out: draft head" in capsys.readouterr().err
+
+
+def test_an_error_ends_the_learner_and_nothing_else(tmp_path: Path, output: OutputFolder) -> None:
+    actor = LearnerActor(spec_of(tmp_path / "no-model", output))
+    report = wait_until(lambda: found if (found := actor.report(None)).state == "ended" else None, "an error")
+    assert "it has had an error" in report.reason
+    assert not actor.exchange("engine", EngineBeat(1, 1), []).wants_rows
+    assert actor.close().state == "ended"

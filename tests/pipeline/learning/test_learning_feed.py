@@ -1,0 +1,129 @@
+"""An engine's thread beside its learner: rows go one batch at a time, versions come, and who is gone costs nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import ray
+import torch
+from torch import Tensor
+
+from drafter.errors import LoadError
+from drafter.learning.contract import EndedRow
+from drafter.learning.rows.sample_tap import SampleTap
+from drafter.llm import SpeculativeLM
+from pipeline.learning.learner_actor import Answer, EngineBeat
+from pipeline.learning.learning_feed import LearningFeed
+
+
+class Teacher:
+    """A learner that answers as it is told; an actor."""
+
+    def __init__(self) -> None:
+        self._answer = Answer(wants_rows=True)
+        self._rows: list[str] = []
+
+    def publish(self, number: int, weights: Mapping[str, Tensor]) -> None:
+        self._answer = Answer(True, number, (ray.put(weights),))
+
+    def rest(self) -> None:
+        self._answer = Answer(wants_rows=False)
+
+    def exchange(self, engine: str, beat: EngineBeat, rows: list[Any]) -> Answer:
+        for batch in rows:
+            self._rows += [one.request_id for one in ray.get(batch)]
+        return self._answer
+
+    def rows(self) -> list[str]:
+        return self._rows
+
+
+class Engine:
+    """What a feed sees of an engine; it refuses the version 13."""
+
+    def __init__(self) -> None:
+        self.samples = SampleTap()
+        self.offered: list[tuple[int, list[float]]] = []
+        self.engine = SimpleNamespace(
+            state=lambda: SimpleNamespace(output_tokens=5, row_steps=4, choices=()), drafter=self
+        )
+
+    def offer(self, number: int, weights: Mapping[str, Tensor]) -> None:
+        if number == 13:
+            raise LoadError("no such shape")
+        self.offered.append((number, weights["w"].tolist()))
+
+    def end_row(self, name: str) -> bool:
+        """A row ends; returns whether it was kept."""
+        row = EndedRow(name, [1, 2], [3, 4], 2)
+        if wanted := self.samples.wants(row, 0):
+            self.samples.put(row, None, None)
+        return wanted
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_rows_go_and_versions_come(capfd: pytest.CaptureFixture[str]) -> None:
+    engine, teacher = Engine(), ray.remote(num_cpus=0)(Teacher).remote()
+    feed = LearningFeed(cast(SpeculativeLM, engine), teacher)
+    engine.end_row("a")
+    engine.end_row("b")
+    feed.exchange()
+    assert sorted(ray.get(teacher.rows.remote())) == ["a", "b"]
+    assert engine.offered == []
+
+    ray.get(teacher.publish.remote(2, {"w": torch.tensor([1.0, 2.0])}))
+    feed.exchange()
+    feed.exchange()
+    assert engine.offered == [(2, [1.0, 2.0])]  # once
+
+    ray.get(teacher.publish.remote(13, {"w": torch.zeros(2)}))
+    feed.exchange()
+    assert "version 13 is not taken: no such shape" in capfd.readouterr().err
+
+    ray.get(teacher.rest.remote())
+    feed.exchange()
+    assert not engine.end_row("c")  # nothing is copied while nobody wants it
+    ray.get(teacher.publish.remote(14, {"w": torch.ones(2)}))
+    feed.exchange()
+    assert engine.end_row("d")
+
+    ray.kill(teacher)
+    feed.exchange()
+    assert not engine.end_row("e")
+    assert [number for number, _ in engine.offered] == [2, 14]
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_no_other_rows_leave_before_the_learner_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.learning.learning_feed._ANSWER_SECONDS", 0.05)
+
+    class Slow:
+        """A learner that has not answered yet."""
+
+        calls = 0
+
+        @property
+        def exchange(self) -> SimpleNamespace:
+            def remote(*_: Any) -> Any:
+                self.calls += 1
+                return never.wait.remote()
+
+            return SimpleNamespace(remote=remote)
+
+    class Never:
+        def wait(self) -> None:
+            threading.Event().wait()
+
+    never = ray.remote(num_cpus=0)(Never).remote()
+    engine, slow = Engine(), Slow()
+    feed = LearningFeed(cast(SpeculativeLM, engine), slow)
+    for name in "abc":
+        engine.end_row(name)
+        feed.exchange()
+    assert slow.calls == 1
+    assert [one.request_id for one in engine.samples.take(1 << 20)] == ["c", "b"]
+    ray.kill(never)
