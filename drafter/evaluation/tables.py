@@ -103,13 +103,21 @@ def page(results: Results) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _heading(results: Results) -> str:
-    """Return where and how the results were measured, and what the figures mean."""
+def circumstances(results: Results) -> str:
+    """Return where and on what the results were measured, a clause without its full stop."""
     where, plan = results.environment, results.plan
     asked = ", ".join(f"{one['prompts']} prompts of {one['file']} ({name})" for name, one in results.questions.items())
     return (
         f"{machine(where)}, {where['threads']} threads, {where['dtype']}; base of {where['base']['parameters']:,} "
-        f"parameters; {asked}; at most {plan['max_new_tokens']} new tokens; medians of {plan['rounds']} rounds.\n\n"
+        f"parameters; {asked}; at most {plan['max_new_tokens']} new tokens; medians of {plan['rounds']} rounds"
+    )
+
+
+def _heading(results: Results) -> str:
+    """Return where and how the results were measured, and what the figures mean."""
+    where = results.environment
+    return (
+        f"{circumstances(results)}.\n\n"
         f"`{where['command']}`, commit {where['commit']}{' with changes' if where['uncommitted_changes'] else ''}, "
         f"{where['date']}.\n\n"
         "β: new tokens per base forward. γ: speed relative to plain decoding in the same engine and run. "

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from drafter.evaluation.environment import machine
 from drafter.evaluation.figures import Figures, figures
 from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Arm
 from drafter.evaluation.results import Results
-from drafter.evaluation.tables import markdown_table
+from drafter.evaluation.tables import circumstances, markdown_table
 from recipes.paper.published_figures import Published
 
 _VANILLA = "vanilla"
@@ -40,12 +39,8 @@ def paper_page(results: Results, heads: Mapping[str, str], base: str, published:
 
 
 def _heading(results: Results) -> str:
-    where, plan = results.environment, results.plan
-    asked = ", ".join(f"{one['prompts']} prompts of {one['file']} ({name})" for name, one in results.questions.items())
     return (
-        f"{machine(where)}, {where['threads']} threads, {where['dtype']}; base of {where['base']['parameters']:,} "
-        f"parameters; {asked}; at most {plan['max_new_tokens']} new tokens; medians of {plan['rounds']} rounds; "
-        f"{where['date']}.\n\n"
+        f"{circumstances(results)}; {results.environment['date']}.\n\n"
         "β: new tokens per forward of the base. γ: speed relative to plain decoding in the same engine and run. All "
         "heads learned from the same texts in the same number of steps, and draft the best tree that they can. "
         "Published figures are of other machines and implementations, at batch 1 and temperature 0, each with its own "

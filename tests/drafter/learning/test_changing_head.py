@@ -169,6 +169,20 @@ class Compared(Drafter):
         return tree
 
 
+def drafts_alike(changing: ChangingHead, other: Drafter, second: dict[str, Tensor]) -> None:
+    """After a change to the weights `second`, which `other` has always had, both draft the same."""
+    compared = Compared(changing, other)
+
+    def change(step: int) -> None:
+        if step == 7:
+            changing.offer(1, second)
+            assert changing.renew() is not None
+
+    assert [one.token_ids for one in decode(compared, change)] == plain()
+    assert len(compared.same) > 10
+    assert all(compared.same)
+
+
 # Where a CPU drafts with copies of the weights, as of most heads, none can be changed in place.
 @pytest.mark.parametrize(
     "case",
@@ -184,17 +198,7 @@ def test_after_a_change_it_drafts_as_if_it_had_had_the_weights_from_the_start(ca
     second = weights(kind, 5)
     other = make_head(base(), kind, 1)
     load_weights(other, second)
-    changing = ChangingHead(start_of(kind), base(), NODES, in_place=in_place)
-    compared = Compared(changing, other.drafter(base(), NODES))
-
-    def change(step: int) -> None:
-        if step == 7:
-            changing.offer(1, second)
-            assert changing.renew() is not None
-
-    assert [one.token_ids for one in decode(compared, change)] == plain()
-    assert len(compared.same) > 10
-    assert all(compared.same)
+    drafts_alike(ChangingHead(start_of(kind), base(), NODES, in_place=in_place), other.drafter(base(), NODES), second)
 
 
 def test_what_a_search_keeps_of_the_weights_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,16 +211,8 @@ def test_what_a_search_keeps_of_the_weights_is_made_anew(monkeypatch: pytest.Mon
     with monkeypatch.context() as patched:
         patched.setattr(devices, "is_asynchronous", lambda device: True)
         changing = ChangingHead(StartingHead(algorithm=algorithm, settings=settings), base(), NODES)
-        compared = Compared(changing, other.drafter(base(), NODES))
-
-    def change(step: int) -> None:
-        if step == 7:
-            changing.offer(1, second)
-            assert changing.renew() is not None
-
-    assert [one.token_ids for one in decode(compared, change)] == plain()
-    assert len(compared.same) > 10
-    assert all(compared.same)
+        drafter = other.drafter(base(), NODES)
+    drafts_alike(changing, drafter, second)
 
 
 @pytest.mark.slow
