@@ -15,7 +15,8 @@ import ray
 from drafter.errors import LoadError, one_line
 from drafter.learning.rows.sample_tap import SampleTap
 from drafter.llm import SpeculativeLM
-from pipeline.learning.learner_actor import Answer, EngineBeat
+from pipeline.learning.engine_beats import EngineBeat
+from pipeline.learning.learner_actor import Answer
 from pipeline.progress.pulse import Pulse
 
 _PULSE_SECONDS = 0.5

@@ -16,7 +16,8 @@ from drafter.errors import LoadError
 from drafter.learning.contract import EndedRow
 from drafter.learning.rows.sample_tap import SampleTap
 from drafter.llm import SpeculativeLM
-from pipeline.learning.learner_actor import Answer, EngineBeat
+from pipeline.learning.engine_beats import EngineBeat
+from pipeline.learning.learner_actor import Answer
 from pipeline.learning.learning_feed import LearningFeed
 
 
