@@ -135,17 +135,18 @@ class LearnerActor:
 
     def _learn(self) -> None:
         learner, drafts = self._load()
-        metrics = LearnerMetrics(self._spec.run)
         if learner.version is not None:
             if learner.version.number not in [one.number for one in self._record.versions]:
                 self._record.published(learner.version, time.time())  # its process ended before that was written
             self._announce(learner.version)
         if not self._spec.must_pay:
             self._record.decide(0.0, must_pay=False)
-        progress: Progress | None = None
+        progress = learner.progress()
         begun = saved = time.monotonic()
         with self._lock:
             self._beats.take(begun)  # what was decoded while the base was loaded is of no interval
+        self._tell(progress)
+        metrics = LearnerMetrics(self._spec.run, self._report)
         worked = False
         while not self._closing.is_set():
             self._take_rows(learner)
@@ -153,7 +154,7 @@ class LearnerActor:
                 progress = learner.work(_SLICE_SECONDS)
                 worked = worked or not progress.idle
                 self._enter(learner, progress)
-            if progress is None or progress.idle or not self._record.course.learns:
+            if progress.idle or not self._record.course.learns:
                 self._closing.wait(_SLICE_SECONDS)
             now = time.monotonic()
             if now - begun >= _INTERVAL_SECONDS:
@@ -227,11 +228,11 @@ class LearnerActor:
         if left is not None:
             record.decide(left, must_pay=self._spec.must_pay)
 
-    def _tell(self, progress: Progress | None) -> None:
+    def _tell(self, progress: Progress) -> None:
         """Make known what the learner does now."""
         record = self._record
         found, versions, course = record.evaluations, record.versions, record.course
-        done = {} if progress is None else {name: getattr(progress, name) for name in _TOLD}
+        done = {name: getattr(progress, name) for name in _TOLD}
         report = LearningReport(
             state="learning" if course.learns else "measuring" if course.rest_beta is None else "resting",
             reason=course.reason,
