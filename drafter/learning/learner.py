@@ -108,6 +108,7 @@ class Learner:
         self._measuring: Iterator[None] | None = None
         self._evaluation: Evaluation | None = None
         self._published: HeadVersion | None = None
+        self._idle = True
 
     def add(self, samples: Sequence[RowSample]) -> None:
         """Take rows. What there is no room for is dropped, those first that are worth least."""
@@ -124,6 +125,11 @@ class Learner:
             self._totals = replace(self._totals, seconds=before + spent)
             if spent >= seconds:
                 break
+        self._idle = idle
+        return self.progress()
+
+    def progress(self) -> Progress:
+        """Return where the learner is, and what its last slice of work has brought, if it has worked."""
         totals, rows = self._totals, self._rows
         return Progress(
             totals.steps,
@@ -135,7 +141,7 @@ class Learner:
             totals.discarded,
             self._evaluation,
             self._published,
-            idle,
+            self._idle,
         )
 
     # ---- units of work

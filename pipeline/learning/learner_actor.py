@@ -32,7 +32,7 @@ from drafter.learning.contract import HeadVersion, RowSample
 from drafter.learning.learner import Learner, Progress
 from drafter.learning.learner_files import STATE_FILE
 from drafter.learning.payoff import Interval, gain_by_beta, gain_by_choice
-from drafter.statistics import BatchChoice
+from pipeline.learning.engine_beats import EngineBeat, EngineBeats
 from pipeline.learning.learner_metrics import LearnerMetrics
 from pipeline.learning.learner_spec import LearnerSpec, put_head
 from pipeline.learning.learning_record import LearningRecord
@@ -47,21 +47,6 @@ _SAVE_SECONDS = 30.0
 _FETCH_SECONDS = 5.0
 _BATCHES = 8
 """Batches of rows that wait for the learner; of more, the oldest are dropped."""
-
-
-@dataclass(frozen=True)
-class EngineBeat:
-    """What an engine has done by now.
-
-    Args:
-        tokens: New tokens of its process.
-        row_steps: Decode steps, counted once for each row that took part.
-        choices: Which of several drafters drafts, by batch size.
-    """
-
-    tokens: int
-    row_steps: int
-    choices: tuple[BatchChoice, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,8 +78,7 @@ class LearnerActor:
         self._lock = threading.Lock()
         self._batches: deque[ray.ObjectRef[Any]] = deque(maxlen=_BATCHES)
         self._dropped = 0
-        self._beats: dict[str, EngineBeat] = {}
-        self._decoded, self._row_steps = 0, 0
+        self._beats = EngineBeats()
         self._answer = Answer(wants_rows=True)
         self._tokens_left: float | None = None
         self._closing = threading.Event()
@@ -112,10 +96,7 @@ class LearnerActor:
             rows: References to lists of rows.
         """
         with self._lock:
-            before = self._beats.get(engine, EngineBeat(0, 0))
-            self._decoded += beat.tokens - before.tokens
-            self._row_steps += beat.row_steps - before.row_steps
-            self._beats[engine] = beat
+            self._beats.enter(engine, beat, time.monotonic())
             self._dropped += max(len(self._batches) + len(rows) - _BATCHES, 0)
             self._batches.extend(rows)
             return self._answer
@@ -154,15 +135,18 @@ class LearnerActor:
 
     def _learn(self) -> None:
         learner, drafts = self._load()
-        metrics = LearnerMetrics(self._spec.run)
         if learner.version is not None:
             if learner.version.number not in [one.number for one in self._record.versions]:
                 self._record.published(learner.version, time.time())  # its process ended before that was written
             self._announce(learner.version)
         if not self._spec.must_pay:
             self._record.decide(0.0, must_pay=False)
-        progress: Progress | None = None
+        progress = learner.progress()
         begun = saved = time.monotonic()
+        with self._lock:
+            self._beats.take(begun)  # what was decoded while the base was loaded is of no interval
+        self._tell(progress)
+        metrics = LearnerMetrics(self._spec.run, self._report)
         worked = False
         while not self._closing.is_set():
             self._take_rows(learner)
@@ -170,7 +154,7 @@ class LearnerActor:
                 progress = learner.work(_SLICE_SECONDS)
                 worked = worked or not progress.idle
                 self._enter(learner, progress)
-            if progress is None or progress.idle or not self._record.course.learns:
+            if progress.idle or not self._record.course.learns:
                 self._closing.wait(_SLICE_SECONDS)
             now = time.monotonic()
             if now - begun >= _INTERVAL_SECONDS:
@@ -230,27 +214,25 @@ class LearnerActor:
         """Enter some seconds of decoding, and decide on the next ones."""
         record = self._record
         with self._lock:
-            tokens, row_steps = self._decoded, self._row_steps
-            self._decoded = self._row_steps = 0
-            choices = [beat.choices for beat in self._beats.values() if beat.choices]
+            done = self._beats.take(time.monotonic())
             left = self._tokens_left
         if not record.versions:
             gain = 1.0
         elif drafts:
             gain = record.gain
-        elif choices:
-            gain = sum(gain_by_choice(one, LEARNT_MEMBERS) for one in choices) / len(choices)
+        elif done.choices:
+            gain = sum(gain_by_choice(one, LEARNT_MEMBERS) for one in done.choices) / len(done.choices)
         else:
             gain = gain_by_beta(record.balance.beta, record.beta_before)
-        record.decoded(Interval(seconds, max(tokens, 0), max(row_steps, 0), worked, gain), time.time())
+        record.decoded(Interval(seconds, done.tokens, done.row_steps, worked, gain), time.time())
         if left is not None:
             record.decide(left, must_pay=self._spec.must_pay)
 
-    def _tell(self, progress: Progress | None) -> None:
+    def _tell(self, progress: Progress) -> None:
         """Make known what the learner does now."""
         record = self._record
         found, versions, course = record.evaluations, record.versions, record.course
-        done = {} if progress is None else {name: getattr(progress, name) for name in _TOLD}
+        done = {name: getattr(progress, name) for name in _TOLD}
         report = LearningReport(
             state="learning" if course.learns else "measuring" if course.rest_beta is None else "resting",
             reason=course.reason,

@@ -31,13 +31,14 @@ class LearnerMetrics:
 
     Args:
         run: The job's output.
+        begun: What the learner goes on from: what earlier processes have done, they have exported.
     """
 
-    def __init__(self, run: str) -> None:
+    def __init__(self, run: str, begun: LearningReport) -> None:
         self._tags = {"run": run}
         self._gauges = {name: Gauge(f"drafter_learner_{name}", what, ("run",)) for name, what in _GAUGES.items()}
         self._counters = {name: Counter(f"drafter_learner_{name}", what, ("run",)) for name, what in _COUNTERS.items()}
-        self._published = dict.fromkeys(_COUNTERS, 0.0)
+        self._published = _sums(begun, dropped=0)
         for counter in self._counters.values():
             begin(counter, self._tags)
 
@@ -61,8 +62,12 @@ class LearnerMetrics:
         }
         for name, value in values.items():
             self._gauges[name].set(value, self._tags)  # None is not set
-        sums = {"steps": now.steps, "seconds": now.seconds, "discarded": now.discarded, "dropped": dropped}
-        for name, value in sums.items():
+        for name, value in _sums(now, dropped).items():
             if (new := value - self._published[name]) > 0:
                 self._counters[name].inc(new, self._tags)
                 self._published[name] = value
+
+
+def _sums(now: LearningReport, dropped: int) -> dict[str, float]:
+    """Values of the counters."""
+    return {"steps": now.steps, "seconds": now.seconds, "discarded": now.discarded, "dropped": dropped}

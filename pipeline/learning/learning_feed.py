@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
+from torch import Tensor
 
-from drafter.errors import LoadError, one_line
+from drafter.errors import one_line
 from drafter.learning.rows.sample_tap import SampleTap
 from drafter.llm import SpeculativeLM
-from pipeline.learning.learner_actor import Answer, EngineBeat
+from pipeline.learning.engine_beats import EngineBeat
+from pipeline.learning.learner_actor import Answer
 from pipeline.progress.pulse import Pulse
 
 _PULSE_SECONDS = 0.5
@@ -57,14 +59,23 @@ class LearningFeed:
             if answer.number is not None and answer.number != self._number:
                 weights = ray.get(answer.weights[0], timeout=_ANSWER_SECONDS)
                 self._number = answer.number
-                self._engine.drafter.offer(answer.number, weights)
+                self._offer(answer.number, weights)
         except ray.exceptions.GetTimeoutError:
             return  # the learner is being started, or has much to do: no other rows leave meanwhile
         except ray.exceptions.RayError:  # it has died, and perhaps comes back
             self._call = None
             self._pause(True)
-        except LoadError as error:
-            print(f"version {self._number} is not taken: {one_line(error)}", file=sys.stderr, flush=True)
+        except Exception as error:  # whatever it is, such as too little memory: the next exchange may go well
+            print(f"nothing is exchanged with the learner for now: {one_line(error)}", file=sys.stderr, flush=True)
+            self._call = None
+            self._pause(True)
+
+    def _offer(self, number: int, weights: Mapping[str, Tensor]) -> None:
+        """Let the engine have a version; one that cannot be made ready is left out, and the next one tried."""
+        try:
+            self._engine.drafter.offer(number, weights)
+        except Exception as error:  # such as too little memory, or weights of another shape
+            print(f"version {number} is not taken: {one_line(error)}", file=sys.stderr, flush=True)
 
     def _give(self, samples: SampleTap) -> Any:
         state = self._engine.state()

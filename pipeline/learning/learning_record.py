@@ -79,8 +79,8 @@ class LearningRecord:
         versions: What was published, likewise.
         moments: How decoding went, in order.
         course: Whether the learner works now, and why. It is decided anew in each process.
-        gain: How many times its first β a head that was given has now, in this process.
-        beta_before: β of decoding before the first version, in this process.
+        gain: How many times its first β a head that was given has now.
+        beta_before: β of decoding before the first version.
     """
 
     balance: Balance = field(default_factory=Balance)
@@ -128,6 +128,8 @@ class LearningRecord:
             "evaluations": _dicts(self.evaluations),
             "versions": _dicts(self.versions),
             "moments": _dicts(self.moments),
+            "gain": self.gain,
+            "beta_before": self.beta_before,
         }
         return json.dumps(kept, indent=1) + "\n"
 
@@ -144,6 +146,8 @@ class LearningRecord:
             [Evaluation(**one) for one in kept["evaluations"]],
             [Published(**one) for one in kept["versions"]],
             [Moment(**one) for one in kept["moments"]],
+            gain=kept["gain"],
+            beta_before=kept["beta_before"],
         )
 
     def without_speeds(self) -> LearningRecord:

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +61,20 @@ class UnhurriedEngine(EngineSpec):
 
     Args:
         notes: A folder for a file named by each process's id; a file `go` there lets steps be as fast as they are.
+        steps: So many steps of a process take a moment each; those after them take so long that rows do not run out.
     """
 
     notes: Path = Path()
+    steps: int = 300
 
     def load(self) -> SpeculativeLM:
         lm = super().load()
-        engine, step = lm.engine, lm.engine.step
+        engine, step, numbers = lm.engine, lm.engine.step, count()
 
         def unhurried_step() -> None:
             step()
             if not (self.notes / "go").exists():
-                time.sleep(0.1)
+                time.sleep(0.1 if next(numbers) < self.steps else 5.0)
 
         engine.step = unhurried_step  # type: ignore[method-assign]
         (self.notes / f"{os.getpid()}.engine").touch()

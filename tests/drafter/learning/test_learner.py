@@ -221,6 +221,10 @@ def test_a_learner_that_is_resumed_goes_on_as_if_nothing_had_been(tmp_path: Path
     learner.work(60.0)  # until its rows are used up
     learner.save(tmp_path / "state")
     other = Learner.resume(base(), start_of("context 2"), tmp_path / "state", LearnerSettings(**{**QUICK, "uses": 2}))
+    worked, resumed = learner.progress(), other.progress()
+    assert (resumed.steps, resumed.seconds, resumed.discarded) == (worked.steps, worked.seconds, worked.discarded)
+    assert resumed.steps > 0
+    assert (resumed.rows, resumed.evaluation, resumed.version, resumed.idle) == (0, None, None, True)
     for one in (learner, other):
         one.add(rows("context 2"))
         for _ in range(3):

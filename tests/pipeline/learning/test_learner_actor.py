@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 import torch
 
+from drafter.base.causal_lm import BaseModel
 from drafter.base.loading import load_base
 from drafter.embedded import EMBEDDED_HEADS
 from drafter.engine.engine_config import EngineConfig
@@ -19,12 +22,13 @@ from drafter.learning.learner_settings import LearnerSettings
 from drafter.learning.starting_head import version_of
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.io.files import locate
-from pipeline.learning.learner_actor import Answer, EngineBeat, LearnerActor
+from pipeline.learning.engine_beats import EngineBeat
+from pipeline.learning.learner_actor import Answer, LearnerActor
 from pipeline.learning.learner_spec import LearnerSpec, beginning, put_head
 from pipeline.learning.learning_config import LearningConfig
-from pipeline.learning.learning_record import LearningRecord
+from pipeline.learning.learning_record import LearningRecord, Moment
 from pipeline.output.output_folder import OutputFolder
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 SETTINGS = LearnerSettings(
     texts_per_step=2,
@@ -97,6 +101,33 @@ def test_rows_become_versions_and_another_process_goes_on(model: Path, output: O
     numbers = [one.number for one in LearningRecord.of_json(output.learning_file.read_text()).versions]
     again.close()
     assert numbers == sorted(set(numbers))
+
+
+def test_what_was_decoded_before_the_learner_was_ready_is_of_no_interval(
+    model: Path, output: OutputFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_load = threading.Event()
+
+    def load_later(*args: Any, **settings: Any) -> BaseModel:
+        assert may_load.wait(PATIENCE)
+        return load_base(*args, **settings)
+
+    monkeypatch.setattr("pipeline.learning.learner_actor.load_base", load_later)
+    monkeypatch.setattr("pipeline.learning.learner_actor._INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr("pipeline.learning.learner_actor._SAVE_SECONDS", 0.0)
+    actor = LearnerActor(spec_of(model, output))
+    for tokens in (10**6, 2 * 10**6):
+        actor.exchange("engine", EngineBeat(tokens, tokens), [])
+    may_load.set()
+    wait_until(lambda: actor.report(None).state != "starting", "the base")
+    actor.exchange("engine", EngineBeat(2 * 10**6 + 64, 2 * 10**6 + 32), [])
+
+    def moments() -> list[Moment]:
+        return LearningRecord.of_json(output.learning_file.read_text()).moments
+
+    wait_until(lambda: output.learning_file.exists and moments(), "an interval")
+    actor.close()
+    assert [(one.tokens, one.row_steps) for one in moments()] == [(64, 32)]
 
 
 def test_a_saved_head_that_cannot_be_loaded_is_left_out(

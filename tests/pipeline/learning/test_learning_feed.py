@@ -16,7 +16,8 @@ from drafter.errors import LoadError
 from drafter.learning.contract import EndedRow
 from drafter.learning.rows.sample_tap import SampleTap
 from drafter.llm import SpeculativeLM
-from pipeline.learning.learner_actor import Answer, EngineBeat
+from pipeline.learning.engine_beats import EngineBeat
+from pipeline.learning.learner_actor import Answer
 from pipeline.learning.learning_feed import LearningFeed
 
 
@@ -43,18 +44,25 @@ class Teacher:
 
 
 class Engine:
-    """What a feed sees of an engine; it refuses the version 13."""
+    """What a feed sees of an engine; it refuses the version 13, and has no memory for the version 15."""
 
     def __init__(self) -> None:
         self.samples = SampleTap()
+        self.broken, self.refused = False, 0
         self.offered: list[tuple[int, list[float]]] = []
-        self.engine = SimpleNamespace(
-            state=lambda: SimpleNamespace(output_tokens=5, row_steps=4, choices=()), drafter=self
-        )
+        self.engine = SimpleNamespace(state=self.state, drafter=self)
+
+    def state(self) -> SimpleNamespace:
+        if self.broken:
+            raise RuntimeError("no state")
+        return SimpleNamespace(output_tokens=5, row_steps=4, choices=())
 
     def offer(self, number: int, weights: Mapping[str, Tensor]) -> None:
         if number == 13:
             raise LoadError("no such shape")
+        if number == 15:
+            self.refused += 1
+            raise MemoryError("no room for it")
         self.offered.append((number, weights["w"].tolist()))
 
     def end_row(self, name: str) -> bool:
@@ -91,10 +99,26 @@ def test_rows_go_and_versions_come(capfd: pytest.CaptureFixture[str]) -> None:
     feed.exchange()
     assert engine.end_row("d")
 
+    ray.get(teacher.publish.remote(15, {"w": torch.ones(2)}))
+    feed.exchange()
+    feed.exchange()
+    assert "version 15 is not taken: no room for it" in capfd.readouterr().err
+    assert engine.refused == 1  # it is not tried again
+    ray.get(teacher.publish.remote(16, {"w": torch.ones(2)}))
+    feed.exchange()
+
+    engine.broken = True
+    feed.exchange()
+    assert "nothing is exchanged with the learner for now: no state" in capfd.readouterr().err
+    assert not engine.end_row("f")
+    engine.broken = False
+    feed.exchange()
+    assert engine.end_row("g")
+
     ray.kill(teacher)
     feed.exchange()
     assert not engine.end_row("e")
-    assert [number for number, _ in engine.offered] == [2, 14]
+    assert [number for number, _ in engine.offered] == [2, 14, 16]
 
 
 @pytest.mark.usefixtures("local_ray")

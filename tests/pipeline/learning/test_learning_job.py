@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,23 +58,25 @@ def kill_both(notes: Path, over: threading.Event) -> None:
     out = notes / "out"
 
     def has_version(number: int) -> bool:
-        assert not over.is_set()
+        assert not over.is_set(), "the job ended first"
         versions = record_of(out)["versions"]
         return bool(versions) and versions[-1]["number"] >= number
 
     def has_begun(kind: str) -> bool:
-        assert not over.is_set()
+        assert not over.is_set(), "the job ended first"
         return len(list(notes.glob(f"*.{kind}"))) > 1
 
-    wait_until(partial(has_version, 1), "a version")
-    os.kill(newest(notes, "learner"), signal.SIGKILL)
-    wait_until(partial(has_begun, "learner"), "another learner")
-    last = record_of(out)["versions"][-1]["number"]
-    wait_until(partial(has_version, last + 1), "a version of the other learner")
-    os.kill(newest(notes, "engine"), signal.SIGKILL)
-    wait_until(partial(has_begun, "engine"), "another engine")
-    wait_until(partial(has_version, last + 2), "a version of the other engine's rows")
-    (notes / "go").touch()
+    try:
+        wait_until(partial(has_version, 1), "a version")
+        os.kill(newest(notes, "learner"), signal.SIGKILL)
+        wait_until(partial(has_begun, "learner"), "another learner")
+        last = record_of(out)["versions"][-1]["number"]
+        wait_until(partial(has_version, last + 1), "a version of the other learner")
+        os.kill(newest(notes, "engine"), signal.SIGKILL)
+        wait_until(partial(has_begun, "engine"), "another engine")
+        wait_until(partial(has_version, last + 2), "a version of the other engine's rows")
+    finally:
+        (notes / "go").touch()  # whatever has failed, the job comes to its end
 
 
 @pytest.mark.slow
@@ -87,12 +90,14 @@ def test_tokens_are_those_of_plain_decoding_when_learner_and_engine_are_killed(
     monkeypatch.setattr("pipeline.generate.streaming.EngineSpec", partial(UnhurriedEngine, notes=tmp_path))
     monkeypatch.setattr("pipeline.learning.job_learner.LearnerActor", NotedLearner)
     over = threading.Event()
-    killer = threading.Thread(target=kill_both, args=[tmp_path, over])
-    killer.start()
-    done = run(source, *settings, *LEARNING, drafter="auto")
-    over.set()
-    killer.join()
-    assert (tmp_path / "go").exists(), done.stderr
+    with ThreadPoolExecutor(1) as pool:
+        killed = pool.submit(kill_both, tmp_path, over)
+        try:
+            done = run(source, *settings, *LEARNING, drafter="auto")
+        finally:
+            over.set()
+    assert done.code == 0, done.stderr
+    killed.result()  # raises what it has raised
     assert tokens_by_row(done) == tokens_by_row(plain)
     assert len(done.rows) == len(PROMPTS)
 

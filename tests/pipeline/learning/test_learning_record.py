@@ -48,10 +48,13 @@ def test_another_submission_goes_on_with_it() -> None:
         record.versions,
         record.moments,
     )
-    # Speeds are of machines, and what a head gained over its beginning is of the beginning.
+    # What was learnt goes on saving, by as much as before.
+    assert (again.gain, again.beta_before) == (record.gain, record.beta_before) == (1.5, 2.0)
+    # Speeds are of machines.
     assert again.without_speeds().balance.rate == 0
     assert again.without_speeds().balance.taken == record.balance.taken
-    assert again.gain == 1.0
+    assert again.without_speeds().gain == 1.5
+    assert again.without_speeds().beta_before == 2.0
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"balance": {"colour": 1}}'])
