@@ -77,11 +77,27 @@ def test_finished_stages_are_passed_over_and_changed_ones_are_asked_again(tmp_pa
     assert second.asked == [one.name for one in jobs][len(first.asked) - 1 :]
     third, changed = Cluster(), stages(configuration("tiny", tmp_path, "--training.log_every", "3"))
     run_chain(changed, places, third.submit)
-    assert third.asked == [one.name for one in jobs if one.name.startswith("train-")]
+    # What reads the heads is asked, too: they may have been made anew.
+    assert third.asked == [one.name for one in jobs if one.name.startswith(("train-", "evaluate"))]
     (tmp_path / "jobs" / "done.json").write_text('{"base": "12')
     fourth = Cluster()
     run_chain(changed, places, fourth.submit)
     assert fourth.asked == [one.name for one in jobs]
+
+
+def test_a_stage_follows_those_whose_output_it_reads(tmp_path: Path) -> None:
+    def asked(*settings: str) -> list[str]:
+        changed = stages(configuration("tiny", tmp_path, *settings))
+        assert changed[-1].text == jobs[-1].text
+        return [one.name for one, other in zip(jobs, changed, strict=True) if one.digest != other.digest]
+
+    jobs = stages(configuration("tiny", tmp_path))
+    names = [one.name for one in jobs]
+    assert asked() == []
+    assert asked("--prompts.written", "9") == names[1:]
+    assert asked("--answers.sampling", "{max_new_tokens: 23}") == names[names.index("answers") :]
+    # Heads do not read each other.
+    assert asked("--heads.exit", "{layers: 1}") == ["train-exit", "evaluate"]
 
 
 @pytest.mark.parametrize(("code", "error"), [(2, InputError), (130, KeyboardInterrupt), (1, JobError)])
@@ -103,7 +119,7 @@ def test_submissions_of_an_output_have_names_of_their_own(tmp_path: Path) -> Non
     changed = stages(configuration("tiny", tmp_path, "--training.log_every", "3"))
     both = [[submission_name(stage, places[0]) for stage in some] for some in (jobs, changed)]
     differ = {one.name for one, first, second in zip(jobs, *both, strict=True) if first != second}
-    assert differ == {one.name for one in jobs if one.name.startswith("train-")}
+    assert differ == {one.name for one in jobs if one.name.startswith(("train-", "evaluate"))}
 
 
 def test_one_run_works_on_an_output_at_a_time(tmp_path: Path) -> None:
