@@ -2,9 +2,9 @@
 
 A stage is done when a job with its command and its settings has succeeded; `jobs/done.json` in the output says which. A
 stage whose settings have changed since is submitted again, and so are all that read what it makes; each job decides
-whether its output can be gone on with.
-What is interrupted, at whatever moment, is gone on with by the same command: finished stages are passed over, a job
-that is still under way on the cluster is followed, and one that was killed goes on from what it has written.
+whether its output can be gone on with. What is interrupted, at whatever moment, is gone on with by the same command:
+finished stages are passed over, a job that is still under way on the cluster is followed, and one that was killed goes
+on from what it has written.
 """
 
 from __future__ import annotations
@@ -94,12 +94,18 @@ def _read_done(places: Places) -> dict[str, str]:
 
 
 def submission_name(stage: Stage, places: Places) -> str:
-    """Return what a stage's submissions are called: the same name in every run of the same output, and in no other.
-
-    With other settings it is another name: a job under way with the earlier ones is not taken for this one.
-    """
+    """Return what a stage's submissions are called: the same name in every run of the same output, and in no other."""
     where = hashlib.sha256(str(places.folder).encode()).hexdigest()[:8]
-    return f"paper-{where}-{stage.name}-{stage.digest[:6]}"
+    return f"paper-{where}-{stage.name}"
+
+
+def entrypoint(stage: Stage) -> list[str]:
+    """Return what is run for a stage: its command, which names its settings by their path alone, and their digest.
+
+    `jobs.submit` follows a job of the same name only if it runs the same. One that is still under way with earlier
+    settings is neither taken for this one, nor does a second one start to write to its output: this one is refused.
+    """
+    return ["env", f"PAPER_STAGE={stage.digest}", *stage.command]
 
 
 def submitter(config: PaperConfig, places: Places, environment: Mapping[str, str]) -> Submit:
@@ -116,7 +122,7 @@ def submitter(config: PaperConfig, places: Places, environment: Mapping[str, str
         command += ["--submissions", str(config.submissions)]
         if config.address is not None:
             command += ["--address", config.address]
-        with subprocess.Popen([*command, "--", *stage.command], cwd=_ROOT, env=dict(environment)) as process:
+        with subprocess.Popen([*command, "--", *entrypoint(stage)], cwd=_ROOT, env=dict(environment)) as process:
             try:
                 return process.wait()
             except SystemExit:  # SIGTERM
