@@ -51,6 +51,7 @@ def run(config: PaperConfig) -> None:
         InputError: The configuration or an input cannot be used, or another run works on the output.
         JobError: A job failed.
     """
+    config = dataclasses.replace(config, base=config.base.located())
     places = Places(config.folder)
     jobs = stages(config)
     for file in evaluation_of(config).questions.values():
@@ -89,6 +90,7 @@ def table(config: PaperConfig) -> None:
 def _estimate(config: PaperConfig) -> None:
     from recipes.paper.gpu_hours import estimate, estimate_table
 
+    stages(config)  # finds the mistakes of settings that no formula reads
     print(estimate_table(estimate(config)), flush=True)
 
 

@@ -52,10 +52,12 @@ def prepare_base(base: BaseConfig, folder: Path) -> None:
             from recipes.smollm2.fetch import fetch
 
             fetch(cache_folder())
+            check_sizes(base, cache_folder())
             shutil.copytree(cache_folder(), temporary, dirs_exist_ok=True)
         else:
-            convert(_published(base, temporary.with_name(f"{folder.name}.source")), temporary)
-        check_sizes(base, temporary)
+            published = _published(base, temporary.with_name(f"{folder.name}.source"))
+            check_sizes(base, published)  # before all shards are converted, which takes long
+            convert(published, temporary)
         (temporary / _ORIGIN).write_text(json.dumps(asdict(base), indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise JobError(f"the base cannot be made in {temporary}: {one_line(error)}") from error
@@ -152,9 +154,15 @@ def check_sizes(base: BaseConfig, folder: Path) -> None:
     """Compare a base with what the configuration says of it.
 
     Raises:
-        InputError: A size is another one.
+        InputError: A size is another one, or the base does not say its sizes.
     """
-    found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"the base at {base.source} has no config.json that can be read: {one_line(error)}; give another "
+            "base.source"
+        ) from error
     heads = found.get("num_attention_heads")
     sizes = {
         "layers": found.get("num_hidden_layers"),

@@ -1,9 +1,10 @@
 """The chain: every job of a run that is not done is submitted, one after another.
 
 A stage is done when a job with its command and its settings has succeeded; `jobs/done.json` in the output says which. A
-stage whose settings have changed since is submitted again, and its job decides whether its output can be gone on with.
-What is interrupted, at whatever moment, is gone on with by the same command: finished stages are passed over, a job
-that is still under way on the cluster is followed, and one that was killed goes on from what it has written.
+stage whose settings have changed since is submitted again, and so are all that read what it makes; each job decides
+whether its output can be gone on with. What is interrupted, at whatever moment, is gone on with by the same command:
+finished stages are passed over, a job that is still under way on the cluster is followed, and one that was killed goes
+on from what it has written.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def run_chain(stages: list[Stage], places: Places, submit: Submit) -> None:
             raise InputError(f"stage {stage.name} has a mistake in its settings or its input: see above")
         if code:
             raise JobError(f"stage {stage.name} failed: see above")
-        done[stage.name] = _digest(stage)
+        done[stage.name] = stage.digest
         write_whole(_done_file(places), json.dumps(done, indent=1) + "\n")
 
 
@@ -72,11 +73,7 @@ def needs_cluster(stages: list[Stage], places: Places) -> bool:
 
 
 def _is_done(stage: Stage, done: Mapping[str, str]) -> bool:
-    return done.get(stage.name) == _digest(stage)
-
-
-def _digest(stage: Stage) -> str:
-    return hashlib.sha256(stage.text.encode()).hexdigest()[:16]
+    return done.get(stage.name) == stage.digest
 
 
 def _done_file(places: Places) -> Path:
@@ -97,12 +94,18 @@ def _read_done(places: Places) -> dict[str, str]:
 
 
 def submission_name(stage: Stage, places: Places) -> str:
-    """Return what a stage's submissions are called: the same name in every run of the same output, and in no other.
-
-    With other settings it is another name: a job under way with the earlier ones is not taken for this one.
-    """
+    """Return what a stage's submissions are called: the same name in every run of the same output, and in no other."""
     where = hashlib.sha256(str(places.folder).encode()).hexdigest()[:8]
-    return f"paper-{where}-{stage.name}-{_digest(stage)[:6]}"
+    return f"paper-{where}-{stage.name}"
+
+
+def entrypoint(stage: Stage) -> list[str]:
+    """Return what is run for a stage: its command, which names its settings by their path alone, and their digest.
+
+    `jobs.submit` follows a job of the same name only if it runs the same. One that is still under way with earlier
+    settings is neither taken for this one, nor does a second one start to write to its output: this one is refused.
+    """
+    return ["env", f"PAPER_STAGE={stage.digest}", *stage.command]
 
 
 def submitter(config: PaperConfig, places: Places, environment: Mapping[str, str]) -> Submit:
@@ -119,7 +122,7 @@ def submitter(config: PaperConfig, places: Places, environment: Mapping[str, str
         command += ["--submissions", str(config.submissions)]
         if config.address is not None:
             command += ["--address", config.address]
-        with subprocess.Popen([*command, "--", *stage.command], cwd=_ROOT, env=dict(environment)) as process:
+        with subprocess.Popen([*command, "--", *entrypoint(stage)], cwd=_ROOT, env=dict(environment)) as process:
             try:
                 return process.wait()
             except SystemExit:  # SIGTERM

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ class BaseConfig:
 
     Args:
         name: What it is called, in the table and among the published figures.
-        source: A Vicuna's hub id or folder; `smollm2` for the model that `recipes.smollm2` fetches; or `random` for a
-            small random model in the layout in which Vicuna is published.
+        source: A Vicuna's hub id or folder (a relative path is one in this repository); `smollm2` for the model that
+            `recipes.smollm2` fetches; or `random` for a small random model in the layout in which Vicuna is published.
         layers: L.
         width: d.
         intermediate: Inner width of its MLPs.
@@ -47,6 +47,15 @@ class BaseConfig:
                 raise InputError(f"base.{name} is empty")
         for name in ("layers", "width", "intermediate", "heads", "kv_heads", "vocabulary"):
             at_least(f"base.{name}", getattr(self, name), 1)
+
+    def located(self) -> BaseConfig:
+        """Return this base; a source that is a folder becomes an absolute path.
+
+        Jobs run in a copy of this repository, which lacks what .gitignore names.
+        """
+        if self.source in (RANDOM, SMOLLM2) or not (folder := in_repository(self.source)).is_dir():
+            return self
+        return replace(self, source=str(folder))
 
     def sizes(self, itemsize: int = 2) -> BaseSizes:
         """Return its sizes for formulae.

@@ -12,6 +12,8 @@ from drafter.evaluation.tables import circumstances, markdown_table
 from recipes.paper.published_figures import Published
 
 _VANILLA = "vanilla"
+_PUBLISHED_AT = (0.0, 1)
+"""Temperature and batch of all published figures."""
 
 
 def paper_page(results: Results, heads: Mapping[str, str], base: str, published: Sequence[Published]) -> str:
@@ -21,17 +23,20 @@ def paper_page(results: Results, heads: Mapping[str, str], base: str, published:
         results: What was measured.
         heads: Names of the methods by drafter, in the table's order.
         base: What the base is called.
-        published: What others have published for it; figures of other sets of questions are listed by themselves.
+        published: What others have published for it; figures that no measured setting stands beside are listed by
+            themselves.
     """
     found = [one for one in figures(results.cells) if one.cell.arm != TRANSFORMERS]
     parts = [f"# {base}: β and γ", _heading(results)]
-    for temperature, batch in sorted({one.cell.setting[:2] for one in found}):
+    settings = sorted({one.cell.setting[:2] for one in found})
+    for temperature, batch in settings:
         here = [one for one in found if one.cell.setting[:2] == (temperature, batch)]
-        beside = published if (temperature, batch) == (0.0, 1) else []
+        beside = published if (temperature, batch) == _PUBLISHED_AT else []
         parts += [f"## Temperature {temperature:g}, batch {batch}", markdown_table(_rows(results, here, heads, beside))]
-    others = [one for one in published if one.questions not in results.questions]
+    sets = results.questions if _PUBLISHED_AT in settings else {}
+    others = [one for one in published if one.questions not in sets]
     if others:
-        parts += ["## Published for questions that were not measured here", markdown_table(_published_rows(others))]
+        parts += ["## Published for what was not measured here", markdown_table(_published_rows(others))]
     if published:
         sources = dict.fromkeys(f"- {one.name}: {one.source}" for one in published)
         parts += ["## Where the published figures come from", "\n".join(sources)]
@@ -63,14 +68,15 @@ def _rows(
     rows = []
     for drafter in [PLAIN.drafter, *heads]:
         method = _VANILLA if drafter == PLAIN.drafter else heads[drafter]
-        # A method with several published entries has a row for each beside ours, then blank cells of ours.
+        # The first published entry of a method stands beside our first row, each other one beside blank cells of ours.
         theirs = [(name, some) for (of, name), some in named.items() if of == method]
-        for place, (arm, cells) in enumerate((arm, cells) for arm, cells in by_arm.items() if arm.drafter == drafter):
+        ours = [(arm, cells) for arm, cells in by_arm.items() if arm.drafter == drafter]
+        for place, (arm, cells) in enumerate(ours):
             name, some = theirs[0] if theirs and place == 0 else ("", {})
             rows.append(_row(method, _parameters(results, drafter), arm, cells, name, some, sets, bool(beside)))
-        rows += [_row(method, "", None, {}, name, some, sets, True) for name, some in theirs[1:]]
-    of_no_row = [key for key in named if key[0] is None]
-    rows += [_row(name, "", None, {}, name, named[None, name], sets, True) for _, name in of_no_row]
+        rows += [_row(method, "", None, {}, name, some, sets, True) for name, some in (theirs[1:] if ours else theirs)]
+    of_no_row = [key for key in named if key[0] not in {_VANILLA, *heads.values()}]
+    rows += [_row(key[1], "", None, {}, key[1], named[key], sets, True) for key in of_no_row]
     return rows
 
 

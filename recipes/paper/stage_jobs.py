@@ -6,9 +6,10 @@ are done.
 
 from __future__ import annotations
 
+import hashlib
 import shlex
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,17 +43,28 @@ class Stage:
         command: What is submitted.
         settings: The job's settings; of a job of this recipe, those of the run's that it depends on.
         file: Where they are written for the job; None for a job of this recipe, which reads the run's own.
+        after: Digests of the stages whose output it reads.
     """
 
     name: str
     command: tuple[str, ...]
     settings: Mapping[str, Any]
     file: Path | None
+    after: str = ""
 
     @property
     def text(self) -> str:
-        """The command and the settings, as they are written: a stage is done if a job with this text has succeeded."""
+        """The command and the settings, as they are written."""
         return f"# {shlex.join(self.command)}\n{yaml.safe_dump(dict(self.settings), sort_keys=False)}"
+
+    @property
+    def digest(self) -> str:
+        """What decides whether a stage is done: its text and those of all stages before it, in sixteen digits.
+
+        Settings name an input by its path alone. Without the stages before it, a stage would stay done when what it
+        reads is made anew.
+        """
+        return hashlib.sha256(f"{self.after}\n{self.text}".encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -112,22 +124,32 @@ def stages(config: PaperConfig) -> list[Stage]:
     """
     places = Places(config.folder)
     measured = evaluation_of(config).questions
-    found = [_own(places, "base", asdict(config.base))]
+    prepared = [_own(places, "base", asdict(config.base))]
     if config.prompts.written:
-        found.append(_own(places, "openings", {"written": config.prompts.written}))
+        prepared.append(_own(places, "openings", {"written": config.prompts.written}))
         reading = {"chat": False, "id_column": "number"}
         made = {"input": places.openings, "output": places.questions, "reading": reading}
-        found.append(_job(places, "questions", "generate", config.questions, **made))
-    found.append(_own(places, "prompts", {**asdict(config.prompts), "measured": measured}))
-    found.append(_job(places, "answers", "distill", config.answers, input=places.prompts, output=places.answers))
+        prepared.append(_job(places, "questions", "generate", config.questions, **made))
+    prepared.append(_own(places, "prompts", {**asdict(config.prompts), "measured": measured}))
+    prepared.append(_job(places, "answers", "distill", config.answers, input=places.prompts, output=places.answers))
+    trained = []
     for name in config.heads:
         algorithm, head = head_settings(config, name)
         made = {"data": places.answers, "output": places.training(name), "algorithm": algorithm, "head": head}
-        found.append(_job(places, f"train-{plain_name(name)}", "train", config.training, **made))
+        trained.append(_job(places, f"train-{plain_name(name)}", "train", config.training, **made))
     drafters = [str(places.head(name)) for name in config.heads]
     made = {"output": places.evaluation, "drafters": drafters}
-    found.append(_job(places, "evaluate", "evaluate", config.evaluation, **made))
-    return found
+    evaluate = _job(places, "evaluate", "evaluate", config.evaluation, **made)
+    found: list[Stage] = []
+    for stage in prepared:
+        found.append(_following(found[-1:], stage))
+    trained = [_following(found[-1:], stage) for stage in trained]
+    return [*found, *trained, _following(trained, evaluate)]
+
+
+def _following(before: Sequence[Stage], stage: Stage) -> Stage:
+    """Return a stage that is done only as long as those before it, whose output it reads, are what they were."""
+    return replace(stage, after=" ".join(one.digest for one in before))
 
 
 def evaluation_of(config: PaperConfig) -> EvaluateConfig:

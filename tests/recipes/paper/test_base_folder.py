@@ -78,12 +78,14 @@ def test_an_interrupted_conversion_is_begun_again(published: Path, tmp_path: Pat
     assert not (tmp_path / "base.tmp").exists()
 
 
-def test_bases_that_cannot_be_used(tmp_path: Path) -> None:
+def test_bases_that_cannot_be_used(published: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"base\.vocabulary of a random base must be 2048"):
         prepare_base(replace(BASE, vocabulary=7), tmp_path / "base")
     empty = tmp_path / "empty"
     empty.mkdir()
-    (empty / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"has no config\.json that can be read: .*; give another base\.source"):
+        prepare_base(replace(BASE, source=str(empty)), tmp_path / "base")
+    (empty / "config.json").write_bytes((published / "config.json").read_bytes())
     with pytest.raises(InputError, match=r"has neither \*.safetensors nor pytorch_model\*.bin"):
         prepare_base(replace(BASE, source=str(empty)), tmp_path / "base")
     (empty / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch evil'\ntR.")
@@ -98,6 +100,7 @@ def test_bases_that_cannot_be_used(tmp_path: Path) -> None:
 def test_a_base_that_is_not_what_is_said_of_it(published: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"base.width is 64, but the base at .* has 32"):
         prepare_base(replace(BASE, source=str(published), width=64), tmp_path / "base")
+    assert not list((tmp_path / "base.tmp").iterdir())  # found before anything is converted
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in published.iterdir():

@@ -19,8 +19,9 @@ import yaml
 from pipeline.cluster.local_cluster import end_cluster
 from pipeline.cluster.submit_job import SubmitConfig
 from pipeline.errors import InputError, JobError
+from recipes.paper import __main__ as command
 from recipes.paper.__main__ import main
-from recipes.paper.chain import alone, needs_cluster, run_chain, submission_name
+from recipes.paper.chain import alone, entrypoint, needs_cluster, run_chain, submission_name
 from recipes.paper.paper_config import HERE, PaperConfig, parse_config
 from recipes.paper.stage_jobs import Places, Stage, stages
 from tests.support.paths import ROOT
@@ -77,11 +78,27 @@ def test_finished_stages_are_passed_over_and_changed_ones_are_asked_again(tmp_pa
     assert second.asked == [one.name for one in jobs][len(first.asked) - 1 :]
     third, changed = Cluster(), stages(configuration("tiny", tmp_path, "--training.log_every", "3"))
     run_chain(changed, places, third.submit)
-    assert third.asked == [one.name for one in jobs if one.name.startswith("train-")]
+    # What reads the heads is asked, too: they may have been made anew.
+    assert third.asked == [one.name for one in jobs if one.name.startswith(("train-", "evaluate"))]
     (tmp_path / "jobs" / "done.json").write_text('{"base": "12')
     fourth = Cluster()
     run_chain(changed, places, fourth.submit)
     assert fourth.asked == [one.name for one in jobs]
+
+
+def test_a_stage_follows_those_whose_output_it_reads(tmp_path: Path) -> None:
+    def asked(*settings: str) -> list[str]:
+        changed = stages(configuration("tiny", tmp_path, *settings))
+        assert changed[-1].text == jobs[-1].text
+        return [one.name for one, other in zip(jobs, changed, strict=True) if one.digest != other.digest]
+
+    jobs = stages(configuration("tiny", tmp_path))
+    names = [one.name for one in jobs]
+    assert asked() == []
+    assert asked("--prompts.written", "9") == names[1:]
+    assert asked("--answers.sampling", "{max_new_tokens: 23}") == names[names.index("answers") :]
+    # Heads do not read each other.
+    assert asked("--heads.exit", "{layers: 1}") == ["train-exit", "evaluate"]
 
 
 @pytest.mark.parametrize(("code", "error"), [(2, InputError), (130, KeyboardInterrupt), (1, JobError)])
@@ -100,10 +117,21 @@ def test_submissions_of_an_output_have_names_of_their_own(tmp_path: Path) -> Non
     assert len(set(names)) == 2 * len(jobs)
     assert names == [submission_name(stage, one) for one in places for stage in jobs]
     assert all(SubmitConfig(name=name) for name in names)  # names that a job may have
+
+
+def test_a_job_under_way_with_earlier_settings_is_neither_followed_nor_joined(tmp_path: Path) -> None:
+    """It has the same name and another command, which `jobs.submit` refuses."""
+    places, jobs = Places(tmp_path), stages(configuration("tiny", tmp_path))
     changed = stages(configuration("tiny", tmp_path, "--training.log_every", "3"))
-    both = [[submission_name(stage, places[0]) for stage in some] for some in (jobs, changed)]
-    differ = {one.name for one, first, second in zip(jobs, *both, strict=True) if first != second}
-    assert differ == {one.name for one in jobs if one.name.startswith("train-")}
+    differ = set()
+    for before, after in zip(jobs, changed, strict=True):
+        assert submission_name(before, places) == submission_name(after, places)
+        if entrypoint(before) != entrypoint(after):
+            differ.add(before.name)
+    assert differ == {one.name for one in jobs if one.name.startswith(("train-", "evaluate"))}
+    # A shell that runs it runs the stage's command.
+    echoed = subprocess.check_output(entrypoint(dataclasses.replace(jobs[0], command=("echo", "base"))), text=True)
+    assert echoed == "base\n"
 
 
 def test_one_run_works_on_an_output_at_a_time(tmp_path: Path) -> None:
@@ -137,6 +165,42 @@ def test_mistakes_are_found_before_anything_runs(
     assert printed.startswith("error: ")
     assert message in printed
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("--training.training", "{stepps: 3}"), "stage train-medusa: "),
+        (("--evaluation.batches", "0"), "batches must be at least 1, not 0"),
+    ],
+)
+def test_what_could_not_be_run_is_not_estimated(
+    settings: tuple[str, str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--config", str(HERE / "vicuna-7b.yaml"), "--output", str(tmp_path), *settings]
+    assert main(["estimate", *given]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ")
+    assert message in printed
+
+
+def test_a_folder_in_the_repository_is_a_base_wherever_the_jobs_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run in a copy of this folder, which lacks what .gitignore names."""
+    monkeypatch.setattr(command, "needs_cluster", lambda stages, places: False)
+    monkeypatch.setattr(command, "table", lambda config: None)
+
+    def handed_on(source: str) -> str:
+        values = yaml.safe_load((HERE / "tiny.yaml").read_text())
+        command.run(parse_config(["--config", str(HERE / "tiny.yaml"), "--output", str(tmp_path),
+                                  "--base", json.dumps({**values["base"], "source": source})], "", ""))  # fmt: skip
+        return str(yaml.safe_load((tmp_path / "jobs" / "run.yaml").read_text())["base"]["source"])
+
+    monkeypatch.chdir(tmp_path)
+    assert handed_on("recipes/paper") == str(HERE)
+    assert handed_on("random") == "random"
+    assert handed_on("lmsys/vicuna-7b-v1.5") == "lmsys/vicuna-7b-v1.5"
 
 
 def test_commands_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,7 +281,8 @@ def test_the_table_of_a_tiny_vicuna_by_one_command_killed_in_the_middle(tmp_path
     try:
         first.kill_when(lambda: len(list(checkpoints.glob("step-*"))) > 1, "training has begun")
     finally:
-        end_cluster((out / "cluster").read_text())  # what was in sessions of its own
+        if (out / "cluster").exists():  # or it failed before it started one, and its log says why
+            end_cluster((out / "cluster").read_text())  # what was in sessions of its own
     # A checkpoint is whole when its progress file is there.
     saved = max((json.loads(file.read_text()) for file in checkpoints.glob("step-*/progress.json")), key=_steps)
     assert 1 <= saved["steps"] < 40

@@ -74,7 +74,7 @@ def test_ours_and_theirs_stand_side_by_side() -> None:
         ["ctc", "2,000", "16", "4.00", "2.50", "4.00", "2.50", "", "", "", "", ""],
         ["EAGLE-1", "", "", "", "", "", "", "EAGLE-1", "3.94", "2.90", "", ""],
     ]
-    assert "## Published for questions that were not measured here\n\n| method" in page
+    assert "## Published for what was not measured here\n\n| method" in page
     assert "| CTC-drafter | mt-bench | 3.56 | 2.78 |" in page
     assert "- CTC-drafter: paper" in page
 
@@ -85,6 +85,11 @@ def test_published_figures_stand_beside_batch_1_alone() -> None:
     first, second = page.split("## Temperature 0, batch ")[1:]
     assert "2.58" in first
     assert "2.58" not in second.split("## ")[0]
+    # Where that is not measured, they are listed by themselves.
+    page = paper_page(results("chat", batches=(4,)), HEADS, "b", theirs)
+    assert "published" not in rows(page)[0]
+    assert "## Published for what was not measured here\n\n| method" in page
+    assert "| Medusa | chat | 2.58 | 2.13 |" in page
     without = paper_page(results("chat"), HEADS, "other", [])
     assert "published" not in rows(without)[0]
     assert "Where the published figures come from" not in without
@@ -95,6 +100,22 @@ def test_a_method_that_was_not_measured_has_no_row_of_ours(tmp_path: Path) -> No
     page = write_table(tmp_path, {**HEADS, "/out/heads/eagle3/head": "eagle3"}, "b", [], tmp_path / "table.md")
     assert "eagle3" not in page
     assert (tmp_path / "table.md").read_text(encoding="utf-8") == page
+
+
+def test_published_figures_of_methods_without_a_row_of_ours_have_one() -> None:
+    theirs = [
+        Published("b", "chat", "eagle3", "EAGLE-3", 5.5, 4.5, "here"),
+        Published("b", "chat", "eagle3", "EAGLE-3, again", 5.6, 4.6, "here"),
+        Published("b", "chat", "hydra", "Hydra", 3.0, 2.4, "here"),
+    ]
+    heads = {**HEADS, "/out/heads/eagle3/head": "eagle3"}  # which was not measured; Hydra is not even asked for
+    assert rows(paper_page(results("chat"), heads, "b", theirs))[3:] == [
+        ["medusa", "1,000", "16", "2.50", "2.00", "", "", ""],
+        ["ctc", "2,000", "16", "4.00", "2.50", "", "", ""],
+        ["eagle3", "", "", "", "", "EAGLE-3", "5.50", "4.50"],
+        ["eagle3", "", "", "", "", "EAGLE-3, again", "5.60", "4.60"],
+        ["Hydra", "", "", "", "", "Hydra", "3.00", "2.40"],
+    ]
 
 
 @pytest.mark.parametrize("base", ["vicuna-7b", "vicuna-13b"])
