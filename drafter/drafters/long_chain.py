@@ -15,12 +15,9 @@ from torch.nn import functional as F
 
 from drafter.drafters.contract import Ask, DraftContext, Drafter
 from drafter.drafters.merged import MergedDrafter
-from drafter.drafters.ngram import lookup
+from drafter.drafters.ngram import FADING, lookup
 from drafter.tree.token_tree import PAD_TOKEN, TokenTree
 from drafter.tree.trie import from_paths
-
-_FADING = 0.85
-"""Share of prefixes that hold for one token more; see `ngram`."""
 
 
 class LongChainDrafter(MergedDrafter):
@@ -96,6 +93,6 @@ def extended(text: Tensor, lengths: Tensor, chain: Tensor, log_probs: Tensor) ->
     found = torch.where(is_new, paths[:, 0].gather(1, step % period), PAD_TOKEN)
     last = log_probs.gather(1, (count - 1).clamp_min(0)[:, None])
     begin = torch.where(count[:, None] > 0, last, 0.0) + weight.to(log_probs)
-    price = torch.where(found >= 0, begin + (step + 1) * math.log(_FADING), -torch.inf)
+    price = torch.where(found >= 0, begin + (step + 1) * math.log(FADING), -torch.inf)
     old = place < count[:, None]
     return torch.where(old, chain, found), torch.where(old, log_probs, price)

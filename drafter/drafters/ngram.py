@@ -17,7 +17,7 @@ from drafter.tree.trie import from_paths
 _ORDER = 3
 _DISCOUNT = 0.4
 """Weight of a match of one token less (the discount of Brants et al. 2007, *stupid backoff*)."""
-_FADING = 0.85
+FADING = 0.85
 """Share of prefixes that hold for one token more; the budget calibrates prices, so only their order matters."""
 
 
@@ -39,7 +39,7 @@ class NgramDrafter(Drafter):
         width = context.longest + 1
         tokens, lengths = context.tokens[:, :width], context.lengths.clamp_max(context.longest)
         paths, log_weight = lookup(tokens, lengths, self.spec.max_depth, self._matches)
-        fading = torch.arange(1, self.spec.max_depth + 1, device=tokens.device) * math.log(_FADING)
+        fading = torch.arange(1, self.spec.max_depth + 1, device=tokens.device) * math.log(FADING)
         prices = (log_weight[:, :, None] + fading).masked_fill(paths == PAD_TOKEN, -torch.inf)
         return from_paths(context.pending, paths, prices, ask.nodes + 1)
 

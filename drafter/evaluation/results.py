@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from drafter.evaluation.environment import comparable
 from drafter.evaluation.plan import Arm
 from drafter.statistics import DecodeCounts
 
@@ -124,10 +125,8 @@ class Results:
 
 def _identity(results: Results) -> str:
     """Return the values that must agree for results to be comparable, as text."""
-    names = ("hardware", "threads", "dtype", "base", "versions", "commit")
-    where = {name: results.environment[name] for name in names}
-    # Compared as JSON, because loaded results have lists instead of tuples.
-    return json.dumps([results.plan, results.questions, results.heads, where], sort_keys=True)
+    values = [results.plan, results.questions, results.heads, comparable(results.environment)]
+    return json.dumps(values, sort_keys=True)  # as JSON, because loaded results have lists instead of tuples
 
 
 def write_json(path: Path, values: Any) -> None:

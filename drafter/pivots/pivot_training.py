@@ -18,7 +18,12 @@ _RATE, _DECAY = 1e-3, 1e-2
 
 
 def is_pivot(with_it: float, without: float) -> bool:
-    """Whether a token makes answers worse: their mean utility with it is below 0.9 of that without, as in PAD."""
+    """Whether a token makes answers worse: their mean utility with it is below 0.9 of that without, as in PAD.
+
+    Args:
+        with_it: Mean utility of answers with it, at least 0: a share of less than nothing means nothing.
+        without: The same of those without.
+    """
     return with_it < _SHARE * without
 
 

@@ -30,6 +30,7 @@ from pipeline.engines.named_models import model_name
 from pipeline.errors import InputError
 from pipeline.evaluation.evaluate_config import EvaluateConfig, parse_config
 from pipeline.evaluation.measuring_task import measured
+from pipeline.evaluation.verifier_evaluation import RESULTS_FILE as VERIFIERS_FILE
 from pipeline.evaluation.verifier_evaluation import evaluate_verifiers
 from pipeline.generate.generate_config import LoadingConfig
 
@@ -66,6 +67,8 @@ def evaluate(config: EvaluateConfig, command: str) -> None:
     wanted = ResourcesConfig(gpus_per_actor=config.gpus)
     if config.verifiers is not None and earlier is not None:
         raise InputError(f"output {folder} holds an evaluation of drafters: choose another")
+    if config.verifiers is None and (folder / VERIFIERS_FILE).exists():
+        raise InputError(f"output {folder} holds an evaluation of verifiers: choose another")
     resources = share_out(wanted, connect(), what="evaluation", settings="{}")
     if config.verifiers is not None:
         evaluate_verifiers(config, questions, command, folder, resources)

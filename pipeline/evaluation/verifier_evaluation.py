@@ -13,6 +13,7 @@ from typing import Any
 
 from drafter.base.loading import load_tokenizer
 from drafter.errors import LoadError, RequestError, one_line
+from drafter.evaluation.environment import comparable
 from drafter.evaluation.leniency.kept_utility import VerifierFigures, fastest_that_keeps, utility_plot, utility_table
 from drafter.evaluation.leniency.verifier_runs import EXACT, VerifierRun, verifier_grid
 from drafter.evaluation.plan import Nodes
@@ -104,7 +105,7 @@ def evaluate_verifiers(
                 found.append(item)
                 print(f"{block.title}: {len(found)} of {len(verifiers)} settings", file=sys.stderr, flush=True)
             else:
-                results["environment"] = item
+                results["environment"] = _same_environment(folder, results["environment"], item)
         kept = [] if config.keep is None else fastest_that_keeps(found, config.keep)
         measured_block = {
             "block": asdict(block),
@@ -113,9 +114,10 @@ def evaluate_verifiers(
             "kept": [one.as_dict() for one in kept],
         }
         results["blocks"].append(measured_block)
-        write_json(folder / RESULTS_FILE, results)
+        # The plot comes first: what is in the results is not measured again, and a kill in between would lose it.
         plot = folder / f"utility_by_beta_{len(results['blocks'])}.png"
         utility_plot(found).savefig(plot, dpi=150)
+        write_json(folder / RESULTS_FILE, results)
         print(f"## {block.title}\n\n{utility_table(found)}\n")
         print("\n".join([*_kept_lines(config, found, kept), f"written:  {folder / RESULTS_FILE}, {plot}"]), flush=True)
 
@@ -157,11 +159,25 @@ def _open_results(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
     try:
         results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         same = results["identity"] == json.loads(json.dumps(identity))
+        comparable(results["environment"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"output {folder} has a damaged {RESULTS_FILE} ({one_line(error)}): choose another") from error
     if not same:
         raise InputError(f"output {folder} holds another evaluation of verifiers (settings or models): choose another")
     return results
+
+
+def _same_environment(folder: Path, earlier: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
+    """Return the record of all blocks of a file, once a block's own is known to agree with it; the first is empty."""
+    if not earlier:
+        return here
+    before, now = comparable(earlier), comparable(here)
+    if other := [name for name in now if now[name] != before[name]]:
+        raise InputError(
+            f"output {folder} holds an evaluation of verifiers on another machine or by other code "
+            f"({', '.join(other)}), and speeds of both cannot stand side by side: choose another"
+        )
+    return earlier
 
 
 def _usable(config: EvaluateConfig, temperature: float) -> tuple[list[VerifierSettings], list[str]]:

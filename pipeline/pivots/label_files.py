@@ -74,7 +74,8 @@ def labelled(tokens: pa.Table, labels: Sequence[Label], held_out: float) -> pa.T
 
 def features_of(labels: pa.Table) -> tuple[PivotFeatures, Tensor]:
     """Return what a classifier sees of R labelled tokens, and `[R]` whether they are pivots."""
-    hidden = np.stack(labels["hidden"].to_pylist()).astype(np.float32)
+    # Numbers of all rows at once: as Python's they would take eight times the memory.
+    hidden = np.concatenate([chunk.flatten().to_numpy() for chunk in labels["hidden"].chunks]).reshape(len(labels), -1)
     entropy, probability, pivots = (
         torch.from_numpy(labels[name].to_numpy().copy()) for name in ("entropy", "probability", "pivot")
     )

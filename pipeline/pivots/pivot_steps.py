@@ -33,7 +33,7 @@ from pipeline.pivots.pivot_report import PivotResults
 from pipeline.pivots.pivots_config import PivotsConfig
 from pipeline.pivots.pivots_folder import PivotsFolder
 from pipeline.pivots.rejected_tokens import BaseFacts, rejected_tokens
-from pipeline.pivots.rollouts import continuations_by_side, labels_of, requests_of
+from pipeline.pivots.rollouts import continuations_by_side, labels_of, refuse_own_settings, requests_of
 from pipeline.report.output_files import open_output, read_run_of
 
 
@@ -54,13 +54,15 @@ class PivotSteps:
         """Decode the answers once more, and keep rejected tokens.
 
         Raises:
-            InputError: The models cannot be loaded, no prompt is held out, or nothing was rejected.
+            InputError: The models cannot be loaded, a row has sampling settings of its own, no prompt is held out, or
+                nothing was rejected.
             JobError: The task failed.
         """
-        config, resources = self._config, self._resources()
+        config, rows = self._config, self._answered()
+        refuse_own_settings(rows, config.sampling)
+        resources = self._resources()
         found: list[pa.Table] = []
         base: BaseFacts | None = None
-        rows = self._answered()
         if len({is_held_out(row.request.request_id, config.held_out) for row in rows}) < 2:
             share = f"{config.held_out:.0%}"
             raise InputError(f"{len(rows)} prompts are too few to hold {share} of them out: give more")
@@ -83,7 +85,8 @@ class PivotSteps:
     def write_requests(self) -> None:
         """Write the texts that are to be continued."""
         tokens, _ = read_table(self._folder.tokens)
-        rows = (row for batch in tokens.to_batches(max_chunksize=1024) for row in batch.to_pylist())
+        batches = tokens.drop_columns(["hidden"]).to_batches(max_chunksize=1024)
+        rows = (row for batch in batches for row in batch.to_pylist())
         lines = requests_of(rows, self._config.rollouts, self._config.temperature)
         with locate(str(self._folder.requests)).open_whole() as stream:
             for line in lines:
@@ -93,7 +96,8 @@ class PivotSteps:
         """Score the continuations, and write and return the labels.
 
         Raises:
-            InputError: The scorer cannot score an answer, or there are too few labels, or all are alike.
+            InputError: The scorer cannot score an answer or finds it worth less than nothing, there are too few labels,
+                or all are alike.
         """
         tokens, base = read_table(self._folder.tokens)
         answers = {row["request_id"]: row for row in rows_of(open_output(str(self._folder.answers)), None)}
@@ -104,7 +108,8 @@ class PivotSteps:
             return str(tokenizer.decode(ids, skip_special_tokens=True))
 
         sides, stop = continuations_by_side(rows), self._config.sampling.stop
-        labels = list(labels_of(tokens.to_pylist(), sides, answers, self._scorer, decode, stop))
+        asked = tokens.drop_columns(["prefix", "left", "hidden"]).to_pylist()
+        labels = list(labels_of(asked, sides, answers, self._scorer, decode, stop))
         table = labelled(tokens, labels, self._config.held_out)
         write_table(table, self._folder.labels, base)
         kinds = {label.pivot for label, out in zip(labels, table["held_out"].to_pylist(), strict=True) if not out}

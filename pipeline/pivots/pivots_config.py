@@ -22,7 +22,8 @@ class PivotsConfig:
     Args:
         input: Prompts, as `jobs.generate` takes them.
         output: Folder for the results: a new or empty one, or that of an earlier submission of the same job.
-        scorer: What an answer is worth: `number`, `string`, `json`, or `FILE.py:function`; see `jobs.compare`.
+        scorer: What an answer is worth: `number`, `string`, `json`, or `FILE.py:function`; see `jobs.compare`. None is
+            worth less than 0.
         target: Column with the right answer, for a built-in scorer.
         model: Base model: hub id or folder; by default the embedded demonstration model.
         drafter: Whose rejected tokens are labelled; as `jobs.generate` takes it.
@@ -33,7 +34,8 @@ class PivotsConfig:
         rounds: How often the decoding of the held-out prompts is timed.
         reading: How rows become prompts.
         loading: How the models are loaded.
-        sampling: How the base answers, and where its answers end.
+        sampling: How the base answers, and where its answers end. Rows may have only a temperature, a seed and a number
+            of tokens of their own.
         engine: How much an engine does at once.
         resources: What of the cluster the job takes.
         writing: How rows are written.

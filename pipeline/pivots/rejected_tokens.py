@@ -114,25 +114,30 @@ def tokens_of(
     by_prompt: dict[tuple[int, ...], list[RepeatedRow]] = defaultdict(list)
     for row in rows:
         by_prompt[tuple(row.request.prompt_ids)].append(row)
-    found: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
+    found: dict[str, dict[int, tuple[RepeatedRow, Rejection]]] = defaultdict(dict)
     for one in noted:
         prompt, said = one.prefix[: one.prompt_tokens], one.prefix[one.prompt_tokens :]
         for row in by_prompt.get(tuple(prompt), []):
-            place, left = len(said), row.request.sampling.max_new_tokens - len(said) - 1
-            if left > 0 and row.token_ids[: place + 1] == [*said, one.chosen]:
-                found[row.request.request_id][place] = _as_row(row, one, place, left, ends)
+            place = len(said)
+            if _left(row, place) > 0 and row.token_ids[: place + 1] == [*said, one.chosen]:
+                found[row.request.request_id][place] = row, one
     for name, places in found.items():
         drawn = sorted((zlib.crc32(f"{name}:{place}".encode()), place) for place in places)[:most]
-        yield from (places[place] for place in sorted(place for _, place in drawn))
+        yield from (_as_row(*places[place], place, ends) for place in sorted(place for _, place in drawn))
 
 
-def _as_row(row: RepeatedRow, one: Rejection, place: int, left: int, ends: frozenset[int]) -> dict[str, Any]:
+def _left(row: RepeatedRow, place: int) -> int:
+    """Tokens that may still follow the one in a place of a row's answer."""
+    return row.request.sampling.max_new_tokens - place - 1
+
+
+def _as_row(row: RepeatedRow, one: Rejection, place: int, ends: frozenset[int]) -> dict[str, Any]:
     """A row of `REJECTION_TYPE`."""
     stops = frozenset() if row.request.sampling.ignore_eos else ends
     return {
         "request_id": row.request.request_id,
         "place": place,
-        "left": left,
+        "left": _left(row, place),
         "prefix": one.prefix,
         "rejected": one.rejected,
         "chosen": one.chosen,

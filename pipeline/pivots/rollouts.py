@@ -5,18 +5,51 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from drafter.pivots.pivot_training import is_pivot
+from drafter.requests import SamplingParams
 from drafter.text.stop_strings import cut_at_stop
+from pipeline.compare.repeated_rows import RepeatedRow
 from pipeline.compare.scorers import Scorer
+from pipeline.errors import InputError
 from pipeline.staging.samples import hashed_seed
 
 Side = Literal["with", "without"]
 SIDES: tuple[Side, ...] = ("with", "without")
 _TOKEN: dict[Side, str] = {"with": "rejected", "without": "chosen"}
 _SEEDS = 2**31
+_OF_A_REQUEST = frozenset({"max_new_tokens", "temperature", "seed", "logprobs"})
+"""Settings that a row may have of its own: a continuation brings them itself, or they change none of its tokens."""
+
+
+def refuse_own_settings(rows: Iterable[RepeatedRow], job: SamplingParams) -> None:
+    """Refuse rows whose continuations would be made by other settings than their answers.
+
+    Continuations are requests of one job, and an OpenAI body cannot say all that a row can: it has no `ignore_eos`, and
+    fewer stop strings.
+
+    Args:
+        rows: Rows of the answers.
+        job: The settings of all continuations.
+
+    Raises:
+        InputError: A row has settings of its own.
+    """
+    common = asdict(job)
+    for row in rows:
+        own = asdict(row.request.sampling)
+        if names := [name for name in common if name not in _OF_A_REQUEST and own[name] != common[name]]:
+            flags = ", ".join(f"--sampling.{name}" for name in names)
+            raise InputError(
+                f"row {row.request.request_id} has sampling settings of its own ({', '.join(names)}), but "
+                f"continuations have the job's: leave them out of the rows and give them to all by {flags}, or leave "
+                "such rows out"
+            )
 
 
 def requests_of(tokens: Iterable[Mapping[str, Any]], rollouts: int, temperature: float) -> Iterator[str]:
@@ -69,22 +102,22 @@ class Label:
         return is_pivot(self.utility_with, self.utility_without)
 
 
-def continuations_by_side(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, Side], list[list[int]]]:
-    """Return the tokens of all continuations, by token and side.
+def continuations_by_side(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, Side], list[NDArray[np.int32]]]:
+    """Return the tokens of all continuations, by token and side, as arrays: all of them are in memory at once.
 
     Args:
         rows: Rows of the generation job that answered `requests_of`.
     """
-    found: dict[tuple[int, Side], list[list[int]]] = defaultdict(list)
+    found: dict[tuple[int, Side], list[NDArray[np.int32]]] = defaultdict(list)
     for row in rows:
         number, _, side = row["custom_id"].partition("-")
-        found[int(number), "with" if side == "with" else "without"].append(row["token_ids"])
+        found[int(number), "with" if side == "with" else "without"].append(np.array(row["token_ids"], np.int32))
     return found
 
 
 def labels_of(
     tokens: Sequence[Mapping[str, Any]],
-    continuations: Mapping[tuple[int, Side], Sequence[Sequence[int]]],
+    continuations: Mapping[tuple[int, Side], Sequence[NDArray[np.int32]]],
     answers: Mapping[str, Mapping[str, Any]],
     scorer: Scorer,
     decode: Callable[[list[int]], str],
@@ -93,7 +126,7 @@ def labels_of(
     """Yield a label for each token that has answers on both sides.
 
     Args:
-        tokens: Rows of `REJECTION_TYPE`.
+        tokens: Rows of `REJECTION_TYPE`; `prefix`, `left` and `hidden` are not read.
         continuations: See `continuations_by_side`.
         answers: Rows of exact decoding, by name.
         scorer: Says what a row is worth.
@@ -101,18 +134,22 @@ def labels_of(
         stop: Strings that end a text.
 
     Raises:
-        InputError: The scorer cannot score an answer.
+        InputError: The scorer cannot score an answer, or finds it worth less than nothing.
     """
     for number, token in enumerate(tokens):
         answer = answers[token["request_id"]]
         scores: dict[Side, list[float]] = {}
         for side in SIDES:
             begin = [*answer["token_ids"][: token["place"]], token[_TOKEN[side]]]
-            ends: Sequence[Sequence[int]] = (
-                [[]] if token[f"{_TOKEN[side]}_ends"] else continuations.get((number, side), [])
-            )
+            made = continuations.get((number, side), [])
+            ends: list[list[int]] = [[]] if token[f"{_TOKEN[side]}_ends"] else [one.tolist() for one in made]
             texts = [(ids, cut_at_stop(decode(ids), stop)) for ids in ([*begin, *end] for end in ends)]
             scores[side] = [scorer({**answer, "token_ids": ids, "text": text}) for ids, text in texts]
+            if (worst := min(scores[side], default=0.0)) < 0:
+                raise InputError(
+                    f"the scorer finds an answer of row {token['request_id']} worth {worst:g}: pivots are told by "
+                    "shares of what answers are worth, which mean nothing below 0: return numbers of at least 0"
+                )
         if all(scores.values()):
             means = [sum(some) / len(some) for some in scores.values()]
             yield Label(number, means[0], means[1], *(len(some) for some in scores.values()))

@@ -105,6 +105,15 @@ def test_a_damaged_output_is_left_alone(evaluate: Evaluate, tmp_path: Path) -> N
     assert (tmp_path / "out" / "results.json").read_text() == "{"
 
 
+def test_an_output_of_verifiers_is_left_alone(evaluate: Evaluate, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "verifiers.json").write_text("{}")
+    outcome = evaluate()
+    assert outcome.code == 2
+    assert f"output {tmp_path / 'out'} holds an evaluation of verifiers: choose another" in outcome.error
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["verifiers.json"]
+
+
 def test_one_value_or_a_list() -> None:
     plan = parse_config(["--output", "o", "--drafters", "a", "--nodes", "[16, auto]", "--batches", "4"]).plan()
     assert (plan.drafters, plan.nodes, plan.batches) == (("a",), (16, "auto"), (4,))

@@ -1,15 +1,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from drafter.evaluation.environment import comparable
+from drafter.evaluation.leniency.verifier_runs import VerifierRun
+from drafter.evaluation.questions import Question, read_questions
+from drafter.requests import Request
+from drafter.statistics import DecodeCounts
 from drafter.verifiers.verifier_settings import VerifierSettings
+from pipeline.cluster.shares import ActorResources
 from pipeline.errors import InputError
+from pipeline.evaluation import verifier_evaluation
 from pipeline.evaluation.evaluate_config import EvaluateConfig, named_verifier, parse_config
 from pipeline.evaluation.evaluate_job import main
+from pipeline.evaluation.verifier_evaluation import evaluate_verifiers
 from tests.pipeline.conftest import JobRun, write_jsonl
 
 Evaluate = Callable[..., JobRun]
@@ -63,6 +72,127 @@ def test_verifiers_are_measured_and_the_fastest_that_keeps_enough_is_named(evalu
     assert "temperature 0.9: measured before" in again.stderr
     assert json.loads((outcome.folder / "verifiers.json").read_text()) == results
     assert evaluate("--keep", 0.6).code == 2
+
+
+HERE: dict[str, Any] = {
+    "date": "2026-01-01",
+    "command": "first",
+    "commit": "abc",
+    "hardware": {"processor": "p", "cores": 2, "gpu": None},
+    "threads": 2,
+    "dtype": "float32",
+    "base": {"fingerprint": "v2-1"},
+    "versions": {"torch": "2"},
+}
+
+
+class Measured:
+    """Evaluates two blocks without a cluster: the task's place is taken by literal runs.
+
+    Args:
+        model: The base.
+        folder: Of the questions and of the output.
+    """
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.environment, self.blocks, self.output = HERE, 0, folder / "out"
+        self.output.mkdir()
+        file = write_jsonl(folder / "questions.jsonl", [{"question": "how many apples", "answer": "4"}])
+        self._questions: dict[str, list[Question]] = {"tiny": read_questions(str(file), None)}
+        self._model = str(model)
+
+    def task(self, resources: ActorResources, measure: object, *asked: Any, **_: object) -> Iterator[Any]:
+        """What `measured` would yield."""
+        self.blocks += 1
+        yield self.environment
+        requests: Sequence[Request] = asked[4]
+        for settings in asked[5]:
+            counts = DecodeCounts(num_output_tokens=6, num_decode_steps=3)
+            yield VerifierRun(settings, [[4] for _ in requests], ["4" for _ in requests], 0, counts, [2.0], [1.0])
+
+    def run(self, **settings: Any) -> None:
+        """Evaluate."""
+        config = EvaluateConfig(
+            str(self.output),
+            self._model,
+            temperatures=[0.0, 0.5],
+            nodes=8,
+            batches=1,
+            verifiers="typical:delta=0.3",
+            scorer="number",
+            target="answer",
+            **settings,
+        )
+        evaluate_verifiers(config, self._questions, "command", self.output, ActorResources(1, 0, 1, None))
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """What is written."""
+        values: dict[str, Any] = json.loads((self.output / "verifiers.json").read_text())
+        return values
+
+
+@pytest.fixture
+def evaluation(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
+    found = Measured(model, tmp_path)
+    monkeypatch.setattr(verifier_evaluation, "measured", found.task)
+    return found
+
+
+def without_the_last_block(evaluation: Measured) -> None:
+    values = evaluation.results
+    values["blocks"].pop()
+    (evaluation.output / "verifiers.json").write_text(json.dumps(values))
+
+
+def test_blocks_of_the_same_machine_and_code_go_on(evaluation: Measured) -> None:
+    evaluation.run()
+    results = evaluation.results
+    without_the_last_block(evaluation)
+    evaluation.environment = {**HERE, "date": "2026-01-02", "command": "second"}
+    evaluation.run()
+    assert evaluation.results == results
+    assert evaluation.blocks == 3
+    assert results["environment"] == HERE
+
+
+@pytest.mark.parametrize("name", sorted(comparable(HERE)))
+def test_blocks_of_another_machine_or_code_are_not_put_beside(evaluation: Measured, name: str) -> None:
+    evaluation.run()
+    without_the_last_block(evaluation)
+    results = evaluation.results
+    evaluation.environment = {**HERE, name: "another"}
+    with pytest.raises(InputError, match=rf"on another machine or by other code \({name}\)"):
+        evaluation.run()
+    assert evaluation.results == results
+
+
+def test_results_that_do_not_say_where_they_are_of_are_damaged(evaluation: Measured) -> None:
+    evaluation.run()
+    (evaluation.output / "verifiers.json").write_text(json.dumps({**evaluation.results, "environment": {}}))
+    with pytest.raises(InputError, match=r"damaged verifiers\.json"):
+        evaluation.run()
+
+
+def test_a_block_has_its_plot_before_it_counts_as_measured(
+    evaluation: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, plots = verifier_evaluation.write_json, []
+
+    def killed_at_the_second(file: Path, values: dict[str, Any]) -> None:
+        plots.append(sorted(path.name for path in file.parent.glob("*.png")))
+        if len(plots) == 2:
+            raise KeyboardInterrupt
+        write(file, values)
+
+    monkeypatch.setattr(verifier_evaluation, "write_json", killed_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        evaluation.run()
+    both = ["utility_by_beta_1.png", "utility_by_beta_2.png"]
+    assert plots == [both[:1], both]
+    assert len(evaluation.results["blocks"]) == 1
+    evaluation.run()
+    assert [one["block"]["temperature"] for one in evaluation.results["blocks"]] == [0.0, 0.5]
 
 
 @pytest.mark.parametrize(
