@@ -168,7 +168,7 @@ def _open_results(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def _same_environment(folder: Path, earlier: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
-    """Return the record of all blocks of a file, once a block's own is known to agree with it; the first is empty."""
+    """Return the record of a file's blocks, with which the next block's must agree; before the first it is empty."""
     if not earlier:
         return here
     before, now = comparable(earlier), comparable(here)

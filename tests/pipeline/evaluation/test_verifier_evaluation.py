@@ -10,6 +10,7 @@ import pytest
 from drafter.evaluation.environment import comparable
 from drafter.evaluation.leniency.verifier_runs import VerifierRun
 from drafter.evaluation.questions import Question, read_questions
+from drafter.evaluation.results import write_json
 from drafter.requests import Request
 from drafter.statistics import DecodeCounts
 from drafter.verifiers.verifier_settings import VerifierSettings
@@ -177,13 +178,13 @@ def test_results_that_do_not_say_where_they_are_of_are_damaged(evaluation: Measu
 def test_a_block_has_its_plot_before_it_counts_as_measured(
     evaluation: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, plots = verifier_evaluation.write_json, []
+    plots: list[list[str]] = []
 
     def killed_at_the_second(file: Path, values: dict[str, Any]) -> None:
         plots.append(sorted(path.name for path in file.parent.glob("*.png")))
         if len(plots) == 2:
             raise KeyboardInterrupt
-        write(file, values)
+        write_json(file, values)
 
     monkeypatch.setattr(verifier_evaluation, "write_json", killed_at_the_second)
     with pytest.raises(KeyboardInterrupt):
