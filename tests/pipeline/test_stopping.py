@@ -38,8 +38,13 @@ def test_a_request_is_heard_while_ray_waits(local_ray: None) -> None:
 
 
 def test_an_interrupt_by_the_user_stays_what_it_is() -> None:
-    with pytest.raises(KeyboardInterrupt) as raised, Stopping():
-        signal.raise_signal(signal.SIGINT)
+    # Shells start what runs in the background with interrupts ignored, tests too.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt) as raised, Stopping():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert raised.type is KeyboardInterrupt
 
 
