@@ -35,9 +35,11 @@ def least_reaching(numbers: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
     least = torch.zeros_like(wanted)
     for high, low in pairwise(_SETTLED):
         count = 1 << (high - low)
-        # Interval 0 has what is below all of them, and the last one what is above.
-        place = (numbers - (least - (1 << low))).bitwise_right_shift_(low).clamp_(0, count + 1)
+        # The last interval has what is above all others, and the first one what is below, where anything can be:
+        # nothing is below 0, and the largest numbers leave no room to count from less.
+        below = (least > 0).long()
+        place = (numbers - (least - (below << low))).bitwise_right_shift_(low).clamp_(0, count + 1)
         sums = torch.zeros(len(numbers), count + 2, dtype=torch.long, device=numbers.device)
-        short = (sums.scatter_add_(1, place, weights).cumsum(1) < wanted).sum(1, keepdim=True)
-        least = least + (short.clamp_(1, count) - 1 << low)
+        short = (sums.scatter_add_(1, place, weights).cumsum(1) < wanted).sum(1, keepdim=True) - below
+        least = least + (short.clamp_(0, count - 1) << low)
     return least

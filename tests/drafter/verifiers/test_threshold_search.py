@@ -16,6 +16,9 @@ def test_thresholds_by_hand() -> None:
     assert least_reaching(numbers, torch.ones_like(numbers), wanted).tolist() == [[4], [7], [7], [LARGEST], [LARGEST]]
     weights = torch.tensor([[0, 5, 1]]).expand(5, -1)
     assert least_reaching(numbers, weights, wanted).tolist() == [[4], [4], [4], [4], [LARGEST]]
+    for large in (2**62, LARGEST - 2**50, LARGEST - 1, LARGEST):
+        numbers, weights = torch.tensor([[0, large, 9]]), torch.tensor([[0, 1, 0]])
+        assert least_reaching(numbers, weights, torch.tensor([[1]])).tolist() == [[large]]
 
 
 @settings(deadline=None, max_examples=100)
