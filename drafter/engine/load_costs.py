@@ -20,7 +20,7 @@ from drafter.engine.steps.cuda_graphs import StepGraphs
 from drafter.engine.steps.device_step import DeviceStep
 from drafter.engine.steps.graph_step import step_shape, whole_step
 from drafter.requests import SamplingParams
-from drafter.tree.token_tree import TokenTree, root_only
+from drafter.tree.token_tree import bare_trees, root_only
 
 _FAR = 4096
 """Committed tokens of a long text, where there is room for so many."""
@@ -101,7 +101,7 @@ def _timed_choice(step: DeviceStep, graphs: StepGraphs | None, rows: int, params
     _sample(state, params, rows)
     if graphs is not None:
         return _least_seconds(step, graphs, partial(_forward, step, graphs, 0, length, rows))
-    verified = step.verify(_roots(state, rows, 1), length + 1)
+    verified = step.verify(root_only(state.tokens[:rows, 0]), length + 1)
     return _least_seconds(step, graphs, lambda: step.verifier.accept(verified, state.row_sampling(slice(0, rows))))
 
 
@@ -116,16 +116,10 @@ def _forward(step: DeviceStep, graphs: StepGraphs | None, nodes: int, length: in
     state = step.state
     state.lengths.fill_(length)
     if graphs is None:
-        step.verify(_roots(state, rows, 1 + nodes), length + 1 + nodes)
+        step.verify(bare_trees(state.tokens[:rows, 0], 1 + nodes), length + 1 + nodes)
     else:
         shape = step_shape(step, rows, nodes, length)
         graphs.run(shape, partial(whole_step, step, shape))
-
-
-def _roots(state: BatchState, rows: int, size: int) -> TokenTree:
-    """Trees `[B, size]` of roots alone: what they are is all the same to a forward."""
-    tree = root_only(state.tokens[:rows, 0])
-    return TokenTree(*(part.expand(rows, size) for part in vars(tree).values()))
 
 
 def _least_seconds(step: DeviceStep, graphs: StepGraphs | None, work: Callable[[], object]) -> float:

@@ -105,3 +105,8 @@ def root_only(pending: Tensor) -> TokenTree:
     tokens = pending[:, None]
     zeros = torch.zeros_like(tokens)
     return TokenTree(tokens, zeros, zeros, torch.zeros_like(tokens, dtype=torch.float32))
+
+
+def bare_trees(pending: Tensor, size: int) -> TokenTree:
+    """Return trees `[B, size]` all of whose nodes are roots, of pending tokens `[B]`; a forward treats them as any."""
+    return TokenTree(*(part.expand(len(pending), size) for part in vars(root_only(pending)).values()))
