@@ -22,6 +22,11 @@ def test_paths_spell_out_each_node() -> None:
     assert FORK.paths(2).tolist() == [[[PAD_TOKEN, PAD_TOKEN], [3, PAD_TOKEN], [5, PAD_TOKEN], [5, 4]]]
 
 
+def test_the_first_child_comes_first() -> None:
+    two = TokenTree(*(part.expand(2, -1) for part in vars(FORK).values()))
+    assert two.trimmed(torch.tensor([4, 2])).first_children().tolist() == [[1, 4, 3, 4], [1, 4, 4, 4]]
+
+
 def test_bare_trees_repeat_the_root() -> None:
     trees = bare_trees(torch.tensor([7, 8]), 3)
     assert trees.tokens.tolist() == [[7] * 3, [8] * 3]
