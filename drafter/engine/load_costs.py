@@ -75,14 +75,15 @@ def _longer(step: DeviceStep, graphs: StepGraphs | None, table: LatencyTable, le
 
 def _choosing(step: DeviceStep, graphs: StepGraphs | None, table: LatencyTable, length: int) -> dict[Choosing, Floats]:
     """Seconds `[K]` in which each way chooses one token of each row, beyond those of the likeliest one."""
-    state = step.state
-    found: dict[Choosing, Floats] = {}
-    greedy = [_timed_choice(step, graphs, int(rows), SamplingParams(), length) for rows in table.batches]
-    for choosing, params in _SAMPLED.items():
-        drawn = [_timed_choice(step, graphs, int(rows), params, length) for rows in table.batches]
-        found[choosing] = np.maximum(np.subtract(drawn, greedy), 0.0)
-    _sample(state, SamplingParams(), state.slots)
-    return found
+    ways: dict[Choosing, SamplingParams] = {"greedy": SamplingParams(), **_SAMPLED}
+    seconds: dict[Choosing, list[float]] = {way: [] for way in ways}
+    for rows in map(int, table.batches):
+        choice = _choice(step, graphs, rows, length)
+        for way, params in ways.items():
+            _sample(step.state, params, rows)
+            seconds[way].append(_least_seconds(step, graphs, choice))
+    _sample(step.state, SamplingParams(), step.state.slots)
+    return {way: np.maximum(np.subtract(seconds[way], seconds["greedy"]), 0.0) for way in _SAMPLED}
 
 
 def _choices(step: DeviceStep, table: LatencyTable) -> Floats | None:
@@ -95,14 +96,13 @@ def _choices(step: DeviceStep, table: LatencyTable) -> Floats | None:
     return None
 
 
-def _timed_choice(step: DeviceStep, graphs: StepGraphs | None, rows: int, params: SamplingParams, length: int) -> float:
-    """Seconds of a part of a plain step that ends with the choice of a token for each row."""
+def _choice(step: DeviceStep, graphs: StepGraphs | None, rows: int, length: int) -> Callable[[], object]:
+    """A part of a plain step that ends with the choice of a token for each row, in the way that slots are sampled."""
     state = step.state
-    _sample(state, params, rows)
     if graphs is not None:
-        return _least_seconds(step, graphs, partial(_forward, step, graphs, 0, length, rows))
+        return partial(_forward, step, graphs, 0, length, rows)
     verified = step.verify(root_only(state.tokens[:rows, 0]), length + 1)
-    return _least_seconds(step, graphs, lambda: step.verifier.accept(verified, state.row_sampling(slice(0, rows))))
+    return lambda: step.verifier.accept(verified, state.row_sampling(slice(0, rows)))
 
 
 def _sample(state: BatchState, params: SamplingParams, rows: int) -> None:
