@@ -51,19 +51,18 @@ class LongChainDrafter(MergedDrafter):
 def likeliest_path(tree: TokenTree, length: int) -> tuple[Tensor, Tensor]:
     """Return tokens `[B, length]` and log prefix probabilities of the path that takes the first child at each node.
 
-    The first child is the most probable one. Past the path's end there are `PAD_TOKEN` and -inf.
+    Past the path's end there are `PAD_TOKEN` and -inf.
 
     Args:
         tree: `[B, N]`.
         length: Tokens at most.
     """
-    ids = torch.arange(tree.size, device=tree.tokens.device)
+    following = tree.first_children()
     node = torch.zeros_like(tree.tokens[:, :1])
     alive = torch.ones_like(node, dtype=torch.bool)
     tokens, log_probs = [], []
     for _ in range(length):
-        children = (tree.parents == node) & (ids > 0) & (tree.tokens >= 0)
-        child = torch.where(children, ids, tree.size).amin(1, keepdim=True)
+        child = following.gather(1, node)
         alive = alive & (child < tree.size)
         node = torch.where(alive, child, node)
         tokens.append(torch.where(alive, tree.tokens.gather(1, node), PAD_TOKEN))

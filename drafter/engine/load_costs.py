@@ -20,7 +20,7 @@ from drafter.engine.steps.cuda_graphs import StepGraphs
 from drafter.engine.steps.device_step import DeviceStep
 from drafter.engine.steps.graph_step import step_shape, whole_step
 from drafter.requests import SamplingParams
-from drafter.tree.token_tree import TokenTree, root_only
+from drafter.tree.token_tree import bare_trees, root_only
 
 _FAR = 4096
 """Committed tokens of a long text, where there is room for so many."""
@@ -75,14 +75,15 @@ def _longer(step: DeviceStep, graphs: StepGraphs | None, table: LatencyTable, le
 
 def _choosing(step: DeviceStep, graphs: StepGraphs | None, table: LatencyTable, length: int) -> dict[Choosing, Floats]:
     """Seconds `[K]` in which each way chooses one token of each row, beyond those of the likeliest one."""
-    state = step.state
-    found: dict[Choosing, Floats] = {}
-    greedy = [_timed_choice(step, graphs, int(rows), SamplingParams(), length) for rows in table.batches]
-    for choosing, params in _SAMPLED.items():
-        drawn = [_timed_choice(step, graphs, int(rows), params, length) for rows in table.batches]
-        found[choosing] = np.maximum(np.subtract(drawn, greedy), 0.0)
-    _sample(state, SamplingParams(), state.slots)
-    return found
+    ways: dict[Choosing, SamplingParams] = {"greedy": SamplingParams(), **_SAMPLED}
+    seconds: dict[Choosing, list[float]] = {way: [] for way in ways}
+    for rows in map(int, table.batches):
+        choice = _choice(step, graphs, rows, length)
+        for way, params in ways.items():
+            _sample(step.state, params, rows)
+            seconds[way].append(_least_seconds(step, graphs, choice))
+    _sample(step.state, SamplingParams(), step.state.slots)
+    return {way: np.maximum(np.subtract(seconds[way], seconds["greedy"]), 0.0) for way in _SAMPLED}
 
 
 def _choices(step: DeviceStep, table: LatencyTable) -> Floats | None:
@@ -95,14 +96,13 @@ def _choices(step: DeviceStep, table: LatencyTable) -> Floats | None:
     return None
 
 
-def _timed_choice(step: DeviceStep, graphs: StepGraphs | None, rows: int, params: SamplingParams, length: int) -> float:
-    """Seconds of a part of a plain step that ends with the choice of a token for each row."""
+def _choice(step: DeviceStep, graphs: StepGraphs | None, rows: int, length: int) -> Callable[[], object]:
+    """A part of a plain step that ends with the choice of a token for each row, in the way that slots are sampled."""
     state = step.state
-    _sample(state, params, rows)
     if graphs is not None:
-        return _least_seconds(step, graphs, partial(_forward, step, graphs, 0, length, rows))
-    verified = step.verify(_roots(state, rows, 1), length + 1)
-    return _least_seconds(step, graphs, lambda: step.verifier.accept(verified, state.row_sampling(slice(0, rows))))
+        return partial(_forward, step, graphs, 0, length, rows)
+    verified = step.verify(root_only(state.tokens[:rows, 0]), length + 1)
+    return lambda: step.verifier.accept(verified, state.row_sampling(slice(0, rows)))
 
 
 def _sample(state: BatchState, params: SamplingParams, rows: int) -> None:
@@ -116,16 +116,10 @@ def _forward(step: DeviceStep, graphs: StepGraphs | None, nodes: int, length: in
     state = step.state
     state.lengths.fill_(length)
     if graphs is None:
-        step.verify(_roots(state, rows, 1 + nodes), length + 1 + nodes)
+        step.verify(bare_trees(state.tokens[:rows, 0], 1 + nodes), length + 1 + nodes)
     else:
         shape = step_shape(step, rows, nodes, length)
         graphs.run(shape, partial(whole_step, step, shape))
-
-
-def _roots(state: BatchState, rows: int, size: int) -> TokenTree:
-    """Trees `[B, size]` of roots alone: what they are is all the same to a forward."""
-    tree = root_only(state.tokens[:rows, 0])
-    return TokenTree(*(part.expand(rows, size) for part in vars(tree).values()))
 
 
 def _least_seconds(step: DeviceStep, graphs: StepGraphs | None, work: Callable[[], object]) -> float:

@@ -19,7 +19,7 @@ from drafter.engine.steps.cuda_graphs import StepGraphs
 from drafter.engine.steps.device_step import DeviceStep
 from drafter.engine.steps.graph_step import step_shape, whole_step
 from drafter.errors import LoadError
-from drafter.tree.token_tree import TokenTree, root_only
+from drafter.tree.token_tree import bare_trees, root_only
 
 _PROBED_LENGTH = 256
 """Committed tokens of the sequences whose steps are timed."""
@@ -48,8 +48,7 @@ def compile_base(step: DeviceStep) -> None:
     try:
         for rows in sorted({1, many}):
             for nodes in (1, several) if size > 1 else (1,):
-                tree = root_only(torch.zeros(rows, dtype=torch.long, device=base.device))
-                tree = TokenTree(*(part.expand(rows, nodes) for part in vars(tree).values()))
+                tree = bare_trees(torch.zeros(rows, dtype=torch.long, device=base.device), nodes)
                 kv_length = length + nodes
                 step.verify(tree, kv_length + (kv_length == rows * nodes))
     except torch._dynamo.exc.TorchDynamoException as error:

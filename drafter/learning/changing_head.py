@@ -60,12 +60,10 @@ class ChangingHead(Drafter):
     def __init__(self, start: StartingHead, base: BaseModel, nodes: int, *, in_place: bool | None = None) -> None:
         self._base, self._nodes = base, nodes
         head = start.load(base)
-        in_place = devices.is_asynchronous(base.device) if in_place is None else in_place
-        self._head = head if in_place else None
-        self._own = head.state_dict() if in_place else {}
+        self._in_place = devices.is_asynchronous(base.device) if in_place is None else in_place
         # To decode with a head changes how its weights lie, so that later versions begin with a copy.
-        self._blank = None if in_place else deepcopy(head)
-        self._shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}
+        self._head = head if self._in_place else deepcopy(head)
+        self._own = self._head.state_dict()
         self._tokens = None if head.vocabulary is None else head.vocabulary.tokens.cpu().clone()
         self._number, self.drafts = version_of(head), start.drafts
         self._gated = not start.drafts
@@ -88,7 +86,8 @@ class ChangingHead(Drafter):
         """Make a version ready; see `Drafter.offer`."""
         if number <= self._offered:
             return
-        check_weights(weights, self._shapes, self._tokens, f"version {number} of the head")
+        shapes = {name: own.shape for name, own in self._own.items()}
+        check_weights(weights, shapes, self._tokens, f"version {number} of the head")
         ready = in_passing_thread(lambda: self._make_ready(number, weights))
         loan = self._loan
         if ready.drafter is not None and loan is not None:
@@ -110,18 +109,17 @@ class ChangingHead(Drafter):
         else:
             for name, tensor in ready.weights.items():
                 self._own[name].copy_(tensor, non_blocking=True)
-            if self._head is not None:
-                self._head.weights_changed(self._base)
+            self._head.weights_changed(self._base)
             self._forget()
         self._number, self.drafts = ready.number, True
         self._gate.fill_(True)
         return Renewal(ready.number)
 
     def _make_ready(self, number: int, weights: Mapping[str, Tensor]) -> _Ready:
-        if self._blank is None:
+        if self._in_place:
             staged = {name: devices.staged(weights[name].to(own.dtype), own.device) for name, own in self._own.items()}
             return _Ready(number, None, staged)
-        head = deepcopy(self._blank)
+        head = deepcopy(self._head)
         load_weights(head, weights)
         return _Ready(number, head.drafter(self._base, self._nodes), {})
 

@@ -66,9 +66,8 @@ class RecordingVerifier(ExactVerifier):
     def _note(self, verified: Verified, read: Tensor, sampling: RowSampling, accepted: Accepted) -> None:
         tree, count = verified.tree, accepted.count[:, None]
         last, chosen = accepted.path.gather(1, count), accepted.tokens.gather(1, count)[:, 0]
-        rows, ids = torch.arange(len(count), device=count.device), torch.arange(tree.size, device=count.device)
-        is_child = (tree.parents == last) & (ids > 0) & (tree.tokens >= 0)
-        first = torch.where(is_child, ids, tree.size).amin(1)
+        rows = torch.arange(len(count), device=count.device)
+        first = tree.first_children().gather(1, last)[:, 0]
         child = first.clamp_max(tree.size - 1)
         tokens = tree.tokens[rows, child].clamp_min(0)
         log_probs = verified.logits[rows, last[:, 0]].double().log_softmax(-1)

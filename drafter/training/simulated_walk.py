@@ -111,7 +111,7 @@ def accepted_depths(tree: TokenTree, targets: Tensor, lengths: Tensor, node_coun
     return torch.stack([depths[:, : count + 1].amax(1) for count in node_counts])
 
 
-def walked_batches(texts: Sequence[RegeneratedText], depth: int, at_once: int = 4) -> Iterator[DraftBatch]:
+def walked_batches(texts: Sequence[RegeneratedText], depth: int, at_once: int) -> Iterator[DraftBatch]:
     """Yield texts as batches with an anchor at each position, texts of about one length together.
 
     Args:

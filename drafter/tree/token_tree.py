@@ -81,6 +81,15 @@ class TokenTree:
             span *= 2
         return reach
 
+    def first_children(self) -> Tensor:
+        """Return the first child of each node, its most probable one, `[B, N]` node ids; N where a node has none.
+
+        For the tree 0 → 1 → 3, 0 → 2 that is `[1, 3, 4, 4]`.
+        """
+        ids = torch.arange(self.size, device=self.parents.device)
+        drafted = torch.where((ids > 0) & (self.tokens >= 0), ids, self.size)
+        return torch.full_like(self.parents, self.size).scatter_reduce(1, self.parents, drafted, "amin")
+
     def paths(self, depth: int) -> Tensor:
         """Return the tokens from below the root to each node, `[B, N, depth]`; `PAD_TOKEN` past a path's end."""
         return self._along_paths(self.tokens, PAD_TOKEN, depth)
@@ -105,3 +114,8 @@ def root_only(pending: Tensor) -> TokenTree:
     tokens = pending[:, None]
     zeros = torch.zeros_like(tokens)
     return TokenTree(tokens, zeros, zeros, torch.zeros_like(tokens, dtype=torch.float32))
+
+
+def bare_trees(pending: Tensor, size: int) -> TokenTree:
+    """Return trees `[B, size]` all of whose nodes are roots, of pending tokens `[B]`; a forward treats them as any."""
+    return TokenTree(*(part.expand(len(pending), size) for part in vars(root_only(pending)).values()))

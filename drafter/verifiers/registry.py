@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 from drafter.errors import LoadError
 from drafter.verifiers.contract import Verifier
@@ -31,9 +30,7 @@ def make_verifier(settings: VerifierSettings) -> Verifier:
             is not given or cannot be read.
     """
     made, own = _MAKERS[settings.name]
-    given: dict[str, Any] = {
-        name: value for name, value in vars(settings).items() if name != "name" and value is not None
-    }
+    given = settings.given
     if foreign := sorted(set(given) - set(own)):
         has = f"it has {', '.join(own)}" if own else "it has no settings"
         raise LoadError(f"the verifier {settings.name} has no {foreign[0]}: {has}")

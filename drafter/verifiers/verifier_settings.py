@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -28,3 +28,8 @@ class VerifierSettings:
     sigma: float | None = None
     epsilon: float | None = None
     delta: float | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings that are set, by name, without the verifier's."""
+        return {name: value for name, value in vars(self).items() if name != "name" and value is not None}

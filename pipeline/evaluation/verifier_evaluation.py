@@ -243,7 +243,7 @@ def _kept_lines(config: EvaluateConfig, found: Sequence[VerifierFigures], kept: 
         if best is None:
             lines.append(f"keeps {config.keep:.1%}: no setting of {name}")
             continue
-        flags = " ".join(f"--verifier.{setting} {value}" for setting, value in best.given.items())
+        flags = " ".join(f"--verifier.{setting} {value}" for setting, value in best.verifier.given.items())
         betas = f"β {best.beta:.2f}, exact {found[0].beta:.2f}"
         lines.append(f"keeps {config.keep:.1%}: --verifier {name} {flags} ({betas})")
     return [*lines, ""]

@@ -57,14 +57,9 @@ class VerifierFigures:
         return kept_share(self.utility.difference)
 
     @property
-    def given(self) -> dict[str, Any]:
-        """The settings that are set, without the name."""
-        return {name: value for name, value in asdict(self.verifier).items() if value is not None and name != "name"}
-
-    @property
     def numbers(self) -> dict[str, float]:
         """Those of the settings that are numbers."""
-        return {name: value for name, value in self.given.items() if not isinstance(value, str)}
+        return {name: value for name, value in self.verifier.given.items() if not isinstance(value, str)}
 
     def as_dict(self) -> dict[str, Any]:
         """Return all as plain values, for JSON."""
@@ -73,7 +68,7 @@ class VerifierFigures:
         del counts["per_step_accepted"]  # it is empty in sums
         return {
             "verifier": self.verifier.name,
-            "settings": self.given,
+            "settings": self.verifier.given,
             "requests": self.utility.pairs,
             "utility": difference.second,
             "exact_utility": difference.first,

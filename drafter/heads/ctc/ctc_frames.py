@@ -112,10 +112,10 @@ class CTCFrames(FrameHead):
         """
         return self.joint_activations(states, terms)[0]
 
-    def joint_activations(self, states: Tensor, terms: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `joint` returns, and the activations `[..., R]` by which it has moved the states.
+    def joint_activations(self, states: Tensor, terms: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return what `joint` returns, and the activations of each layer of the joint network.
 
-        They are those of all layers of the joint network: the states have moved by `joint_spans` times them.
+        Side by side they are `[..., R]`: the states have moved by `joint_spans` times them.
         """
         activations = [F.silu(terms)]
         states = states + self.joint_out(activations[0])
@@ -123,7 +123,7 @@ class CTCFrames(FrameHead):
             norm, inner, silu, out = layer.children()
             activations.append(silu(inner(norm(states))))
             states = states + out(activations[-1])
-        return states, torch.cat(activations, -1)
+        return states, activations
 
     @property
     def joint_spans(self) -> Tensor:

@@ -74,7 +74,7 @@ class FactoredLattice(FrameLattice):
             self._states[rows, first:stop], self._terms(first, stop, rows, state)
         )
         scale = (told.float().var(-1, correction=0, keepdim=True) + head.norm.eps).rsqrt().to(told)
-        known = torch.cat([activations * scale, torch.ones_like(scale)], -1)
+        known = torch.cat([*(layer * scale for layer in activations), torch.ones_like(scale)], -1)
         # A row's paths share its frames: each of them takes, of the frames' logits, those of its own frame.
         own = torch.eye(frames, device=scale.device, dtype=scale.dtype) * scale
         logits = (known.flatten(0, 1) @ self._factor.logits).unflatten(0, (len(self._states), -1))

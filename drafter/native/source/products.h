@@ -14,7 +14,6 @@
 
 namespace drafter {
 
-constexpr int kBlock = 2 * kLanes;  // outputs of a block of weights
 constexpr int kRows = kLanes == 16 ? 12 : 6;  // rows whose sums fit into the registers
 
 // Weights of a linear layer: blocks of `kBlock` outputs; the last block is filled up with zeros.

@@ -75,11 +75,10 @@ inline void split_row(const float* in, int64_t inputs, int row, int rows, Tile* 
     }
 }
 
-constexpr int kWidth = 2 * kLanes;  // outputs of a block
-constexpr int kTogether = 3;        // blocks that are read together by rows whose parts are in one tile
-constexpr int kLine = kWidth * sizeof(float), kRow = sizeof(Tile::numbers[0]);  // bytes
+constexpr int kTogether = 3;  // blocks that are read together by rows whose parts are in one tile
+constexpr int kLine = kBlock * sizeof(float), kRow = sizeof(Tile::numbers[0]);  // bytes
 
-typedef float Sums[kParts * kTileRows][kWidth];  // of a group's parts with a block
+typedef float Sums[kParts * kTileRows][kBlock];  // of a group's parts with a block
 
 // Registers 0 to 5 hold sums, 6 parts of rows, 7 weights. Only one tile of rows alone may have fewer than all its rows:
 // there are no registers for more shapes. What is summed up of rows that are not there is nobody's.
@@ -111,10 +110,10 @@ inline void add_up_blocks(const Tile* rows, int64_t steps, const uint32_t* first
     _tile_zero(4);
     _tile_zero(5);
     for (int64_t step = 0; step < steps; ++step) {
-        const int64_t at = step * kTileRows * kWidth, soon = at + 2 * kTileRows * kWidth;
-        fetch(first + soon, kWidth);
-        fetch(second + soon, kWidth);
-        fetch(third + soon, kWidth);
+        const int64_t at = step * kTileRows * kBlock, soon = at + 2 * kTileRows * kBlock;
+        fetch(first + soon, kBlock);
+        fetch(second + soon, kBlock);
+        fetch(third + soon, kBlock);
         _tile_loadd(6, rows + step, kRow);
         _tile_loadd(7, first + at, kLine);
         _tile_dpbf16ps(0, 6, 7);
@@ -152,7 +151,7 @@ void add_up_tiles(const Tile* rows, int64_t steps, const uint32_t* weights, cons
         _tile_zero(4);
         _tile_zero(5);
     }
-    for (int64_t step = 0; step < steps; ++step, weights += kTileRows * kWidth, soon += lines * 64) {
+    for (int64_t step = 0; step < steps; ++step, weights += kTileRows * kBlock, soon += lines * 64) {
         fetch(soon, lines);
         _tile_loadd(7, weights, kLine);
         _tile_loadd(6, rows + step, kRow);
@@ -214,8 +213,8 @@ void multiply_tiles(const Tile* split, int rows, int64_t inputs, const uint32_t*
     for (; block < last; ++block) {
         const uint32_t* of_block = weights + block * size;
         // One group fetches what it needs soon; several share in fetching the next block.
-        const char* soon = reinterpret_cast<const char*>(of_block + (groups == 1 ? 2 * kTileRows * kWidth : size));
-        const int lines = (kWidth + groups - 1) / groups;
+        const char* soon = reinterpret_cast<const char*>(of_block + (groups == 1 ? 2 * kTileRows * kBlock : size));
+        const int lines = (kBlock + groups - 1) / groups;
         for (int group = 0; group < groups; ++group, soon += steps * lines * 64) {
             const int begin = group * kGroupRows, count = std::min(kGroupRows, rows - begin);
             const Tile* of_group = split + kParts * group * steps;

@@ -12,6 +12,7 @@ constexpr int kLanes = 16;
 #else
 constexpr int kLanes = 8;
 #endif
+constexpr int kBlock = 2 * kLanes;  // outputs of a block of weights
 
 typedef float Vec __attribute__((vector_size(kLanes * sizeof(float))));
 typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t))));
