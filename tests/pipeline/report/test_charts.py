@@ -51,3 +51,5 @@ def test_shares_are_labelled() -> None:
     chart = shares("t", "depth", [("1", 0.5), ("2", 0.125)])
     assert [(bar.label, bar.text) for bar in chart.bars] == [("1", "50.0%"), ("2", "12.5%")]
     assert chart.ticks[-1][1] == "60%"
+    small = shares("t", "depth", [("1", 0.0093), ("2", 0.003)])
+    assert [text for _, text in small.ticks] == ["0%", "0.25%", "0.5%", "0.75%", "1%"]
