@@ -67,7 +67,9 @@ def shares(title: str, along: str, values: list[tuple[str, float]]) -> Chart:
     """Return a chart of (label, share of the decode steps), each share from 0 to 1."""
     ticks = scale(max((value for _, value in values), default=0.0))
     bars = tuple(Bar(label, value, f"{value:.1%}") for label, value in values)
-    return Chart(title, "share of steps", along, bars, ticks[-1], tuple((tick, f"{100 * tick:.10g}%") for tick in ticks))
+    return Chart(
+        title, "share of steps", along, bars, ticks[-1], tuple((tick, f"{100 * tick:.10g}%") for tick in ticks)
+    )
 
 
 def rates_over_time(by_second: Mapping[int, tuple[int, int]]) -> Chart | None:
