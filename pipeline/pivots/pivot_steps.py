@@ -92,8 +92,8 @@ class PivotSteps:
             for line in lines:
                 stream.write(line.encode())
 
-    def label(self) -> pa.Table:
-        """Score the continuations, and write and return the labels.
+    def label(self) -> tuple[pa.Table, BaseFacts]:
+        """Score the continuations, and write and return the labels, and the base that they are of.
 
         Raises:
             InputError: The scorer cannot score an answer or finds it worth less than nothing, there are too few labels,
@@ -120,20 +120,20 @@ class PivotSteps:
                 f"{what.get(frozenset(kinds), 'there are none')}: give more prompts, or ones that the base answers "
                 f"rightly more often; the labels are in {self._folder.labels}"
             )
-        return table
+        return table, base
 
-    def learn(self, labels: pa.Table, command: str) -> PivotResults:
+    def learn(self, labels: pa.Table, base: BaseFacts, command: str) -> PivotResults:
         """Train and save the classifier, and measure it on held-out prompts.
 
         Args:
             labels: See `labelled`.
+            base: The base that they are of.
             command: The command line, for the record.
 
         Raises:
             InputError: The models cannot be loaded.
             JobError: The measurement failed.
         """
-        _, base = read_table(self._folder.labels)
         out = labels["held_out"]
         features, kinds = features_of(labels.filter(pa.compute.invert(out)))
         classifier = train_classifier(features, kinds, base.layer)
@@ -151,7 +151,6 @@ class PivotSteps:
             "command": command,
             "versions": versions(),
         }
-        training["config"]["sampling"]["stop"] = list(self._config.sampling.stop)
         save_classifier(classifier, BaseOfClassifier(base.name, base.fingerprint), training, self._folder.verifier)
         where: dict[str, Any] = {}
         curve: list[VerifierFigures] = []

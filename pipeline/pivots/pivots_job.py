@@ -15,8 +15,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pyarrow import fs
-
 from pipeline.command_line import run_job
 from pipeline.compare.scorers import make_scorer, scorer_file
 from pipeline.engines.model_files import file_fingerprint
@@ -68,8 +66,8 @@ def pivots(config: PivotsConfig, command: str) -> None:
     if not folder.requests.is_file():
         steps.write_requests()
     generate(config.continuations(str(folder.requests), str(folder.continuations)))
-    labels = steps.label()
-    found = steps.learn(labels, command)
+    labels, base = steps.label()
+    found = steps.learn(labels, base, command)
     text = json.dumps(found.as_dict(), indent=1, ensure_ascii=False) + "\n"
     plots = found.write_plots(folder.path)
     locate(str(folder.results)).write_text(text)
@@ -107,7 +105,7 @@ def job_meaning(config: PivotsConfig) -> dict[str, Any]:
 
 def is_finished(folder: PivotsFolder) -> bool:
     """Return whether an earlier submission came to the end, and all that it made is there."""
-    if folder.run_file.type != fs.FileType.File:
+    if not folder.run_file.exists:
         return False
     made = (folder.labels, folder.results, folder.verifier / "config.json")
     return bool(read_run(folder.run_file)["state"] == "finished") and all(file.is_file() for file in made)
