@@ -13,7 +13,7 @@ import torch
 from drafter.base.loading import load_tokenizer
 from drafter.errors import LoadError, RequestError
 from drafter.evaluation.leniency.kept_utility import VerifierFigures
-from drafter.evaluation.leniency.verifier_runs import EXACT, VerifierRun, verifier_grid
+from drafter.evaluation.leniency.verifier_runs import EXACT, verifier_grid
 from drafter.pivots.pivot_training import roc, train_classifier
 from drafter.verifiers.lenient.pivot_files import BaseOfClassifier, save_classifier
 from drafter.verifiers.verifier_settings import VerifierSettings
@@ -21,10 +21,11 @@ from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.shares import ActorResources, share_out
 from pipeline.compare.repeated_rows import RepeatedRow, rows_to_repeat
 from pipeline.compare.row_pairs import rows_of
-from pipeline.compare.scorers import Scorer, scores_of
+from pipeline.compare.scorers import Scorer
 from pipeline.engines.named_models import model_name
 from pipeline.errors import InputError
 from pipeline.evaluation.measuring_task import measured
+from pipeline.evaluation.scored_verifiers import scored_runs
 from pipeline.evaluation.verifier_measurement import measure_verifiers
 from pipeline.io.files import locate
 from pipeline.output.run_file import versions
@@ -170,15 +171,8 @@ class PivotSteps:
         pad = VerifierSettings("pad", classifier=str(self._folder.verifier))
         asked = (self._model, config.drafter, asdict(config.loading), asdict(config.engine), requests)
         settings = ([EXACT, *verifier_grid(pad)], config.rounds, command, resources.threads)
-        exact: list[float] | None = None
-        for run in measured(resources, measure_verifiers, *asked, *settings, mistakes=(LoadError, RequestError)):
-            if not isinstance(run, VerifierRun):
-                yield run
-                continue
-            asked_for = [answers[request.request_id] for request in requests]
-            scores = scores_of(asked_for, run.token_ids, run.texts, self._scorer)
-            exact = scores if exact is None else exact
-            yield VerifierFigures.of(run, exact, scores)
+        found = measured(resources, measure_verifiers, *asked, *settings, mistakes=(LoadError, RequestError))
+        yield from scored_runs(found, [answers[request.request_id] for request in requests], self._scorer)
 
     def _answered(self) -> list[RepeatedRow]:
         output = open_output(str(self._folder.answers))
