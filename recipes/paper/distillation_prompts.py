@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
 import yaml
 
 from drafter.base.loading import load_tokenizer
@@ -21,9 +20,7 @@ from pipeline.errors import InputError
 from recipes.paper.paper_config import PromptFile, PromptsConfig, in_repository
 from recipes.smollm2.magpie import Repeats, choose, opening
 from recipes.smollm2.rounds import HERE as SMOLLM2
-from recipes.smollm2.rounds import SAMPLED
-
-_COLUMNS = ["number", "text", "finish_reason", "num_output_tokens"]
+from recipes.smollm2.rounds import generated, prompt_rows
 
 
 def write_openings(count: int, base: Path, file: Path) -> None:
@@ -71,7 +68,7 @@ def write_prompts(config: PromptsConfig, measured: Mapping[str, str], questions:
         InputError: A file cannot be used, no prompt is left, or the file is of another run.
     """
     known = measured_turns(measured)
-    written = choose(_written(questions), known) if config.written else []
+    written = choose(generated(questions), known) if config.written else []
     repeats = Repeats()
     for text in known:
         repeats.add(text)
@@ -80,13 +77,7 @@ def write_prompts(config: PromptsConfig, measured: Mapping[str, str], questions:
         sources += [(one.path, text) for text in read_prompts(one) if not repeats.has(text)]
     if not sources:
         raise InputError("no prompt is left: none of the questions that the base wrote is of use; name prompts.files")
-    _write(
-        file,
-        (
-            {"prompt": text, "source": source, "sampling": {"temperature": SAMPLED if number % 3 == 2 else 0.0}}
-            for number, (source, text) in enumerate(sources)
-        ),
-    )
+    _write(file, prompt_rows(sources))
     print(f"{len(sources)} prompts, {len(written)} of them written by the base", flush=True)
 
 
@@ -124,12 +115,6 @@ def read_prompts(file: PromptFile) -> list[str]:
             raise InputError(f"prompts.files: {file.path}, line {number}: {file.column!r} is not a text")
         prompts.append(text)
     return prompts
-
-
-def _written(questions: Path) -> list[dict[str, Any]]:
-    """Return what the base wrote, by the number of its opening."""
-    rows = pyarrow.parquet.read_table(questions / "data", columns=_COLUMNS).to_pylist()
-    return sorted(rows, key=lambda row: int(row["number"]))
 
 
 def _write(file: Path, rows: Iterable[dict[str, Any]]) -> None:
