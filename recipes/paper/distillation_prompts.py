@@ -17,6 +17,7 @@ from drafter.base.loading import load_tokenizer
 from drafter.errors import one_line
 from drafter.evaluation.questions import QuestionError, read_questions
 from pipeline.errors import InputError
+from pipeline.io.files import locate
 from recipes.paper.paper_config import PromptFile, PromptsConfig, in_repository
 from recipes.smollm2.magpie import Repeats, choose, opening
 from recipes.smollm2.rounds import HERE as SMOLLM2
@@ -129,6 +130,4 @@ def _write(file: Path, rows: Iterable[dict[str, Any]]) -> None:
             raise InputError(f"{file} was made with other settings: choose another output")
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(file)
+    locate(str(file)).write_text(text)
