@@ -91,10 +91,10 @@ def evaluate_verifiers(
                 f"questions {name}: {more[0]} has several turns, and a scorer scores one answer: leave it out"
             )
     results = _open_results(folder, _identity(config, questions))
-    made = {json.dumps(one["block"], sort_keys=True) for one in results["blocks"]}
+    made = [one["block"] for one in results["blocks"]]
     settings = product(questions, plan.drafters, plan.nodes, plan.batches, plan.temperatures)
     for block in (Block(*one) for one in settings):
-        if json.dumps(asdict(block), sort_keys=True) in made:
+        if asdict(block) in made:
             print(f"{block.title}: measured before", file=sys.stderr, flush=True)
             continue
         verifiers, left_out = _usable(config, block.temperature)
