@@ -8,14 +8,12 @@ trained; and held-out prompts are decoded under `pad`.
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipeline.command_line import run_job
+from pipeline.command_line import command_of, run_job
 from pipeline.compare.scorers import make_scorer, scorer_file
 from pipeline.engines.model_files import file_fingerprint
 from pipeline.engines.named_models import head_fingerprints, model_fingerprint, model_name
@@ -31,8 +29,7 @@ from pipeline.pivots.pivots_folder import PivotsFolder
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the job that a command line asks for; see `run_job` for what it returns."""
-    given = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "jobs.pivots", *given])
+    command = command_of("jobs.pivots", arguments)
     return run_job(lambda given: pivots(parse_config(given), command), arguments)
 
 
