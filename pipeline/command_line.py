@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import shlex
 import sys
 from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,16 @@ def run_job(job: Callable[[Sequence[str] | None], None], arguments: Sequence[str
         print("interrupted; submit the job again to go on", file=sys.stderr)
         return 130
     return 0
+
+
+def command_of(job: str, arguments: Sequence[str] | None) -> str:
+    """Return the command that repeats a job, for the record.
+
+    Args:
+        job: The module to run.
+        arguments: Its command line (`sys.argv` by default).
+    """
+    return shlex.join(["python", "-m", job, *(sys.argv[1:] if arguments is None else arguments)])
 
 
 def make_parser(config_class: type, job: str, required: str, description: str) -> ArgumentParser:

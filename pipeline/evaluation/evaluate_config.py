@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -15,14 +15,6 @@ from pipeline.errors import InputError
 from pipeline.generate.generate_config import LoadingConfig
 
 T = TypeVar("T")
-_SETTING_TYPES: dict[str, Callable[[str], Any]] = {
-    "theta": float,
-    "window": int,
-    "classifier": str,
-    "sigma": float,
-    "epsilon": float,
-    "delta": float,
-}
 
 
 @dataclass(frozen=True)
@@ -127,14 +119,15 @@ def named_verifier(text: str) -> VerifierSettings:
         InputError: There is no such verifier or setting, or the value is no number.
     """
     name, _, rest = text.partition(":")
-    known = [one for one in get_args(get_type_hints(VerifierSettings)["name"]) if one != "exact"]
+    kinds = get_type_hints(VerifierSettings)
+    known = [one for one in get_args(kinds.pop("name")) if one != "exact"]
     if name not in known:
         raise InputError(f"verifiers: no lenient verifier {name!r}: there are {', '.join(known)}")
     settings: dict[str, Any] = {}
     for pair in filter(None, rest.split(",")):
         setting, _, value = pair.partition("=")
         try:
-            settings[setting] = _SETTING_TYPES[setting](value)
+            settings[setting] = get_args(kinds[setting])[0](value)  # each is its type, or None
         except KeyError as error:
             raise InputError(f"verifiers: {text}: there is no setting {setting!r}") from error
         except ValueError as error:

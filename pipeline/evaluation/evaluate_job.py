@@ -5,7 +5,6 @@ One Ray task measures everything side by side, on a GPU if there is one. Results
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from drafter.evaluation.tables import speed_tables
 from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.resources_config import ResourcesConfig
 from pipeline.cluster.shares import ActorResources, share_out
-from pipeline.command_line import run_job
+from pipeline.command_line import command_of, run_job
 from pipeline.engines.named_models import model_name
 from pipeline.errors import InputError
 from pipeline.evaluation.evaluate_config import EvaluateConfig, parse_config
@@ -42,8 +41,7 @@ _LINE_SECONDS = 5.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the job that a command line asks for; see `run_job` for what it returns."""
-    given = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "jobs.evaluate", *given])
+    command = command_of("jobs.evaluate", arguments)
     return run_job(lambda given: evaluate(parse_config(given), command), arguments)
 
 

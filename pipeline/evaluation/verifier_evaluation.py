@@ -15,7 +15,7 @@ from drafter.base.loading import load_tokenizer
 from drafter.errors import LoadError, RequestError, one_line
 from drafter.evaluation.environment import comparable
 from drafter.evaluation.leniency.kept_utility import VerifierFigures, fastest_that_keeps, utility_plot, utility_table
-from drafter.evaluation.leniency.verifier_runs import EXACT, VerifierRun, verifier_grid
+from drafter.evaluation.leniency.verifier_runs import EXACT, verifier_grid
 from drafter.evaluation.plan import Nodes
 from drafter.evaluation.prepared_prompts import encode
 from drafter.evaluation.questions import Question
@@ -24,12 +24,13 @@ from drafter.requests import Request, SamplingParams
 from drafter.verifiers.registry import make_verifier
 from drafter.verifiers.verifier_settings import VerifierSettings
 from pipeline.cluster.shares import ActorResources
-from pipeline.compare.scorers import Scorer, make_scorer, scorer_file, scores_of
+from pipeline.compare.scorers import Scorer, make_scorer, scorer_file
 from pipeline.engines.model_files import file_fingerprint
 from pipeline.engines.named_models import classifier_fingerprints, head_fingerprints, model_fingerprint, model_name
 from pipeline.errors import InputError
 from pipeline.evaluation.evaluate_config import EvaluateConfig
 from pipeline.evaluation.measuring_task import measured
+from pipeline.evaluation.scored_verifiers import scored_runs
 from pipeline.evaluation.verifier_measurement import measure_verifiers
 
 RESULTS_FILE = "verifiers.json"
@@ -90,10 +91,10 @@ def evaluate_verifiers(
                 f"questions {name}: {more[0]} has several turns, and a scorer scores one answer: leave it out"
             )
     results = _open_results(folder, _identity(config, questions))
-    made = {json.dumps(one["block"], sort_keys=True) for one in results["blocks"]}
+    made = [one["block"] for one in results["blocks"]]
     settings = product(questions, plan.drafters, plan.nodes, plan.batches, plan.temperatures)
     for block in (Block(*one) for one in settings):
-        if json.dumps(asdict(block), sort_keys=True) in made:
+        if asdict(block) in made:
             print(f"{block.title}: measured before", file=sys.stderr, flush=True)
             continue
         verifiers, left_out = _usable(config, block.temperature)
@@ -223,14 +224,8 @@ def _measured(
     engine = {"slots": block.batch, "max_length": longest, "nodes": block.nodes, "compile": config.compile}
     rows = [{**question.columns, "request_id": question.name} for question in questions]
     asked = (model, block.drafter, loading, engine, requests, verifiers, config.rounds, command, resources.threads)
-    exact: list[float] | None = None
-    for item in measured(resources, measure_verifiers, *asked, mistakes=(LoadError, RequestError)):
-        if not isinstance(item, VerifierRun):
-            yield item
-            continue
-        scores = scores_of(rows, item.token_ids, item.texts, scorer)
-        exact = scores if exact is None else exact
-        yield VerifierFigures.of(item, exact, scores)
+    found = measured(resources, measure_verifiers, *asked, mistakes=(LoadError, RequestError))
+    yield from scored_runs(found, rows, scorer)
 
 
 def _kept_lines(config: EvaluateConfig, found: Sequence[VerifierFigures], kept: Sequence[VerifierFigures]) -> list[str]:

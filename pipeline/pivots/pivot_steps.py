@@ -13,7 +13,7 @@ import torch
 from drafter.base.loading import load_tokenizer
 from drafter.errors import LoadError, RequestError
 from drafter.evaluation.leniency.kept_utility import VerifierFigures
-from drafter.evaluation.leniency.verifier_runs import EXACT, VerifierRun, verifier_grid
+from drafter.evaluation.leniency.verifier_runs import EXACT, verifier_grid
 from drafter.pivots.pivot_training import roc, train_classifier
 from drafter.verifiers.lenient.pivot_files import BaseOfClassifier, save_classifier
 from drafter.verifiers.verifier_settings import VerifierSettings
@@ -21,10 +21,11 @@ from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.shares import ActorResources, share_out
 from pipeline.compare.repeated_rows import RepeatedRow, rows_to_repeat
 from pipeline.compare.row_pairs import rows_of
-from pipeline.compare.scorers import Scorer, scores_of
+from pipeline.compare.scorers import Scorer
 from pipeline.engines.named_models import model_name
 from pipeline.errors import InputError
 from pipeline.evaluation.measuring_task import measured
+from pipeline.evaluation.scored_verifiers import scored_runs
 from pipeline.evaluation.verifier_measurement import measure_verifiers
 from pipeline.io.files import locate
 from pipeline.output.run_file import versions
@@ -92,8 +93,8 @@ class PivotSteps:
             for line in lines:
                 stream.write(line.encode())
 
-    def label(self) -> pa.Table:
-        """Score the continuations, and write and return the labels.
+    def label(self) -> tuple[pa.Table, BaseFacts]:
+        """Score the continuations, and write and return the labels, and the base that they are of.
 
         Raises:
             InputError: The scorer cannot score an answer or finds it worth less than nothing, there are too few labels,
@@ -120,20 +121,20 @@ class PivotSteps:
                 f"{what.get(frozenset(kinds), 'there are none')}: give more prompts, or ones that the base answers "
                 f"rightly more often; the labels are in {self._folder.labels}"
             )
-        return table
+        return table, base
 
-    def learn(self, labels: pa.Table, command: str) -> PivotResults:
+    def learn(self, labels: pa.Table, base: BaseFacts, command: str) -> PivotResults:
         """Train and save the classifier, and measure it on held-out prompts.
 
         Args:
             labels: See `labelled`.
+            base: The base that they are of.
             command: The command line, for the record.
 
         Raises:
             InputError: The models cannot be loaded.
             JobError: The measurement failed.
         """
-        _, base = read_table(self._folder.labels)
         out = labels["held_out"]
         features, kinds = features_of(labels.filter(pa.compute.invert(out)))
         classifier = train_classifier(features, kinds, base.layer)
@@ -151,7 +152,6 @@ class PivotSteps:
             "command": command,
             "versions": versions(),
         }
-        training["config"]["sampling"]["stop"] = list(self._config.sampling.stop)
         save_classifier(classifier, BaseOfClassifier(base.name, base.fingerprint), training, self._folder.verifier)
         where: dict[str, Any] = {}
         curve: list[VerifierFigures] = []
@@ -171,15 +171,8 @@ class PivotSteps:
         pad = VerifierSettings("pad", classifier=str(self._folder.verifier))
         asked = (self._model, config.drafter, asdict(config.loading), asdict(config.engine), requests)
         settings = ([EXACT, *verifier_grid(pad)], config.rounds, command, resources.threads)
-        exact: list[float] | None = None
-        for run in measured(resources, measure_verifiers, *asked, *settings, mistakes=(LoadError, RequestError)):
-            if not isinstance(run, VerifierRun):
-                yield run
-                continue
-            asked_for = [answers[request.request_id] for request in requests]
-            scores = scores_of(asked_for, run.token_ids, run.texts, self._scorer)
-            exact = scores if exact is None else exact
-            yield VerifierFigures.of(run, exact, scores)
+        found = measured(resources, measure_verifiers, *asked, *settings, mistakes=(LoadError, RequestError))
+        yield from scored_runs(found, [answers[request.request_id] for request in requests], self._scorer)
 
     def _answered(self) -> list[RepeatedRow]:
         output = open_output(str(self._folder.answers))

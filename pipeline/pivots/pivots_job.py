@@ -8,16 +8,12 @@ trained; and held-out prompts are decoded under `pad`.
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pyarrow import fs
-
-from pipeline.command_line import run_job
+from pipeline.command_line import command_of, run_job
 from pipeline.compare.scorers import make_scorer, scorer_file
 from pipeline.engines.model_files import file_fingerprint
 from pipeline.engines.named_models import head_fingerprints, model_fingerprint, model_name
@@ -33,8 +29,7 @@ from pipeline.pivots.pivots_folder import PivotsFolder
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the job that a command line asks for; see `run_job` for what it returns."""
-    given = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "jobs.pivots", *given])
+    command = command_of("jobs.pivots", arguments)
     return run_job(lambda given: pivots(parse_config(given), command), arguments)
 
 
@@ -68,8 +63,8 @@ def pivots(config: PivotsConfig, command: str) -> None:
     if not folder.requests.is_file():
         steps.write_requests()
     generate(config.continuations(str(folder.requests), str(folder.continuations)))
-    labels = steps.label()
-    found = steps.learn(labels, command)
+    labels, base = steps.label()
+    found = steps.learn(labels, base, command)
     text = json.dumps(found.as_dict(), indent=1, ensure_ascii=False) + "\n"
     plots = found.write_plots(folder.path)
     locate(str(folder.results)).write_text(text)
@@ -107,7 +102,7 @@ def job_meaning(config: PivotsConfig) -> dict[str, Any]:
 
 def is_finished(folder: PivotsFolder) -> bool:
     """Return whether an earlier submission came to the end, and all that it made is there."""
-    if folder.run_file.type != fs.FileType.File:
+    if not folder.run_file.exists:
         return False
     made = (folder.labels, folder.results, folder.verifier / "config.json")
     return bool(read_run(folder.run_file)["state"] == "finished") and all(file.is_file() for file in made)

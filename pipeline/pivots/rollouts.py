@@ -15,7 +15,7 @@ from drafter.pivots.pivot_training import is_pivot
 from drafter.requests import SamplingParams
 from drafter.text.stop_strings import cut_at_stop
 from pipeline.compare.repeated_rows import RepeatedRow
-from pipeline.compare.scorers import Scorer
+from pipeline.compare.scorers import Scorer, scores_of
 from pipeline.errors import InputError
 from pipeline.staging.samples import hashed_seed
 
@@ -143,8 +143,9 @@ def labels_of(
             begin = [*answer["token_ids"][: token["place"]], token[_TOKEN[side]]]
             made = continuations.get((number, side), [])
             ends: list[list[int]] = [[]] if token[f"{_TOKEN[side]}_ends"] else [one.tolist() for one in made]
-            texts = [(ids, cut_at_stop(decode(ids), stop)) for ids in ([*begin, *end] for end in ends)]
-            scores[side] = [scorer({**answer, "token_ids": ids, "text": text}) for ids, text in texts]
+            token_ids = [[*begin, *end] for end in ends]
+            texts = [cut_at_stop(decode(ids), stop) for ids in token_ids]
+            scores[side] = scores_of([answer] * len(token_ids), token_ids, texts, scorer)
             if (worst := min(scores[side], default=0.0)) < 0:
                 raise InputError(
                     f"the scorer finds an answer of row {token['request_id']} worth {worst:g}: pivots are told by "

@@ -23,6 +23,7 @@ from pathlib import Path
 from drafter.errors import one_line
 from pipeline.cluster.local_cluster import LocalCluster, NodeType, end_cluster
 from pipeline.errors import InputError, JobError
+from pipeline.io.files import locate
 from recipes.paper.paper_config import PaperConfig
 from recipes.paper.stage_jobs import Places, Stage
 
@@ -201,6 +202,4 @@ def alone(places: Places) -> Iterator[None]:
 def write_whole(file: Path, text: str) -> None:
     """Write a file, completely or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(file)
+    locate(str(file)).write_text(text)

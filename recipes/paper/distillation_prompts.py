@@ -11,19 +11,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
 import yaml
 
 from drafter.base.loading import load_tokenizer
 from drafter.errors import one_line
 from drafter.evaluation.questions import QuestionError, read_questions
 from pipeline.errors import InputError
+from pipeline.io.files import locate
 from recipes.paper.paper_config import PromptFile, PromptsConfig, in_repository
 from recipes.smollm2.magpie import Repeats, choose, opening
 from recipes.smollm2.rounds import HERE as SMOLLM2
-from recipes.smollm2.rounds import SAMPLED
-
-_COLUMNS = ["number", "text", "finish_reason", "num_output_tokens"]
+from recipes.smollm2.rounds import generated, prompt_rows
 
 
 def write_openings(count: int, base: Path, file: Path) -> None:
@@ -71,7 +69,7 @@ def write_prompts(config: PromptsConfig, measured: Mapping[str, str], questions:
         InputError: A file cannot be used, no prompt is left, or the file is of another run.
     """
     known = measured_turns(measured)
-    written = choose(_written(questions), known) if config.written else []
+    written = choose(generated(questions), known) if config.written else []
     repeats = Repeats()
     for text in known:
         repeats.add(text)
@@ -80,13 +78,7 @@ def write_prompts(config: PromptsConfig, measured: Mapping[str, str], questions:
         sources += [(one.path, text) for text in read_prompts(one) if not repeats.has(text)]
     if not sources:
         raise InputError("no prompt is left: none of the questions that the base wrote is of use; name prompts.files")
-    _write(
-        file,
-        (
-            {"prompt": text, "source": source, "sampling": {"temperature": SAMPLED if number % 3 == 2 else 0.0}}
-            for number, (source, text) in enumerate(sources)
-        ),
-    )
+    _write(file, prompt_rows(sources))
     print(f"{len(sources)} prompts, {len(written)} of them written by the base", flush=True)
 
 
@@ -126,12 +118,6 @@ def read_prompts(file: PromptFile) -> list[str]:
     return prompts
 
 
-def _written(questions: Path) -> list[dict[str, Any]]:
-    """Return what the base wrote, by the number of its opening."""
-    rows = pyarrow.parquet.read_table(questions / "data", columns=_COLUMNS).to_pylist()
-    return sorted(rows, key=lambda row: int(row["number"]))
-
-
 def _write(file: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write a file of JSON lines, which appears when it is complete; one that is there must be the same.
 
@@ -144,6 +130,4 @@ def _write(file: Path, rows: Iterable[dict[str, Any]]) -> None:
             raise InputError(f"{file} was made with other settings: choose another output")
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(file)
+    locate(str(file)).write_text(text)

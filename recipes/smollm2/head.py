@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import ray
 
 from drafter.base.loading import load_base
 from drafter.embedded import OTHER_HEADS
+from pipeline.command_line import command_of
 from pipeline.errors import InputError
 from pipeline.evaluation.evaluate_config import parse_config as parse_evaluation
 from pipeline.evaluation.evaluate_job import evaluate as run_evaluation
@@ -66,7 +66,7 @@ def evaluate(model: Path, output: Path, rounds: int, settings: Sequence[str]) ->
     given = ["--output", str(output / f"evaluation-{rounds}"), "--model", str(model), "--drafters", str(head)]
     given = ["--config", str(HERE / "evaluate.yaml"), *given, *settings]
     try:
-        run_evaluation(parse_evaluation(given), shlex.join(["python", "-m", "jobs.evaluate", *given]))
+        run_evaluation(parse_evaluation(given), command_of("jobs.evaluate", given))
     finally:
         ray.shutdown()
 

@@ -12,7 +12,7 @@ What is there is not made again. A round follows from its number and from the ro
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,17 +79,17 @@ def write_openings(one: Round, model: Path) -> None:
 def write_prompts(one: Round) -> None:
     """Choose a round's prompts from the questions that the model wrote and from GSM8K's training split."""
     known = [row["prompt"] for number in range(1, one.number) for row in _read(Round(number, one.folder).prompts)]
-    questions = choose(_generated(one.questions), known + measured_questions())
+    questions = choose(generated(one.questions), known + measured_questions())
     problems = [row["question"] for row in _read(DATA / "gsm8k" / "train.jsonl")][:LAST_PROBLEM]
     problems = problems[(one.number - 1) * PROBLEMS : one.number * PROBLEMS]
     sources = [("magpie", text) for text in questions] + [("gsm8k", text) for text in problems]
-    _write(
-        one.prompts,
-        (
-            {"prompt": text, "source": source, "sampling": {"temperature": SAMPLED if number % 3 == 2 else 0.0}}
-            for number, (source, text) in enumerate(sources)
-        ),
-    )
+    _write(one.prompts, prompt_rows(sources))
+
+
+def prompt_rows(sources: Iterable[tuple[str, str]]) -> Iterator[dict[str, Any]]:
+    """Yield rows for `jobs.distill`, each with its temperature, of prompts and where each of them is from."""
+    for number, (source, text) in enumerate(sources):
+        yield {"prompt": text, "source": source, "sampling": {"temperature": SAMPLED if number % 3 == 2 else 0.0}}
 
 
 def measured_questions() -> list[str]:
@@ -98,8 +98,8 @@ def measured_questions() -> list[str]:
     return chats + [row["question"] for row in _read(DATA / "gsm8k" / "test.jsonl")]
 
 
-def _generated(output: Path) -> list[dict[str, Any]]:
-    """Read what the model wrote, by the number of its opening."""
+def generated(output: Path) -> list[dict[str, Any]]:
+    """Read the questions that a model wrote, by the numbers of their openings."""
     columns = ["number", "text", "finish_reason", "num_output_tokens"]
     rows = pyarrow.parquet.read_table(output / "data", columns=columns).to_pylist()
     return sorted(rows, key=lambda row: int(row["number"]))
