@@ -2,14 +2,16 @@
 
     python -m benchmarks.heads build/heads --output benchmarks/results/heads
 
-The trees of each head are walked along the base's own greedy answers to held-out GSM8K questions. At temperature 0
-decoding takes the same walks, so the figures are decoding's and do not depend on the machine.
+The trees of each head are walked along the base's own answers to held-out questions, GSM8K's unless others are named.
+Decoding takes the same walks, also when it samples, because a token follows from its seed and not from what was
+drafted. So the figures are decoding's and do not depend on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -32,10 +34,11 @@ from drafter.heads.registry import HEADS
 from drafter.training.simulated_walk import simulated_beta
 from drafter.training.targets import RegeneratedText
 
-NODES = (16, 32, 64)
+NODES = (8, 16, 32, 64)
 HEADS_FILE = "heads.json"
 TABLE_FILE = "heads.md"
-_QUESTIONS = Path(__file__).resolve().parents[1] / "data" / "gsm8k" / "test.jsonl"
+_ROOT = Path(__file__).resolve().parents[1]
+_QUESTIONS = _ROOT / "data" / "gsm8k" / "test.jsonl"
 _SLOTS = 32
 
 
@@ -45,18 +48,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("heads", type=Path, help="folder with a draft head's folder for each arm")
     parser.add_argument("--output", type=Path, required=True, help="folder for heads.json and heads.md")
     parser.add_argument("--model", default=str(EMBEDDED_BASE), help="their base (default: the embedded one)")
-    parser.add_argument("--questions", type=int, default=200, help="held-out questions (default: %(default)s)")
+    parser.add_argument(
+        "--file", default=str(_QUESTIONS), help="file of held-out questions (default: GSM8K's test split)"
+    )
+    parser.add_argument("--questions", type=int, default=200, help="how many of them (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of the answers (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     args = parser.parse_args(arguments)
     try:
         base = load_base(args.model)
         heads = read_heads(args.heads, base)
-        texts = answers(base, load_tokenizer(args.model), args.questions, args.max_new_tokens)
+        texts = answers(
+            base, load_tokenizer(args.model), args.questions, args.max_new_tokens, args.file, args.temperature
+        )
     except (LoadError, QuestionError) as error:
         raise SystemExit(f"error: {error}") from error
     given = sys.argv[1:] if arguments is None else arguments
     record: dict[str, Any] = {
         "environment": environment(base, shlex.join(["python", "-m", "benchmarks.heads", *given])),
+        "asked": {"file": os.path.relpath(args.file, _ROOT), "temperature": args.temperature},
         "questions": len(texts),
         "answer_tokens": sum(len(text.anchors) for text in texts),
         "heads": {},
@@ -81,11 +91,22 @@ def read_heads(folder: Path, base: BaseModel) -> dict[str, DraftHead]:
     return {one.name: load_head(one, base, HEADS) for one in found}
 
 
-def answers(base: BaseModel, tokenizer: Any, count: int, max_new_tokens: int) -> list[RegeneratedText]:
-    """Return the base's greedy answers to held-out questions."""
-    questions = read_questions(_QUESTIONS, count)
+def answers(
+    base: BaseModel,
+    tokenizer: Any,
+    count: int,
+    max_new_tokens: int,
+    file: str | Path = _QUESTIONS,
+    temperature: float = 0.0,
+) -> list[RegeneratedText]:
+    """Return the base's answers to held-out questions, all turns of each.
+
+    Raises:
+        QuestionError: The file, or a question, cannot be used.
+    """
+    questions, slots = read_questions(file, count), min(_SLOTS, count)
     prompts = prompts_of(
-        base, tokenizer, questions, temperature=0.0, max_new_tokens=max_new_tokens, slots=min(_SLOTS, len(questions))
+        base, tokenizer, questions, temperature=temperature, max_new_tokens=max_new_tokens, slots=slots
     )
     ids = [list(prompt.request.prompt_ids) for prompt in prompts]
     return [RegeneratedText(one + prompt.answer, len(one)) for one, prompt in zip(ids, prompts, strict=True)]
@@ -117,10 +138,12 @@ def write_table(folder: Path) -> str:
     tables = beta_table(record["heads"])
     if {"ctc"} < {head["algorithm"] for head in record["heads"].values()}:
         tables += f"\n\n{ratio_table(record['heads'])}"
+    # The oldest records do not say it: GSM8K was all that there was.
+    asked = record.get("asked", {"file": "data/gsm8k/test.jsonl", "temperature": 0.0})
     page = (
-        f"# Draft heads\n\nβ on {record['questions']} held-out GSM8K questions ({record['answer_tokens']:,} tokens), "
-        f"greedy, at equal numbers of draft nodes. `{record['environment']['command']}`, commit "
-        f"{record['environment']['commit']}.\n\n{tables}\n"
+        f"# Draft heads\n\nβ on {record['questions']} answers to held-out questions of `{asked['file']}` "
+        f"({record['answer_tokens']:,} tokens), at temperature {asked['temperature']:g} and equal numbers of draft "
+        f"nodes. `{record['environment']['command']}`, commit {record['environment']['commit']}.\n\n{tables}\n"
     )
     (folder / TABLE_FILE).write_text(page, encoding="utf-8")
     return tables
@@ -128,32 +151,40 @@ def write_table(folder: Path) -> str:
 
 def beta_table(heads: dict[str, dict[str, Any]]) -> str:
     """Return β of every head and tree, sorted by β at the largest number of nodes."""
+    nodes = node_counts(heads)
     arms = [(name, tree, betas) for name, head in heads.items() for tree, betas in head["beta"].items()]
-    arms.sort(key=lambda arm: float(arm[2][str(NODES[-1])]), reverse=True)
+    arms.sort(key=lambda arm: float(arm[2][nodes[-1]]), reverse=True)
     return markdown_table(
         [
             {"head": name, "algorithm": heads[name]["algorithm"], "parameters": f"{heads[name]['parameters']:,}"}
             | {"tree": tree}
-            | {f"β, {nodes} nodes": f"{betas[str(nodes)]:.2f}" for nodes in NODES}
+            | {f"β, {count} nodes": f"{betas[count]:.2f}" for count in nodes}
             for name, tree, betas in arms
         ]
     )
 
 
 def ratio_table(heads: dict[str, dict[str, Any]]) -> str:
-    """Return β of every CTC head relative to each head of another algorithm, with exact trees, by number of nodes."""
-    others = {name: head["beta"]["exact"] for name, head in heads.items() if head["algorithm"] != "ctc"}
+    """Return β of every CTC head relative to each other head, with exact trees, by number of nodes."""
+    nodes = node_counts(heads)
+    betas = {name: head["beta"]["exact"] for name, head in heads.items()}
+    ours = [name for name, head in heads.items() if head["algorithm"] == "ctc"]
+    others = [name for name in heads if ours != [name]]
     return markdown_table(
         [
-            {f"÷, at {' / '.join(map(str, NODES))} nodes": name}
+            {f"÷, at {' / '.join(nodes)} nodes": name}
             | {
-                other: " / ".join(f"{head['beta']['exact'][str(nodes)] / betas[str(nodes)]:.2f}" for nodes in NODES)
-                for other, betas in others.items()
+                other: "" if other == name else " / ".join(f"{betas[name][n] / betas[other][n]:.2f}" for n in nodes)
+                for other in others
             }
-            for name, head in heads.items()
-            if head["algorithm"] == "ctc"
+            for name in ours
         ]
     )
+
+
+def node_counts(heads: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the numbers of draft nodes that a record has."""
+    return list(next(iter(heads.values()))["beta"]["exact"])
 
 
 if __name__ == "__main__":

@@ -23,16 +23,24 @@ def head(algorithm: str, *betas: float, static: bool = False) -> dict[str, Any]:
 
 
 def test_the_tables() -> None:
-    heads = {"medusa": head("medusa", 2.0, 2.5, 3.0), "ours": head("ctc", 3.0, 5.0, 12.0, static=True)}
+    heads = {"medusa": head("medusa", 1.5, 2.0, 2.5, 3.0), "ours": head("ctc", 3.0, 3.0, 5.0, 12.0, static=True)}
     assert beta_table(heads).split("\n")[2:] == [
-        "| ours | ctc | 12,345 | exact | 3.00 | 5.00 | 12.00 |",
-        "| ours | ctc | 12,345 | static | 2.00 | 4.00 | 11.00 |",
-        "| medusa | medusa | 12,345 | exact | 2.00 | 2.50 | 3.00 |",
+        "| ours | ctc | 12,345 | exact | 3.00 | 3.00 | 5.00 | 12.00 |",
+        "| ours | ctc | 12,345 | static | 2.00 | 2.00 | 4.00 | 11.00 |",
+        "| medusa | medusa | 12,345 | exact | 1.50 | 2.00 | 2.50 | 3.00 |",
     ]
     assert ratio_table(heads).split("\n") == [
-        "| ÷, at 16 / 32 / 64 nodes | medusa |",
+        "| ÷, at 8 / 16 / 32 / 64 nodes | medusa |",
         "| --- | --- |",
-        "| ours | 1.50 / 2.00 / 4.00 |",
+        "| ours | 2.00 / 1.50 / 2.00 / 4.00 |",
+    ]
+
+
+def test_ctc_heads_are_compared_with_one_another() -> None:
+    heads = {"ours": head("ctc", 2.0, 2.0, 3.0, 4.0), "markov": head("ctc", 1.0, 2.0, 2.0, 2.0)}
+    assert ratio_table(heads).split("\n")[2:] == [
+        "| ours |  | 2.00 / 1.00 / 1.50 / 2.00 |",
+        "| markov | 0.50 / 1.00 / 0.67 / 0.50 |  |",
     ]
 
 
