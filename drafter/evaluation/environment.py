@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ import torch
 import transformers
 
 from drafter.base.causal_lm import BaseModel
-
-_ROOT = Path(__file__).resolve().parents[2]
+from drafter.source_commit import has_changes, source_commit
 
 
 def environment(base: BaseModel, command: str) -> dict[str, Any]:
@@ -36,8 +34,8 @@ def surroundings(device: torch.device, command: str) -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": source_commit(),
+        "uncommitted_changes": has_changes(),
         "hardware": {
             "processor": _processor(),
             "cores": os.cpu_count(),
@@ -66,13 +64,6 @@ def machine(record: dict[str, Any]) -> str:
     """Return a short description of an environment's hardware."""
     hardware = record["hardware"]
     return str(hardware["gpu"] or f"{hardware['processor']}, {hardware['cores']} cores")
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        return subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None  # This is not a checkout.
 
 
 def _processor() -> str:

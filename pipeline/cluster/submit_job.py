@@ -18,6 +18,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from drafter.errors import one_line
+from drafter.source_commit import ROOT, for_a_copy
 from pipeline.command_line import at_least, make_parser, parse, run_job
 from pipeline.errors import InputError, JobError
 
@@ -67,8 +68,10 @@ class SubmitConfig:
                 more = yaml.safe_load(Path(self.runtime_env).read_text(encoding="utf-8"))
             except (OSError, ValueError, yaml.YAMLError) as error:
                 raise InputError(f"runtime_env {self.runtime_env} cannot be read: {one_line(error)}") from error
-            if not isinstance(more, dict):
+            if not isinstance(more, dict) or not isinstance(more.get("env_vars", {}), dict):
                 raise InputError(f"runtime_env {self.runtime_env} is not a mapping such as `env_vars: {{NAME: value}}`")
+        if Path(self.working_dir).resolve() == ROOT:  # the copy has no .git, and results name the commit that made them
+            more["env_vars"] = {**for_a_copy(), **more.get("env_vars", {})}
         return {"working_dir": self.working_dir, "excludes": list(_EXCLUDED), **more}
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
+from drafter.source_commit import source_commit
 from pipeline.io.files import Location, mend, read_either, write_twice
 
 FORMAT = 2
@@ -54,7 +53,7 @@ def save_run(run_file: Location, config: dict[str, Any], meant: dict[str, Any], 
         "config": config,
         "meaning": meant,
         "versions": versions(),
-        "git_commit": git_commit(),
+        "git_commit": source_commit(),
         "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
         **facts,
     }
@@ -70,13 +69,3 @@ def versions(*more: str) -> dict[str, str | None]:
         except PackageNotFoundError:  # such as `drafter`, run from a checkout
             found[package] = None
     return found
-
-
-def git_commit() -> str | None:
-    """Return the commit of this checkout; None where there is none."""
-    here = Path(__file__).parent
-    try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found.stdout.strip() or None if found.returncode == 0 else None

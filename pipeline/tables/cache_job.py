@@ -14,12 +14,13 @@ from typing import Any
 from pyarrow import fs
 
 from drafter.errors import LoadError, one_line
+from drafter.source_commit import source_commit
 from pipeline.command_line import run_job
 from pipeline.engines.named_models import model_name
 from pipeline.errors import InputError
 from pipeline.io.files import Location, locate
 from pipeline.io.fingerprints import input_fingerprints
-from pipeline.output.run_file import git_commit, versions
+from pipeline.output.run_file import versions
 from pipeline.tables.cache_config import CacheConfig, parse_config
 from pipeline.tables.corpus_texts import Corpus, open_corpus, token_texts
 
@@ -128,7 +129,7 @@ def write_table(
         "rows_without_text": without,
         "tokens": counts.tokens,
         "versions": versions("numpy"),
-        "git_commit": git_commit(),
+        "git_commit": source_commit(),
         "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     try:

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from drafter.source_commit import ROOT, for_a_copy
 from pipeline.cluster.local_cluster import LocalCluster, NodeType
-from pipeline.cluster.submit_job import main
+from pipeline.cluster.submit_job import SubmitConfig, main
+from pipeline.errors import InputError
 from tests.pipeline.conftest import read_rows, write_jsonl
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -168,3 +170,18 @@ def test_mistakes_of_the_submission_itself(
 ) -> None:
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_a_copy_of_this_code_is_told_its_commit(tmp_path: Path) -> None:
+    more = tmp_path / "environment.yaml"
+    more.write_text("env_vars: {MINE: yes please}")
+    own = SubmitConfig(working_dir=str(ROOT), runtime_env=str(more)).environment()["env_vars"]
+    assert own == {**for_a_copy(), "MINE": "yes please"}
+    assert "env_vars" not in SubmitConfig(working_dir=str(tmp_path)).environment()
+
+
+def test_variables_that_are_none_are_refused(tmp_path: Path) -> None:
+    more = tmp_path / "environment.yaml"
+    more.write_text("env_vars: [MINE]")
+    with pytest.raises(InputError, match=r"environment.yaml is not a mapping such as `env_vars"):
+        SubmitConfig(runtime_env=str(more)).environment()

@@ -1,0 +1,39 @@
+"""Which commit of this code runs: a checkout's own, or, in a copy without git, what whoever made the copy says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMIT, CHANGED = "DRAFTER_COMMIT", "DRAFTER_COMMIT_CHANGED"
+"""Variables by which a copy of a checkout is told its commit, and, if not empty, that files differ from it."""
+
+
+def source_commit() -> str | None:
+    """Return the commit of this code; None where nobody knows it."""
+    return _git("rev-parse", "HEAD") or os.environ.get(COMMIT) or None
+
+
+def has_changes() -> bool:
+    """Return whether files of this code are known to differ from its commit."""
+    if _git("rev-parse", "HEAD") is None:
+        return bool(os.environ.get(CHANGED))
+    return bool(_git("status", "--porcelain", "--untracked-files=no"))
+
+
+def for_a_copy() -> dict[str, str]:
+    """Return the environment variables that tell a copy of this code its commit; none where it is not known."""
+    commit = source_commit()
+    return {} if commit is None else {COMMIT: commit, CHANGED: "1" if has_changes() else ""}
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        found = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None  # this is no checkout, or there is no git
+    return found.strip()
