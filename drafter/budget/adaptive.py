@@ -22,8 +22,8 @@ _TRIES = 8
 """Drafted steps after which drafting may be given up. What was believed before them counts for as many."""
 _MOST = 2.0
 """How far one step's latency may seem to be off: something else may have stopped the process."""
-_LOOKS = 0.02
-"""Share of the time that may go into trying drafting again where it did not pay."""
+_LOOKS = 0.015
+"""Share of the time that may be lost by trying drafting again where it did not pay."""
 _LONGEST_PAUSE = 4096
 """Plain steps until drafting is tried again at most."""
 
@@ -39,7 +39,7 @@ class _Band:
         promised: Average of what recent trees promised, in accepted tokens a row; 0 before the first one.
         came_true: Average of what they brought.
         seen: Drafted steps since the start or the last pause, in which the text has gone on.
-        tried: Seconds of the first `_TRIES` of these.
+        lost: Seconds that the first `_TRIES` of these took beyond what plain decoding takes for as many tokens.
         pause: Plain steps that are left before drafting is tried again.
     """
 
@@ -49,7 +49,7 @@ class _Band:
     promised: float = 0.0
     came_true: float = 0.0
     seen: int = 0
-    tried: float = 0.0
+    lost: float = 0.0
     pause: int = 0
 
     @property
@@ -60,7 +60,7 @@ class _Band:
     def look_again(self) -> None:
         """End the pause, if there is one."""
         self.pause = self.seen = 0
-        self.tried = 0.0
+        self.lost = 0.0
 
 
 class AdaptiveBudget:
@@ -108,7 +108,8 @@ class AdaptiveBudget:
             return
         band.seen += 1
         if band.seen <= _TRIES:
-            band.tried += float(expected[size]) + (step.seconds.reading if step.seconds else 0.0)
+            band.lost += float(expected[size]) + (step.seconds.reading if step.seconds else 0.0)
+            band.lost -= float(expected[0]) * (1 + float(step.accepted.sum()) / step.rows)
         promised = np.concatenate([[0.0], np.exp(step.promised).mean(0).cumsum()])
         self._learn_gain(band, size, promised)
         if not band.promised:  # the first promises are believed, as if they had come true in some steps before
@@ -117,8 +118,9 @@ class AdaptiveBudget:
         band.promised += pace * (float(promised[-1]) - band.promised)
         band.came_true += pace * (float(step.accepted.sum()) / step.rows - band.came_true)
         if band.seen >= _TRIES and self._rates(band, step.load).argmax() == 0:
-            band.pause = math.ceil(min(band.tried / (_LOOKS * float(expected[0])), _LONGEST_PAUSE))
-            band.seen, band.tried = 0, 0.0
+            pause = math.ceil(band.lost / (_LOOKS * float(expected[0])))
+            band.look_again()
+            band.pause = min(max(pause, _TRIES), _LONGEST_PAUSE)
 
     def renewed(self, member: int) -> None:
         """End all pauses; what is believed is corrected by the steps that come. See `Budget.renewed`."""

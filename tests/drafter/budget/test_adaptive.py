@@ -108,6 +108,20 @@ def test_looks_take_little_time_where_drafting_does_not_pay_and_it_drafts_again_
     assert all(asked[-300:])
 
 
+def test_looks_that_lose_little_are_taken_often() -> None:
+    """The less a try loses, the sooner is the next one, so that a change of the text is found soon."""
+    hardly, dear = replace(TABLE, verify=TABLE.verify.clip(max=1.02)), TABLE
+    looks = []
+    for table in (hardly, dear):
+        world = World(1, right=0.01, said=0.3, table=replace(table, draft=0 * table.draft))
+        budget = AdaptiveBudget(world.table)
+        world.run(budget, 500)
+        asked, rate = world.run(budget, 1000)
+        assert rate > 0.97 * world.plain_rate
+        looks.append(sum(1 for one in asked if one))
+    assert looks[0] > 2 * looks[1] > 0
+
+
 class SparseWorld(World):
     """A drafter that has nothing to say in two steps of three, and is right in the others."""
 
@@ -148,7 +162,7 @@ def test_trees_pay_more_where_plain_steps_have_become_slow() -> None:
     budget = AdaptiveBudget(TABLE)
     quiet, busy = World(8, right=0.25, said=0.25), World(8, 0.25, 0.25, replace(TABLE, verify=TABLE.verify + 40))
     asked, _ = quiet.run(budget, 600)
-    assert asked[-1] == 0
+    assert asked[-300:].count(0) > 270
     asked, _ = busy.run(budget, 1500)
     assert all(asked[-200:])
 
