@@ -113,9 +113,9 @@ def started(model: Path, folder: Path, keys: Sequence[str], settings: Mapping[st
         keys: Who may ask.
         settings: Further ones.
     """
-    file, log, ray_folder = folder / "keys.txt", folder / "log", Path("/tmp") / f"ray-{os.getpid()}"
-    file.write_text("\n".join(["# of the tests", *keys, ""]), encoding="utf-8")
     (port,) = free_ports(1)
+    file, log, ray_folder = folder / "keys.txt", folder / "log", Path("/tmp") / f"ray-{os.getpid()}-{port}"
+    file.write_text("\n".join(["# of the tests", *keys, ""]), encoding="utf-8")
     given = {"model": model, "name": NAME, "port": port, "keys_file": file, "engine.slots": SLOTS, "replicas.cpus": 0.5}
     command = [sys.executable, "-m", "jobs.serve"]
     for name, value in {**given, **settings}.items():
