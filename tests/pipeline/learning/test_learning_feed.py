@@ -157,6 +157,7 @@ def test_no_other_rows_leave_before_the_learner_has_answered(monkeypatch: pytest
 def test_a_learner_is_looked_for_until_it_is_there_and_again_when_it_has_ended() -> None:
     engine = Engine()
     first, second = (ray.remote(num_cpus=0)(Teacher).remote() for _ in range(2))
+    ray.get([first.rows.remote(), second.rows.remote()])  # both have begun
     there = [None, first, None, second]
     feed = LearningFeed(cast(SpeculativeLM, engine), lambda: there.pop(0))
     feed.exchange()
