@@ -165,6 +165,7 @@ class Request:
         sampling: How to choose tokens and when to stop.
         request_id: The caller's name for it; comes back in `Generation`.
         timeout: Seconds from submission until it ends with `RequestTimeoutError`; None for no limit.
+        may_teach: Whether a head that learns may learn from it; if not, its text never leaves the engine for a learner.
 
     Raises:
         RequestError: `timeout` is not a finite number above 0.
@@ -174,6 +175,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     request_id: str = ""
     timeout: float | None = None
+    may_teach: bool = True
 
     def __post_init__(self) -> None:
         if self.timeout is not None:

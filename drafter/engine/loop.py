@@ -315,8 +315,10 @@ class Engine:
             sequence.plain = False  # the others would have no drafts, either, for as long as it lasts
 
     def _hand_out(self, sequence: Sequence, tap: RowTap) -> None:
-        """Give a row that has ended to who learns from it, unless its text is not the base's own."""
+        """Give a row that has ended to who learns from it, where it may be, and its text is the base's own."""
         request = sequence.handle.request
+        if not request.may_teach:
+            return
         row = EndedRow(request.request_id, request.prompt_ids, sequence.output, sequence.counts.num_decode_steps)
         if not sequence.lenient and tap.wants(row, row.length * self.batch.hidden_bytes):
             slot = self.scheduler.active.index(sequence)

@@ -98,7 +98,7 @@ class EngineActor:
         self._pulse.start()
         self._memory.start()
         if learner is not None:
-            LearningFeed(self._lm, learner).start()
+            LearningFeed(self._lm, lambda: learner).start()
 
     def _load(self, spec: EngineSpec, ledger: RemoteLedger) -> LoadError | None:
         """Load the models, and return why they cannot be loaded.

@@ -18,7 +18,7 @@ from pipeline.command_line import make_parser, parse
 from pipeline.engines.limits_config import LimitsConfig
 from pipeline.errors import InputError
 from pipeline.io.reading_config import ReadingConfig
-from pipeline.learning.learning_config import NEW, SHIPPED, LearningConfig
+from pipeline.learning.learning_config import LearningConfig
 from pipeline.output.writing_config import WritingConfig
 
 
@@ -86,25 +86,7 @@ class GenerateConfig:
                 "set loading.device_map to auto, or take 1"
             )
 
-        self._refuse_learning()
-
-    def _refuse_learning(self) -> None:
-        """Refuse a head that learns where nothing would draft with it."""
-        if not self.learning.enabled:
-            return
-        given = self.learning.head not in (SHIPPED, NEW)
-        if self.drafter != "auto" and not (given and self.drafter == self.learning.head):
-            raise InputError(
-                f"drafter {self.drafter} has no head that could learn: use auto, or give the same head as drafter and "
-                "as learning.head"
-            )
-        if self.verifier.name != "exact":
-            raise InputError(
-                f"a head learns from what its base says itself, and the verifier {self.verifier.name} lets other "
-                "tokens pass: use exact, or do without learning"
-            )
-        if self.engine.nodes == 0:
-            raise InputError("a head that learns is to draft: engine.nodes 0 drafts nothing")
+        self.learning.check_beside(self.drafter, self.verifier, self.engine)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the configuration as plain values, for YAML and JSON."""

@@ -20,8 +20,8 @@ from pipeline.engines.unfinished_rows import read_unfinished, write_unfinished
 from pipeline.errors import InputError, JobError
 from pipeline.generate.job_context import JobContext, Work
 from pipeline.generate.streaming import stream
-from pipeline.learning.job_learner import JobLearner, learner_threads
-from pipeline.learning.learner_spec import Beginning, LearnerSpec
+from pipeline.learning.job_learner import JobLearner
+from pipeline.learning.learner_spec import Beginning, learner_spec
 from pipeline.output.output_folder import OutputFolder
 from pipeline.progress.board import ProgressBoard
 from pipeline.progress.display import display
@@ -53,7 +53,7 @@ def generate_missing(job: JobContext, work: Work, stopping: Stopping, status: St
     ledger = _start_beside_driver(Ledger, job.config.limits.row_attempts, unfinished, base)
     board = _start_beside_driver(ProgressBoard)
     viewers = [display(), status, JobMetrics(job.config.output)]
-    learner = None if work.beginning is None else JobLearner(learner_spec(job, work.beginning), job.config.learning)
+    learner = None if work.beginning is None else _start_learner(job, work.beginning)
     look = None if learner is None else learner.look
     watch = ProgressWatch(board, _tally(job.output, work, unfinished), partial(note_facts, job), viewers, look)
     try:
@@ -72,21 +72,18 @@ def generate_missing(job: JobContext, work: Work, stopping: Stopping, status: St
     return watch.last
 
 
-def learner_spec(job: JobContext, beginning: Beginning) -> LearnerSpec:
-    """Return what the learner of this job loads."""
-    config, learning = job.config, job.config.learning
-    return LearnerSpec(
+def _start_learner(job: JobContext, begins: Beginning) -> JobLearner:
+    config, loading = job.config, job.config.loading
+    spec = learner_spec(
+        config.learning,
+        begins,
+        job.output,
+        config.output,
         model=model_name(config.model),
-        dtype=config.loading.dtype,
-        trust_remote_code=config.loading.trust_remote_code,
-        beginning=beginning,
-        settings=learning.training,
-        must_pay=learning.must_pay,
-        threads=learner_threads(learning),
-        yields=not learning.cpus and not learning.gpus,
-        output=job.output,
-        run=config.output,
+        dtype=loading.dtype,
+        trust_remote_code=loading.trust_remote_code,
     )
+    return JobLearner(spec, config.learning)
 
 
 def _start_beside_driver(actor: type, *arguments: Any) -> Any:

@@ -210,13 +210,14 @@ def _copy_of(file: Location) -> Location:
     return Location(file.filesystem, f"{file.path}{_COPY}")
 
 
-def make_folders(output: Location, folders: Sequence[Location], probe_in: Location) -> None:
+def make_folders(output: Location, folders: Sequence[Location], probe_in: Location, what: str = "output") -> None:
     """Make the folders of an output and check that they can be written to.
 
     Args:
         output: The output that was asked for; errors name it.
         folders: The folders to make.
         probe_in: Folder in which a test file is written and deleted.
+        what: What errors call the output.
 
     Raises:
         InputError: The folders cannot be made or written to.
@@ -228,7 +229,7 @@ def make_folders(output: Location, folders: Sequence[Location], probe_in: Locati
         probe.write_text("")
         probe.filesystem.delete_file(probe.path)
     except OSError as error:
-        raise InputError(f"output {output.path} cannot be written to: {one_line(error)}") from error
+        raise InputError(f"{what} {output.path} cannot be written to: {one_line(error)}") from error
 
 
 def locate(uri: str) -> Location:

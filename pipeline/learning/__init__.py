@@ -1,1 +1,1 @@
-"""A head that learns while a job runs: the learner's actor, what engines give it and take from it, and its files."""
+"""A head that learns while a job or an endpoint runs: the learner, what engines give it and take from it, its files."""

@@ -18,11 +18,13 @@ class EngineBeat:
         tokens: New tokens of its process.
         row_steps: Decode steps, counted once for each row that took part.
         choices: Which of several drafters drafts, by batch size.
+        busy: Seconds in which it had something to decode.
     """
 
     tokens: int
     row_steps: int
     choices: tuple[BatchChoice, ...] = ()
+    busy: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,13 @@ class Decoded:
         tokens: New tokens.
         row_steps: Decode steps, counted once for each row that took part.
         choices: Of each engine that has some, as it last said.
+        busy: Seconds in which an engine had something to decode: the mean over engines.
     """
 
     tokens: int
     row_steps: int
     choices: tuple[tuple[BatchChoice, ...], ...] = ()
+    busy: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class EngineBeats:
     def __init__(self) -> None:
         self._heard: dict[str, _Heard] = {}
         self._tokens = self._row_steps = 0
+        self._busy = 0.0
 
     def enter(self, engine: str, beat: EngineBeat, now: float) -> None:
         """Enter what an engine has done by now.
@@ -65,12 +70,14 @@ class EngineBeats:
         before = beat if known is None else known.beat
         self._tokens += beat.tokens - before.tokens
         self._row_steps += beat.row_steps - before.row_steps
+        self._busy += beat.busy - before.busy
         self._heard[engine] = _Heard(beat, now)
 
     def take(self, now: float) -> Decoded:
         """End an interval: return what was done in it, and forget engines that have long been silent."""
         self._heard = {name: one for name, one in self._heard.items() if now - one.at <= _SILENT_SECONDS}
         choices = tuple(one.beat.choices for one in self._heard.values() if one.beat.choices)
-        done = Decoded(self._tokens, self._row_steps, choices)
+        done = Decoded(self._tokens, self._row_steps, choices, self._busy / max(len(self._heard), 1))
         self._tokens = self._row_steps = 0
+        self._busy = 0.0
         return done

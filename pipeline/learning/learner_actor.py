@@ -1,14 +1,15 @@
-"""The learner of a job: one Ray actor, which takes rows from engines and hands out versions of a head.
+"""The learner of a job or an endpoint: one Ray actor, which takes rows from engines and hands out versions of a head.
 
-Engines call `exchange`, the job's driver calls `report`; both are answered at once, by what a thread of its own has
-done by then. Rows come as references to the object store, of which a few are kept: what the learner does not get to is
-dropped. A version's weights are put into the object store once, however many engines take them.
+Engines call `exchange`, and a job's driver or an endpoint calls `report`. Both are answered at once, by what a thread
+of its own has done by then. Rows come as references to the object store, of which a few are kept: what the learner does
+not get to is dropped. A version's weights are put into the object store once, however many engines take them.
 
 Ray starts the actor again if its process ends. It then goes on with what it saved when it last published a version.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -105,7 +106,8 @@ class LearnerActor:
         """Return what the learner does.
 
         Args:
-            tokens_left: Tokens that the job is still to generate; None while that cannot be told.
+            tokens_left: Tokens that are still to be generated; None while that cannot be told, and infinite for an
+                endpoint.
         """
         with self._lock:
             self._tokens_left = tokens_left
@@ -161,7 +163,7 @@ class LearnerActor:
                 self._end_interval(now - begun, worked, drafts)
                 begun, worked = now, False
             self._tell(progress)
-            metrics.publish(self._report, self._dropped)
+            metrics.publish(self._report)
             if now - saved >= _SAVE_SECONDS:
                 self._save_record()
                 saved = now
@@ -170,6 +172,7 @@ class LearnerActor:
     def _load(self) -> tuple[Learner, bool]:
         """Return the learner, and whether the head that the job began with can draft."""
         spec = self._spec
+        spec.output.root.make_folder()  # an endpoint's may not be there yet
         base = load_base(spec.model, dtype=spec.dtype, device="auto", trust_remote_code=spec.trust_remote_code)
         self._folder = tempfile.TemporaryDirectory(prefix="drafter-head-")
         start = found_start(spec.beginning.here(self._folder.name), base)
@@ -224,6 +227,8 @@ class LearnerActor:
             gain = sum(gain_by_choice(one, LEARNT_MEMBERS) for one in done.choices) / len(done.choices)
         else:
             gain = gain_by_beta(record.balance.beta, record.beta_before)
+        if left == math.inf:  # how much is asked of an endpoint changes all the time, whoever learns beside it
+            seconds = min(done.busy, seconds)
         record.decoded(Interval(seconds, done.tokens, done.row_steps, worked, gain), time.time())
         if left is not None:
             record.decide(left, must_pay=self._spec.must_pay)
@@ -245,7 +250,7 @@ class LearnerActor:
             **done,
         )
         with self._lock:
-            self._report = report
+            self._report = replace(report, dropped=self._dropped)
             self._answer = replace(self._answer, wants_rows=course.learns or course.rest_beta is None)
 
     # ---- on disk

@@ -64,7 +64,7 @@ class LearnerSpec:
         threads: CPU threads.
         yields: Whether these threads take only what other processes leave.
         output: Where the head goes.
-        run: The job's name in metrics: its output.
+        run: The name in metrics: a job's output, or what an endpoint calls its model.
     """
 
     model: str
@@ -79,8 +79,33 @@ class LearnerSpec:
     run: str
 
 
+def learner_spec(
+    config: LearningConfig,
+    begins: Beginning,
+    output: OutputFolder,
+    run: str,
+    *,
+    model: str,
+    dtype: str,
+    trust_remote_code: bool,
+) -> LearnerSpec:
+    """Return what the learner of a job or an endpoint loads; see `LearnerSpec`."""
+    return LearnerSpec(
+        model=model,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        beginning=begins,
+        settings=config.training,
+        must_pay=config.must_pay,
+        threads=config.threads,
+        yields=config.yields,
+        output=output,
+        run=run,
+    )
+
+
 def beginning(config: LearningConfig, output: OutputFolder) -> Beginning:
-    """Return what a submission begins with: the head in the output, if an earlier one has learnt it."""
+    """Return what a submission or an endpoint begins with: the head in the output, if an earlier one has learnt it."""
     folder = {SHIPPED: SHIPPED_OR_NEW, NEW: None}.get(config.head, config.head)
     start = StartingHead(folder, config.algorithm, seed=config.training.seed)
     return Beginning(start, output.head if _is_whole(output.head) else None)

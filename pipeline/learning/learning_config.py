@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from drafter.engine.engine_config import EngineSettings
 from drafter.learning.learner_settings import LearnerSettings
+from drafter.verifiers.verifier_settings import VerifierSettings
 from pipeline.command_line import at_least
 from pipeline.errors import InputError
 
@@ -44,3 +47,41 @@ class LearningConfig:
         at_least("learning.gpus", self.gpus, 0)
         if self.gpus > 1:
             raise InputError(f"learning.gpus must be at most 1, not {self.gpus:g}: a learner runs on one device")
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of the learner."""
+        return max(1, math.ceil(self.cpus))
+
+    @property
+    def yields(self) -> bool:
+        """Whether these threads take only what other processes leave."""
+        return not self.cpus and not self.gpus
+
+    def check_beside(self, drafter: str, verifier: VerifierSettings, engine: EngineSettings) -> None:
+        """Refuse a head that learns where nothing would draft with it.
+
+        Args:
+            drafter: What proposes tokens.
+            verifier: Which draft tokens become output.
+            engine: How much an engine does at once.
+
+        Raises:
+            InputError: The head has no part in the drafter, the rows would not be the base's own, or nothing is
+                drafted.
+        """
+        if not self.enabled:
+            return
+        given = self.head not in (SHIPPED, NEW)
+        if drafter != "auto" and not (given and drafter == self.head):
+            raise InputError(
+                f"drafter {drafter} has no head that could learn: use auto, or give the same head as drafter and "
+                "as learning.head"
+            )
+        if verifier.name != "exact":
+            raise InputError(
+                f"a head learns from what its base says itself, and the verifier {verifier.name} lets other "
+                "tokens pass: use exact, or do without learning"
+            )
+        if engine.nodes == 0:
+            raise InputError("a head that learns is to draft: engine.nodes 0 drafts nothing")

@@ -1,4 +1,4 @@
-"""What an engine's process has to do with its job's learner: rows go there, versions come back.
+"""What an engine's process has to do with the learner: rows go there, versions come back.
 
 All of it is in a thread of its own. The engine waits for none of it, and whatever fails costs drafts only.
 """
@@ -31,13 +31,14 @@ class LearningFeed:
 
     Args:
         lm: An engine with a head that learns.
-        learner: A `LearnerActor`.
+        find: Returns the `LearnerActor` of now; None while there is none.
         put: Puts rows into the object store.
     """
 
-    def __init__(self, lm: SpeculativeLM, learner: Any, put: Callable[[Any], Any] = ray.put) -> None:
+    def __init__(self, lm: SpeculativeLM, find: Callable[[], Any | None], put: Callable[[Any], Any] = ray.put) -> None:
         assert lm.samples is not None
-        self._engine, self._samples, self._learner, self._put = lm.engine, lm.samples, learner, put
+        self._engine, self._samples, self._find, self._put = lm.engine, lm.samples, find, put
+        self._learner: Any | None = None
         self._name = uuid.uuid4().hex
         self._call: Any = None
         self._number: int | None = None
@@ -51,8 +52,13 @@ class LearningFeed:
     def exchange(self) -> None:
         """Give rows, and take what there is; nothing where nobody answers."""
         try:
+            if self._learner is None:
+                self._learner = self._find()
+            if self._learner is None:
+                self._pause(True)
+                return
             if self._call is None:
-                self._call = self._give(self._samples)
+                self._call = self._give(self._learner, self._samples)
             answer: Answer = ray.get(self._call, timeout=_ANSWER_SECONDS)
             self._call = None
             self._pause(not answer.wants_rows)
@@ -62,12 +68,12 @@ class LearningFeed:
                 self._offer(answer.number, weights)
         except ray.exceptions.GetTimeoutError:
             return  # the learner is being started, or has much to do: no other rows leave meanwhile
-        except ray.exceptions.RayError:  # it has died, and perhaps comes back
-            self._call = None
+        except ray.exceptions.RayError:  # it has died, and it or another one perhaps comes back
+            self._learner = self._call = None
             self._pause(True)
         except Exception as error:  # whatever it is, such as too little memory: the next exchange may go well
             print(f"nothing is exchanged with the learner for now: {one_line(error)}", file=sys.stderr, flush=True)
-            self._call = None
+            self._learner = self._call = None
             self._pause(True)
 
     def _offer(self, number: int, weights: Mapping[str, Tensor]) -> None:
@@ -77,11 +83,11 @@ class LearningFeed:
         except Exception as error:  # such as too little memory, or weights of another shape
             print(f"version {number} is not taken: {one_line(error)}", file=sys.stderr, flush=True)
 
-    def _give(self, samples: SampleTap) -> Any:
+    def _give(self, learner: Any, samples: SampleTap) -> Any:
         state = self._engine.state()
-        beat = EngineBeat(state.output_tokens, state.row_steps, state.choices)
+        beat = EngineBeat(state.output_tokens, state.row_steps, state.choices, state.busy_seconds)
         rows = samples.take(_BATCH_BYTES)
-        return self._learner.exchange.remote(self._name, beat, [self._put(rows)] if rows else [])
+        return learner.exchange.remote(self._name, beat, [self._put(rows)] if rows else [])
 
     def _pause(self, paused: bool) -> None:
         """Let the engine hand out rows, or not."""

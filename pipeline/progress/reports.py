@@ -109,6 +109,7 @@ class LearningReport:
         rows: Rows to learn from that it has.
         held_out: Rows to measure on that it has.
         nbytes: Bytes of both.
+        dropped: Batches of rows that its process did not get to.
         taken_seconds: By which it has made the job longer.
         saved_seconds: By which what was learnt has made the job shorter.
     """
@@ -126,6 +127,7 @@ class LearningReport:
     rows: int = 0
     held_out: int = 0
     nbytes: int = 0
+    dropped: int = 0
     taken_seconds: float = 0.0
     saved_seconds: float = 0.0
 

@@ -1,4 +1,4 @@
-"""The Serve application: an ingress that speaks HTTP, and replicas with an engine each.
+"""The Serve application: an ingress that speaks HTTP, replicas with an engine each, and a learner where a head learns.
 
 `build` is what a file for `serve deploy` imports; see `examples/serve.yaml`.
 """
@@ -20,13 +20,22 @@ from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.resources_config import ResourcesConfig
 from pipeline.cluster.shares import HELPER_CPUS, ActorResources, Cluster, share_out
 from pipeline.engines.engine_spec import EngineSpec
+from pipeline.engines.named_models import model_name
 from pipeline.errors import InputError
+from pipeline.io.files import locate
+from pipeline.learning.job_learner import beside_learner
+from pipeline.learning.learner_spec import LearnerSpec, beginning, learner_spec
+from pipeline.output.output_folder import OutputFolder
+from pipeline.serving.ingress.agreement import read_agreement
 from pipeline.serving.ingress.direct_ingress import before_listening
 from pipeline.serving.ingress.engine_handles import Engines
 from pipeline.serving.ingress.http_app import create_app
 from pipeline.serving.ingress.keys import KeyRule, read_keys, settle
+from pipeline.serving.ingress.learner_handle import LearnerHandle
 from pipeline.serving.replica.engine_replica import EngineReplica
+from pipeline.serving.replica.learner_keeper import LearnerKeeper
 from pipeline.serving.serve_config import ApplicationConfig, LimitsConfig, parse_application
+from pipeline.serving.serving_learning import ServingLearning
 
 PLAIN = "plain"
 """Suffix of the name of a model that is served without a drafter."""
@@ -48,6 +57,8 @@ class Ingress:
         rule: Whether clients need a key.
         limits: What clients may ask for.
         loopback: Whether Ray Serve listens on a loopback address.
+        learning: Whose requests a head may learn from.
+        learner: Handle of its keeper; None where no head learns.
 
     Raises:
         InputError: The keys cannot be used, or a key is needed and there is none.
@@ -61,12 +72,22 @@ class Ingress:
         limits: LimitsConfig,
         *,
         loopback: bool,
+        learning: ServingLearning,
+        learner: DeploymentHandle | None,
     ):
         try:
             digests = read_keys(keys_file, rule)
+            agreement = read_agreement(learning, digests)
         except InputError as error:
             raise InputError(f"{error} (the ingress runs on {socket.gethostname()})") from None
-        self._app = create_app(Engines(engines), digests, limits, loopback=loopback)
+        self._app = create_app(
+            Engines(engines),
+            digests,
+            limits,
+            loopback=loopback,
+            agreement=agreement,
+            learner=None if learner is None else LearnerHandle(learner),
+        )
         before_listening(limits)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -103,11 +124,13 @@ def application(config: ApplicationConfig, cluster: Cluster, *, loopback: bool) 
     replicas = config.replicas
     least, most = len(drafters) * replicas.min, len(drafters) * (replicas.max or replicas.min)
     wanted = ResourcesConfig(least, most, replicas.gpus, replicas.cpus)
-    share = share_out(wanted, cluster, what="replicas", settings="replicas.{}")
+    share = share_out(wanted, beside_learner(config.learning, cluster), what="replicas", settings="replicas.{}")
+    learns = _learner_spec(config)
     engines = {
-        name: _engines(config, drafter, "Engine" if place == 0 else "Plain", share)
+        name: _engines(config, drafter, "Engine" if place == 0 else "Plain", share, learns if place == 0 else None)
         for place, (name, drafter) in enumerate(drafters.items())
     }
+    learner = None if learns is None else _learner(learns, config)
     deployment = serve.deployment(
         Ingress,
         name="Ingress",
@@ -116,10 +139,49 @@ def application(config: ApplicationConfig, cluster: Cluster, *, loopback: bool) 
         graceful_shutdown_timeout_s=config.limits.seconds,
         ray_actor_options={"num_cpus": HELPER_CPUS},
     )
-    return deployment.bind(engines, config.keys_file, config.keys, config.limits, loopback=loopback)
+    return deployment.bind(
+        engines,
+        config.keys_file,
+        config.keys,
+        config.limits,
+        loopback=loopback,
+        learning=config.learning,
+        learner=learner,
+    )
 
 
-def _engines(config: ApplicationConfig, drafter: str, name: str, share: ActorResources) -> serve.Application:
+def _learner_spec(config: ApplicationConfig) -> LearnerSpec | None:
+    """Return what the learner loads; None where no head learns."""
+    learning, loading = config.learning, config.loading
+    if not learning.enabled or learning.folder is None:
+        return None
+    output = OutputFolder(locate(learning.folder))
+    return learner_spec(
+        learning,
+        beginning(learning, output),
+        output,
+        config.served_name,
+        model=model_name(config.model),
+        dtype=loading.dtype,
+        trust_remote_code=loading.trust_remote_code,
+    )
+
+
+def _learner(spec: LearnerSpec, config: ApplicationConfig) -> serve.Application:
+    """Return the deployment that keeps the learner, which takes what it needs of the cluster itself."""
+    deployment = serve.deployment(
+        LearnerKeeper,
+        name="Learner",
+        num_replicas=1,
+        health_check_period_s=_HEALTH_SECONDS,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return deployment.bind(spec, config.learning)
+
+
+def _engines(
+    config: ApplicationConfig, drafter: str, name: str, share: ActorResources, learns: LearnerSpec | None = None
+) -> serve.Application:
     """Return the deployment of one model."""
     limits, replicas, slots = config.limits, config.replicas, config.engine.slots
     most = replicas.max or replicas.min
@@ -135,7 +197,8 @@ def _engines(config: ApplicationConfig, drafter: str, name: str, share: ActorRes
     # Each text of a call is a request of the engine, so that the last call that fits may need `choices` places.
     engine = EngineConfig(**asdict(config.engine), max_queue=limits.queue + limits.choices)
     verifier = config.verifier if drafter == config.drafter else VerifierSettings()  # the plain one is exact
-    spec = EngineSpec(config.model, drafter, asdict(config.loading), engine, 1, config.isolation, verifier)
+    begins = None if learns is None else learns.beginning
+    spec = EngineSpec(config.model, drafter, asdict(config.loading), engine, 1, config.isolation, verifier, begins)
     deployment = serve.deployment(
         EngineReplica,
         name=name,

@@ -21,10 +21,12 @@ class Call:
     Args:
         request: What was asked for.
         speculation: Whether the answer says what became of the draft.
+        may_teach: Whether its client has agreed that a head learns from it.
     """
 
     request: ParsedRequest
     speculation: bool
+    may_teach: bool = False
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pipeline.command_line import at_least, make_parser, parse, parse_object
 from pipeline.errors import InputError
 from pipeline.generate.generate_config import LoadingConfig
 from pipeline.serving.ingress.keys import KeyRule
+from pipeline.serving.serving_learning import ServingLearning
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class ApplicationConfig:
             trust each other.
         verifier: Which draft tokens become output; by default those that plain decoding would give. Clients cannot
             choose it.
+        learning: A draft head that learns from the requests of clients who agreed to that.
         name: What clients call the model; by default as in `model`, or `embedded`.
         plain: Serve the model a second time, without a drafter, as NAME-plain: to compare with.
         keys: Whether clients must send a key: `required`, `none` (everybody is answered), or `auto`, which asks for one
@@ -105,6 +107,7 @@ class ApplicationConfig:
     drafter: str = "auto"
     isolation: bool = True
     verifier: VerifierSettings = field(default_factory=VerifierSettings)
+    learning: ServingLearning = field(default_factory=ServingLearning)
     name: str | None = None
     plain: bool = False
     keys: KeyRule = "auto"
@@ -122,6 +125,7 @@ class ApplicationConfig:
                 raise InputError(f"{name} is empty")
         if self.keys == "none" and self.keys_file is not None:
             raise InputError("keys is none, but keys_file is set: leave one of the two out")
+        self.learning.check_beside(self.drafter, self.verifier, self.engine)
 
     @property
     def served_name(self) -> str:

@@ -21,9 +21,13 @@ from pipeline.cluster.ray_cluster import connect, will_start
 from pipeline.command_line import run_job
 from pipeline.engines.named_models import head_fingerprints, model_fingerprint, model_name
 from pipeline.errors import InputError, JobError
+from pipeline.io.files import locate, make_folders
+from pipeline.learning.learning_config import NEW, SHIPPED
+from pipeline.serving.ingress.agreement import read_agreement
 from pipeline.serving.ingress.direct_ingress import short_ways
 from pipeline.serving.ingress.keys import ENVIRONMENT, read_keys, settle
 from pipeline.serving.serve_config import ServeConfig, parse_config
+from pipeline.serving.serving_learning import EVERYBODY, ServingLearning
 
 _NAME = "drafter"
 _POLL_SECONDS = 0.2
@@ -44,7 +48,7 @@ def serve_until_signal(config: ServeConfig) -> None:
     config = replace(config, keys=settle(config.keys, config.keys_file, loopback=config.loopback))
     own_cluster = will_start()
     if own_cluster:  # the ingress will run here, with the same keys: a mistake in them is told at once
-        read_keys(config.keys_file, config.keys)
+        read_agreement(config.learning, read_keys(config.keys_file, config.keys))
     check_models(config)
     start(config, own_cluster=own_cluster)
     print(f"serving {config.served_name} at http://{config.host}:{config.port}", flush=True)
@@ -52,6 +56,11 @@ def serve_until_signal(config: ServeConfig) -> None:
         unless = "" if own_cluster else f", unless the cluster's machines have {ENVIRONMENT}"
         hint = f"everybody may ask{unless}: set --keys_file or {ENVIRONMENT} to ask for keys"
         print(hint, file=sys.stderr, flush=True)
+    if config.learning.enabled:
+        print(
+            f"a head learns from {learnt_from(config.learning)}, and is kept in {config.learning.folder}",
+            file=sys.stderr,
+        )
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):  # not before Ray has set its own
         signal.signal(number, lambda *_: stop.set())
@@ -95,6 +104,13 @@ def start(config: ServeConfig, *, own_cluster: bool) -> None:
         if refusal:
             raise InputError(refusal[1]) from error
         raise JobError(f"the endpoint cannot be started: {one_line(error)}") from error
+
+
+def learnt_from(learning: ServingLearning) -> str:
+    """Return whose requests a head learns from, for people."""
+    if learning.agreed == EVERYBODY:
+        return "the requests of all clients"
+    return f"the requests of clients whose keys are in {learning.agreed}"
 
 
 def take_down(at_once: threading.Event) -> None:
@@ -157,11 +173,17 @@ def check_models(config: ServeConfig) -> None:
     """Check what can be checked of the models without loading them.
 
     Raises:
-        InputError: They are not there, or are not models; or there is no such verifier.
+        InputError: They are not there, or are not models; there is no such verifier; or the folder of a head that
+            learns cannot be written to.
     """
-    name = model_name(config.model)
+    name, learning = model_name(config.model), config.learning
     model_fingerprint(name)
     head_fingerprints(config.model, config.drafter)
+    if learning.enabled and learning.folder is not None:
+        if learning.head not in (SHIPPED, NEW):
+            head_fingerprints(config.model, learning.head)
+        folder = locate(learning.folder)
+        make_folders(folder, [folder], folder, "learning.folder")
     try:
         make_verifier(config.verifier)
         load_tokenizer(name, trust_remote_code=config.loading.trust_remote_code)

@@ -13,6 +13,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from pipeline.serving.ingress.agreement import Agreement
 from pipeline.serving.ingress.connections import limited_http
 from pipeline.serving.ingress.engine_handles import Answer, Engines, Method
 from pipeline.serving.ingress.http_app import create_app
@@ -59,11 +60,15 @@ class LocalEngines(Engines):
 
 @contextmanager
 def served(
-    answers: Mapping[str, Answers], digests: Sequence[bytes] = (), limits: LimitsConfig | None = None
+    answers: Mapping[str, Answers],
+    digests: Sequence[bytes] = (),
+    limits: LimitsConfig | None = None,
+    agreement: Agreement | None = None,
 ) -> Iterator[str]:
     """Serve on a free port of the loopback; gives the server's address."""
     limits = limits or LimitsConfig()
-    with listening(create_app(LocalEngines(answers), digests, limits, loopback=True), limits) as address:
+    app = create_app(LocalEngines(answers), digests, limits, loopback=True, agreement=agreement)
+    with listening(app, limits) as address:
         yield address
 
 

@@ -5,25 +5,30 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.core import Metric
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
+from pipeline.learning.learner_metrics import learner_families
 from pipeline.openai.api_error import OpenAIError
 from pipeline.openai.parsed_request import ParsedRequest
 from pipeline.openai.request_body import parse_chat, parse_completion
 from pipeline.openai.speculation import wants_speculation
 from pipeline.serving.ingress import openapi
+from pipeline.serving.ingress.agreement import Agreement
 from pipeline.serving.ingress.engine_handles import Engines, Method
 from pipeline.serving.ingress.event_stream import EventStream
 from pipeline.serving.ingress.hosts import LoopbackHosts
 from pipeline.serving.ingress.json_body import read_json
 from pipeline.serving.ingress.keys import may_ask
+from pipeline.serving.ingress.learner_handle import LearnerHandle
 from pipeline.serving.ingress.metrics_page import metrics_page
 from pipeline.serving.ingress.page import add_page
 from pipeline.serving.messages import Call, Failure, unavailable
@@ -32,7 +37,15 @@ from pipeline.serving.serve_config import LimitsConfig
 logger = logging.getLogger("ray.serve")
 
 
-def create_app(engines: Engines, digests: Sequence[bytes], limits: LimitsConfig, *, loopback: bool) -> FastAPI:
+def create_app(
+    engines: Engines,
+    digests: Sequence[bytes],
+    limits: LimitsConfig,
+    *,
+    loopback: bool,
+    agreement: Agreement | None = None,
+    learner: LearnerHandle | None = None,
+) -> FastAPI:
     """Return the application.
 
     Args:
@@ -40,6 +53,8 @@ def create_app(engines: Engines, digests: Sequence[bytes], limits: LimitsConfig,
         digests: Digests of the keys, see `pipeline.serving.ingress.keys`; none answers everybody.
         limits: What clients may ask for.
         loopback: Whether only this machine can connect; then requests for other hosts are refused.
+        agreement: Whose requests a head may learn from; by default nobody's.
+        learner: Learns from them; None where no head learns.
     """
     app = FastAPI(
         title="drafter",
@@ -60,14 +75,18 @@ def create_app(engines: Engines, digests: Sequence[bytes], limits: LimitsConfig,
 
     # The first checks nothing: it has the OpenAPI document say that a key is needed.
     keyed = [Depends(HTTPBearer(auto_error=False)), Depends(check_key)] if digests else []
-    _add_generation(app, engines, keyed, limits)
+    _add_generation(app, engines, keyed, limits, agreement or Agreement())
     _add_models(app, engines, keyed)
-    _add_state(app, engines, keyed)
+    _add_state(app, engines, keyed, learner)
+    if learner is not None:
+        _add_learning(app, keyed, learner)
     add_page(app)
     return app
 
 
-def _add_generation(app: FastAPI, engines: Engines, keyed: list[Any], limits: LimitsConfig) -> None:
+def _add_generation(
+    app: FastAPI, engines: Engines, keyed: list[Any], limits: LimitsConfig, agreement: Agreement
+) -> None:
     async def answer(request: Request, method: Method, parse: Callable[[dict[str, Any]], ParsedRequest]) -> Response:
         body = await read_json(request, limits.body_bytes)
         speculation = wants_speculation(body)
@@ -76,7 +95,8 @@ def _add_generation(app: FastAPI, engines: Engines, keyed: list[Any], limits: Li
             raise _no_model(parsed.model)
         if parsed.choices > limits.choices:
             raise OpenAIError(400, f"At most {limits.choices} choices a request are allowed.", "n", "invalid_value")
-        found = await engines.ask(method, Call(parsed, speculation))
+        may_teach = agreement.covers(request.headers.get("authorization"))
+        found = await engines.ask(method, Call(parsed, speculation, may_teach))
         match found.first:
             case Failure(status, error, headers):
                 return JSONResponse(error, status, headers)
@@ -114,7 +134,7 @@ def _add_models(app: FastAPI, engines: Engines, keyed: list[Any]) -> None:
         return JSONResponse(described(model))
 
 
-def _add_state(app: FastAPI, engines: Engines, keyed: list[Any]) -> None:
+def _add_state(app: FastAPI, engines: Engines, keyed: list[Any], learner: LearnerHandle | None) -> None:
     @app.get("/health", **openapi.health())
     async def health() -> Response:
         """Say whether every model has a replica that works."""
@@ -125,13 +145,26 @@ def _add_state(app: FastAPI, engines: Engines, keyed: list[Any]) -> None:
 
     @app.get("/metrics", dependencies=keyed, **openapi.metrics())
     async def metrics() -> Response:
-        """Give the metrics of all replicas, for Prometheus."""
-        snapshots = [
-            ({"model": name, "replica": snapshot.replica}, snapshot)
+        """Give the metrics of all replicas, and of the learner, for Prometheus."""
+        snapshots: list[tuple[dict[str, str], Sequence[Metric]]] = [
+            ({"model": name, "replica": snapshot.replica}, snapshot.families)
             for name, found in (await engines.snapshots()).items()
             for snapshot in found
         ]
+        report = None if learner is None else await learner.report()
+        if report is not None:
+            snapshots.append(({"model": engines.names[0]}, learner_families(report)))
         return Response(metrics_page(snapshots), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_learning(app: FastAPI, keyed: list[Any], learner: LearnerHandle) -> None:
+    @app.get("/learning", dependencies=keyed, **openapi.learning())
+    async def learning() -> Response:
+        """Say what the learner does."""
+        report = await learner.report()
+        if report is None:
+            raise OpenAIError(503, "The learner does not answer at the moment.", code="learner_unavailable")
+        return JSONResponse(asdict(report))
 
 
 def _no_model(name: str) -> OpenAIError:

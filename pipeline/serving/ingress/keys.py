@@ -57,13 +57,33 @@ def read_keys(file: str | None, rule: KeyRule) -> tuple[bytes, ...]:
     if listed is not None:
         keys += _some(listed.split(","), f"{ENVIRONMENT} is set but has no key: list keys in it, separated by commas")
     if file is not None:
-        lines = (line.partition("#")[0] for line in _lines(file))
-        keys += _some(lines, f"keys_file {file} has no key: write one on a line")
+        name = f"keys_file {file}"
+        keys += _some(_lines(file, name), f"{name} has no key: write one on a line")
     if not keys and rule == "required":
         raise InputError(f"there is no API key: set {ENVIRONMENT} or keys_file{_OR_NONE}")
     for place, key in enumerate(keys, start=1):
         if not key.isascii() or not key.isprintable() or " " in key:
             raise InputError(f"key {place} cannot be sent as a bearer token: use ASCII without spaces")
+    return _digests(keys)
+
+
+def digests_in(file: str, name: str) -> tuple[bytes, ...]:
+    """Return SHA-256 digests of the keys in a file, one a line; `#` begins a comment.
+
+    Args:
+        file: The file.
+        name: What errors call it.
+
+    Raises:
+        InputError: It cannot be read, or has no key.
+    """
+    keys = [line.strip() for line in _lines(file, name) if line.strip()]
+    if not keys:
+        raise InputError(f"{name} has no key: write one on a line")
+    return _digests(keys)
+
+
+def _digests(keys: Iterable[str]) -> tuple[bytes, ...]:
     return tuple(hashlib.sha256(key.encode()).digest() for key in keys)
 
 
@@ -75,12 +95,14 @@ def _some(entries: Iterable[str], complaint: str) -> list[str]:
     return found
 
 
-def _lines(file: str) -> list[str]:
+def _lines(file: str, name: str) -> list[str]:
+    """Return the lines of a file of keys, without comments; errors call it `name`."""
     try:
-        return Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+        text = Path(file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise InputError(f"keys_file {file} cannot be read: {reason}") from error
+        raise InputError(f"{name} cannot be read: {reason}") from error
+    return [line.partition("#")[0] for line in text.splitlines()]
 
 
 def may_ask(authorization: str | None, digests: Sequence[bytes]) -> bool:

@@ -7,14 +7,12 @@ from collections.abc import Iterator, Sequence
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 
-from pipeline.serving.messages import Snapshot
 
-
-def metrics_page(snapshots: Sequence[tuple[dict[str, str], Snapshot]]) -> bytes:
-    """Return the replicas' metrics in Prometheus's text format.
+def metrics_page(snapshots: Sequence[tuple[dict[str, str], Sequence[Metric]]]) -> bytes:
+    """Return the metrics of replicas, and of a learner, in Prometheus's text format.
 
     Args:
-        snapshots: Each with the labels that tell its replica from others.
+        snapshots: What each says, with the labels that tell it from others.
     """
     registry = CollectorRegistry()
     registry.register(_Merged(snapshots))
@@ -24,13 +22,13 @@ def metrics_page(snapshots: Sequence[tuple[dict[str, str], Snapshot]]) -> bytes:
 class _Merged:
     """Collects one family of each name, with the samples of all replicas."""
 
-    def __init__(self, snapshots: Sequence[tuple[dict[str, str], Snapshot]]) -> None:
+    def __init__(self, snapshots: Sequence[tuple[dict[str, str], Sequence[Metric]]]) -> None:
         self._snapshots = snapshots
 
     def collect(self) -> Iterator[Metric]:
         merged: dict[str, Metric] = {}
-        for labels, snapshot in self._snapshots:
-            for family in snapshot.families:
+        for labels, families in self._snapshots:
+            for family in families:
                 into = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 into.samples += [
                     sample._replace(labels=sample.labels | labels)

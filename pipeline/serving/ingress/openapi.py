@@ -16,6 +16,7 @@ from starlette.responses import PlainTextResponse
 from drafter.requests import LONGEST_STOP
 from pipeline.openai.request_body import MOST_BIASES, MOST_STOPS, Body, ChatBody, CompletionBody
 from pipeline.openai.speculation import FIELD
+from pipeline.progress.reports import LearningReport
 from pipeline.serving.serve_config import LimitsConfig
 
 
@@ -122,6 +123,11 @@ def health() -> dict[str, Any]:
 def metrics() -> dict[str, Any]:
     """Return the description of `/metrics`."""
     return {"response_class": PlainTextResponse, "responses": _errors(401)}
+
+
+def learning() -> dict[str, Any]:
+    """Return the description of `/learning`."""
+    return {"responses": {200: {"model": LearningReport}, **_errors(401, 503)}}
 
 
 def _generation(kind: type[BaseModel], body: dict[str, Any]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""What holds an engine: calls become its requests, and what it generates becomes answers."""
+"""What holds an engine: calls become its requests, and what it generates becomes answers; and what keeps a learner."""

@@ -23,7 +23,6 @@ from drafter.llm import SpeculativeLM
 from drafter.requests import Generation, Request, SamplingParams, TokenDelta
 from pipeline.openai.api_error import OpenAIError, not_finite
 from pipeline.openai.long_answer import LogprobsOf, long_answer
-from pipeline.openai.parsed_request import ParsedRequest
 from pipeline.openai.response_body import (
     chat_logprobs,
     chat_response,
@@ -123,7 +122,7 @@ class Answers:
         name, created = f"{kind}-{uuid.uuid4().hex}", int(time.time())
         request = call.request
         try:
-            for each in await asyncio.to_thread(self._requests, request):
+            for each in await asyncio.to_thread(self._requests, call):
                 handles.append(self._lm.submit(each, stream=request.stream))
             if request.stream:
                 stream = chunks(request, name, created, self._token_text, speculation=call.speculation)
@@ -207,12 +206,13 @@ class Answers:
         finally:
             outcome.cancel()
 
-    def _requests(self, request: ParsedRequest) -> list[Request]:
+    def _requests(self, call: Call) -> list[Request]:
         """Return a request of the engine for each choice.
 
         Raises:
             OpenAIError: A prompt or a setting cannot be used.
         """
+        request = call.request
         settings = {"seed": secrets.randbits(63), **request.settings}  # without a seed, each answer has its own
         defaults = SamplingParams(max_new_tokens=self._lm.max_length)
         sampling = replace(request, settings=settings).sampling(defaults)
@@ -228,7 +228,7 @@ class Answers:
                 )
             for choice in range(request.n):
                 own = replace(sampling, seed=sample_seed(sampling.seed, choice))
-                requests.append(Request(ids, own, timeout=self._seconds))
+                requests.append(Request(ids, own, timeout=self._seconds, may_teach=call.may_teach))
         return requests
 
     def _encode(self, prompt: Any) -> list[int]:

@@ -9,7 +9,9 @@ import ray
 from ray import serve
 
 from pipeline.engines.engine_spec import EngineSpec
+from pipeline.learning.learning_feed import LearningFeed
 from pipeline.serving.replica.answers import Answers
+from pipeline.serving.replica.learner_keeper import find_learner
 
 
 class EngineReplica(Answers):
@@ -28,3 +30,5 @@ class EngineReplica(Answers):
         lm = replace(spec, threads=math.ceil(cores)).load()
         name = serve.get_replica_context().replica_id.unique_id
         super().__init__(lm, name, seconds, special_tokens=special_tokens)
+        if spec.learning is not None:
+            LearningFeed(lm, find_learner).start()

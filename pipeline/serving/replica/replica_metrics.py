@@ -83,6 +83,7 @@ class ReplicaMetrics:
             ("drafter_requests_waiting", "Requests that wait for a slot.", state.waiting),
             ("drafter_memory_tokens", "Tokens of texts that the drafter remembers.", state.memory_tokens),
             ("drafter_memory_bytes", "Bytes that its memory of them takes.", state.memory_bytes),
+            ("drafter_version", "Number of the version of the head that drafts.", state.drafter_version),
         )
         counters = (
             ("drafter_steps", "Decode steps of the engine.", state.steps),

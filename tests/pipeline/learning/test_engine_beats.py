@@ -30,3 +30,13 @@ def test_who_has_long_been_silent_has_no_vote_and_begins_anew() -> None:
     assert beats.take(now=61.0) == Decoded(8, 8, (CHOICES,))  # its last tokens count
     beats.enter("gone", EngineBeat(100, 100), now=62.0)
     assert beats.take(now=63.0) == Decoded(0, 0, (CHOICES,))
+
+
+def test_busy_seconds_are_those_of_an_engine_on_average() -> None:
+    beats = EngineBeats()
+    for engine in ("a", "b"):
+        beats.enter(engine, EngineBeat(0, 0, busy=100.0), now=0.0)
+    beats.enter("a", EngineBeat(4, 4, busy=102.0), now=1.0)
+    beats.enter("b", EngineBeat(2, 2, busy=101.0), now=1.0)
+    assert beats.take(now=2.0) == Decoded(6, 6, busy=1.5)
+    assert beats.take(now=100.0) == Decoded(0, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,8 +127,14 @@ def test_what_was_decoded_before_the_learner_was_ready_is_of_no_interval(
         return LearningRecord.of_json(output.learning_file.read_text()).moments
 
     wait_until(lambda: output.learning_file.exists and moments(), "an interval")
+    assert moments()[0].seconds > 0.25
+    # An endpoint's engines are idle now and then, whoever learns: the time in which they were does not count.
+    actor.report(math.inf)
+    actor.exchange("engine", EngineBeat(2 * 10**6 + 74, 2 * 10**6 + 42, busy=0.25), [])
+    wait_until(lambda: len(moments()) > 1, "another interval")
     actor.close()
-    assert [(one.tokens, one.row_steps) for one in moments()] == [(64, 32)]
+    assert [(one.tokens, one.row_steps) for one in moments()] == [(64, 32), (10, 10)]
+    assert moments()[1].seconds == 0.25
 
 
 def test_a_saved_head_that_cannot_be_loaded_is_left_out(

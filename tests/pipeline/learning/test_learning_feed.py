@@ -55,7 +55,7 @@ class Engine:
     def state(self) -> SimpleNamespace:
         if self.broken:
             raise RuntimeError("no state")
-        return SimpleNamespace(output_tokens=5, row_steps=4, choices=())
+        return SimpleNamespace(output_tokens=5, row_steps=4, choices=(), busy_seconds=0.5)
 
     def offer(self, number: int, weights: Mapping[str, Tensor]) -> None:
         if number == 13:
@@ -76,7 +76,7 @@ class Engine:
 @pytest.mark.usefixtures("local_ray")
 def test_rows_go_and_versions_come(capfd: pytest.CaptureFixture[str]) -> None:
     engine, teacher = Engine(), ray.remote(num_cpus=0)(Teacher).remote()
-    feed = LearningFeed(cast(SpeculativeLM, engine), teacher)
+    feed = LearningFeed(cast(SpeculativeLM, engine), lambda: teacher)
     engine.end_row("a")
     engine.end_row("b")
     feed.exchange()
@@ -144,10 +144,39 @@ def test_no_other_rows_leave_before_the_learner_has_answered(monkeypatch: pytest
 
     never = ray.remote(num_cpus=0)(Never).remote()
     engine, slow = Engine(), Slow()
-    feed = LearningFeed(cast(SpeculativeLM, engine), slow)
+    feed = LearningFeed(cast(SpeculativeLM, engine), lambda: slow)
     for name in "abc":
         engine.end_row(name)
         feed.exchange()
     assert slow.calls == 1
     assert [one.request_id for one in engine.samples.take(1 << 20)] == ["c", "b"]
     ray.kill(never)
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_a_learner_is_looked_for_until_it_is_there_and_again_when_it_has_ended() -> None:
+    engine = Engine()
+    first, second = (ray.remote(num_cpus=0)(Teacher).remote() for _ in range(2))
+    ray.get([first.rows.remote(), second.rows.remote()])  # both have begun
+    there = [None, first, None, second]
+    feed = LearningFeed(cast(SpeculativeLM, engine), lambda: there.pop(0))
+    feed.exchange()
+    assert not engine.end_row("nobody is there")  # nothing is copied
+
+    feed.exchange()
+    assert engine.end_row("a")
+    feed.exchange()
+    assert ray.get(first.rows.remote()) == ["a"]
+
+    ray.kill(first)
+    feed.exchange()
+    feed.exchange()
+    assert not engine.end_row("it has ended")
+    ray.get(second.publish.remote(4, {"w": torch.ones(1)}))
+    feed.exchange()
+    assert engine.end_row("b")
+    feed.exchange()
+    assert ray.get(second.rows.remote()) == ["b"]
+    assert engine.offered == [(4, [1.0])]
+    assert not there
+    ray.kill(second)

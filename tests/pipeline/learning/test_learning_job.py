@@ -88,7 +88,7 @@ def test_tokens_are_those_of_plain_decoding_when_learner_and_engine_are_killed(
     settings = ("--sampling.temperature", temperature, "--writing.rows_per_file", 50)
     plain = run(source, *settings, drafter="none", output=tmp_path / "plain")
     monkeypatch.setattr("pipeline.generate.streaming.EngineSpec", partial(UnhurriedEngine, notes=tmp_path))
-    monkeypatch.setattr("pipeline.learning.job_learner.LearnerActor", NotedLearner)
+    monkeypatch.setattr("pipeline.learning.watched_learner.LearnerActor", NotedLearner)
     over = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         killed = pool.submit(kill_both, tmp_path, over)

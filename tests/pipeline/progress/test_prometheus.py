@@ -35,7 +35,9 @@ from tests.support.waiting import PATIENCE, wait_until
 
 DASHBOARD = json.loads((ROOT / "deploy" / "dashboards" / "drafter.json").read_text())
 RUN = '/data/out "quoted"'
-LEARNER = LearningReport("learning", version=7, beta=2.5, published_beta=2.25, steps=90, seconds=8.0, loss=1.5)
+LEARNER = LearningReport(
+    "learning", version=7, beta=2.5, published_beta=2.25, steps=90, seconds=8.0, loss=1.5, dropped=3
+)
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def exported(local_ray: None) -> Iterator[Exported]:
     def all_reported() -> Exported | None:
         """Processes report to the node's agent every few seconds: the actor's own, and this one."""
         job.show(Progress("generating", total=40, before=8, rows=12, errors=2, row_rate=2.0, engines=1))
-        learner.publish(LEARNER, dropped=3)
+        learner.publish(LEARNER)
         found = Exported(scrape(), rows)
         whole = found.total("ray_drafter_tokens_total") == 400 and found.total("ray_drafter_job_rows_done")
         return found if whole else None

@@ -8,10 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -72,15 +73,15 @@ class Endpoint:
             found[name] = found.get(name, 0.0) + float(value)
         return found
 
-    def wait_until_idle(self) -> dict[str, float]:
-        """Wait until both replicas answer, no slot is taken and nothing waits; return the figures then."""
+    def wait_until_idle(self, replicas: int = 2) -> dict[str, float]:
+        """Wait until all replicas answer, no slot is taken and nothing waits; return the figures then."""
 
         def idle_figures() -> dict[str, float] | None:
             now = self.figures()  # on a busy machine a replica may be too late for a page
             taken = now.get("drafter_slots_active", 0) + now.get("drafter_requests_waiting", 0)
-            return now if now.get("drafter_slots") == 2 * SLOTS and not taken else None
+            return now if now.get("drafter_slots") == replicas * SLOTS and not taken else None
 
-        return wait_until(idle_figures, "both replicas are idle")
+        return wait_until(idle_figures, "the replicas are idle")
 
     def wait_until_well(self) -> None:
         """Wait until both replicas answer."""
@@ -97,24 +98,27 @@ class Endpoint:
 @pytest.fixture(scope="session")
 def endpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     """The endpoint on Ray Serve with two replicas, which asks for a key."""
-    folder = tmp_path_factory.mktemp("endpoint")
-    keys, log, ray_folder = folder / "keys.txt", folder / "log", Path("/tmp") / f"ray-{os.getpid()}"
-    keys.write_text(f"# of the tests\n{KEY}\n", encoding="utf-8")
+    settings = {"drafter": "ngram", "engine.nodes": 8, "limits.queue": 16, "replicas.min": 2}
+    with started(model, tmp_path_factory.mktemp("endpoint"), (KEY,), settings) as endpoint:
+        yield endpoint
+
+
+@contextmanager
+def started(model: Path, folder: Path, keys: Sequence[str], settings: Mapping[str, Any]) -> Iterator[Endpoint]:
+    """`jobs.serve` with half a core for each replica, from when it answers until it has ended.
+
+    Args:
+        model: The model.
+        folder: For its files, of which it may have some already.
+        keys: Who may ask.
+        settings: Further ones.
+    """
     (port,) = free_ports(1)
-    settings = {
-        "model": model,
-        "name": NAME,
-        "drafter": "ngram",
-        "port": port,
-        "keys_file": keys,
-        "engine.slots": SLOTS,
-        "engine.nodes": 8,
-        "limits.queue": 16,
-        "replicas.min": 2,
-        "replicas.cpus": 0.5,
-    }
+    file, log, ray_folder = folder / "keys.txt", folder / "log", Path("/tmp") / f"ray-{os.getpid()}-{port}"
+    file.write_text("\n".join(["# of the tests", *keys, ""]), encoding="utf-8")
+    given = {"model": model, "name": NAME, "port": port, "keys_file": file, "engine.slots": SLOTS, "replicas.cpus": 0.5}
     command = [sys.executable, "-m", "jobs.serve"]
-    for name, value in settings.items():
+    for name, value in {**given, **settings}.items():
         command += [f"--{name}", str(value)]
     environment = {**os.environ, "RAY_ADDRESS": "local", "RAY_TMPDIR": str(ray_folder), "RAY_worker_niceness": "0"}
     with log.open("wb") as output:

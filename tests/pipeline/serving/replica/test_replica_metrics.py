@@ -6,6 +6,8 @@ import re
 from drafter import Generation
 from drafter.requests import Timing
 from drafter.statistics import DecodeCounts, EngineState
+from pipeline.learning.learner_metrics import learner_families
+from pipeline.progress.reports import LearningReport
 from pipeline.serving.ingress.metrics_page import metrics_page
 from pipeline.serving.replica.replica_metrics import ReplicaMetrics
 from tests.support.paths import ROOT
@@ -31,9 +33,13 @@ def a_page() -> str:
         stage_seconds={"verify": 1.5},
         memory_tokens=50,
         memory_bytes=600,
+        drafter_version=2,
     )
     return metrics_page(
-        [({"model": "m", "replica": name}, metrics.snapshot(name, state)) for name in ("a", "b")]
+        [
+            *(({"model": "m", "replica": name}, metrics.snapshot(name, state).families) for name in ("a", "b")),
+            ({"model": "m"}, learner_families(LearningReport(version=3, beta=2.5, published_beta=2.25, loss=1.5))),
+        ]
     ).decode()
 
 

@@ -1,0 +1,142 @@
+"""An endpoint whose head learns: the tokens are those of plain decoding, whoever is killed, and of who did not agree
+nothing is learnt."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+from openai import OpenAI
+
+from drafter import SamplingParams, SpeculativeLM
+from drafter.base.loading import load_base
+from drafter.heads.checkpoint import load_head
+from drafter.heads.registry import HEADS
+from drafter.learning.starting_head import version_of
+from tests.pipeline.serving.conftest import KEY, NAME, Endpoint, started
+from tests.support.waiting import PATIENCE, wait_until
+
+OTHER = "sk-of-who-did-not-agree"
+LEARNING: dict[str, Any] = {
+    "learning": "true",
+    "learning.head": "new",
+    "learning.must_pay": "false",
+    "learning.training.texts_per_step": 2,
+    "learning.training.anchors_per_text": 4,
+    "learning.training.held_out_share": 0.3,
+    "learning.training.held_out_rows": 4,
+    "learning.training.least_held_out": 1,
+    "learning.training.evaluate_every": 2,
+    "learning.training.least_gain": 1.0,
+    "learning.training.teacher": 0,
+}
+"""A head from nothing, of which there is a new version every few seconds."""
+
+
+class Client:
+    """Asks one question after another, and compares each answer with plain decoding's.
+
+    Args:
+        endpoint: Who is asked.
+        plain: The model without a drafter.
+    """
+
+    def __init__(self, endpoint: Endpoint, plain: SpeculativeLM) -> None:
+        self._address, self._plain = endpoint.address, plain
+        self._numbers = count()
+        self.compared: set[float] = set()
+
+    def ask(self, key: str) -> None:
+        """Ask greedily and at a temperature."""
+        number = next(self._numbers)
+        messages: Any = [{"role": "user", "content": f"how many {'apples and pens ' * (number % 3)}{number}"}]
+        api = OpenAI(base_url=f"{self._address}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
+        for temperature in (0.0, 0.8):
+            settings: dict[str, Any] = {"temperature": temperature, "seed": number}
+            answer = api.chat.completions.create(model=NAME, messages=messages, max_tokens=40, **settings)
+            (wanted,) = self._plain.generate(messages, SamplingParams(max_new_tokens=40, **settings))
+            assert answer.choices[0].message.content == wanted.text
+            self.compared.add(temperature)
+
+    def state(self) -> dict[str, Any]:
+        """What the learner does."""
+        headers = {"Authorization": f"Bearer {KEY}"}
+        answer = httpx2.get(f"{self._address}/learning", headers=headers, timeout=PATIENCE)
+        return answer.json() if answer.status_code == 200 else {"state": "starting", "version": None}
+
+
+def process(endpoint: Endpoint, name: str) -> psutil.Process | None:
+    """The endpoint's process of this name; None while there is none."""
+    children = psutil.Process(endpoint.process.pid).children(recursive=True)
+    return next((one for one in children if name in "".join(one.cmdline()[:1])), None)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    agreed = tmp_path / "agreed.txt"
+    agreed.write_text(f"{KEY}\n", encoding="utf-8")
+    return {**LEARNING, "learning.agreed": agreed, "learning.folder": tmp_path / "learnt"}
+
+
+@pytest.mark.slow
+def test_tokens_are_those_of_plain_decoding_and_only_who_agreed_is_learnt_from(
+    model: Path, plain: SpeculativeLM, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    learnt = tmp_path / "learnt"
+
+    def saved(what: str) -> list[dict[str, Any]]:
+        file = learnt / "learning.json"
+        return json.loads(file.read_text())[what] if file.exists() else []
+
+    with started(model, tmp_path, (KEY, OTHER), settings) as endpoint:
+        client = Client(endpoint, plain)
+        wait_until(lambda: client.state()["state"] == "learning", "the learner", pause=1)
+
+        def heard_of_others() -> bool:
+            client.ask(OTHER)
+            return bool(saved("moments"))
+
+        wait_until(heard_of_others, "the learner to hear what was decoded")
+        state = client.state()
+        assert (state["rows"], state["held_out"], state["dropped"], state["steps"]) == (0, 0, 0, 0)
+        assert state["version"] is None
+
+        def drafts_with(number: int) -> bool:
+            client.ask(KEY)
+            return endpoint.figures().get("drafter_version", 0.0) >= number
+
+        wait_until(lambda: drafts_with(2), "two versions in a replica")
+        for name in ("LearnerActor", ":Learner"):  # the learner, and then what keeps it, and the learner with that
+            victim = wait_until(partial(process, endpoint, name), name)
+            os.kill(victim.pid, signal.SIGKILL)
+            last = saved("versions")[-1]["number"]
+            # The one that was being written may be out already.
+            wait_until(partial(drafts_with, last + 2), f"a version after {name} was killed")
+        assert client.compared == {0.0, 0.8}
+
+        def is_known() -> bool:
+            return endpoint.figures().get("drafter_learner_version", 0.0) >= last + 2
+
+        wait_until(is_known, "the newest version to be told")
+        assert httpx2.get(f"{endpoint.address}/learning", timeout=PATIENCE).status_code == 401
+        log = endpoint.log.read_text(encoding="utf-8")
+        assert "a head learns from the requests of clients whose keys are in " in log
+
+    versions = [one["number"] for one in saved("versions")]
+    assert versions == sorted(set(versions))  # no number is given to two heads
+    assert version_of(load_head(learnt / "head", load_base(model), HEADS)) == versions[-1]
+    assert not {path.name for path in learnt.iterdir()} - {"head", "learning.json", "_learner.safetensors"}
+
+    with started(model, tmp_path, (KEY, OTHER), settings) as endpoint:
+        client = Client(endpoint, plain)
+        client.ask(OTHER)
+        figures = endpoint.wait_until_idle(replicas=1)
+        assert figures["drafter_version"] >= versions[-1]  # it goes on with the head that was learnt

@@ -1,0 +1,89 @@
+"""What an operator has to say before anybody's requests are learnt from, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from drafter.engine.engine_config import EngineSettings
+from pipeline.cluster.shares import Cluster, Node
+from pipeline.engines.engine_spec import EngineSpec
+from pipeline.errors import InputError
+from pipeline.learning.learner_spec import LearnerSpec
+from pipeline.serving.application import application
+from pipeline.serving.serve_config import ApplicationConfig, parse_application, parse_config
+from pipeline.serving.serve_job import check_models
+from pipeline.serving.serving_learning import ServingLearning
+from tests.support.paths import ROOT
+
+CLUSTER = Cluster((Node(4.0, 0.0),), may_grow=False)
+
+
+def test_learning_is_asked_for_on_the_command_line_or_in_a_file(tmp_path: Path) -> None:
+    assert not parse_config([]).learning.enabled
+    arguments = ["--learning", "true", "--learning.agreed", "all", "--learning.folder", "head", "--learning.cpus", "1"]
+    given = parse_config(arguments).learning
+    assert (given.enabled, given.agreed, given.folder, given.cpus) == (True, "all", "head", 1)
+    file = tmp_path / "serve.yaml"
+    file.write_text("learning: {enabled: true, agreed: all, folder: head, cpus: 1}\n")
+    assert parse_config(["--config", str(file)]).learning == given
+    assert parse_application(yaml.safe_load(file.read_text())).learning == given
+
+
+def test_the_example_is_valid() -> None:
+    config = parse_config(["--config", str(ROOT / "examples" / "serve-learning.yaml")])
+    assert config.learning.enabled
+    assert config.learning.agreed not in ("none", "all")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"folder": "head"}, "nobody has agreed to be learnt from: set learning.agreed"),
+        ({"agreed": "none", "folder": "head"}, "nobody has agreed to be learnt from: set learning.agreed"),
+        ({"agreed": "all"}, "there is no folder for the head: set learning.folder"),
+        ({"agreed": " ", "folder": "head"}, "learning.agreed is empty"),
+        ({"agreed": "all", "folder": ""}, "learning.folder is empty"),
+        ({"agreed": "all", "folder": "head", "gpus": 2}, "learning.gpus must be at most 1, not 2"),
+    ],
+)
+def test_settings_that_are_missing_or_wrong_are_told(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        parse_application({"learning": {"enabled": True, **settings}})
+
+
+def test_the_head_must_have_a_part_in_the_drafter() -> None:
+    learning = ServingLearning(enabled=True, agreed="all", folder="head")
+    with pytest.raises(InputError, match="drafter ngram has no head that could learn"):
+        ApplicationConfig(drafter="ngram", learning=learning)
+    with pytest.raises(InputError, match=r"engine\.nodes 0 drafts nothing"):
+        ApplicationConfig(engine=EngineSettings(nodes=0), learning=learning)
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    learning = ServingLearning(enabled=True, agreed="all", folder=str(tmp_path / "file" / "head"))
+    config = parse_config(["--learning", "false"])
+    with pytest.raises(InputError, match=r"learning\.folder .*file/head cannot be written to"):
+        check_models(type(config)(learning=learning))
+
+
+def test_replicas_and_learner_begin_with_the_same_and_a_plain_model_does_not_learn(tmp_path: Path) -> None:
+    learning = ServingLearning(enabled=True, head="new", agreed="all", folder=str(tmp_path), cpus=1)
+    config = ApplicationConfig(plain=True, learning=learning)
+    ingress = application(config, CLUSTER, loopback=True)._bound_deployment
+    engine, plain = (one._bound_deployment for one in ingress.init_args[0].values())
+    (learner, _) = ingress.init_kwargs["learner"]._bound_deployment.init_args
+    assert isinstance(engine.init_args[0], EngineSpec)
+    assert isinstance(learner, LearnerSpec)
+    assert engine.init_args[0].learning == learner.beginning
+    assert learner.beginning.start.folder is None
+    assert plain.init_args[0].learning is None
+    # The learner's core is none of theirs.
+    without = application(ApplicationConfig(plain=True), CLUSTER, loopback=True)._bound_deployment
+    alone = without.init_args[0]["embedded"]._bound_deployment
+    assert without.init_kwargs["learner"] is None
+    assert engine.ray_actor_options["num_cpus"] < alone.ray_actor_options["num_cpus"]
