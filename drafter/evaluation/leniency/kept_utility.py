@@ -157,8 +157,8 @@ def utility_plot(found: Sequence[VerifierFigures], kept: Sequence[VerifierFigure
                 text = f"{varied_value(one.verifier):g}"
                 panel.annotate(text, place, textcoords="offset points", xytext=(4, 4), fontsize=7)
     for one in kept:
-        ring = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "color": _COLOURS[one.verifier.name]}
-        panel.plot(*_place(one), linestyle="none", **ring)
+        ring: dict[str, Any] = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "linestyle": "none"}
+        panel.plot(*_place(one), color=_COLOURS[one.verifier.name], **ring)
     panel.set(xlabel="β (tokens per base forward)", ylabel="utility")
     panel.grid(alpha=0.3)
     panel.legend()
