@@ -40,7 +40,8 @@ class EvaluateConfig:
             `pad:classifier=FOLDER`. A setting such as `fly:theta=0.3,window=4` is measured alone, otherwise several.
         scorer: What an answer is worth, for `verifiers`: `number`, `string`, `json`, or `FILE.py:function`.
         target: Key of the questions with the right answer, for a built-in scorer.
-        keep: Find the fastest setting of each verifier that keeps this share of exact decoding's utility.
+        keep: Find the fastest setting of each verifier that keeps this share of exact decoding's utility, by a search
+            between the settings that are measured anyway.
         loading: How the models are loaded.
         gpus: Number of GPUs to use; by default 1 where there are any.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import ray
@@ -33,10 +34,24 @@ def measured(
         JobError: It failed otherwise.
     """
     options = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_retries": 0, "num_returns": "streaming"}
-    stream = ray.remote(**options)(measure).remote(*arguments)
-    try:
-        for item in stream:
+    with as_job_errors(mistakes):
+        for item in ray.remote(**options)(measure).remote(*arguments):
             yield ray.get(item)
+
+
+@contextmanager
+def as_job_errors(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Turn what Ray raises into the job's errors.
+
+    Args:
+        mistakes: Errors of what runs on the worker that are the input's.
+
+    Raises:
+        InputError: It raised one of the `mistakes`.
+        JobError: It failed otherwise.
+    """
+    try:
+        yield
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None) or error
         if isinstance(cause, mistakes):

@@ -14,8 +14,16 @@ from typing import Any
 from drafter.base.loading import load_tokenizer
 from drafter.errors import LoadError, RequestError, one_line
 from drafter.evaluation.environment import comparable
-from drafter.evaluation.leniency.kept_utility import VerifierFigures, fastest_that_keeps, utility_plot, utility_table
-from drafter.evaluation.leniency.verifier_runs import EXACT, verifier_grid
+from drafter.evaluation.leniency.kept_utility import (
+    VerifierFigures,
+    fastest_that_keeps,
+    in_order,
+    title_of,
+    utility_plot,
+    utility_table,
+)
+from drafter.evaluation.leniency.setting_grid import verifier_grid
+from drafter.evaluation.leniency.setting_search import next_setting
 from drafter.evaluation.plan import Nodes
 from drafter.evaluation.prepared_prompts import encode
 from drafter.evaluation.questions import Question
@@ -29,9 +37,9 @@ from pipeline.engines.model_files import file_fingerprint
 from pipeline.engines.named_models import classifier_fingerprints, head_fingerprints, model_fingerprint, model_name
 from pipeline.errors import InputError
 from pipeline.evaluation.evaluate_config import EvaluateConfig
-from pipeline.evaluation.measuring_task import measured
-from pipeline.evaluation.scored_verifiers import scored_runs
-from pipeline.evaluation.verifier_measurement import measure_verifiers
+from pipeline.evaluation.measuring_actor import Ask, measuring
+from pipeline.evaluation.scored_verifiers import ScoredVerifiers
+from pipeline.evaluation.verifier_measurement import VerifierMeasurement
 
 RESULTS_FILE = "verifiers.json"
 
@@ -93,34 +101,48 @@ def evaluate_verifiers(
     results = _open_results(folder, _identity(config, questions))
     made = [one["block"] for one in results["blocks"]]
     settings = product(questions, plan.drafters, plan.nodes, plan.batches, plan.temperatures)
-    for block in (Block(*one) for one in settings):
-        if asdict(block) in made:
-            print(f"{block.title}: measured before", file=sys.stderr, flush=True)
-            continue
-        verifiers, left_out = _usable(config, block.temperature)
-        for reason in left_out:
-            print(f"left out at temperature {block.temperature:g}: {reason}", file=sys.stderr, flush=True)
-        found: list[VerifierFigures] = []
-        for item in _measured(config, block, questions[block.questions], verifiers, scorer, command, resources):
-            if isinstance(item, VerifierFigures):
-                found.append(item)
-                print(f"{block.title}: {len(found)} of {len(verifiers)} settings", file=sys.stderr, flush=True)
-            else:
-                results["environment"] = _same_environment(folder, results["environment"], item)
-        kept = [] if config.keep is None else fastest_that_keeps(found, config.keep)
-        measured_block = {
-            "block": asdict(block),
-            "left_out": left_out,
-            "verifiers": [one.as_dict() for one in found],
-            "kept": [one.as_dict() for one in kept],
-        }
-        results["blocks"].append(measured_block)
-        # The plot comes first: what is in the results is not measured again, and a kill in between would lose it.
-        plot = folder / f"utility_by_beta_{len(results['blocks'])}.png"
-        utility_plot(found).savefig(plot, dpi=150)
-        write_json(folder / RESULTS_FILE, results)
-        print(f"## {block.title}\n\n{utility_table(found)}\n")
-        print("\n".join([*_kept_lines(config, found, kept), f"written:  {folder / RESULTS_FILE}, {plot}"]), flush=True)
+    blocks = [Block(*one) for one in settings]
+    for block in (one for one in blocks if asdict(one) in made):
+        print(f"{block.title}: measured before", file=sys.stderr, flush=True)
+    left = [one for one in blocks if asdict(one) not in made]
+    if not left:
+        return
+    loaded = (model_name(config.model), asdict(config.loading), resources.threads)
+    with measuring(resources, VerifierMeasurement, *loaded, mistakes=(LoadError, RequestError)) as ask:
+        results["environment"] = _same_environment(folder, results["environment"], ask("load", command))
+        for block in left:
+            _evaluate_block(block, config, questions[block.questions], scorer, ask, results, folder)
+
+
+def _evaluate_block(
+    block: Block,
+    config: EvaluateConfig,
+    questions: Sequence[Question],
+    scorer: Scorer,
+    ask: Ask,
+    results: dict[str, Any],
+    folder: Path,
+) -> None:
+    """Measure a block, add it to the results, and write and print these."""
+    verifiers, left_out = _usable(config, block.temperature)
+    print(block.title, file=sys.stderr, flush=True)
+    for reason in left_out:
+        print(f"left out at temperature {block.temperature:g}: {reason}", file=sys.stderr, flush=True)
+    found = _measured(config, block, questions, verifiers, scorer, ask)
+    kept = [] if config.keep is None else fastest_that_keeps(found, config.keep)
+    measured_block = {
+        "block": asdict(block),
+        "left_out": left_out,
+        "verifiers": [one.as_dict() for one in found],
+        "kept": [one.as_dict() for one in kept],
+    }
+    results["blocks"].append(measured_block)
+    # The plot comes first: what is in the results is not measured again, and a kill in between would lose it.
+    plot = folder / f"utility_by_beta_{len(results['blocks'])}.png"
+    utility_plot(found, kept).savefig(plot, dpi=150)
+    write_json(folder / RESULTS_FILE, results)
+    print(f"## {block.title}\n\n{utility_table(found)}\n")
+    print("\n".join([*_kept_lines(config, found, kept), f"written:  {folder / RESULTS_FILE}, {plot}"]), flush=True)
 
 
 def _identity(config: EvaluateConfig, questions: Mapping[str, Sequence[Question]]) -> dict[str, Any]:
@@ -182,8 +204,9 @@ def _same_environment(folder: Path, earlier: dict[str, Any], here: dict[str, Any
 
 
 def _usable(config: EvaluateConfig, temperature: float) -> tuple[list[VerifierSettings], list[str]]:
-    """Exact decoding and all settings of the verifiers that take a temperature; and why the others do not."""
-    found, left_out = [EXACT], []
+    """The verifiers that take a temperature; and why the others do not."""
+    found: list[VerifierSettings] = []
+    left_out: list[str] = []
     for one in config.lenient_verifiers():
         try:
             for settings in verifier_grid(one):
@@ -193,7 +216,7 @@ def _usable(config: EvaluateConfig, temperature: float) -> tuple[list[VerifierSe
         except LoadError as error:
             raise InputError(str(error)) from error
         else:
-            found += verifier_grid(one)
+            found.append(one)
     return found, left_out
 
 
@@ -203,13 +226,11 @@ def _measured(
     questions: Sequence[Question],
     verifiers: Sequence[VerifierSettings],
     scorer: Scorer,
-    command: str,
-    resources: ActorResources,
-) -> Iterator[dict[str, Any] | VerifierFigures]:
-    """Yield where the block is measured, and the figures of each setting."""
-    model, loading = model_name(config.model), asdict(config.loading)
+    ask: Ask,
+) -> list[VerifierFigures]:
+    """The figures of exact decoding and of all settings that are tried, each verifier's from the strictest."""
     try:
-        tokenizer = load_tokenizer(model, trust_remote_code=config.loading.trust_remote_code)
+        tokenizer = load_tokenizer(model_name(config.model), trust_remote_code=config.loading.trust_remote_code)
         requests = [
             Request(
                 encode(tokenizer, [{"role": "user", "content": question.turns[0]}]),
@@ -222,10 +243,34 @@ def _measured(
         raise InputError(str(error)) from error
     longest = max(len(request.prompt_ids) for request in requests) + config.max_new_tokens
     engine = {"slots": block.batch, "max_length": longest, "nodes": block.nodes, "compile": config.compile}
+    depth: int = ask("begin", block.drafter, engine, requests, config.rounds)
     rows = [{**question.columns, "request_id": question.name} for question in questions]
-    asked = (model, block.drafter, loading, engine, requests, verifiers, config.rounds, command, resources.threads)
-    found = measured(resources, measure_verifiers, *asked, mistakes=(LoadError, RequestError))
-    yield from scored_runs(found, rows, scorer)
+    scored = ScoredVerifiers(ask, rows, scorer)
+    found = [scored.exact]
+    for verifier in verifiers:
+        found += _tried(verifier, scored, config.keep, depth)
+    return in_order(found)
+
+
+def _tried(
+    verifier: VerifierSettings, scored: ScoredVerifiers, keep: float | None, depth: int
+) -> list[VerifierFigures]:
+    """The figures of a verifier's grid, and of what the search tries after it if some utility is to be kept."""
+    found: list[VerifierFigures] = []
+    for settings in _to_try(verifier, found, keep, depth):
+        found.append(scored.measure(settings))
+        kept = "" if (share := found[-1].kept) is None else f", keeps {share:.1%}"
+        print(f"{title_of(settings)}: β {found[-1].beta:.2f}{kept}", file=sys.stderr, flush=True)
+    return found
+
+
+def _to_try(
+    verifier: VerifierSettings, found: Sequence[VerifierFigures], keep: float | None, depth: int
+) -> Iterator[VerifierSettings]:
+    """Yield settings one by one; `found` has the figures of those before."""
+    yield from verifier_grid(verifier)
+    while keep is not None and (settings := next_setting(verifier, found, keep, depth)) is not None:
+        yield settings
 
 
 def _kept_lines(config: EvaluateConfig, found: Sequence[VerifierFigures], kept: Sequence[VerifierFigures]) -> list[str]:

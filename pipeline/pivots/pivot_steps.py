@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from drafter.base.loading import load_tokenizer
 from drafter.errors import LoadError, RequestError
 from drafter.evaluation.leniency.kept_utility import VerifierFigures
-from drafter.evaluation.leniency.verifier_runs import EXACT, verifier_grid
+from drafter.evaluation.leniency.setting_grid import verifier_grid
 from drafter.pivots.pivot_training import roc, train_classifier
 from drafter.verifiers.lenient.pivot_files import BaseOfClassifier, save_classifier
 from drafter.verifiers.verifier_settings import VerifierSettings
@@ -24,9 +23,10 @@ from pipeline.compare.row_pairs import rows_of
 from pipeline.compare.scorers import Scorer
 from pipeline.engines.named_models import model_name
 from pipeline.errors import InputError
+from pipeline.evaluation.measuring_actor import measuring
 from pipeline.evaluation.measuring_task import measured
-from pipeline.evaluation.scored_verifiers import scored_runs
-from pipeline.evaluation.verifier_measurement import measure_verifiers
+from pipeline.evaluation.scored_verifiers import ScoredVerifiers
+from pipeline.evaluation.verifier_measurement import VerifierMeasurement
 from pipeline.io.files import locate
 from pipeline.output.run_file import versions
 from pipeline.pivots.label_files import features_of, is_held_out, labelled, read_table, write_table
@@ -153,26 +153,23 @@ class PivotSteps:
             "versions": versions(),
         }
         save_classifier(classifier, BaseOfClassifier(base.name, base.fingerprint), training, self._folder.verifier)
-        where: dict[str, Any] = {}
-        curve: list[VerifierFigures] = []
-        for item in self._curve(command):
-            if isinstance(item, VerifierFigures):
-                curve.append(item)
-            else:
-                where = item
+        where, curve = self._curve(command)
         return PivotResults(labels.num_rows, training["pivots"], held_out.num_rows, found, curve, where)
 
-    def _curve(self, command: str) -> Iterator[dict[str, Any] | VerifierFigures]:
-        """Decode held-out prompts exactly and under `pad`; yield where that is, and the figures."""
+    def _curve(self, command: str) -> tuple[dict[str, Any], list[VerifierFigures]]:
+        """Decode held-out prompts exactly and under `pad`; return where that is, and the figures."""
         config, resources = self._config, self._resources()
         held_out = [row for row in self._answered() if is_held_out(row.request.request_id, config.held_out)]
         answers = {row["request_id"]: row for row in rows_of(open_output(str(self._folder.answers)), None)}
         requests = [row.request for row in held_out]
+        rows = [answers[request.request_id] for request in requests]
         pad = VerifierSettings("pad", classifier=str(self._folder.verifier))
-        asked = (self._model, config.drafter, asdict(config.loading), asdict(config.engine), requests)
-        settings = ([EXACT, *verifier_grid(pad)], config.rounds, command, resources.threads)
-        found = measured(resources, measure_verifiers, *asked, *settings, mistakes=(LoadError, RequestError))
-        yield from scored_runs(found, [answers[request.request_id] for request in requests], self._scorer)
+        loaded = (self._model, asdict(config.loading), resources.threads)
+        with measuring(resources, VerifierMeasurement, *loaded, mistakes=(LoadError, RequestError)) as ask:
+            where: dict[str, Any] = ask("load", command)
+            ask("begin", config.drafter, asdict(config.engine), requests, config.rounds)
+            scored = ScoredVerifiers(ask, rows, self._scorer)
+            return where, [scored.exact, *map(scored.measure, verifier_grid(pad))]
 
     def _answered(self) -> list[RepeatedRow]:
         output = open_output(str(self._folder.answers))

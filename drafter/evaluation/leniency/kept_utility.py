@@ -8,13 +8,15 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from drafter.evaluation.leniency.verifier_runs import EXACT, VerifierRun
+from drafter.evaluation.leniency.setting_grid import EXACT, grid_values, leniency, varied_value, with_value
+from drafter.evaluation.leniency.verifier_runs import VerifierRun
 from drafter.evaluation.tables import markdown_table
 from drafter.statistics import DecodeCounts, PairedSums, kept_share
 from drafter.verifiers.verifier_settings import VerifierSettings
 
 _COLOURS = {"fly": "#0072B2", "pad": "#D55E00", "typical": "#009E73"}
 """Of the colours of Okabe and Ito, which colour-blind readers can tell apart."""
+_DASHES = ("-", "--", ":")
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,9 @@ class VerifierFigures:
         """Share of exact decoding's utility that is kept; None where that is 0."""
         return kept_share(self.utility.difference)
 
-    @property
-    def numbers(self) -> dict[str, float]:
-        """Those of the settings that are numbers."""
-        return {name: value for name, value in self.verifier.given.items() if not isinstance(value, str)}
+    def keeps(self, share: float) -> bool:
+        """Whether this share of exact decoding's utility is kept."""
+        return self.kept is not None and self.kept >= share
 
     def as_dict(self) -> dict[str, Any]:
         """Return all as plain values, for JSON."""
@@ -82,6 +83,15 @@ class VerifierFigures:
         }
 
 
+def title_of(settings: VerifierSettings) -> str:
+    """Name a verifier and those of its settings that are numbers."""
+    return ", ".join([settings.name, *_numbers(settings)])
+
+
+def _numbers(settings: VerifierSettings) -> list[str]:
+    return [f"{name} {value:g}" for name, value in settings.given.items() if not isinstance(value, str)]
+
+
 def fastest_that_keeps(found: Sequence[VerifierFigures], keep: float) -> list[VerifierFigures]:
     """Return of each lenient verifier the setting of largest β that keeps enough; those that have none are left out.
 
@@ -92,11 +102,16 @@ def fastest_that_keeps(found: Sequence[VerifierFigures], keep: float) -> list[Ve
     best: dict[str, VerifierFigures] = {}
     for one in found:
         name = one.verifier.name
-        if one.verifier == EXACT or one.kept is None or one.kept < keep:
+        if one.verifier == EXACT or not one.keeps(keep):
             continue
         if name not in best or one.beta > best[name].beta:
             best[name] = one
     return list(best.values())
+
+
+def in_order(found: Sequence[VerifierFigures]) -> list[VerifierFigures]:
+    """Return figures verifier by verifier, and of each from the strictest value of what is varied."""
+    return [one for line in _lines(found).values() for one in line]
 
 
 def utility_table(found: Sequence[VerifierFigures]) -> str:
@@ -108,7 +123,7 @@ def utility_table(found: Sequence[VerifierFigures]) -> str:
         rows.append(
             {
                 "verifier": one.verifier.name,
-                "settings": ", ".join(f"{name} {value:g}" for name, value in one.numbers.items()),
+                "settings": ", ".join(_numbers(one.verifier)),
                 "β": f"{one.beta:.2f}",
                 "γ": f"{one.gamma:.2f}",
                 "utility": f"{difference.second:.4f}",
@@ -120,19 +135,46 @@ def utility_table(found: Sequence[VerifierFigures]) -> str:
     return markdown_table(rows)
 
 
-def utility_plot(found: Sequence[VerifierFigures]) -> Figure:
-    """Plot utility over β, a line for each verifier."""
+def utility_plot(found: Sequence[VerifierFigures], kept: Sequence[VerifierFigures] = ()) -> Figure:
+    """Plot utility over β: a line for each verifier, and for each window of `fly`.
+
+    Args:
+        found: The figures of all settings.
+        kept: Those of them that are pointed out.
+    """
     figure = Figure(figsize=(6.5, 4.5), layout="constrained")
     panel = figure.subplots()
-    for name in dict.fromkeys(one.verifier.name for one in found):
-        line = [one for one in found if one.verifier.name == name]
-        points = [(one.beta, one.utility.difference.second) for one in line]
+    lines = _lines(found)
+    dashes = {name: iter(_DASHES) for name in _COLOURS}
+    for common, line in lines.items():
+        name = common.name
+        points = [_place(one) for one in line]
         style: dict[str, Any] = {"color": _COLOURS.get(name, "black"), "marker": "o" if name in _COLOURS else "*"}
-        panel.plot(*zip(*points, strict=True), label=name, **style)
+        style["linestyle"] = next(dashes[name], ":") if name in dashes else "none"
+        panel.plot(*zip(*points, strict=True), label=title_of(common), markersize=4, **style)
         for one, place in zip(line, points, strict=True):
-            numbers = ", ".join(f"{value:g}" for value in one.numbers.values())
-            panel.annotate(numbers, place, textcoords="offset points", xytext=(4, 4), fontsize=7)
+            if one.verifier != EXACT and (varied_value(one.verifier) in grid_values(name) or one in kept):
+                text = f"{varied_value(one.verifier):g}"
+                panel.annotate(text, place, textcoords="offset points", xytext=(4, 4), fontsize=7)
+    for one in kept:
+        ring: dict[str, Any] = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "linestyle": "none"}
+        panel.plot(*_place(one), color=_COLOURS[one.verifier.name], **ring)
     panel.set(xlabel="β (tokens per base forward)", ylabel="utility")
     panel.grid(alpha=0.3)
     panel.legend()
     return figure
+
+
+def _lines(found: Sequence[VerifierFigures]) -> dict[VerifierSettings, list[VerifierFigures]]:
+    """Figures by all of their settings but the varied one."""
+    lines: dict[VerifierSettings, list[VerifierFigures]] = {}
+    for one in found:
+        lines.setdefault(EXACT if one.verifier == EXACT else with_value(one.verifier, None), []).append(one)
+    return {
+        common: line if common == EXACT else sorted(line, key=lambda one: leniency(one.verifier))
+        for common, line in lines.items()
+    }
+
+
+def _place(one: VerifierFigures) -> tuple[float, float]:
+    return one.beta, one.utility.difference.second

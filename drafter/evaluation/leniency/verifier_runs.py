@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,26 +17,7 @@ from drafter.statistics import DecodeCounts, mean_acceptance_length, speedup, to
 from drafter.verifiers.registry import make_verifier
 from drafter.verifiers.verifier_settings import VerifierSettings
 
-EXACT = VerifierSettings()
 _WARM_UP = 2
-_GRIDS: dict[str, tuple[dict[str, float], ...]] = {
-    "fly": tuple({"theta": theta} for theta in (1.05, 1.0, 0.9, 0.7, 0.5, 0.3, 0.1, 0.0)),
-    "pad": tuple({"sigma": sigma} for sigma in (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0)),
-    "typical": tuple({"delta": delta} for delta in (0.9, 0.5, 0.3, 0.09, 0.03, 0.01)),
-}
-"""Settings of each lenient verifier, from the strictest: the published one, and some on both sides of it."""
-
-
-def verifier_grid(settings: VerifierSettings) -> list[VerifierSettings]:
-    """Return settings of a lenient verifier, from the strictest to the most lenient.
-
-    Args:
-        settings: Its name, and what is the same in all of them.
-    """
-    varied = _GRIDS[settings.name]
-    if any(getattr(settings, name) is not None for name in varied[0]):
-        return [settings]  # somebody has chosen
-    return [replace(settings, **one) for one in varied]  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -72,42 +53,55 @@ class VerifierRun:
         return speedup(self.rates, self.plain_rates)
 
 
-def verifier_runs(
-    base: BaseModel,
-    tokenizer: Any,
-    drafter: Callable[[], Drafter],
-    requests: Sequence[Request],
-    verifiers: Sequence[VerifierSettings],
-    config: EngineConfig,
-    rounds: int,
-) -> Iterator[VerifierRun]:
-    """Yield what comes of the requests under each verifier.
+class VerifierTrials:
+    """Decodes the same requests under one verifier after another.
 
-    Only two engines exist at a time: one that decodes plainly, and that of the verifier.
+    Each has an engine of its own: an engine learns what pays under its verifier, reads the hidden states that this asks
+    for, and on a GPU repeats steps that were recorded with it. So two engines exist at a time, this and a plain one.
 
     Args:
         base: The base model.
         tokenizer: Of the base.
         drafter: Makes a new drafter.
         requests: What to decode.
-        verifiers: The verifiers' settings.
         config: The engines' sizes; requests wait in the queue.
         rounds: How often everything is timed.
 
-    Raises:
-        LoadError: A verifier does not fit the base or the drafter.
-        RequestError: A verifier does not take the requests' settings.
+    Attributes:
+        depth: Draft tokens of a path at most.
     """
-    config = replace(config, max_queue=max(config.max_queue, len(requests)))
-    plain = Engine(base, PlainDecoding(), tokenizer, config)
-    decode_all(plain, requests[:_WARM_UP])
-    for settings in verifiers:
-        engine = Engine(base, drafter(), tokenizer, config, verifier=make_verifier(settings))
+
+    def __init__(
+        self,
+        base: BaseModel,
+        tokenizer: Any,
+        drafter: Callable[[], Drafter],
+        requests: Sequence[Request],
+        config: EngineConfig,
+        rounds: int,
+    ) -> None:
+        config = replace(config, max_queue=max(config.max_queue, len(requests)))
+        self._base, self._tokenizer, self._drafter = base, tokenizer, drafter
+        self._requests, self._config, self._rounds = requests, config, rounds
+        spec = drafter().spec
+        self.depth = min(spec.max_depth, spec.max_nodes if config.nodes == "auto" else config.nodes)
+        self._plain = Engine(base, PlainDecoding(), tokenizer, config)
+        decode_all(self._plain, requests[:_WARM_UP])
+
+    def run(self, settings: VerifierSettings) -> VerifierRun:
+        """Return what comes of the requests under a verifier.
+
+        Raises:
+            LoadError: The verifier does not fit the base or the drafter.
+            RequestError: It does not take the requests' settings.
+        """
+        plain, requests = self._plain, self._requests
+        engine = Engine(self._base, self._drafter(), self._tokenizer, self._config, verifier=make_verifier(settings))
         decode_all(engine, requests[:_WARM_UP])
         rates: list[float] = []
         plain_rates: list[float] = []
         first: list[Generation] = []
-        for turn in range(rounds):
+        for turn in range(self._rounds):
             # The order alternates, so that a machine that grows busy disturbs both alike.
             both = [(engine, rates), (plain, plain_rates)]
             for one, found in both if turn % 2 == 0 else both[::-1]:
@@ -115,7 +109,7 @@ def verifier_runs(
                 found.append(sum(len(generation.token_ids) for generation in made) / seconds)
                 if one is engine and not first:
                     first = made
-        yield VerifierRun(
+        return VerifierRun(
             settings,
             [one.token_ids for one in first],
             [one.text for one in first],

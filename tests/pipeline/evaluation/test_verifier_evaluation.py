@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ HERE: dict[str, Any] = {
 
 
 class Measured:
-    """Evaluates two blocks without a cluster: the task's place is taken by literal runs.
+    """Evaluates two blocks without a cluster: the actor's place is taken by literal runs.
 
     Args:
         model: The base.
@@ -96,20 +97,33 @@ class Measured:
     """
 
     def __init__(self, model: Path, folder: Path) -> None:
-        self.environment, self.blocks, self.output = HERE, 0, folder / "out"
+        self.environment, self.loads, self.blocks, self.output = HERE, 0, 0, folder / "out"
         self.output.mkdir()
         file = write_jsonl(folder / "questions.jsonl", [{"question": "how many apples", "answer": "4"}])
         self._questions: dict[str, list[Question]] = {"tiny": read_questions(str(file), None)}
         self._model = str(model)
+        self._requests: Sequence[Request] = ()
 
-    def task(self, resources: ActorResources, measure: object, *asked: Any, **_: object) -> Iterator[Any]:
-        """What `measured` would yield."""
+    @contextmanager
+    def measuring(self, resources: ActorResources, *asked: Any, **_: object) -> Iterator[Callable[..., Any]]:
+        """Stand in for `measuring_actor.measuring`."""
+        yield lambda method, *given: getattr(self, f"_{method}")(*given)
+
+    def _load(self, command: str) -> dict[str, Any]:
+        self.loads += 1
+        return self.environment
+
+    def _begin(self, drafter: str, engine: object, requests: Sequence[Request], rounds: int) -> int:
         self.blocks += 1
-        yield self.environment
-        requests: Sequence[Request] = asked[4]
-        for settings in asked[5]:
-            counts = DecodeCounts(num_output_tokens=6, num_decode_steps=3)
-            yield VerifierRun(settings, [[4] for _ in requests], ["4" for _ in requests], 0, counts, [2.0], [1.0])
+        self._requests = requests
+        return 8
+
+    def _run(self, settings: VerifierSettings) -> VerifierRun:
+        """Answers are right from δ = 0.2 on, and β is 3 for exact decoding and larger the smaller δ is."""
+        delta = 1.0 if settings.delta is None else settings.delta
+        counts = DecodeCounts(num_output_tokens=int(1e4 * (4 - delta)), num_decode_steps=10_000)
+        (_,) = self._requests
+        return VerifierRun(settings, [[4]], ["4" if delta >= 0.2 else "5"], 0, counts, [2.0], [1.0])
 
     def run(self, **settings: Any) -> None:
         """Evaluate."""
@@ -119,10 +133,9 @@ class Measured:
             temperatures=[0.0, 0.5],
             nodes=8,
             batches=1,
-            verifiers="typical:delta=0.3",
             scorer="number",
             target="answer",
-            **settings,
+            **{"verifiers": "typical:delta=0.3", **settings},
         )
         evaluate_verifiers(config, self._questions, "command", self.output, ActorResources(1, 0, 1, None))
 
@@ -136,7 +149,7 @@ class Measured:
 @pytest.fixture
 def evaluation(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
     found = Measured(model, tmp_path)
-    monkeypatch.setattr(verifier_evaluation, "measured", found.task)
+    monkeypatch.setattr(verifier_evaluation, "measuring", found.measuring)
     return found
 
 
@@ -153,8 +166,24 @@ def test_blocks_of_the_same_machine_and_code_go_on(evaluation: Measured) -> None
     evaluation.environment = {**HERE, "date": "2026-01-02", "command": "second"}
     evaluation.run()
     assert evaluation.results == results
-    assert evaluation.blocks == 3
+    assert (evaluation.loads, evaluation.blocks) == (2, 3)
     assert results["environment"] == HERE
+    evaluation.run()
+    assert evaluation.loads == 2  # nothing was left to measure
+
+
+def test_all_that_the_search_tries_is_in_the_results(evaluation: Measured, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluation.run(verifiers="typical", keep=0.99)
+    for block in evaluation.results["blocks"]:
+        deltas = [one["settings"].get("delta") for one in block["verifiers"]]
+        assert deltas == [None, 0.9, 0.5, 0.3, 0.2475, 0.2213, 0.2082, 0.195, 0.09, 0.03, 0.01]
+        (kept,) = block["kept"]
+        assert kept == block["verifiers"][6]
+        assert kept["kept"] == 1
+        assert block["verifiers"][7]["kept"] == 0
+    printed = capsys.readouterr()
+    assert "keeps 99.0%: --verifier typical --verifier.delta 0.2082 (β 3.79, exact 3.00)" in printed.out
+    assert "typical, delta 0.195: β 3.81, keeps 0.0%" in printed.err
 
 
 @pytest.mark.parametrize("name", sorted(comparable(HERE)))

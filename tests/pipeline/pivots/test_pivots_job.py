@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,27 +15,33 @@ from pipeline.engines.model_files import folder_fingerprint
 from pipeline.pivots.pivots_config import parse_config
 from pipeline.pivots.pivots_job import main
 from tests.pipeline.conftest import JobRun, Run, write_jsonl
+from tests.support.waiting import wait_until
 
 Pivots = Callable[..., JobRun]
 
 
 @pytest.fixture
-def pivots(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Pivots:
-    """Run the job in this process: `pivots("--rollouts", 4)`."""
+def arguments(model: Path, tmp_path: Path) -> list[object]:
+    """The job's command line, but for its output."""
     prompts = [{"prompt": f"how many apples {n} how many apples {n}"} for n in range(12)]
     source = write_jsonl(tmp_path / "in.jsonl", prompts)
     scorer = tmp_path / "score.py"
     scorer.write_text("def worth(row): return len(set(row['text'])) % 3 == 0\n")
+    found: list[object] = ["--input", source, "--model", model, "--drafter", "ngram"]
+    found += ["--scorer", f"{scorer}:worth", "--rollouts", 3, "--tokens_per_prompt", 4]
+    found += ["--sampling.max_new_tokens", 32, "--engine.slots", 8, "--engine.nodes", 3]
+    return [*found, "--resources.cpus_per_actor", 1, "--resources.max_actors", 1, "--writing.rows_per_file", 20]
 
-    def job(*settings: object) -> JobRun:
-        arguments = ["--input", source, "--output", tmp_path / "out", "--model", model, "--drafter", "ngram"]
-        arguments += ["--scorer", f"{scorer}:worth", "--rollouts", 3, "--tokens_per_prompt", 4]
-        arguments += ["--sampling.max_new_tokens", 32, "--engine.slots", 8, "--engine.nodes", 3]
-        arguments += ["--resources.cpus_per_actor", 1, "--resources.max_actors", 1, "--writing.rows_per_file", 20]
+
+@pytest.fixture
+def pivots(arguments: list[object], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Pivots:
+    """Run the job in this process: `pivots("--rollouts", 4)`."""
+
+    def job(*settings: object, output: Path = tmp_path / "out") -> JobRun:
         capfd.readouterr()
-        code = main([str(argument) for argument in [*arguments, *settings]])
+        code = main([str(argument) for argument in ["--output", output, *arguments, *settings]])
         printed = capfd.readouterr()
-        return JobRun(code, printed.out, printed.err, tmp_path / "out")
+        return JobRun(code, printed.out, printed.err, output)
 
     return job
 
@@ -42,9 +51,30 @@ def labels_in(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def parts_of(folder: Path) -> dict[str, int]:
+    """Finished files of continuations, and when each was written."""
+    data = folder / "continuations" / "data"
+    return {path.name: path.stat().st_mtime_ns for path in data.iterdir()} if data.is_dir() else {}
+
+
+def killed_in_the_rollouts(arguments: list[object], folder: Path) -> dict[str, int]:
+    """Submit the job, kill it when two files of continuations are there, and return the files."""
+    job = subprocess.Popen([sys.executable, "-m", "jobs.pivots", *map(str, arguments)])
+    try:
+        wait_until(lambda: job.poll() is not None or len(parts_of(folder)) >= 2, "two files of continuations")
+        job.kill()
+        assert job.wait() == -signal.SIGKILL
+    finally:
+        job.kill()
+    assert not (folder / "labels.parquet").exists()
+    return parts_of(folder)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-def test_from_prompts_to_a_verifier_and_through_a_kill(pivots: Pivots, run: Run, tmp_path: Path) -> None:
+def test_from_prompts_to_a_verifier_and_through_a_kill(
+    pivots: Pivots, arguments: list[object], run: Run, tmp_path: Path
+) -> None:
     outcome = pivots()
     assert outcome.code == 0, outcome.stderr
     folder = outcome.folder
@@ -62,15 +92,14 @@ def test_from_prompts_to_a_verifier_and_through_a_kill(pivots: Pivots, run: Run,
     assert f"{len(labels):,} rejected tokens" in outcome.stdout
     assert pivots().stdout == f"{folder / 'pivots.json'} is there: the job has finished\n"
 
-    # As after a kill among the continuations: a part of them and all that comes after are not there.
-    parts = sorted((folder / "continuations" / "data").iterdir())
-    assert len(parts) > 1
-    parts[-1].unlink()
-    for name in ("labels.parquet", "pivots.json", "verifier/config.json"):
-        (folder / name).unlink()
-    outcome = pivots()
-    assert outcome.code == 0, outcome.stderr
-    assert labels_in(folder) == labels
+    # A job that is killed among the continuations, and submitted again, has the same labels.
+    killed = tmp_path / "killed"
+    before = killed_in_the_rollouts([*arguments, "--output", killed, "--engine.slots", 1], killed)
+    assert 2 <= len(before) < len(list((folder / "continuations" / "data").iterdir()))
+    again = pivots(output=killed)
+    assert again.code == 0, again.stderr
+    assert labels_in(killed) == labels
+    assert before.items() <= parts_of(killed).items()  # what was there is not generated again
 
     # What came of it is a verifier of the generation job, and its output is marked.
     settings = ("--verifier", "pad", "--verifier.sigma", "1.0", "--verifier.classifier", folder / "verifier")

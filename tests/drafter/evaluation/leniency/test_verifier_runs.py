@@ -8,8 +8,16 @@ import pytest
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.none import PlainDecoding
 from drafter.engine.engine_config import EngineConfig
-from drafter.evaluation.leniency.kept_utility import VerifierFigures, fastest_that_keeps, utility_plot, utility_table
-from drafter.evaluation.leniency.verifier_runs import EXACT, VerifierRun, verifier_grid, verifier_runs
+from drafter.evaluation.leniency.kept_utility import (
+    VerifierFigures,
+    fastest_that_keeps,
+    in_order,
+    title_of,
+    utility_plot,
+    utility_table,
+)
+from drafter.evaluation.leniency.setting_grid import EXACT, verifier_grid
+from drafter.evaluation.leniency.verifier_runs import VerifierRun, VerifierTrials
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import DecodeCounts
 from drafter.verifiers.verifier_settings import VerifierSettings
@@ -21,9 +29,9 @@ def test_every_verifier_decodes_the_same_requests_beside_plain_decoding(tiny_bas
     expected = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), requests)]
     verifiers = [EXACT, VerifierSettings("fly", theta=0.0, window=1)]
     config = EngineConfig(slots=3, nodes=8)
-    made = list(
-        verifier_runs(tiny_base, SpellingTokenizer(), lambda: AdversarialDrafter(1), requests, verifiers, config, 2)
-    )
+    trials = VerifierTrials(tiny_base, SpellingTokenizer(), lambda: AdversarialDrafter(1), requests, config, 2)
+    made = [trials.run(one) for one in verifiers]
+    assert trials.depth == min(AdversarialDrafter(1).spec.max_depth, 8)
     assert [run.verifier for run in made] == verifiers
     assert made[0].token_ids == expected
     assert made[0].lenient_tokens == 0 < made[1].lenient_tokens
@@ -66,7 +74,35 @@ def test_the_fastest_that_keeps_enough_is_found_for_each_verifier() -> None:
     table = utility_table(found)
     assert "| fly | theta 0.1 | 4.00 | 3.00 | 0.8750 | -0.1250 ± 0.2450 | 87.5% | 3 of 40 |" in table
     assert "| exact |  | 2.00 | 3.00 | 1.0000 |  | 100.0% | 3 of 20 |" in table
-    (panel,) = utility_plot(found).axes
-    assert [line.get_label() for line in panel.lines] == ["exact", "fly", "pad"]
+    (panel,) = utility_plot(found, [found[2]]).axes
+    assert [line.get_label() for line in panel.lines[:3]] == ["exact", "fly", "pad"]
+    assert panel.lines[3].get_xydata().tolist() == [[3, 0.9875]]  # type: ignore[union-attr]
     assert panel.lines[1].get_xydata().tolist() == [[2, 1], [3, 0.9875], [4, 0.875]]  # type: ignore[union-attr]
     assert math.isclose(found[1].as_dict()["kept"], 1)
+
+
+def test_lines_are_of_one_window_and_go_from_strict_to_lenient() -> None:
+    one = [1.0]
+    found = [
+        figures(one, one, 2, "exact"),
+        figures(one, one, 4, theta=0.5),
+        figures(one, one, 5, theta=0.1, window=12),
+        figures(one, one, 3, theta=0.9),
+        figures(one, one, 4, theta=0.3, window=12),
+        figures(one, one, 5, "pad", sigma=0.7),
+        figures(one, one, 3, "pad", sigma=0.1),
+    ]
+    assert [title_of(each.verifier) for each in in_order(found)] == [
+        "exact",
+        "fly, theta 0.9",
+        "fly, theta 0.5",
+        "fly, theta 0.3, window 12",
+        "fly, theta 0.1, window 12",
+        "pad, sigma 0.1",
+        "pad, sigma 0.7",
+    ]
+    (panel,) = utility_plot(found).axes
+    assert [line.get_label() for line in panel.lines] == ["exact", "fly", "fly, window 12", "pad"]
+    assert panel.lines[2].get_xydata().tolist() == [[4, 1], [5, 1]]  # type: ignore[union-attr]
+    assert panel.lines[1].get_color() == panel.lines[2].get_color() != panel.lines[3].get_color()
+    assert panel.lines[1].get_linestyle() != panel.lines[2].get_linestyle()
