@@ -11,9 +11,10 @@ import numpy as np
 
 from drafter.budget.contract import Choosing, Floats, StepLoad
 
-NODE_COUNTS = (0, 3, 5, 7, 11, 15, 23, 31, 47, 63)
+NODE_COUNTS = (0, 3, 4, 7, 9, 11, 15, 23, 31, 47, 63)
 """Draft nodes a step may verify: few enough to measure, and a CUDA graph each. With its root a tree then has a round
-number of nodes: MKL takes nearly one and a half times as long for 17 rows of a matrix as for 16."""
+number of nodes: MKL takes nearly one and a half times as long for 17 rows of a matrix as for 16. A matrix unit has 16
+rows, which the three parts of 5 nodes fill, and those of 10 twice."""
 _PLAIN_RUN = 10
 """Plain steps that are timed one after another: the first ones find little of the base in a processor's caches."""
 _LONG = 0.3

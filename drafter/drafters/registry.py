@@ -72,6 +72,10 @@ class Loading:
         return drafter
 
 
+_HEAD_AND_TEXTS = ("head", "memory")
+"""Members of `auto` that also draft together: a head knows what is likely, texts what was said before."""
+
+
 def _chosen_among(rest: str, loading: Loading) -> Drafter:
     names = candidates(rest)
     if not all(names) or len(set(names)) < len(names):
@@ -120,7 +124,8 @@ def shipped_head(base: BaseModel) -> Path | None:
 
 
 def automatic(loading: Loading) -> Drafter:
-    """Return the drafter `auto`: all that are to be had for a base, among which a budget chooses.
+    """Return the drafter `auto`: all that are to be had for a base, and the head merged with what other texts said,
+    among which a budget chooses.
 
     On a GPU a step is recorded with its drafter, so there is one alone: the head that ships, or else `ngram`.
     """
@@ -129,7 +134,8 @@ def automatic(loading: Loading) -> Drafter:
         return loading.load(str(head or "ngram"))
     named = {"head": str(head)} if head else {}
     named |= {name: name for name in ("memory", "cacheback", "ngram")}
-    return ChoosingDrafter({name: loading.load(one) for name, one in named.items()})
+    together = [_HEAD_AND_TEXTS] if head else []
+    return ChoosingDrafter({name: loading.load(one) for name, one in named.items()}, together=together)
 
 
 def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: bool = False) -> Drafter:
@@ -140,8 +146,8 @@ def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: boo
             first N layers), the algorithm of an embedded head (`ctc`), a head's folder or hub id, `model:` and a draft
             model's folder or hub id, several of these joined by `+`, `long:N:DRAFTER` (a chain of N tokens that
             n-grams go on with), `stack:LOWER>model:A` (see `load_stack`), or `auto`: the CTC head that ships with the
-            project for this base, `memory`, `cacheback` and `ngram`, of which the fastest drafts; `auto:A,B` chooses
-            among these.
+            project for this base, alone and merged with `memory`, `memory`, `cacheback` and `ngram`, of which the
+            fastest drafts; `auto:A,B` chooses among these.
         base: The base it drafts for.
         nodes: Draft nodes of its largest trees.
         isolated: Whether no text may be drafted from another one.
@@ -170,7 +176,7 @@ def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: boo
     return load_head(name, base, HEADS).drafter(base, nodes)
 
 
-LEARNT_MEMBERS = ("head", "head+memory")
+LEARNT_MEMBERS = ("head", "+".join(_HEAD_AND_TEXTS))
 """Members of `auto` that draft with a head that learns."""
 SHIPPED_OR_NEW = "shipped"
 """As `StartingHead.folder`: the head that ships with the project for a base, or a new one where none does."""
@@ -214,4 +220,4 @@ def load_learning_drafter(
     others = {one: loading.load(one) for one in ("memory", "cacheback", "ngram")}
     # The first member is tried first, and is the one that drafts where no budget chooses.
     named = {"head": head, **others} if start.drafts else {**others, "head": head}
-    return ChoosingDrafter(named, together=[("head", "memory")])
+    return ChoosingDrafter(named, together=[_HEAD_AND_TEXTS])

@@ -29,7 +29,7 @@ def test_auto_chooses_among_the_head_that_ships_for_a_base_and_what_needs_none(
     assert load_drafter("auto", tiny_base, 8).members == ("memory", "cacheback", "ngram")
     monkeypatch.setattr(registry, "OTHER_HEADS", head_of_tiny_base.parent)
     assert shipped_head(tiny_base) == head_of_tiny_base
-    assert load_drafter("auto", tiny_base, 8).members == ("head", "memory", "cacheback", "ngram")
+    assert load_drafter("auto", tiny_base, 8).members == ("head", "memory", "cacheback", "ngram", "head+memory")
 
 
 def test_candidates_are_named(tiny_base: BaseModel) -> None:
