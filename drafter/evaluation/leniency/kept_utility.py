@@ -16,7 +16,8 @@ from drafter.verifiers.verifier_settings import VerifierSettings
 
 _COLOURS = {"fly": "#0072B2", "pad": "#D55E00", "typical": "#009E73"}
 """Of the colours of Okabe and Ito, which colour-blind readers can tell apart."""
-_DASHES = ("-", "--", ":")
+_STYLES = ({"linestyle": "-", "marker": "o"}, {"linestyle": "--", "marker": "s"}, {"linestyle": ":", "marker": "^"})
+"""Of the lines of one verifier; a line may be a single point."""
 
 
 @dataclass(frozen=True)
@@ -145,12 +146,13 @@ def utility_plot(found: Sequence[VerifierFigures], kept: Sequence[VerifierFigure
     figure = Figure(figsize=(6.5, 4.5), layout="constrained")
     panel = figure.subplots()
     lines = _lines(found)
-    dashes = {name: iter(_DASHES) for name in _COLOURS}
-    for common, line in lines.items():
+    names = [common.name for common in lines]
+    for number, (common, line) in enumerate(lines.items()):
         name = common.name
         points = [_place(one) for one in line]
-        style: dict[str, Any] = {"color": _COLOURS.get(name, "black"), "marker": "o" if name in _COLOURS else "*"}
-        style["linestyle"] = next(dashes[name], ":") if name in dashes else "none"
+        style: dict[str, Any] = {"color": "black", "marker": "*", "linestyle": "none"}
+        if name in _COLOURS:
+            style = {"color": _COLOURS[name], **_STYLES[names[:number].count(name) % len(_STYLES)]}
         panel.plot(*zip(*points, strict=True), label=title_of(common), markersize=4, **style)
         for one, place in zip(line, points, strict=True):
             if one.verifier != EXACT and (varied_value(one.verifier) in grid_values(name) or one in kept):

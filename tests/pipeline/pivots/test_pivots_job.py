@@ -51,6 +51,12 @@ def labels_in(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def decided(label: dict[str, Any]) -> list[Any]:
+    """A label without what is computed in batches of another size there, and so rounded otherwise."""
+    names = ["request_id", "place", "rejected", "chosen", "rollouts_with", "utility_with", "utility_without", "pivot"]
+    return [label[name] for name in names]
+
+
 def parts_of(folder: Path) -> dict[str, int]:
     """Finished files of continuations, and when each was written."""
     data = folder / "continuations" / "data"
@@ -98,7 +104,7 @@ def test_from_prompts_to_a_verifier_and_through_a_kill(
     assert 2 <= len(before) < len(list((folder / "continuations" / "data").iterdir()))
     again = pivots(output=killed)
     assert again.code == 0, again.stderr
-    assert labels_in(killed) == labels
+    assert list(map(decided, labels_in(killed))) == list(map(decided, labels))
     assert before.items() <= parts_of(killed).items()  # what was there is not generated again
 
     # What came of it is a verifier of the generation job, and its output is marked.

@@ -123,7 +123,7 @@ def test_tokens_are_those_of_plain_decoding_and_only_who_agreed_is_learnt_from(
         assert client.compared == {0.0, 0.8}
 
         def is_known() -> bool:
-            return endpoint.figures().get("drafter_learner_version", 0.0) >= last + 2
+            return bool(endpoint.figures().get("drafter_learner_version", 0.0) >= last + 2)
 
         wait_until(is_known, "the newest version to be told")
         assert httpx2.get(f"{endpoint.address}/learning", timeout=PATIENCE).status_code == 401
