@@ -28,7 +28,7 @@ class LearningConfig:
         cpus: CPU cores that are the learner's own, and so its threads. With 0 it is one thread that takes what the
             engines leave.
         gpus: GPUs that are the learner's own, a fraction allowed; with 0 it learns on the CPU. Engines that are to
-            share a GPU with it take less of it: see resources.gpus_per_actor.
+            share a GPU with it take less of it: see resources.gpus_per_actor, and replicas.gpus of an endpoint.
         training: How it learns.
     """
 
