@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from drafter.llm import SpeculativeLM
 from pipeline.learning.engine_beats import EngineBeat
 from pipeline.learning.learner_actor import Answer
 from pipeline.learning.learning_feed import LearningFeed
+from tests.support.waiting import wait_until
 
 
 class Teacher:
@@ -168,14 +169,22 @@ def test_a_learner_is_looked_for_until_it_is_there_and_again_when_it_has_ended()
     feed.exchange()
     assert ray.get(first.rows.remote()) == ["a"]
 
-    ray.kill(first)
-    feed.exchange()
-    feed.exchange()
-    assert not engine.end_row("it has ended")
+    def after_exchanges(condition: Callable[[], bool], what: str) -> None:
+        """Exchange until it is so: a process that is killed may answer once more."""
+
+        def exchanged() -> bool:
+            feed.exchange()
+            return condition()
+
+        wait_until(exchanged, what)
+
     ray.get(second.publish.remote(4, {"w": torch.ones(1)}))
-    feed.exchange()
-    assert engine.end_row("b")
-    feed.exchange()
+    ray.kill(first)
+    after_exchanges(lambda: len(there) < 2, "nobody to be there any more")
+    assert not engine.end_row("it has ended")
+    after_exchanges(lambda: not there, "the other one to be found")
+    after_exchanges(lambda: engine.end_row("b"), "rows to be wanted")
+    after_exchanges(lambda: bool(ray.get(second.rows.remote())), "a row to arrive")
     assert ray.get(second.rows.remote()) == ["b"]
     assert engine.offered == [(4, [1.0])]
     assert not there
