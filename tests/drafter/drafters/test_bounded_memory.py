@@ -17,7 +17,7 @@ from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Loa
 from drafter.drafters.memory import MemoryDrafter
 from drafter.stage_times import StageTimes
 
-_SLOTS, _PROMPT, _STEPS = 16, 12, 1
+_SLOTS, _PROMPT, _STEPS = 16, 20, 1
 
 
 def decode(drafter: Drafter, rows: int, rng: random.Random) -> None:
