@@ -2,8 +2,11 @@
 
 The followers of a text's last token are drafted, and from the end of each of them the search goes on in the same way. A
 table of the text itself is asked first, then one of all texts that this engine has decoded, and at last, where there is
-one, a frozen table of a corpus. The newest followers come first, as published, but before them those that have also
-followed the tokens before the last one.
+one, a frozen table of a corpus; the newest followers come first. So far as published.
+
+Where a text is copied, a token does not tell which of its places is meant, and what follows the last one is known only
+when a whole follower has come. So before those tables we ask others with longer leaders and followers of one token, the
+longest leaders first, and a token's probability depends on how long its leader is.
 """
 
 from __future__ import annotations
@@ -28,15 +31,15 @@ from drafter.tree.trie import from_nodes
 
 _DEPTH = 16
 """Draft tokens of a path at most."""
+_LENGTHS = ((8, 1), (4, 1), (2, 1), (1, 3))
+"""Tokens of a leader and of a follower, in the order in which tables are asked; the last are the published ones."""
 _OWN_LEADERS, _SHARED_LEADERS, _FOLLOWERS = 4096, 1 << 16, 8
-"""Leaders of the table of a text and of that of all texts, and followers of each."""
-_CONTEXT = 2
-"""Tokens before the leader that may tell followers apart."""
-_NEWEST = (math.log(0.4), math.log(0.6), math.log(0.8))
-"""Log-probability of the first follower's first token, by how many tokens before the leader agree with it."""
-_OLDER, _FADING = math.log(0.6), math.log(0.9)
-"""What each later follower loses, and what each further token does. The budget calibrates probabilities, so only their
-order matters."""
+"""Leaders of a table of a text and of one of all texts, and followers of each."""
+_FIRST = {8: math.log(0.9), 4: math.log(0.8), 2: math.log(0.5), 1: math.log(0.3)}
+"""Log-probability of the first token of the first follower, by the tokens of the leader."""
+_OLDER, _FADING = math.log(0.6), math.log(0.5)
+"""What each later first token loses, and what each further token of a follower does. The budget calibrates
+probabilities, so only their order matters."""
 
 
 class CachebackDrafter(Drafter):
@@ -51,21 +54,21 @@ class CachebackDrafter(Drafter):
     def __init__(self, nodes: int = 16, *, isolated: bool = False, frozen: FrozenTable | None = None) -> None:
         self.spec = DraftSpec(nodes, min(nodes, _DEPTH), graph_safe=False)
         self._frozen = frozen
-        self._shared = None if isolated else LruTable(_SHARED_LEADERS, _FOLLOWERS)
+        self._shared = [] if isolated else _tables(_SHARED_LEADERS)
 
     def open(self, loan: Loan) -> None:
         """Make room for the texts."""
-        self._own = [_own_table() for _ in range(loan.slots)]
+        self._own = [_tables(_OWN_LEADERS) for _ in range(loan.slots)]
         self._tails: list[list[int]] = [[] for _ in range(loan.slots)]
 
     def enter(self, slot: int, text: Ids) -> None:
         """Let a text begin in `slot`."""
-        self._own[slot], self._tails[slot] = _own_table(), []
+        self._own[slot], self._tails[slot] = _tables(_OWN_LEADERS), []
         self._learn(slot, text.tolist())
 
     def move(self, source: int, target: int) -> None:
         """Let the text in slot `source` go on in slot `target`."""
-        self._own[target], self._own[source] = self._own[source], _own_table()
+        self._own[target], self._own[source] = self._own[source], _tables(_OWN_LEADERS)
         self._tails[target], self._tails[source] = self._tails[source], []
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
@@ -84,17 +87,17 @@ class CachebackDrafter(Drafter):
         for slot, tokens in zip(committed.slots, committed.tokens, strict=True):
             self._learn(slot, tokens)
 
-    def _learning(self, slot: int) -> list[LruTable]:
-        return [self._own[slot], *([] if self._shared is None else [self._shared])]
-
     def _asked(self, slot: int) -> list[Table]:
-        return [*self._learning(slot), *([] if self._frozen is None else [self._frozen])]
+        """The tables that know a text: longer leaders first; of one length the text's own, that of all, the frozen."""
+        frozen = [] if self._frozen is None else [self._frozen]
+        return sorted([*self._own[slot], *self._shared, *frozen], key=lambda table: -table.leader_length)
 
     def _learn(self, slot: int, tokens: Sequence[int]) -> None:
+        known = len(self._tails[slot])
         text = [*self._tails[slot], *tokens]
-        for table in self._learning(slot):
-            table.learn(text)
-        self._tails[slot] = text[1 - self._own[slot].window :]
+        for table in (*self._own[slot], *self._shared):
+            table.learn(text[max(0, known + 1 - table.window) :])
+        self._tails[slot] = text[1 - max(table.window for table in self._own[slot]) :]
 
 
 @dataclass(frozen=True)
@@ -117,66 +120,51 @@ def grow(tables: Sequence[Table], tail: Sequence[int], nodes: int, depth: int) -
     """Follow the likeliest ends first, from the text's, until no other end could give one of the best `nodes` nodes.
 
     Args:
-        tables: Asked one after another; they have the same lengths of leaders.
+        tables: Asked one after another, those with the longest leaders first.
         tail: The text's last tokens.
         nodes: Draft nodes that are wanted.
         depth: No node lies deeper below the root.
     """
-    found, children = Candidates(), dict[tuple[int, int], int]()
-    length, order = tables[0].leader_length, itertools.count()
+    found, children, followed = Candidates(), dict[tuple[int, int], int](), set[int]()
+    longest, order = max(table.leader_length for table in tables), itertools.count()
     # Ends by falling log-probability: that, order of coming, node, last tokens.
-    ends = [(0.0, next(order), -1, tuple(tail[-length - _CONTEXT :]))]
+    ends = [(0.0, next(order), -1, tuple(tail[-longest:]))]
     while ends:
         cost, _, start, before = heapq.heappop(ends)
+        if start in followed:  # by another way, which was no less probable
+            continue
+        followed.add(start)
         if len(found.tokens) >= nodes and -cost <= heapq.nlargest(nodes, found.log_probs)[-1]:
             break
-        for rank, (context, follower) in enumerate(_ranked(tables, before)):
-            node, log_prob = start, -cost + _NEWEST[context] + rank * _OLDER
+        ranks: dict[int, int] = {}  # of first tokens
+        for follower, length in _followers(tables, before).items():
+            rank = ranks.setdefault(follower[0], len(ranks))
+            node, log_prob = start, -cost + _FIRST[length] + rank * _OLDER
             for place, token in enumerate(follower):
                 below = 0 if node < 0 else found.depths[node]
                 if below == depth:
                     break
                 log_prob += _FADING if place else 0.0
+                # Several followers may begin alike: the most probable counts, but no child is above its parent.
+                bound = log_prob if node < 0 else min(log_prob, found.log_probs[node])
                 child = children.get((node, token))
                 if child is None:
-                    # A node that an earlier follower has made may be less probable than its child would be by this one.
-                    bound = log_prob if node < 0 else min(log_prob, found.log_probs[node])
                     child = children[node, token] = found.add(token, node, below + 1, bound)
+                found.log_probs[child] = max(found.log_probs[child], bound)
                 node = child
             else:
-                end = (*before, *follower)[-length - _CONTEXT :]
+                end = (*before, *follower)[-longest:]
                 heapq.heappush(ends, (-min(log_prob, found.log_probs[node]), next(order), node, end))
     return found
 
 
-def _ranked(tables: Sequence[Table], tail: Gram) -> list[tuple[int, Gram]]:
-    """The followers of a text's end, likeliest first, each with how many tokens before the leader agree with it.
-
-    A follower of the token before the leader that begins with the leader tells what came after both of them, so the
-    tables know the followers in longer contexts, too. Those come first, and among equals the first table's newest.
-    """
-    length = tables[0].leader_length
-    agreeing = [
-        {
-            follower[more:]
-            for table in tables
-            for follower in table.followers(tail[-length - more : -more])
-            if len(follower) > more and follower[:more] == tail[-more:]
-        }
-        for more in range(1, len(tail) - length + 1)
-    ]
-    found = dict.fromkeys(itertools.chain.from_iterable(table.followers(tail[-length:]) for table in tables))
-
-    def context(follower: Gram) -> int:
-        """Tokens before the leader after which the follower has been seen as far as the tables tell."""
-        more = 0
-        for seen in agreeing:
-            if follower[: len(follower) - more - 1] not in seen:
-                break
-            more += 1
-        return more
-
-    return sorted(((context(follower), follower) for follower in found), key=lambda one: -one[0])
+def _followers(tables: Sequence[Table], tail: Gram) -> dict[Gram, int]:
+    """The followers of a text's end, likeliest first, each with the length of the longest leader that it follows."""
+    found: dict[Gram, int] = {}
+    for table in tables:
+        for follower in table.followers(tail[-table.leader_length :]):
+            found.setdefault(follower, table.leader_length)
+    return found
 
 
 def side_by_side(rows: Sequence[Candidates]) -> tuple[npt.NDArray[np.generic], ...]:
@@ -192,5 +180,5 @@ def side_by_side(rows: Sequence[Candidates]) -> tuple[npt.NDArray[np.generic], .
     return arrays
 
 
-def _own_table() -> LruTable:
-    return LruTable(_OWN_LEADERS, _FOLLOWERS)
+def _tables(leaders: int) -> list[LruTable]:
+    return [LruTable(leaders, _FOLLOWERS, *lengths) for lengths in _LENGTHS]

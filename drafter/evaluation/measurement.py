@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -34,6 +34,7 @@ from drafter.requests import Request
 from drafter.statistics import DecodeCounts, total
 
 _WARM_UP_PROMPTS = 2
+_WARM_UP_TOKENS = 16
 _STAGE_PROMPTS = 2
 """Least number of prompts of the pass that takes stage times. A larger batch takes as many as fill it."""
 
@@ -64,8 +65,9 @@ class Evaluation:
     def __init__(
         self, base: BaseModel, tokenizer: Any, questions: Mapping[str, Sequence[Question]], plan: Plan
     ) -> None:
-        self._base, self._tokenizer, self._questions, self._plan = base, tokenizer, questions, plan
-        for name, some in questions.items():
+        self._base, self._tokenizer, self._plan = base, tokenizer, plan
+        self._questions = {name: [one for one in some for _ in range(plan.samples)] for name, some in questions.items()}
+        for name, some in self._questions.items():
             prompts, batch = sum(len(question.turns) for question in some), max(plan.batches)
             if prompts < batch:
                 raise QuestionError(
@@ -98,7 +100,7 @@ class Evaluation:
         questions = {
             name: {
                 "file": files[name],
-                "questions": len(some),
+                "questions": len(some) // self._plan.samples,
                 "prompts": sum(len(question.turns) for question in some),
                 "fingerprint": hashlib.sha256(repr(list(some)).encode()).hexdigest()[:16],
                 "categories": sorted({question.category for question in some if question.category}),
@@ -156,7 +158,7 @@ class Evaluation:
         theirs = transformers_decoder(self._base, batch, padding(self._tokenizer))
         decoders = {TRANSFORMERS: theirs} | {arm: engine_decoder(engine) for arm, engine in engines.items()}
         for decode in decoders.values():
-            decode(next(iter(requests.values()))[: max(_WARM_UP_PROMPTS, batch)])
+            decode([warm_up_request(one) for one in next(iter(requests.values()))[: max(_WARM_UP_PROMPTS, batch)]])
         for setting, some in prompts.items():
             rounds = yield from self._rounds(decoders, setting, requests[setting])
             part = requests[setting][: max(_STAGE_PROMPTS, batch)]
@@ -199,6 +201,13 @@ class Evaluation:
         if arm.tree == "static":
             raise ValueError("only a draft head has a static tree")
         return load_drafter(arm.drafter, self._base, nodes)
+
+
+def warm_up_request(request: Request) -> Request:
+    """Return a request as long as the given one, which teaches a drafter nothing: it is read backwards."""
+    tokens = min(request.sampling.max_new_tokens, _WARM_UP_TOKENS)
+    sampling = replace(request.sampling, max_new_tokens=tokens, ignore_eos=True)
+    return replace(request, prompt_ids=request.prompt_ids[::-1], sampling=sampling)
 
 
 def cell_of(

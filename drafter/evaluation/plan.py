@@ -51,6 +51,7 @@ class Plan:
         nodes: Numbers of draft nodes of a step.
         batches: Numbers of requests decoded together.
         temperatures: Sampling temperatures.
+        samples: Answers to each question, each with a seed of its own, one after another.
         rounds: How often everything is timed.
         max_new_tokens: Longest answer, the same for every arm.
         compile: Whether this project's engines compile the base's forward.
@@ -64,6 +65,7 @@ class Plan:
     nodes: tuple[Nodes, ...] = (16, "auto")
     batches: tuple[int, ...] = (1, 4)
     temperatures: tuple[float, ...] = (0.0,)
+    samples: int = 1
     rounds: int = 1
     max_new_tokens: int = 48
     compile: bool = False
@@ -76,6 +78,7 @@ class Plan:
         counts = {
             "nodes": [nodes for nodes in self.nodes if nodes != "auto"],
             "batches": self.batches,
+            "samples": [self.samples],
             "rounds": [self.rounds],
             "max_new_tokens": [self.max_new_tokens],
         }
@@ -84,6 +87,10 @@ class Plan:
                 raise ValueError(f"{name} must be at least 1, not {wrong[0]}")
         if not all(0 <= temperature < math.inf for temperature in self.temperatures):
             raise ValueError(f"temperatures must be finite and at least 0, not {list(self.temperatures)}")
+        if self.samples > 1 and 0 in self.temperatures:
+            raise ValueError(
+                "samples: at temperature 0 all answers to a question are the same: use one, or other temperatures"
+            )
         if unknown := [tree for tree in self.trees if tree not in get_args(Tree)]:
             raise ValueError(f"trees must be {' or '.join(get_args(Tree))}, not {unknown[0]}")
         if {PLAIN.drafter, TRANSFORMERS.drafter} & set(self.drafters):

@@ -33,6 +33,7 @@ class EvaluateConfig:
         temperatures: One or a list: sampling temperatures.
         questions: Question files by name: JSON lines with `turns` (MT-bench's format) or `question` (GSM8K's).
         questions_per_file: Number of questions to take, spread evenly over each file; null takes all.
+        samples: Answers to each question, each with a seed of its own, above temperature 0.
         rounds: How often everything is timed.
         max_new_tokens: Longest answer.
         compile: Compile the base's forward, as `engine.compile` of `jobs.generate` does.
@@ -57,6 +58,7 @@ class EvaluateConfig:
         default_factory=lambda: {"chat": "data/chat-prompts/questions.jsonl", "gsm8k": "data/gsm8k/test.jsonl"}
     )
     questions_per_file: int | None = 8
+    samples: int = Plan.samples
     rounds: int = Plan.rounds
     max_new_tokens: int = Plan.max_new_tokens
     compile: bool = Plan.compile
@@ -78,6 +80,8 @@ class EvaluateConfig:
             raise InputError("scorer and keep are of verifiers: name some, or leave these out")
         if self.verifiers is not None and self.scorer is None:
             raise InputError("verifiers are measured by what answers are worth: name a scorer")
+        if self.verifiers is not None and self.samples != 1:
+            raise InputError("samples are of an evaluation of drafters: leave them out, or leave verifiers out")
         if self.keep is not None and not 0 < self.keep <= 1:
             raise InputError(f"keep must be more than 0 and at most 1, not {self.keep:g}")
         self.lenient_verifiers()
@@ -107,6 +111,7 @@ class EvaluateConfig:
             nodes=_each(self.nodes),
             batches=_each(self.batches),
             temperatures=_each(self.temperatures),
+            samples=self.samples,
             rounds=self.rounds,
             max_new_tokens=self.max_new_tokens,
             compile=self.compile,

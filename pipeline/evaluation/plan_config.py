@@ -21,7 +21,8 @@ class PlanConfig:
             lowest level alone, `cacheback`, `ngram`, `memory`, or several of these joined by `+`.
         model: Base model, as a hub id or folder; by default the embedded demonstration model.
         questions: A sample of the job's prompts: JSON lines with `turns` (MT-bench's format) or `question` (GSM8K's).
-        questions_per_file: Number of questions to take, spread evenly over the file; null takes all.
+        questions_per_file: Number of questions to take, spread evenly over the file; null takes all. The plan rests on
+            every other one; what it expects is compared with what the others take.
         nodes: Draft tokens that the base verifies in a step; by default as many as can pay on the device.
         batch: Number of requests decoded together.
         temperature: Sampling temperature.
@@ -34,7 +35,7 @@ class PlanConfig:
     drafters: list[str]
     model: str | None = None
     questions: str = "data/gsm8k/test.jsonl"
-    questions_per_file: int | None = 8
+    questions_per_file: int | None = 16
     nodes: int | None = None
     batch: int = 1
     temperature: float = 0.0
@@ -47,7 +48,8 @@ class PlanConfig:
             raise InputError("output is empty")
         if not self.drafters or len(set(self.drafters)) < len(self.drafters):
             raise InputError(f"drafters must be at least one name, none of them twice, not {self.drafters}")
-        for name in ("questions_per_file", "nodes", "batch", "max_new_tokens"):
+        at_least("questions_per_file", self.questions_per_file, 2)
+        for name in ("nodes", "batch", "max_new_tokens"):
             at_least(name, getattr(self, name), 1)
         at_least("gpus", self.gpus, 0)
         if not 0 <= self.temperature < math.inf:
@@ -56,7 +58,7 @@ class PlanConfig:
 
 _DESCRIPTION = """\
 Find the stack of drafters with the lowest expected time a token, from how much of each other's drafts the models accept
-and what their forwards cost, measured on a sample of prompts.
+and what their forwards cost, measured on a sample of prompts. What the best stack takes is measured on others.
 
 The job prints what it compared, and writes it to --output: stacks.json and stacks.md. The best stack's name goes to
 --drafter of jobs.generate and jobs.serve.

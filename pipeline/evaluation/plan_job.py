@@ -49,6 +49,10 @@ def plan(config: PlanConfig, command: str) -> None:
         questions = read_questions(config.questions, config.questions_per_file)
     except QuestionError as error:
         raise InputError(str(error)) from error
+    if len(questions) < 2:
+        raise InputError(
+            f"questions {config.questions}: a plan needs at least 2, one to measure on and one to try it on"
+        )
     for name in config.drafters:
         head_fingerprints(config.model, name)  # a mistake in a name is found before anything is loaded
     folder = Path(config.output).expanduser()
@@ -87,14 +91,17 @@ def measure_stacks(
     tokenizer = load_tokenizer(model, trust_remote_code=config.loading.trust_remote_code)
     nodes = config.nodes or useful_nodes(base.device)
     planning = StackPlanning(base, tokenizer, config.drafters, nodes, config.batch)
-    prompts = prompts_of(
-        base,
-        tokenizer,
-        questions,
-        temperature=config.temperature,
-        max_new_tokens=config.max_new_tokens,
-        slots=config.batch,
+    prompts, held_out = (
+        prompts_of(
+            base,
+            tokenizer,
+            some,
+            temperature=config.temperature,
+            max_new_tokens=config.max_new_tokens,
+            slots=config.batch,
+        )
+        for some in (questions[::2], questions[1::2])
     )
-    yield f"{len(prompts)} prompts"
-    comparison = yield from planning.run(prompts)
+    yield f"{len(prompts)} prompts, and {len(held_out)} others to try the plan on"
+    comparison = yield from planning.run(prompts, held_out)
     yield comparison, environment(base, command)

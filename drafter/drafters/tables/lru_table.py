@@ -25,7 +25,7 @@ class LruTable(Table):
         self._most_leaders, self._most_followers = leaders, followers
         self.leader_length, self.window = leader_length, leader_length + follower_length
         # The newest is last in both.
-        self._followers: OrderedDict[Gram, OrderedDict[Gram, None]] = OrderedDict()
+        self._followers: OrderedDict[Gram, dict[Gram, None]] = OrderedDict()
 
     def __len__(self) -> int:
         """Leaders there are."""
@@ -42,11 +42,11 @@ class LruTable(Table):
         return reversed(self._followers.get(leader, ()))
 
     def _use(self, leader: Gram, follower: Gram) -> None:
-        followers = self._followers.setdefault(leader, OrderedDict())
+        followers = self._followers.setdefault(leader, {})
         self._followers.move_to_end(leader)
+        followers.pop(follower, None)
         followers[follower] = None
-        followers.move_to_end(follower)
         if len(followers) > self._most_followers:
-            followers.popitem(last=False)
+            del followers[next(iter(followers))]
         if len(self._followers) > self._most_leaders:
             self._followers.popitem(last=False)

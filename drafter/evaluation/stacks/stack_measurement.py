@@ -47,7 +47,7 @@ class Comparison:
     Args:
         measured: What the plan rests on.
         expected: The stacks that may be best, the best first.
-        taken: What the first of them, and plain decoding, took.
+        taken: What the first of them, and plain decoding, took on prompts that the plan has not seen.
     """
 
     measured: Levels
@@ -105,15 +105,16 @@ class StackPlanning:
         # A model stands above cheaper ones only. Other drafters do not stand above anything.
         self._names = sorted(names, key=lambda name: _parameters(self._models[name]) if name in self._models else 0)
 
-    def run(self, prompts: Sequence[Prompt]) -> Generator[str, None, Comparison]:
+    def run(self, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Generator[str, None, Comparison]:
         """Measure, plan, and measure the planned stack. Yields what is measured next.
 
         Args:
-            prompts: The sample, with plain decoding's answers.
+            prompts: The sample that the plan rests on.
+            held_out: Other prompts, which the planned stack and plain decoding are measured on.
         """
         levels = yield from self._measure(prompts)
         expected = compare_stacks(levels)
-        requests = [prompt.request for prompt in prompts]
+        requests = [prompt.request for prompt in held_out]
         taken = []
         for stack in dict.fromkeys([expected[0].levels, ()]):
             yield f"taking the time of {stack_name(stack)}"

@@ -15,15 +15,18 @@ TABLE_FILE = "stacks.md"
 
 
 def stack_table(found: Comparison) -> str:
-    """Return the stacks that were compared, the best first, and beside them what was measured of some."""
+    """Return the stacks that were compared, the best first, and beside them what some took on held-out prompts."""
     taken = {one.levels: one for one in found.taken}
     lines = [
-        "| drafter | expected ms a token | tokens a step | ms a step | measured ms a token | tokens a step |",
-        "|---|---|---|---|---|---|",
+        "| drafter | expected ms a token | tokens a step | ms a step | measured ms a token | difference | tokens |",
+        "|---|---|---|---|---|---|---|",
     ]
     for one in found.expected:
         measured = taken.get(one.levels)
-        cells = ["", ""] if measured is None else [f"{1000 * measured.per_token:.2f}", f"{measured.tokens:.2f}"]
+        cells = [""] * 3
+        if measured is not None:
+            difference = measured.per_token / one.per_token - 1.0
+            cells = [f"{1000 * measured.per_token:.2f}", f"{difference:+.0%}", f"{measured.tokens:.2f}"]
         numbers = [f"{1000 * one.per_token:.2f}", f"{one.tokens:.2f}", f"{1000 * one.seconds:.2f}", *cells]
         lines.append(f"| `{stack_name(one.levels)}` | {' | '.join(numbers)} |")
     return "\n".join(lines)

@@ -8,13 +8,14 @@ import pytest
 
 from drafter.base.causal_lm import BaseModel
 from drafter.errors import LoadError
-from drafter.evaluation.measurement import Evaluation, Progress, differing_tokens
+from drafter.evaluation.measurement import Evaluation, Progress, differing_tokens, warm_up_request
 from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Arm, Plan
 from drafter.evaluation.questions import Question, QuestionError
 from drafter.evaluation.results import Results
 from drafter.evaluation.stages import STAGES
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import Provenance
+from drafter.requests import Request, SamplingParams
 from tests.support.heads import make_head
 from tests.support.models import EOS, VOCABULARY, SpellingTokenizer
 
@@ -91,6 +92,25 @@ def test_places_that_are_done_are_not_measured_again(tiny_base: BaseModel) -> No
     assert {cell.setting for cell in cells} == {(0.0, 1, "sums")}
 
 
+def test_each_question_is_answered_several_times(tiny_base: BaseModel) -> None:
+    plan = Plan(
+        ("memory",), trees=("exact",), nodes=(4,), batches=(1,), temperatures=(0.8,), samples=3, max_new_tokens=6
+    )
+    results, _ = evaluate(tiny_base, plan)
+    assert (results.questions["sums"]["questions"], results.questions["sums"]["prompts"]) == (4, 12)
+    cells = [cell for cell in results.cells if cell.questions == "sums"]
+    assert {cell.arm.method: len(cell.tokens[0]) for cell in cells}["memory"] == 12
+    assert all(cell.differing_tokens == 0 for cell in cells if cell.arm != TRANSFORMERS)
+
+
+def test_the_warm_up_tells_a_memory_nothing_of_the_answers() -> None:
+    sampling = SamplingParams(100, temperature=0.8, seed=3)
+    found = warm_up_request(Request([1, 2, 3], sampling))
+    assert list(found.prompt_ids) == [3, 2, 1]
+    assert found.sampling == SamplingParams(16, temperature=0.8, seed=3, ignore_eos=True)
+    assert warm_up_request(Request([1], SamplingParams(5))).sampling.max_new_tokens == 5
+
+
 def test_a_missing_token_differs() -> None:
     assert differing_tokens([1, 2, 3], [1, 2, 3]) == 0
     assert differing_tokens([1, 9, 3, 4], [1, 2, 3]) == 2
@@ -106,6 +126,8 @@ def test_a_missing_token_differs() -> None:
         ({"nodes": (16, 0)}, "nodes must be at least 1, not 0"),
         ({"batches": (-1,)}, "batches must be at least 1, not -1"),
         ({"rounds": 0}, "rounds must be at least 1"),
+        ({"samples": 0}, "samples must be at least 1"),
+        ({"samples": 2}, "at temperature 0 all answers to a question are the same"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"temperatures": (-0.5,)}, "temperatures must be finite and at least 0"),
         ({"temperatures": (float("nan"),)}, "temperatures must be finite and at least 0"),

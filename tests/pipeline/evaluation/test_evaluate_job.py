@@ -85,6 +85,8 @@ def test_what_the_worker_finds_wrong_is_said_in_one_line(local_ray: None, evalua
         (("--trees", "round"), "trees must be"),
         (("--temperatures", "-1"), "temperatures must be finite and at least 0"),
         (("--drafters", "none"), "none and transformers.generate are measured anyway"),
+        (("--samples", "2"), "at temperature 0 all answers to a question are the same"),
+        (("--samples", "2", "--verifiers", "fly", "--scorer", "number"), "samples are of an evaluation of drafters"),
         (("--questions_per_file", "0"), "questions_per_file must be at least 1"),
         (("--colour", "red"), "colour"),
     ],
@@ -124,7 +126,7 @@ def test_one_value_or_a_list() -> None:
         EvaluateConfig(" ")
 
 
-@pytest.mark.parametrize("file", ["examples/evaluate.yaml"])
+@pytest.mark.parametrize("file", ["examples/evaluate.yaml", "benchmarks/memory.yaml", "benchmarks/samples.yaml"])
 def test_the_committed_configurations_are_valid(file: str) -> None:
     config = parse_config(["--config", str(ROOT / file)])
     assert config.output == yaml.safe_load((ROOT / file).read_text())["output"]

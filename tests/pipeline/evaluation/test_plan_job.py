@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.errors import InputError
 from pipeline.evaluation.plan_config import PlanConfig, parse_plan
-from pipeline.evaluation.plan_job import main
+from pipeline.evaluation.plan_job import main, plan
 from tests.pipeline.conftest import write_jsonl
 
 
@@ -40,7 +40,7 @@ def test_the_job_compares_stacks_and_names_the_best(
     assert "cannot be planned with" in capfd.readouterr().err
 
 
-def test_settings_that_cannot_be_used_are_refused() -> None:
+def test_settings_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     config = parse_plan(["--output", "out", "--drafters", "[ngram, 'model:a']"])
     assert config == PlanConfig("out", ["ngram", "model:a"])
     wrong: list[tuple[list[str], dict[str, Any]]] = [
@@ -48,9 +48,13 @@ def test_settings_that_cannot_be_used_are_refused() -> None:
         (["ngram", "ngram"], {}),
         (["ngram"], {"batch": 0}),
         (["ngram"], {"nodes": 0}),
+        (["ngram"], {"questions_per_file": 1}),
     ]
     for drafters, change in wrong:
         with pytest.raises(InputError):
             PlanConfig("out", drafters, **change)
+    one = write_jsonl(tmp_path / "one.jsonl", [{"question": "how many pens"}])
+    with pytest.raises(InputError, match="a plan needs at least 2"):
+        plan(PlanConfig("out", ["ngram"], questions=str(one)), "")
     with pytest.raises(InputError, match="temperature"):
         PlanConfig("out", ["ngram"], temperature=-1.0)
