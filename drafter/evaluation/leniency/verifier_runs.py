@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -83,6 +84,7 @@ class VerifierTrials:
         config = replace(config, max_queue=max(config.max_queue, len(requests)))
         self._base, self._tokenizer, self._drafter = base, tokenizer, drafter
         self._requests, self._config, self._rounds = requests, config, rounds
+        gc.collect()  # an engine refers to itself: one that nobody uses any more holds the device's memory until then
         spec = drafter().spec
         self.depth = min(spec.max_depth, spec.max_nodes if config.nodes == "auto" else config.nodes)
         self._plain = Engine(base, PlainDecoding(), tokenizer, config)
@@ -96,6 +98,7 @@ class VerifierTrials:
             RequestError: It does not take the requests' settings.
         """
         plain, requests = self._plain, self._requests
+        gc.collect()
         engine = Engine(self._base, self._drafter(), self._tokenizer, self._config, verifier=make_verifier(settings))
         decode_all(engine, requests[:_WARM_UP])
         rates: list[float] = []

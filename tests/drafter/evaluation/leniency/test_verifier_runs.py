@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -40,6 +41,22 @@ def test_every_verifier_decodes_the_same_requests_beside_plain_decoding(tiny_bas
         assert len(run.rates) == len(run.plain_rates) == 2
         assert run.texts == [SpellingTokenizer().decode(ids) for ids in run.token_ids]
         assert run.counts.num_output_tokens == 48
+
+
+def test_the_engine_before_is_gone_when_the_next_is_made(tiny_base: BaseModel) -> None:
+    made: list[weakref.ref[AdversarialDrafter]] = []
+
+    def drafter() -> AdversarialDrafter:
+        assert [one() for one in made] == [None] * len(made)
+        one = AdversarialDrafter(1)
+        made.append(weakref.ref(one))
+        return one
+
+    requests = [Request([5, 6, 7], SamplingParams(4, ignore_eos=True))]
+    trials = VerifierTrials(tiny_base, SpellingTokenizer(), drafter, requests, EngineConfig(slots=1, nodes=8), 1)
+    for _ in range(2):
+        trials.run(EXACT)
+    assert len(made) == 3
 
 
 def test_a_grid_begins_with_the_strictest_and_has_the_published_setting() -> None:
