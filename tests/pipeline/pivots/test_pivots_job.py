@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,11 +38,11 @@ def arguments(model: Path, tmp_path: Path) -> list[object]:
 def pivots(arguments: list[object], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Pivots:
     """Run the job in this process: `pivots("--rollouts", 4)`."""
 
-    def job(*settings: object, output: Path = tmp_path / "out") -> JobRun:
+    def job(*settings: object) -> JobRun:
         capfd.readouterr()
-        code = main([str(argument) for argument in ["--output", output, *arguments, *settings]])
+        code = main([str(argument) for argument in ["--output", tmp_path / "out", *arguments, *settings]])
         printed = capfd.readouterr()
-        return JobRun(code, printed.out, printed.err, output)
+        return JobRun(code, printed.out, printed.err, tmp_path / "out")
 
     return job
 
@@ -49,12 +50,6 @@ def pivots(arguments: list[object], tmp_path: Path, capfd: pytest.CaptureFixture
 def labels_in(folder: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = pyarrow.parquet.read_table(folder / "labels.parquet").to_pylist()
     return rows
-
-
-def decided(label: dict[str, Any]) -> list[Any]:
-    """A label without what is computed in batches of another size there, and so rounded otherwise."""
-    names = ["request_id", "place", "rejected", "chosen", "rollouts_with", "utility_with", "utility_without", "pivot"]
-    return [label[name] for name in names]
 
 
 def parts_of(folder: Path) -> dict[str, int]:
@@ -98,14 +93,17 @@ def test_from_prompts_to_a_verifier_and_through_a_kill(
     assert f"{len(labels):,} rejected tokens" in outcome.stdout
     assert pivots().stdout == f"{folder / 'pivots.json'} is there: the job has finished\n"
 
-    # A job that is killed among the continuations, and submitted again, has the same labels.
-    killed = tmp_path / "killed"
-    before = killed_in_the_rollouts([*arguments, "--output", killed, "--engine.slots", 1], killed)
-    assert 2 <= len(before) < len(list((folder / "continuations" / "data").iterdir()))
-    again = pivots(output=killed)
-    assert again.code == 0, again.stderr
-    assert list(map(decided, labels_in(killed))) == list(map(decided, labels))
-    assert before.items() <= parts_of(killed).items()  # what was there is not generated again
+    # The job is killed among the continuations and submitted again: the labels are the same.
+    whole = parts_of(folder)
+    shutil.rmtree(folder / "continuations")
+    for name in ("labels.parquet", "pivots.json", "verifier/config.json"):
+        (folder / name).unlink()
+    before = killed_in_the_rollouts([*arguments, "--output", folder, "--engine.slots", 1], folder)
+    assert 2 <= len(before) < len(whole)
+    outcome = pivots()
+    assert outcome.code == 0, outcome.stderr
+    assert labels_in(folder) == labels
+    assert before.items() <= parts_of(folder).items()  # what was there is not generated again
 
     # What came of it is a verifier of the generation job, and its output is marked.
     settings = ("--verifier", "pad", "--verifier.sigma", "1.0", "--verifier.classifier", folder / "verifier")
