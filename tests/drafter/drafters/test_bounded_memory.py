@@ -18,20 +18,22 @@ from drafter.drafters.memory import MemoryDrafter
 from drafter.stage_times import StageTimes
 
 _SLOTS, _PROMPT, _STEPS = 16, 20, 1
+_TOKENS = 30
+"""Few, so that tables have as many followers of a leader as they may long before half of the rows have come."""
 
 
 def decode(drafter: Drafter, rows: int, rng: random.Random) -> None:
     """Let rows come and go as an engine would: a prompt, some steps, and texts that others have decoded."""
     for _ in range(0, rows, _SLOTS):
-        texts = [[rng.randrange(300) for _ in range(_PROMPT)] for _ in range(_SLOTS)]
-        drafter.remember([[rng.randrange(300) for _ in range(_PROMPT)]])
+        texts = [[rng.randrange(_TOKENS) for _ in range(_PROMPT)] for _ in range(_SLOTS)]
+        drafter.remember([[rng.randrange(_TOKENS) for _ in range(_PROMPT)]])
         for slot, text in enumerate(texts):
             drafter.enter(slot, np.array(text))
         for _ in range(_STEPS):
             lengths = [len(text) - 1 for text in texts]
             context = DraftContext(torch.tensor(texts), None, torch.tensor(lengths), lengths)
             drafter.propose(context, Ask(4))
-            new = [[rng.randrange(300)] for _ in texts]
+            new = [[rng.randrange(_TOKENS)] for _ in texts]
             drafter.observe(Committed(range(_SLOTS), new))
             texts = [text + some for text, some in zip(texts, new, strict=True)]
 
