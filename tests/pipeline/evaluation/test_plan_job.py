@@ -28,7 +28,8 @@ def test_the_job_compares_stacks_and_names_the_best(
     stacks = [one["levels"] for one in found["expected"]]
     assert [] in stacks
     assert ["cacheback"] in stacks
-    assert [f"model:{model}"] in stacks
+    # Of stacks with the same highest level those are left out that another one dominates, which the times decide.
+    assert any(levels and levels[-1] == f"model:{model}" for levels in stacks)
     times = [one["per_token"] for one in found["expected"]]
     assert times == sorted(times)
     assert {tuple(one["levels"]) for one in found["taken"]} == {(), tuple(stacks[0])}
