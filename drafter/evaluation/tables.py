@@ -39,11 +39,11 @@ def speed_table(found: Sequence[Figures]) -> str:
 
 
 def category_table(cells: Sequence[Cell]) -> str:
-    """Return β of each arm by category, of the cells of one setting."""
+    """Return β of each arm by category, of the cells of one setting. A category may be called as a column is."""
     return markdown_table(
         [
             _named(cell.arm)
-            | {name: f"{mean_acceptance_length(counts):.2f}" for name, counts in sorted(cell.counts.items())}
+            | {f"{name} β": f"{mean_acceptance_length(counts):.2f}" for name, counts in sorted(cell.counts.items())}
             for cell in cells
             if cell.counts
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,13 +98,19 @@ def test_other_draws_are_not_counted_as_differing() -> None:
 
 def test_the_tables_by_category_and_stage() -> None:
     assert category_table(cells()[2:]).split("\n") == [
-        "| method | tree | draft nodes | math | stem |",
+        "| method | tree | draft nodes | math β | stem β |",
         "| --- | --- | --- | --- | --- |",
         "| ctc | exact | 16 | 1.43 | 2.50 |",
     ]
     assert stage_table(cells()[2:]).split("\n")[2] == (
         "| ctc | exact | 16 | 3.00 (30%) | 1.00 (10%) | 5.00 (50%) | 1.00 (10%) | 0.00 (0%) | 10.00 |"
     )
+
+
+def test_a_category_may_be_called_as_a_column_is() -> None:
+    named = replace(cells()[2], counts={"method": counts(20, [2, 0, 6])})
+    head, _, row = category_table([named]).split("\n")
+    assert (head.count("method"), row.startswith("| ctc |")) == (2, True)
 
 
 def test_results_come_back_from_their_file(tmp_path: Path) -> None:
