@@ -18,9 +18,8 @@ def source_commit() -> str | None:
 
 def has_changes() -> bool:
     """Return whether files of this code are known to differ from its commit."""
-    if _git("rev-parse", "HEAD") is None:
-        return bool(os.environ.get(CHANGED))
-    return bool(_git("status", "--porcelain", "--untracked-files=no"))
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    return bool(os.environ.get(CHANGED) if changes is None else changes)
 
 
 def for_a_copy() -> dict[str, str]:

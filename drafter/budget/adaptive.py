@@ -107,16 +107,17 @@ class AdaptiveBudget:
             band.pause = max(band.pause - 1, 0)
             return
         band.seen += 1
+        accepted = float(step.accepted.sum()) / step.rows
         if band.seen <= _TRIES:
             band.lost += float(expected[size]) + (step.seconds.reading if step.seconds else 0.0)
-            band.lost -= float(expected[0]) * (1 + float(step.accepted.sum()) / step.rows)
+            band.lost -= float(expected[0]) * (1 + accepted)
         promised = np.concatenate([[0.0], np.exp(step.promised).mean(0).cumsum()])
         self._learn_gain(band, size, promised)
         if not band.promised:  # the first promises are believed, as if they had come true in some steps before
             band.promised = band.came_true = float(promised[-1])
         pace = max(_PACE, 1 / (band.seen + _TRIES))
         band.promised += pace * (float(promised[-1]) - band.promised)
-        band.came_true += pace * (float(step.accepted.sum()) / step.rows - band.came_true)
+        band.came_true += pace * (accepted - band.came_true)
         if band.seen >= _TRIES and self._rates(band, step.load).argmax() == 0:
             pause = math.ceil(band.lost / (_LOOKS * float(expected[0])))
             band.look_again()

@@ -33,6 +33,8 @@ _DEPTH = 16
 """Draft tokens of a path at most."""
 _LENGTHS = ((8, 1), (4, 1), (2, 1), (1, 3))
 """Tokens of a leader and of a follower, in the order in which tables are asked; the last are the published ones."""
+_TAIL = max(map(sum, _LENGTHS)) - 1
+"""Last tokens of a text that are kept: with those that come they are all windows that are new."""
 _OWN_LEADERS, _SHARED_LEADERS, _FOLLOWERS = 4096, 1 << 16, 8
 """Leaders of a table of a text and of one of all texts, and followers of each."""
 _FIRST = {8: math.log(0.9), 4: math.log(0.8), 2: math.log(0.5), 1: math.log(0.3)}
@@ -97,7 +99,7 @@ class CachebackDrafter(Drafter):
         text = [*self._tails[slot], *tokens]
         for table in (*self._own[slot], *self._shared):
             table.learn(text[max(0, known + 1 - table.window) :])
-        self._tails[slot] = text[1 - max(table.window for table in self._own[slot]) :]
+        self._tails[slot] = text[-_TAIL:]
 
 
 @dataclass(frozen=True)

@@ -72,10 +72,6 @@ class Loading:
         return drafter
 
 
-_HEAD_AND_TEXTS = ("head", "memory")
-"""Members of `auto` that also draft together: a head knows what is likely, texts what was said before."""
-
-
 def _chosen_among(rest: str, loading: Loading) -> Drafter:
     names = candidates(rest)
     if not all(names) or len(set(names)) < len(names):
@@ -132,10 +128,22 @@ def automatic(loading: Loading) -> Drafter:
     head = shipped_head(loading.base)
     if loading.base.device.type != "cpu":
         return loading.load(str(head or "ngram"))
-    named = {"head": str(head)} if head else {}
-    named |= {name: name for name in ("memory", "cacheback", "ngram")}
-    together = [_HEAD_AND_TEXTS] if head else []
-    return ChoosingDrafter({name: loading.load(one) for name, one in named.items()}, together=together)
+    return _beside_texts(None if head is None else loading.load(str(head)), loading)
+
+
+def _beside_texts(head: Drafter | None, loading: Loading, *, first: bool = True) -> Drafter:
+    """All that is to be had without training, beside a head, if there is one, and merged with it.
+
+    Args:
+        head: The head.
+        loading: The use.
+        first: Whether the head is tried first, and drafts where no budget chooses.
+    """
+    others = {name: loading.load(name) for name in ("memory", "cacheback", "ngram")}
+    if head is None:
+        return ChoosingDrafter(others)
+    named = {"head": head, **others} if first else {**others, "head": head}
+    return ChoosingDrafter(named, together=[_HEAD_AND_TEXTS])
 
 
 def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: bool = False) -> Drafter:
@@ -176,6 +184,8 @@ def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: boo
     return load_head(name, base, HEADS).drafter(base, nodes)
 
 
+_HEAD_AND_TEXTS = ("head", "memory")
+"""Members of `auto` that also draft together: a head knows what is likely, texts what was said before."""
 LEARNT_MEMBERS = ("head", "+".join(_HEAD_AND_TEXTS))
 """Members of `auto` that draft with a head that learns."""
 SHIPPED_OR_NEW = "shipped"
@@ -217,7 +227,4 @@ def load_learning_drafter(
     loading = Loading(base, nodes, isolated)
     if base.device.type != "cpu":  # a step is recorded with its drafter
         return MergedDrafter(head, loading.load("ngram"))
-    others = {one: loading.load(one) for one in ("memory", "cacheback", "ngram")}
-    # The first member is tried first, and is the one that drafts where no budget chooses.
-    named = {"head": head, **others} if start.drafts else {**others, "head": head}
-    return ChoosingDrafter(named, together=[_HEAD_AND_TEXTS])
+    return _beside_texts(head, loading, first=start.drafts)

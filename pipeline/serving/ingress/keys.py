@@ -55,10 +55,11 @@ def read_keys(file: str | None, rule: KeyRule) -> tuple[bytes, ...]:
         return ()
     keys: list[str] = []
     if listed is not None:
-        keys += _some(listed.split(","), f"{ENVIRONMENT} is set but has no key: list keys in it, separated by commas")
+        complaint = f"{ENVIRONMENT} is set but has no key: list keys in it, separated by commas{_OR_NONE}"
+        keys += _some(listed.split(","), complaint)
     if file is not None:
         name = f"keys_file {file}"
-        keys += _some(_lines(file, name), f"{name} has no key: write one on a line")
+        keys += _some(_lines(file, name), f"{name} has no key: write one on a line{_OR_NONE}")
     if not keys and rule == "required":
         raise InputError(f"there is no API key: set {ENVIRONMENT} or keys_file{_OR_NONE}")
     for place, key in enumerate(keys, start=1):
@@ -77,10 +78,7 @@ def digests_in(file: str, name: str) -> tuple[bytes, ...]:
     Raises:
         InputError: It cannot be read, or has no key.
     """
-    keys = [line.strip() for line in _lines(file, name) if line.strip()]
-    if not keys:
-        raise InputError(f"{name} has no key: write one on a line")
-    return _digests(keys)
+    return _digests(_some(_lines(file, name), f"{name} has no key: write one on a line"))
 
 
 def _digests(keys: Iterable[str]) -> tuple[bytes, ...]:
@@ -91,7 +89,7 @@ def _some(entries: Iterable[str], complaint: str) -> list[str]:
     """Return the entries that are not blank; there must be at least one."""
     found = [entry.strip() for entry in entries if entry.strip()]
     if not found:
-        raise InputError(complaint + _OR_NONE)
+        raise InputError(complaint)
     return found
 
 
