@@ -157,7 +157,8 @@ def utility_plot(found: Sequence[VerifierFigures], kept: Sequence[VerifierFigure
         for one, place in zip(line, points, strict=True):
             if one.verifier != EXACT and (varied_value(one.verifier) in grid_values(name) or one in kept):
                 text = f"{varied_value(one.verifier):g}"
-                panel.annotate(text, place, textcoords="offset points", xytext=(4, 4), fontsize=7)
+                below = one in kept  # where its neighbours' numbers are not
+                panel.annotate(text, place, textcoords="offset points", xytext=(4, -13 if below else 4), fontsize=7)
     for one in kept:
         ring: dict[str, Any] = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "linestyle": "none"}
         panel.plot(*_place(one), color=_COLOURS[one.verifier.name], **ring)
