@@ -132,14 +132,16 @@ def automatic(loading: Loading) -> Drafter:
 
 
 def _beside_texts(head: Drafter | None, loading: Loading, *, first: bool = True) -> Drafter:
-    """All that is to be had without training, beside a head, if there is one, and merged with it.
+    """What drafts from other texts, beside a head, if there is one, and merged with it.
+
+    `ngram` is not among them: `cacheback` costs less and drafts better on every kind of prompt (docs/drafters.md).
 
     Args:
         head: The head.
         loading: The use.
         first: Whether the head is tried first, and drafts where no budget chooses.
     """
-    others = {name: loading.load(name) for name in ("memory", "cacheback", "ngram")}
+    others = {name: loading.load(name) for name in ("cacheback", "memory")}
     if head is None:
         return ChoosingDrafter(others)
     named = {"head": head, **others} if first else {**others, "head": head}
@@ -154,8 +156,8 @@ def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: boo
             first N layers), the algorithm of an embedded head (`ctc`), a head's folder or hub id, `model:` and a draft
             model's folder or hub id, several of these joined by `+`, `long:N:DRAFTER` (a chain of N tokens that
             n-grams go on with), `stack:LOWER>model:A` (see `load_stack`), or `auto`: the CTC head that ships with the
-            project for this base, alone and merged with `memory`, `memory`, `cacheback` and `ngram`, of which the
-            fastest drafts; `auto:A,B` chooses among these.
+            project for this base, alone and merged with `cacheback`, `cacheback` and `memory`, of which the fastest
+            drafts; `auto:A,B` chooses among these.
         base: The base it drafts for.
         nodes: Draft nodes of its largest trees.
         isolated: Whether no text may be drafted from another one.
@@ -184,7 +186,7 @@ def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: boo
     return load_head(name, base, HEADS).drafter(base, nodes)
 
 
-_HEAD_AND_TEXTS = ("head", "memory")
+_HEAD_AND_TEXTS = ("head", "cacheback")
 """Members of `auto` that also draft together: a head knows what is likely, texts what was said before."""
 LEARNT_MEMBERS = ("head", "+".join(_HEAD_AND_TEXTS))
 """Members of `auto` that draft with a head that learns."""

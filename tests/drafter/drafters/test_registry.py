@@ -26,10 +26,10 @@ def test_auto_chooses_among_the_head_that_ships_for_a_base_and_what_needs_none(
     tiny_base: BaseModel, head_of_tiny_base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert shipped_head(tiny_base) is None
-    assert load_drafter("auto", tiny_base, 8).members == ("memory", "cacheback", "ngram")
+    assert load_drafter("auto", tiny_base, 8).members == ("cacheback", "memory")
     monkeypatch.setattr(registry, "OTHER_HEADS", head_of_tiny_base.parent)
     assert shipped_head(tiny_base) == head_of_tiny_base
-    assert load_drafter("auto", tiny_base, 8).members == ("head", "memory", "cacheback", "ngram", "head+memory")
+    assert load_drafter("auto", tiny_base, 8).members == ("head", "cacheback", "memory", "head+cacheback")
 
 
 def test_candidates_are_named(tiny_base: BaseModel) -> None:
