@@ -155,8 +155,10 @@ class Evaluation:
         longest = max(len(one.prompt_ids) for some in requests.values() for one in some) + self._plan.max_new_tokens
         queue = max(map(len, requests.values()))
         engines = {arm: self._engine(arm, batch, longest, queue) for arm in (PLAIN, *self._arms)}
-        theirs = transformers_decoder(self._base, batch, padding(self._tokenizer))
-        decoders = {TRANSFORMERS: theirs} | {arm: engine_decoder(engine) for arm, engine in engines.items()}
+        decoders = {arm: engine_decoder(engine) for arm, engine in engines.items()}
+        if self._plan.transformers:
+            theirs = transformers_decoder(self._base, batch, padding(self._tokenizer))
+            decoders = {TRANSFORMERS: theirs} | decoders
         for decode in decoders.values():
             decode([warm_up_request(one) for one in next(iter(requests.values()))[: max(_WARM_UP_PROMPTS, batch)]])
         for setting, some in prompts.items():

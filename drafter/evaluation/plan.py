@@ -55,6 +55,7 @@ class Plan:
         rounds: How often everything is timed.
         max_new_tokens: Longest answer, the same for every arm.
         compile: Whether this project's engines compile the base's forward.
+        transformers: Whether `transformers.generate` is measured as well.
 
     Raises:
         ValueError: A list is empty or has a value twice, or a value is out of range.
@@ -69,6 +70,7 @@ class Plan:
     rounds: int = 1
     max_new_tokens: int = 48
     compile: bool = False
+    transformers: bool = True
 
     def __post_init__(self) -> None:
         for name in ("drafters", "trees", "nodes", "batches", "temperatures"):
@@ -94,6 +96,4 @@ class Plan:
         if unknown := [tree for tree in self.trees if tree not in get_args(Tree)]:
             raise ValueError(f"trees must be {' or '.join(get_args(Tree))}, not {unknown[0]}")
         if {PLAIN.drafter, TRANSFORMERS.drafter} & set(self.drafters):
-            raise ValueError(
-                f"drafters: {PLAIN.drafter} and {TRANSFORMERS.drafter} are measured anyway: leave them out"
-            )
+            raise ValueError(f"drafters: {PLAIN.drafter} and {TRANSFORMERS.drafter} are no drafters: leave them out")

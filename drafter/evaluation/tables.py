@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from drafter.evaluation.environment import machine
 from drafter.evaluation.figures import Figures, figures
-from drafter.evaluation.plan import Arm
+from drafter.evaluation.plan import TRANSFORMERS, Arm
 from drafter.evaluation.results import Cell, Results
 from drafter.evaluation.stages import STAGES
 from drafter.statistics import mean_acceptance_length
@@ -19,7 +19,10 @@ def markdown_table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def speed_table(found: Sequence[Figures]) -> str:
-    """Return β, γ and the ratio to transformers of each arm on each set of questions, at one batch and temperature."""
+    """Return β and γ of each arm on each set of questions, at one batch and temperature.
+
+    Where `transformers.generate` was measured, the ratio to it is there, too.
+    """
     rows = []
     for arm in dict.fromkeys(one.cell.arm for one in found):
         row, made, differing = _named(arm), 0, 0
@@ -30,7 +33,8 @@ def speed_table(found: Sequence[Figures]) -> str:
             name = one.cell.questions
             row[f"{name} β"] = "" if one.beta is None else f"{one.beta:.2f}"
             row[f"{name} γ"] = f"{one.gamma:.2f}"
-            row[f"{name} × generate"] = f"{one.relative_to_transformers:.2f}"
+            if one.relative_to_transformers is not None:
+                row[f"{name} × generate"] = f"{one.relative_to_transformers:.2f}"
             made += sum(map(sum, one.cell.tokens))
             comparable = comparable and one.cell.differing_tokens is not None
             differing += one.cell.differing_tokens or 0
@@ -116,11 +120,12 @@ def circumstances(results: Results) -> str:
 def _heading(results: Results) -> str:
     """Return where and how the results were measured, and what the figures mean."""
     where = results.environment
+    beside = TRANSFORMERS in {cell.arm for cell in results.cells}
+    theirs = "× generate: speed relative to `transformers.generate`. " if beside else ""
     return (
         f"{circumstances(results)}.\n\n"
         f"`{where['command']}`, commit {where['commit']}{' with changes' if where['uncommitted_changes'] else ''}, "
         f"{where['date']}.\n\n"
         "β: new tokens per base forward. γ: speed relative to plain decoding in the same engine and run. "
-        "× generate: speed relative to `transformers.generate`. Differing tokens: tokens that are not plain decoding's "
-        "at the same positions."
+        f"{theirs}Differing tokens: tokens that are not plain decoding's at the same positions."
     )

@@ -37,6 +37,7 @@ class EvaluateConfig:
         rounds: How often everything is timed.
         max_new_tokens: Longest answer.
         compile: Compile the base's forward, as `engine.compile` of `jobs.generate` does.
+        transformers: Measure `transformers.generate` as well. It is slow: without it the job takes half of the time.
         verifiers: One or a list: verifiers to measure beside exact decoding instead of trees: `fly`, `typical`, and
             `pad:classifier=FOLDER`. A setting such as `fly:theta=0.3,window=4` is measured alone, otherwise several.
         scorer: What an answer is worth, for `verifiers`: `number`, `string`, `json`, or `FILE.py:function`.
@@ -62,6 +63,7 @@ class EvaluateConfig:
     rounds: int = Plan.rounds
     max_new_tokens: int = Plan.max_new_tokens
     compile: bool = Plan.compile
+    transformers: bool = Plan.transformers
     verifiers: list[str] | str | None = None
     scorer: str | None = None
     target: str | None = None
@@ -115,6 +117,7 @@ class EvaluateConfig:
             rounds=self.rounds,
             max_new_tokens=self.max_new_tokens,
             compile=self.compile,
+            transformers=self.transformers,
         )
 
 

@@ -90,6 +90,14 @@ def test_the_speed_table() -> None:
     ]
 
 
+def test_transformers_may_be_left_out(tmp_path: Path) -> None:
+    found = figures(cells()[1:])
+    assert [(one.gamma, one.relative_to_transformers) for one in found] == [(1.0, None), (3.0, None)]
+    assert speed_table(found).split("\n")[0] == "| method | tree | draft nodes | chat β | chat γ | differing tokens |"
+    assert "× generate" not in page(results(cells()[1:]))
+    assert len(write_report(results(cells()[1:]), tmp_path)) == 5
+
+
 def test_other_draws_are_not_counted_as_differing() -> None:
     theirs, plain, _ = cells()
     drawn = Cell(theirs.questions, 1, 0.0, TRANSFORMERS, theirs.tokens, theirs.seconds, None)

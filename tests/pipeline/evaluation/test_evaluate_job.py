@@ -84,7 +84,7 @@ def test_what_the_worker_finds_wrong_is_said_in_one_line(local_ray: None, evalua
         (("--batches", "[2, 2]"), "batches must be at least one value, none of them twice"),
         (("--trees", "round"), "trees must be"),
         (("--temperatures", "-1"), "temperatures must be finite and at least 0"),
-        (("--drafters", "none"), "none and transformers.generate are measured anyway"),
+        (("--drafters", "none"), "none and transformers.generate are no drafters"),
         (("--samples", "2"), "at temperature 0 all answers to a question are the same"),
         (("--samples", "2", "--verifiers", "fly", "--scorer", "number"), "samples are of an evaluation of drafters"),
         (("--questions_per_file", "0"), "questions_per_file must be at least 1"),
