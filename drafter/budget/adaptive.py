@@ -18,8 +18,9 @@ from drafter.drafters.contract import Ask
 
 _PACE = 0.03
 """Weight of the newest step in the averages. One row accepts now none of a tree and now all of it."""
-_TRIES = 8
-"""Drafted steps after which drafting may be given up. What was believed before them counts for as many."""
+_TRIED_TREES, _TRIED_STEPS = 8, 3
+"""Drafting may be given up after as many drafted steps as it takes to see so many trees, and no fewer than so many
+steps. What was believed before them counts for as many."""
 _MOST = 2.0
 """How far one step's latency may seem to be off: something else may have stopped the process."""
 _LOOKS = 0.015
@@ -39,7 +40,8 @@ class _Band:
         promised: Average of what recent trees promised, in accepted tokens a row; 0 before the first one.
         came_true: Average of what they brought.
         seen: Drafted steps since the start or the last pause, in which the text has gone on.
-        lost: Seconds that the first `_TRIES` of these took beyond what plain decoding takes for as many tokens.
+        lost: Seconds that those of these before drafting could be given up took beyond what plain decoding takes for as
+            many tokens.
         pause: Plain steps that are left before drafting is tried again.
     """
 
@@ -107,21 +109,22 @@ class AdaptiveBudget:
             band.pause = max(band.pause - 1, 0)
             return
         band.seen += 1
+        tries = max(math.ceil(_TRIED_TREES / step.rows), _TRIED_STEPS)
         accepted = float(step.accepted.sum()) / step.rows
-        if band.seen <= _TRIES:
+        if band.seen <= tries:
             band.lost += float(expected[size]) + (step.seconds.reading if step.seconds else 0.0)
             band.lost -= float(expected[0]) * (1 + accepted)
         promised = np.concatenate([[0.0], np.exp(step.promised).mean(0).cumsum()])
         self._learn_gain(band, size, promised)
         if not band.promised:  # the first promises are believed, as if they had come true in some steps before
             band.promised = band.came_true = float(promised[-1])
-        pace = max(_PACE, 1 / (band.seen + _TRIES))
+        pace = max(_PACE, 1 / (band.seen + tries))
         band.promised += pace * (float(promised[-1]) - band.promised)
         band.came_true += pace * (accepted - band.came_true)
-        if band.seen >= _TRIES and self._rates(band, step.load).argmax() == 0:
+        if band.seen >= tries and self._rates(band, step.load).argmax() == 0:
             pause = math.ceil(band.lost / (_LOOKS * float(expected[0])))
             band.look_again()
-            band.pause = min(max(pause, _TRIES), _LONGEST_PAUSE)
+            band.pause = min(max(pause, tries), _LONGEST_PAUSE)
 
     def renewed(self, member: int) -> None:
         """End all pauses; what is believed is corrected by the steps that come. See `Budget.renewed`."""

@@ -19,8 +19,10 @@ from drafter.statistics import BatchChoice, MemberView
 
 _log = logging.getLogger(__name__)
 
-_TRIAL_ROWS, _TRIAL_STEPS = 48, 8
+_TRIAL_TREES, _TRIAL_STEPS = 48, 3
 """A trial has as many drafted steps as it takes to see so many trees, and no fewer than so many steps."""
+_HOPELESS_TREES, _HOPELESS = 16, 0.8
+"""A trial ends after so many trees, if its member promises less than this share of the leader's rate."""
 _LOSS = 0.01
 """Share of the time that may be lost in trials, all members together."""
 _LONGEST_PAUSE = 8192
@@ -124,8 +126,8 @@ class ChoosingBudget:
         if step.asked and step.member == member:
             band.steps += 1
             band.seconds += budget.seconds(step.load, step.asked)
-        enough = max(_TRIAL_STEPS, math.ceil(_TRIAL_ROWS / step.rows))
-        if band.steps < enough and budget.drafts(step.rows):
+        enough = max(_TRIAL_STEPS, math.ceil(_TRIAL_TREES / step.rows))
+        if band.steps < enough and budget.drafts(step.rows) and not self._hopeless(band, step):
             return
         rates = [one.best(step.load)[0] for one in self._budgets]
         band.trials += 1
@@ -145,6 +147,14 @@ class ChoosingBudget:
         pause = math.ceil(lost * others / (_LOSS * step_seconds))
         band.pauses[loser] = min(max(pause, 4 * enough), _LONGEST_PAUSE)
         band.trial = None
+
+    def _hopeless(self, band: _Band, step: StepObservation) -> bool:
+        """Whether the member that is tried is already seen to be much slower than the one that drafts."""
+        enough = max(_TRIAL_STEPS, math.ceil(_HOPELESS_TREES / step.rows))
+        if band.trial is None or band.trial == band.leader or band.steps < enough:
+            return False
+        rate = self._budgets[band.leader].best(step.load)[0]
+        return self._budgets[band.trial].drafted_rate(step.load) < _HOPELESS * rate
 
     def _tell(self, band: _Band, rows: int, rates: Sequence[float]) -> None:
         listed = ", ".join(f"{name} {rate:,.0f}" for name, rate in zip(self._names, rates, strict=True))

@@ -97,6 +97,12 @@ def test_speculation_is_hardly_slower_than_plain_decoding_where_it_cannot_pay(ri
         assert rate > 0.97 * dear.plain_rate
 
 
+@pytest.mark.parametrize(("rows", "most"), [(1, 9), (8, 4)])
+def test_the_more_rows_the_sooner_it_gives_up_what_does_not_pay(rows: int, most: int) -> None:
+    asked, _ = World(rows, right=0.05, said=0.3).run(AdaptiveBudget(TABLE), 40)
+    assert 0 < np.count_nonzero(asked) <= most
+
+
 def test_looks_take_little_time_where_drafting_does_not_pay_and_it_drafts_again_where_it_does() -> None:
     budget = AdaptiveBudget(TABLE)
     world = World(8, right=0.05, said=0.3)

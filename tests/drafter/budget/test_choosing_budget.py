@@ -92,6 +92,13 @@ def test_it_settles_on_the_best_and_looking_costs_little(rows: int, right: list[
         )
 
 
+@pytest.mark.parametrize(("rows", "most"), [(1, 20), (8, 5)])
+def test_a_trial_of_a_member_that_is_clearly_slower_is_short(rows: int, most: int) -> None:
+    world = Members([0.9, 0.1], [0.01, 0.5])
+    world.run(world.budget(), rows, 100)
+    assert 0 < sum(ask.member == 1 for ask in world.asked) <= most
+
+
 def test_it_finds_another_when_the_text_changes() -> None:
     world = Members([0.8, 0.1], [0.05, 0.05])
     budget = world.budget()
