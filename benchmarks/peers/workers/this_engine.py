@@ -15,10 +15,13 @@ from drafter.threads import in_passing_thread
 
 
 def load(settings: Settings) -> Decode:
-    """Load the base. The variant is the drafter's name."""
+    """Load the base. The variant is the drafter's name.
+
+    Texts are isolated: in each round the prompts are the same, so what is kept of earlier texts has the answers.
+    """
     torch.set_num_threads(settings.threads)
     base = in_passing_thread(lambda: load_base(settings.model, dtype=settings.dtype, device="cpu"))
-    drafter = load_drafter(settings.variant, base, useful_nodes(base.device))
+    drafter = load_drafter(settings.variant, base, useful_nodes(base.device), isolated=True)
     config = EngineConfig(settings.batch, settings.longest)
     decode = engine_decoder(Engine(base, drafter, load_tokenizer(settings.model), config))
     return lambda work: decode(requests_of(work)).outputs
