@@ -146,11 +146,12 @@ class Evaluation:
             )
             for temperature, name in dict.fromkeys((temperature, name) for temperature, _, name in left)
         }
-        for batch, settings in groupby(left, key=lambda setting: setting[1]):
-            yield from self._at_batch(batch, {(t, b, name): prompts[t, name] for t, b, name in settings})
+        # Each temperature has new engines: a drafter that keeps texts has the other one's answers to the same prompts.
+        for (batch, _), settings in groupby(left, key=lambda setting: (setting[1], setting[0])):
+            yield from self._with_engines(batch, {(t, b, name): prompts[t, name] for t, b, name in settings})
 
-    def _at_batch(self, batch: int, prompts: Mapping[Setting, Sequence[Prompt]]) -> Iterator[list[Cell] | Progress]:
-        """Measure all settings of one batch size. The engines and their caches are freed afterwards."""
+    def _with_engines(self, batch: int, prompts: Mapping[Setting, Sequence[Prompt]]) -> Iterator[list[Cell] | Progress]:
+        """Measure settings of one batch size with the same engines. They and their caches are freed afterwards."""
         requests = {setting: [prompt.request for prompt in some] for setting, some in prompts.items()}
         longest = max(len(one.prompt_ids) for some in requests.values() for one in some) + self._plan.max_new_tokens
         queue = max(map(len, requests.values()))

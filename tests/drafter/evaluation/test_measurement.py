@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,18 @@ def test_each_question_is_answered_several_times(tiny_base: BaseModel) -> None:
     assert {cell.arm.method: len(cell.tokens[0]) for cell in cells}["memory"] == 12
     assert all(cell.differing_tokens == 0 for cell in cells)
     assert [cell.arm.method for cell in cells] == ["plain decoding", "memory"]
+
+
+def test_a_memory_has_nothing_of_another_temperatures_answers(tiny_base: BaseModel) -> None:
+    """At so low a temperature the answers are those of temperature 0."""
+    plan = Plan(
+        ("memory",), ("exact",), nodes=(4,), batches=(1,), temperatures=(0.01,), max_new_tokens=12, transformers=False
+    )
+    alone, _ = evaluate(tiny_base, plan)
+    after, _ = evaluate(tiny_base, replace(plan, temperatures=(0.0, 0.01)))
+    counts = [[cell.counts for cell in some.cells if cell.temperature] for some in (alone, after)]
+    assert counts[0] == counts[1]
+    assert len(counts[0]) == 2 * len(QUESTIONS)
 
 
 def test_the_warm_up_tells_a_memory_nothing_of_the_answers() -> None:
