@@ -18,15 +18,21 @@ from drafter.drafters.contract import Ask
 
 _PACE = 0.03
 """Weight of the newest step in the averages. One row accepts now none of a tree and now all of it."""
-_TRIED_TREES, _TRIED_STEPS = 8, 3
-"""Drafting may be given up after as many drafted steps as it takes to see so many trees, and no fewer than so many
-steps. What was believed before them counts for as many."""
+_TRIED_TREES = 8
+"""Drafting may be given up once so many trees were seen. What was believed before them counts for as many."""
+_FEWEST_STEPS = 3
+"""Drafted steps that say something, however many trees each of them has."""
 _MOST = 2.0
 """How far one step's latency may seem to be off: something else may have stopped the process."""
 _LOOKS = 0.015
 """Share of the time that may be lost by trying drafting again where it did not pay."""
 _LONGEST_PAUSE = 4096
 """Plain steps until drafting is tried again at most."""
+
+
+def steps_to_see(trees: int, rows: int) -> int:
+    """Drafted steps of `rows` rows after which so many trees were seen, and no fewer than say something."""
+    return max(math.ceil(trees / rows), _FEWEST_STEPS)
 
 
 @dataclass
@@ -109,7 +115,7 @@ class AdaptiveBudget:
             band.pause = max(band.pause - 1, 0)
             return
         band.seen += 1
-        tries = max(math.ceil(_TRIED_TREES / step.rows), _TRIED_STEPS)
+        tries = steps_to_see(_TRIED_TREES, step.rows)
         accepted = float(step.accepted.sum()) / step.rows
         if band.seen <= tries:
             band.lost += float(expected[size]) + (step.seconds.reading if step.seconds else 0.0)

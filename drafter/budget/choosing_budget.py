@@ -12,15 +12,15 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from drafter.budget.adaptive import AdaptiveBudget
+from drafter.budget.adaptive import AdaptiveBudget, steps_to_see
 from drafter.budget.contract import Counts, Floats, StepLoad, StepObservation
 from drafter.drafters.contract import Ask
 from drafter.statistics import BatchChoice, MemberView
 
 _log = logging.getLogger(__name__)
 
-_TRIAL_TREES, _TRIAL_STEPS = 48, 3
-"""A trial has as many drafted steps as it takes to see so many trees, and no fewer than so many steps."""
+_TRIAL_TREES = 48
+"""A trial has as many drafted steps as it takes to see so many trees."""
 _HOPELESS_TREES, _HOPELESS = 16, 0.8
 """A trial ends after so many trees, if its member promises less than this share of the leader's rate."""
 _LOSS = 0.01
@@ -126,7 +126,7 @@ class ChoosingBudget:
         if step.asked and step.member == member:
             band.steps += 1
             band.seconds += budget.seconds(step.load, step.asked)
-        enough = max(_TRIAL_STEPS, math.ceil(_TRIAL_TREES / step.rows))
+        enough = steps_to_see(_TRIAL_TREES, step.rows)
         if band.steps < enough and budget.drafts(step.rows) and not self._hopeless(band, step):
             return
         rates = [one.best(step.load)[0] for one in self._budgets]
@@ -150,7 +150,7 @@ class ChoosingBudget:
 
     def _hopeless(self, band: _Band, step: StepObservation) -> bool:
         """Whether the member that is tried is already seen to be much slower than the one that drafts."""
-        enough = max(_TRIAL_STEPS, math.ceil(_HOPELESS_TREES / step.rows))
+        enough = steps_to_see(_HOPELESS_TREES, step.rows)
         if band.trial is None or band.trial == band.leader or band.steps < enough:
             return False
         rate = self._budgets[band.leader].best(step.load)[0]

@@ -37,7 +37,7 @@ class EvaluateConfig:
         rounds: How often everything is timed.
         max_new_tokens: Longest answer.
         compile: Compile the base's forward, as `engine.compile` of `jobs.generate` does.
-        transformers: Measure `transformers.generate` as well. It is slow: without it the job takes half of the time.
+        transformers: Measure `transformers.generate` as well, which may take several times as long as any other arm.
         verifiers: One or a list: verifiers to measure beside exact decoding instead of trees: `fly`, `typical`, and
             `pad:classifier=FOLDER`. A setting such as `fly:theta=0.3,window=4` is measured alone, otherwise several.
         scorer: What an answer is worth, for `verifiers`: `number`, `string`, `json`, or `FILE.py:function`.
