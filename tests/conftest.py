@@ -12,9 +12,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from hypothesis import settings
 
 from drafter.base.causal_lm import BaseModel
 from tests.support.models import random_model
+
+settings.register_profile("busy", deadline=None)  # on a busy machine an example takes as long as it takes
+settings.load_profile("busy")
 
 # Tiny models gain nothing from more threads, and lose much where cores are shared.
 torch.set_num_threads(1)

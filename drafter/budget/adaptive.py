@@ -22,6 +22,8 @@ _TRIED_TREES = 8
 """Drafting may be given up once so many trees were seen. What was believed before them counts for as many."""
 _FEWEST_STEPS = 3
 """Drafted steps that say something, however many trees each of them has."""
+HOPELESS = 0.8
+"""Drafting that promises less than this share of another rate is hardly worth a try."""
 _MOST = 2.0
 """How far one step's latency may seem to be off: something else may have stopped the process."""
 _LOOKS = 0.015
@@ -49,6 +51,7 @@ class _Band:
         lost: Seconds that those of these before drafting could be given up took beyond what plain decoding takes for as
             many tokens.
         pause: Plain steps that are left before drafting is tried again.
+        entered: Whether there have been such steps.
     """
 
     gain: Floats
@@ -59,6 +62,7 @@ class _Band:
     seen: int = 0
     lost: float = 0.0
     pause: int = 0
+    entered: bool = False
 
     @property
     def truth(self) -> float:
@@ -89,8 +93,33 @@ class AdaptiveBudget:
         ones = np.ones(len(self._nodes))
         self._bands = [_Band(self._growth / 2, table.costs(int(batch)), ones.copy()) for batch in table.batches]
 
+    def enter(self, load: StepLoad) -> bool:
+        """Begin with what is known of other batch sizes, if there is a first step of this one.
+
+        What nodes are worth follows from drafter and text, and only what they cost from the batch size.
+
+        Returns:
+            Whether it is, and something is known.
+        """
+        place = self.band_of(load.rows)
+        band = self._bands[place]
+        if band.entered:
+            return False
+        band.entered = True
+        known = [other for other in range(len(self._bands)) if self._bands[other].promised]
+        if not known:
+            return False
+        nearest = self._bands[min(known, key=lambda other: abs(other - place))]
+        band.gain = nearest.gain.copy()
+        band.promised, band.came_true = nearest.promised, nearest.came_true
+        plain = float(self._rates(band, load)[0])
+        if self.drafted_rate(load) < HOPELESS * plain:
+            self._pause(band, load, steps_to_see(_TRIED_TREES, load.rows) * self.expected_loss(load, plain))
+        return True
+
     def plan(self, load: StepLoad) -> Ask:
         """What to draft in a step: the best number of nodes but none, outside of pauses."""
+        self.enter(load)
         band = self._band(load.rows)
         if band.pause:
             return Ask(0)
@@ -128,9 +157,7 @@ class AdaptiveBudget:
         band.promised += pace * (float(promised[-1]) - band.promised)
         band.came_true += pace * (accepted - band.came_true)
         if band.seen >= tries and self._rates(band, step.load).argmax() == 0:
-            pause = math.ceil(band.lost / (_LOOKS * float(expected[0])))
-            band.look_again()
-            band.pause = min(max(pause, tries), _LONGEST_PAUSE)
+            self._pause(band, step.load, band.lost)
 
     def renewed(self, member: int) -> None:
         """End all pauses; what is believed is corrected by the steps that come. See `Budget.renewed`."""
@@ -145,6 +172,13 @@ class AdaptiveBudget:
     def drafted_rate(self, load: StepLoad) -> float:
         """Tokens per second and row to expect of the best number of nodes but none."""
         return float(self._rates(self._band(load.rows), load)[1:].max())
+
+    def expected_loss(self, load: StepLoad, rate: float) -> float:
+        """Seconds that a drafted step takes beyond what as many tokens take at `rate` tokens per second and row."""
+        band = self._band(load.rows)
+        rates, seconds = self._rates(band, load), self._seconds(band, load)
+        best = 1 + int(rates[1:].argmax())
+        return max(float(seconds[best] * (1 - rates[best] / rate)), 0.0)
 
     def seconds(self, load: StepLoad, nodes: int) -> float:
         """Seconds to expect of a step with so many draft nodes, one of the table's numbers."""
@@ -161,6 +195,12 @@ class AdaptiveBudget:
     def band_of(self, rows: int) -> int:
         """Index of the measured batch size that is closest to `rows`, in ratio."""
         return int(np.abs(np.log(self._batches / rows)).argmin())
+
+    def _pause(self, band: _Band, load: StepLoad, lost: float) -> None:
+        """Make plain steps until a look that costs `lost` seconds is a small share of them."""
+        pause = math.ceil(lost / (_LOOKS * float(self._seconds(band, load)[0])))
+        band.look_again()
+        band.pause = min(max(pause, steps_to_see(_TRIED_TREES, load.rows)), _LONGEST_PAUSE)
 
     def _learn_gain(self, band: _Band, size: int, promised: Floats) -> None:
         """Average what the leading nodes of a tree of the `size`-th number promised, and extend it to larger trees."""

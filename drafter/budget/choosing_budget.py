@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from drafter.budget.adaptive import AdaptiveBudget, steps_to_see
+from drafter.budget.adaptive import HOPELESS, AdaptiveBudget, steps_to_see
 from drafter.budget.contract import Counts, Floats, StepLoad, StepObservation
 from drafter.drafters.contract import Ask
 from drafter.statistics import BatchChoice, MemberView
@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 
 _TRIAL_TREES = 48
 """A trial has as many drafted steps as it takes to see so many trees."""
-_HOPELESS_TREES, _HOPELESS = 16, 0.8
-"""A trial ends after so many trees, if its member promises less than this share of the leader's rate."""
+_HOPELESS_TREES = 16
+"""A trial ends after so many trees, if its member is hopeless beside the leader."""
 _LOSS = 0.01
 """Share of the time that may be lost in trials, all members together."""
 _LONGEST_PAUSE = 8192
@@ -42,7 +42,8 @@ class _Band:
         steps: Drafted steps of this trial.
         seconds: Their time.
         trials: Trials that have ended.
-        untried: Members without a trial so far.
+        untried: Members without a trial so far, of which it is not known from other batch sizes what comes of one.
+        entered: Whether there has been a step.
     """
 
     pauses: list[int]
@@ -52,6 +53,7 @@ class _Band:
     seconds: float = 0.0
     trials: int = 0
     untried: set[int] = field(default_factory=set)
+    entered: bool = False
 
 
 class ChoosingBudget:
@@ -68,13 +70,14 @@ class ChoosingBudget:
         members = len(self._names)
         allowed = [member for member in range(members) if member not in self._withheld]
         self._bands = [
-            _Band([0] * members, leader=allowed[0], trial=allowed[0], untried=set(allowed))
-            for _ in self._budgets[0].table.batches
+            _Band([0] * members, leader=allowed[0], untried=set(allowed)) for _ in self._budgets[0].table.batches
         ]
 
     def plan(self, load: StepLoad) -> Ask:
         """What to draft in a step, and who drafts it."""
         band = self._band(load.rows)
+        if not band.entered:
+            self._enter(band, load)
         member = band.leader if band.trial is None else band.trial
         return replace(self._budgets[member].plan(load), member=member)
 
@@ -110,7 +113,7 @@ class ChoosingBudget:
         """Return who drafts at each batch size that has been seen, and what is believed of the members."""
         found = []
         for rows, band in zip(self._budgets[0].table.batches, self._bands, strict=True):
-            if band.trials:
+            if band.trials or (band.entered and not band.untried):
                 views = tuple(
                     MemberView(name, *budget.best(StepLoad(int(rows))))
                     for member, (name, budget) in enumerate(zip(self._names, self._budgets, strict=True))
@@ -118,6 +121,28 @@ class ChoosingBudget:
                 )
                 found.append(BatchChoice(int(rows), self._names[band.leader], band.trials, views))
         return tuple(found)
+
+    def _enter(self, band: _Band, load: StepLoad) -> None:
+        """Begin with what the members are believed to be worth, where other batch sizes have told.
+
+        Those that would be hopeless beside the best one need no trial to begin with.
+        """
+        band.entered = True
+        known = [member for member, budget in enumerate(self._budgets) if budget.enter(load)]
+        if known:
+            band.leader = max(known, key=lambda member: self._budgets[member].best(load)[0])
+        best = self._budgets[band.leader].best(load)[0]
+        for member in known:
+            budget = self._budgets[member]
+            if budget.drafted_rate(load) < HOPELESS * best:
+                band.untried.discard(member)
+                enough = steps_to_see(_TRIAL_TREES, load.rows)
+                band.pauses[member] = self._pause(band, load, enough * budget.expected_loss(load, best))
+        if band.leader in band.untried:  # it is tried first
+            band.trial = band.leader
+            self._budgets[band.trial].look_again(load.rows)
+        else:
+            self._begin_trial(band, load.rows)
 
     def _go_on_with_trial(self, band: _Band, step: StepObservation) -> None:
         member = band.trial
@@ -141,12 +166,16 @@ class ChoosingBudget:
         # What a trial of the loser loses, relative to the steps that the leader would make in the same time.
         share = 1 - budget.drafted_rate(step.load) / rates[band.leader] if loser == member else 0.0
         lost = max(share, 0.0) * band.seconds
+        band.pauses[loser] = self._pause(band, step.load, lost)
+        band.trial = None
+
+    def _pause(self, band: _Band, load: StepLoad, lost: float) -> int:
+        """Steps until a trial that loses so many seconds is a small share of them, though all others have theirs."""
         leader = self._budgets[band.leader]
-        step_seconds = leader.seconds(step.load, leader.plan(step.load).nodes)
+        step_seconds = leader.seconds(load, leader.plan(load).nodes)
         others = max(len(self._budgets) - 1, 1)
         pause = math.ceil(lost * others / (_LOSS * step_seconds))
-        band.pauses[loser] = min(max(pause, 4 * enough), _LONGEST_PAUSE)
-        band.trial = None
+        return min(max(pause, 4 * steps_to_see(_TRIAL_TREES, load.rows)), _LONGEST_PAUSE)
 
     def _hopeless(self, band: _Band, step: StepObservation) -> bool:
         """Whether the member that is tried is already seen to be much slower than the one that drafts."""
@@ -154,7 +183,7 @@ class ChoosingBudget:
         if band.trial is None or band.trial == band.leader or band.steps < enough:
             return False
         rate = self._budgets[band.leader].best(step.load)[0]
-        return self._budgets[band.trial].drafted_rate(step.load) < _HOPELESS * rate
+        return self._budgets[band.trial].drafted_rate(step.load) < HOPELESS * rate
 
     def _tell(self, band: _Band, rows: int, rates: Sequence[float]) -> None:
         listed = ", ".join(f"{name} {rate:,.0f}" for name, rate in zip(self._names, rates, strict=True))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -37,11 +38,34 @@ _TAIL = max(map(sum, _LENGTHS)) - 1
 """Last tokens of a text that are kept: with those that come they are all windows that are new."""
 _OWN_LEADERS, _SHARED_LEADERS, _FOLLOWERS = 4096, 1 << 16, 8
 """Leaders of a table of a text and of one of all texts, and followers of each."""
+_UNREAD = 1 << 14
+"""Tokens of ended texts that are kept until the next draft, to be learned: the oldest are left out."""
 _FIRST = {8: math.log(0.9), 4: math.log(0.8), 2: math.log(0.5), 1: math.log(0.3)}
 """Log-probability of the first token of the first follower, by the tokens of the leader."""
 _OLDER, _FADING = math.log(0.6), math.log(0.5)
 """What each later first token loses, and what each further token of a follower does. The budget calibrates
 probabilities, so only their order matters."""
+
+
+@dataclass
+class _Text:
+    """A text in a slot.
+
+    Args:
+        tables: Its own, of what is learned of it.
+        tail: The last tokens of that.
+        unread: What has come since. It is learned before the next draft: whoever never drafts need not learn.
+    """
+
+    tables: list[LruTable] = field(default_factory=lambda: _tables(_OWN_LEADERS))
+    tail: list[int] = field(default_factory=list)
+    unread: list[int] = field(default_factory=list)
+
+    def teach(self, tables: Sequence[LruTable]) -> None:
+        """Let tables learn what is unread."""
+        known, tokens = len(self.tail), [*self.tail, *self.unread]
+        for table in tables:
+            table.learn(tokens[max(0, known + 1 - table.window) :])
 
 
 class CachebackDrafter(Drafter):
@@ -60,24 +84,35 @@ class CachebackDrafter(Drafter):
 
     def open(self, loan: Loan) -> None:
         """Make room for the texts."""
-        self._own = [_tables(_OWN_LEADERS) for _ in range(loan.slots)]
-        self._tails: list[list[int]] = [[] for _ in range(loan.slots)]
+        self._texts = [_Text() for _ in range(loan.slots)]
+        self._ended: deque[_Text] = deque()
+        self._ended_tokens = 0
 
     def enter(self, slot: int, text: Ids) -> None:
         """Let a text begin in `slot`."""
-        self._own[slot], self._tails[slot] = _tables(_OWN_LEADERS), []
-        self._learn(slot, text.tolist())
+        self._replace(slot, _Text(unread=text.tolist()))
 
     def move(self, source: int, target: int) -> None:
         """Let the text in slot `source` go on in slot `target`."""
-        self._own[target], self._own[source] = self._own[source], _tables(_OWN_LEADERS)
-        self._tails[target], self._tails[source] = self._tails[source], []
+        self._replace(target, self._texts[source])
+        self._texts[source] = _Text()
+
+    def prepare(self, context: DraftContext) -> None:
+        """Learn what has come since the last draft."""
+        for text in self._ended:
+            text.teach(self._shared)
+        self._ended.clear()
+        self._ended_tokens = 0
+        for text in self._texts:
+            if text.unread:
+                text.teach([*text.tables, *self._shared])
+                text.tail, text.unread = [*text.tail, *text.unread][-_TAIL:], []
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
         """Trees `[B, 1 + ask.nodes]`; a row whose last token is new gets a lone root."""
         grown = [
-            grow(self._asked(slot), self._tails[slot], ask.nodes, self.spec.max_depth)
-            for slot in range(len(context.tokens))
+            grow(self._asked(text), text.tail, ask.nodes, self.spec.max_depth)
+            for text in self._texts[: len(context.tokens)]
         ]
         tokens, parents, depths, log_probs = (
             send(torch.from_numpy(part), context.tokens.device) for part in side_by_side(grown)
@@ -85,21 +120,24 @@ class CachebackDrafter(Drafter):
         return from_nodes(context.pending, tokens, parents, depths, log_probs, ask.nodes + 1)
 
     def observe(self, committed: Committed) -> None:
-        """Learn what a step added."""
+        """Take note of what a step added."""
         for slot, tokens in zip(committed.slots, committed.tokens, strict=True):
-            self._learn(slot, tokens)
+            self._texts[slot].unread += tokens
 
-    def _asked(self, slot: int) -> list[Table]:
+    def _asked(self, text: _Text) -> list[Table]:
         """The tables that know a text: longer leaders first; of one length the text's own, that of all, the frozen."""
         frozen = [] if self._frozen is None else [self._frozen]
-        return sorted([*self._own[slot], *self._shared, *frozen], key=lambda table: -table.leader_length)
+        return sorted([*text.tables, *self._shared, *frozen], key=lambda table: -table.leader_length)
 
-    def _learn(self, slot: int, tokens: Sequence[int]) -> None:
-        known = len(self._tails[slot])
-        text = [*self._tails[slot], *tokens]
-        for table in (*self._own[slot], *self._shared):
-            table.learn(text[max(0, known + 1 - table.window) :])
-        self._tails[slot] = text[-_TAIL:]
+    def _replace(self, slot: int, text: _Text) -> None:
+        """Let another text be in `slot`. The one before is over: the tables of all texts are still to learn its end."""
+        before, self._texts[slot] = self._texts[slot], text
+        if before.unread and self._shared:
+            before.tables = []
+            self._ended.append(before)
+            self._ended_tokens += len(before.unread)
+            while self._ended_tokens > _UNREAD:
+                self._ended_tokens -= len(self._ended.popleft().unread)
 
 
 @dataclass(frozen=True)

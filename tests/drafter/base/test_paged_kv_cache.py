@@ -37,7 +37,7 @@ def read(cache: KVCache, slot: int, count: int) -> list[float]:
     return found[0][:, 0].tolist()  # type: ignore[no-any-return]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.randoms(use_true_random=False), st.integers(3, 9))
 def test_rows_hold_what_slots_of_their_own_would_hold(source: random.Random, blocks: int) -> None:
     """Whatever rows do, what they hold is what it would be in a cache with memory for all of them."""

@@ -77,7 +77,7 @@ def flash_by_hand(
     return mixed, lse, *(torch.zeros(0),) * 3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_both_ways_are_masked_attention(data: st.DataObject) -> None:
     """Over random trees, lengths (zero too), groups of query heads, sizes of heads, and parts."""

@@ -32,6 +32,7 @@ def decode(drafter: Drafter, rows: int, rng: random.Random) -> None:
         for _ in range(_STEPS):
             lengths = [len(text) - 1 for text in texts]
             context = DraftContext(torch.tensor(texts), None, torch.tensor(lengths), lengths)
+            drafter.prepare(context)
             drafter.propose(context, Ask(4))
             new = [[rng.randrange(_TOKENS)] for _ in texts]
             drafter.observe(Committed(range(_SLOTS), new))

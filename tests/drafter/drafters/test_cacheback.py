@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.base.causal_lm import BaseModel
+from drafter.drafters import cacheback
 from drafter.drafters.cacheback import CachebackDrafter, grow, side_by_side
 from drafter.drafters.contract import Ask, Committed, DraftContext, Loan
 from drafter.drafters.none import PlainDecoding
@@ -38,6 +39,14 @@ def tree_of(tables: Sequence[Table], tail: list[int], nodes: int, depth: int) ->
     parts = [torch.from_numpy(part) for part in side_by_side([grow(tables, tail, nodes, depth)])]
     tokens, parents, depths, log_probs = parts
     return from_nodes(torch.tensor(tail[-1:]), tokens, parents, depths, log_probs, nodes + 1)
+
+
+def proposed(drafter: CachebackDrafter, text: list[int], nodes: int) -> TokenTree:
+    """The tree of the text in the first slot."""
+    length = len(text) - 1
+    context = DraftContext(torch.tensor([text]), None, torch.tensor([length]), [length])
+    drafter.prepare(context)
+    return drafter.propose(context, Ask(nodes))
 
 
 def paths_of(tree: TokenTree) -> set[tuple[int, ...]]:
@@ -89,8 +98,7 @@ def test_a_passage_is_copied_though_its_tokens_stand_elsewhere_too() -> None:
     drafter.open(Loan(Mock(), 1, 1000, None, StageTimes()))
     text = [*passage, *elsewhere, *passage[:4]]
     drafter.enter(0, np.array(text))
-    length = len(text) - 1
-    tree = drafter.propose(DraftContext(torch.tensor([text]), None, torch.tensor([length]), [length]), Ask(8))
+    tree = proposed(drafter, text, 8)
     assert tuple(passage[4:12]) in paths_of(tree)
 
 
@@ -100,8 +108,24 @@ def test_a_loop_is_followed_as_soon_as_its_first_token_has_come_again() -> None:
     drafter.enter(0, np.array([5, 6]))
     drafter.observe(Committed([0], [[7]]))
     drafter.observe(Committed([0], [[5]]))
-    context = DraftContext(torch.tensor([[5, 6, 7, 5]]), None, torch.tensor([3]), [3])
-    assert (6, 7, 5, 6) in paths_of(drafter.propose(context, Ask(4)))
+    assert (6, 7, 5, 6) in paths_of(proposed(drafter, [5, 6, 7, 5], 4))
+
+
+def test_what_has_ended_while_others_drafted_is_learned_but_for_the_oldest() -> None:
+    drafter = CachebackDrafter(4)
+    drafter.open(Loan(Mock(), 2, 100, None, StageTimes()))
+    old, new = [1, 2, 3, 4], [11, 12, 13, 14]
+    drafter.enter(0, np.array(old))
+    for _ in range(cacheback._UNREAD // 1000 + 1):
+        drafter.enter(0, np.array([0] * 1000))
+    drafter.enter(0, np.array(new[:2]))
+    drafter.observe(Committed([0], [new[2:]]))
+    drafter.enter(1, np.array([9]))
+    drafter.move(1, 0)
+    drafter.observe(Committed([0], [[11]]))
+    assert (12, 13, 14) in paths_of(proposed(drafter, [9, 11], 4))
+    drafter.observe(Committed([0], [[1]]))
+    assert not paths_of(proposed(drafter, [9, 11, 1], 4))
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), min_size=1, max_size=6))
@@ -114,9 +138,7 @@ def test_what_is_learned_does_not_depend_on_the_steps_in_which_it_came(steps: li
         drafter.enter(0, np.array(pieces[0]))
         for piece in pieces[1:]:
             drafter.observe(Committed([0], [piece]))
-        length = len(text) - 1
-        context = DraftContext(torch.tensor([text]), None, torch.tensor([length]), [length])
-        trees.append(drafter.propose(context, Ask(8)))
+        trees.append(proposed(drafter, text, 8))
     for whole, piecewise in zip(vars(trees[0]).values(), vars(trees[1]).values(), strict=True):
         assert torch.equal(whole, piecewise)
 

@@ -93,7 +93,7 @@ def naive(texts: list[list[int]], tail: list[int], depth: int) -> tuple[int, set
     return best, paths
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=60), min_size=1, max_size=4),
     st.lists(st.integers(1, 40), min_size=1, max_size=6),

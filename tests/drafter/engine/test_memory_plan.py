@@ -77,7 +77,7 @@ def test_a_plan_is_a_table() -> None:
     assert str(plan).startswith("KV cache 16.00 GiB, draft's own KV 2.00 GiB")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 400), st.integers(64, 8192), st.integers(0, 63), st.integers(1, 40))
 def test_what_would_fit_fits_and_one_more_would_not(slots: int, max_length: int, nodes: int, free: int) -> None:
     sizes = replace(SIZES, slots=slots, max_length=max_length, nodes=nodes)

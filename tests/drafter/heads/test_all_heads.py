@@ -58,7 +58,7 @@ def test_every_algorithm_is_tested() -> None:
 
 
 @every_kind
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 1000))
 def test_decoding_sees_what_training_saw(tiny_base: BaseModel, kind: str, seed: int) -> None:
     """Rows advance by random strides, are refilled and moved; each tree, large or small, equals the one of the training

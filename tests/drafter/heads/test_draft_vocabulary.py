@@ -93,7 +93,7 @@ def permuted(base: BaseModel, head: DraftHead, seed: int) -> DraftHead:
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-@settings(deadline=None, max_examples=3)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 1000))
 def test_the_whole_vocabulary_in_another_order_changes_nothing(tiny_base: BaseModel, kind: str, seed: int) -> None:
     head = make_head(tiny_base, kind, seed)
@@ -110,7 +110,7 @@ def test_the_whole_vocabulary_in_another_order_changes_nothing(tiny_base: BaseMo
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-@settings(deadline=None, max_examples=4)
+@settings(max_examples=4)
 @given(size=st.integers(1, BASE_SIZE), seed=st.integers(0, 1000))
 def test_nothing_outside_is_drafted(tiny_base: BaseModel, kind: str, size: int, seed: int) -> None:
     """Also where the text has tokens from outside, and where the vocabulary is smaller than a tree."""

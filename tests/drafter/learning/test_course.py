@@ -67,7 +67,7 @@ class Job:
         return seconds
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tokens=st.floats(100.0, 300_000.0), drag=st.floats(0.0, 0.9))
 def test_a_job_that_cannot_gain_loses_little(tokens: float, drag: float) -> None:
     plain, learning = Job(tokens, 0.0).run(learns=False), Job(tokens, 0.0, drag=drag)

@@ -59,7 +59,7 @@ def table(seed: int, vocabulary: int) -> Tensor:
     return 2 * torch.randn(vocabulary, vocabulary, vocabulary, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), vocabulary=st.integers(1, 4), depth=st.integers(1, 4), size=st.integers(1, 24))
 def test_with_a_whole_beam_it_finds_the_most_probable_prefixes(
     seed: int, vocabulary: int, depth: int, size: int
@@ -74,7 +74,7 @@ def test_with_a_whole_beam_it_finds_the_most_probable_prefixes(
         check_best(nodes(tree, row, depth), exact_prefixes(model, root, depth), size)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), depth=st.integers(1, 6), size=st.integers(2, 20), beam=st.integers(1, 4))
 def test_a_narrow_beam_keeps_the_contract_and_its_places(seed: int, depth: int, size: int, beam: int) -> None:
     model = LastTwo(table(seed, 5), 3)

@@ -40,7 +40,7 @@ def last_labels(seed: int, frames: int, vocabulary: int, before: Tensor) -> Last
     return LastLabels((2 * torch.randn(shape, generator=generator)).log_softmax(-1), before)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
     frames=st.integers(1, 5),
@@ -114,7 +114,7 @@ def test_what_is_less_probable_than_asked_for_is_not_extended() -> None:
     check_slice_contract(tree)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10_000),
     rows=st.integers(1, 3),

@@ -24,7 +24,7 @@ def products(log_probs: Tensor) -> dict[Prefix, float]:
     }
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
     depth=st.integers(1, 4),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -88,7 +88,6 @@ def special_tokens(tokenizer: Any, ids: list[int]) -> list[str]:
     return [token for token in tokenizer.convert_ids_to_tokens(ids) if token in SPECIAL]
 
 
-@settings(deadline=None)
 @given(st.lists(st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=30), min_size=1, max_size=4))
 def test_a_chat_without_special_tokens_is_what_its_template_makes_of_it(tokenizer: Any, contents: list[str]) -> None:
     roles = ["system", "user", "assistant", "user"]

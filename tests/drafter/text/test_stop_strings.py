@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.text.stop_strings import StopSearch, cut_at_stop
@@ -9,7 +9,6 @@ FEW = st.text("ab", max_size=6)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=3)
 
 
-@settings(deadline=None)
 @given(st.lists(FEW, max_size=8), STOPS)
 def test_each_piece_tells_what_the_whole_text_would(pieces: list[str], stops: list[str]) -> None:
     search, text = StopSearch(stops), ""

@@ -69,7 +69,7 @@ def assert_contract(tree: TokenTree) -> None:
         assert len({(parents[i], tokens[i]) for i in real[1:]}) == len(real) - 1
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_from_paths_makes_the_trie_of_a_dictionary(data: st.DataObject) -> None:
     depth = data.draw(st.integers(1, 4))

@@ -98,7 +98,7 @@ PENALTIES = [
 ]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10_000), lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4), nodes=st.integers(1, 9)
 )

@@ -73,7 +73,7 @@ def test_padding_and_duplicates_change_nothing() -> None:
     assert step.tokens.tolist() == [[5, 4, 9]]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.data())
 def test_walk_equals_a_descent_by_hand(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 8))
@@ -100,7 +100,7 @@ def test_walk_equals_a_descent_by_hand(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10_000), rows=st.integers(1, 4), nodes=st.integers(1, 9))
 def test_a_descent_goes_where_the_walk_goes(
     asynchronous: bool, seed: int, rows: int, nodes: int, monkeypatch: pytest.MonkeyPatch

@@ -23,7 +23,7 @@ from drafter.verifiers.penalties import penalise
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 10_000),
     temperature=st.sampled_from([0.3, 1.0, 1.7]),
@@ -79,7 +79,7 @@ def test_ties_at_a_threshold_are_kept(asynchronous: bool, monkeypatch: pytest.Mo
     assert kept(0, 1.0) == kept(5, 1.0) == kept(9, 1.0) == [True] * 5
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 10_000),
     spread=st.sampled_from([1e-9, 0.01, 1.0, 30.0]),

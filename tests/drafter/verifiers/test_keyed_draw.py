@@ -94,7 +94,7 @@ def test_noise_is_uniform_and_neighbours_know_nothing_of_each_other(seeds: int, 
                     assert chi2_contingency(pairs).pvalue > 1e-5
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 1 << 70),
     rows=st.integers(1, 6),

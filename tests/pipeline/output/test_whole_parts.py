@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.io.files import Location, locate
@@ -66,7 +66,6 @@ def test_what_is_torn(files: list[ResultFile], torn: list[str]) -> None:
     assert names(torn_files(files, ROWS)) == torn
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_what_is_left_is_whole(data: st.DataObject) -> None:
     """Whatever is damaged or gone, every part that is committed afterwards has all of its rows."""

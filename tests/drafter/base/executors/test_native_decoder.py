@@ -150,7 +150,7 @@ def test_rounding_is_that_of_single_precision(dtype: torch.dtype) -> None:
         assert (ours - exact[:rows]).abs().max() <= 3 * (theirs - exact).abs().max()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 @torch.inference_mode()
 def test_a_row_has_the_same_bits_whatever_is_beside_it(

@@ -38,7 +38,7 @@ def test_nodes_are_priced_anew_cut_and_extended() -> None:
     assert nodes(reprice(FORK, probabilities.log(), own=1, depth=2, size=3), 0, 3).keys() == {(5,), (5, 1)}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 1 << 30), st.integers(1, 5), st.integers(2, 30))
 def test_a_priced_tree_is_a_tree(seed: int, own: int, size: int) -> None:
     """Of trees full of duplicates, padding and repeats."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.evaluation.leniency.kept_utility import VerifierFigures, fastest_that_keeps, title_of
@@ -101,7 +101,6 @@ def test_windows_are_those_that_the_drafter_can_fill(depth: int, windows: set[in
     assert {one.verifier.window for one in chosen} == {4}
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from([FLY, PAD, TYPICAL, VerifierSettings("fly", window=2)]),
     st.floats(0.5, 1.0),
@@ -124,7 +123,6 @@ def test_what_is_named_keeps_enough_and_is_no_slower_than_the_grids(
     assert len(found) - len(verifier_grid(verifier)) <= 25
 
 
-@settings(deadline=None)
 @given(st.floats(0.0, 1.0), st.sampled_from([FLY, PAD]))
 def test_of_a_curve_that_only_falls_a_sixteenth_of_the_grids_interval_is_left(
     limit: float, verifier: VerifierSettings

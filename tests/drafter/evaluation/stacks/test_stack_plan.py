@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.evaluation.stacks.stack_plan import Levels, acceptance_of, block_of, compare_stacks, expected_tokens
@@ -39,7 +39,6 @@ def measured(draw: Any) -> Levels:
     )
 
 
-@settings(deadline=None)
 @given(measured())
 def test_the_best_of_all_stacks_is_found(levels: Levels) -> None:
     count = len(levels.names)
@@ -69,7 +68,6 @@ def test_drafts_that_are_not_accepted_are_not_worth_their_time() -> None:
     assert compare_stacks(levels)[0].levels == ()
 
 
-@settings(deadline=None)
 @given(st.floats(0.0, 0.999), st.floats(0.5, 16.0))
 def test_acceptance_follows_from_tokens(acceptance: float, block: float) -> None:
     assert expected_tokens(acceptance_of(expected_tokens(acceptance, block), block), block) == pytest.approx(
@@ -77,7 +75,6 @@ def test_acceptance_follows_from_tokens(acceptance: float, block: float) -> None
     )
 
 
-@settings(deadline=None)
 @given(st.floats(0.01, 0.99), st.floats(0.0, 8.0))
 def test_the_block_follows_from_tokens(acceptance: float, block: float) -> None:
     tokens = expected_tokens(acceptance, block)

@@ -56,7 +56,7 @@ def soft(length: int, vocabulary: int) -> st.SearchStrategy[Choices]:
     return st.lists(place, min_size=length, max_size=length)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 9999), frames=st.integers(1, 5), targets=st.lists(st.integers(0, 2), min_size=1, max_size=4))
 def test_losses_equal_enumeration(seed: int, frames: int, targets: list[int]) -> None:
     """Also for repeats and for targets longer than the frames."""
@@ -77,7 +77,7 @@ def test_losses_equal_enumeration(seed: int, frames: int, targets: list[int]) ->
         assert prefix.weight.item() == pytest.approx(weight)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data(), seed=st.integers(0, 9999), frames=st.integers(1, 5), length=st.integers(1, 4))
 def test_prefix_loss_of_soft_labels_equals_enumeration(
     data: st.DataObject, seed: int, frames: int, length: int
@@ -184,7 +184,7 @@ def lattice_table(seed: int, frames: int, vocabulary: int) -> Tensor:
     return torch.randn(frames, vocabulary + 1, vocabulary + 1, generator=generator, dtype=torch.double).log_softmax(-1)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     data=st.data(),
     seed=st.integers(0, 9999),

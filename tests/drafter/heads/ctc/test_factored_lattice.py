@@ -19,7 +19,7 @@ from tests.support.heads import DEPTH, make_head
 from tests.support.trees import check_same_trees
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     kind=st.sampled_from(KINDS_WITH_CONTEXT),
     seed=st.integers(0, 1000),

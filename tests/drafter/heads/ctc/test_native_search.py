@@ -30,7 +30,7 @@ def sharp_head(base: BaseModel, kind: str, seed: int) -> CTCHead:
     return head
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     kind=st.sampled_from(KINDS_WITH_CONTEXT),
     seed=st.integers(0, 1000),

@@ -26,7 +26,7 @@ def module_of(base: BaseModel, heads: int = 2) -> AttentionModule:
     return module.requires_grad_(False)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     steps=st.lists(st.lists(st.integers(1, 5), min_size=3, max_size=3), min_size=1, max_size=4), count=st.integers(1, 5)
 )

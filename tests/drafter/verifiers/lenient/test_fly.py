@@ -111,7 +111,7 @@ def test_a_certain_base_is_not_contradicted() -> None:
     assert accepted_of(matches, [0.4, *[0.0] * 4], FlyVerifier(0.3, 3)).count.tolist() == [4]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     chain=st.lists(st.tuples(st.booleans(), st.sampled_from([0.0, 0.2, 0.4, 0.6])), min_size=1, max_size=9),
     theta=st.sampled_from([0.0, 0.3, 0.5, math.inf]),

@@ -59,7 +59,7 @@ def marks_of(tree: TokenTree, seed: int, share: float) -> Tensor:
     return torch.rand(tree.tokens.shape, generator=torch.Generator().manual_seed(seed)) < share
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10_000), few=st.floats(0, 1), more=st.floats(0, 1))
 def test_without_leniency_it_is_the_exact_walk_and_with_more_of_it_no_path_is_shorter(
     seed: int, few: float, more: float

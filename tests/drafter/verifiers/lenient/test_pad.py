@@ -79,7 +79,7 @@ def by_the_paper(folder: Path, tokens: list[int], logits: torch.Tensor, read: to
 CHAINS = st.tuples(st.integers(0, 10_000), st.integers(1, 6), st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]))
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(chain=CHAINS)
 def test_a_chain_gives_the_tokens_of_the_paper(chain: tuple[int, int, float], folder: Path) -> None:
     seed, length, sigma = chain
@@ -96,7 +96,7 @@ def test_a_chain_gives_the_tokens_of_the_paper(chain: tuple[int, int, float], fo
     assert marked == [place for place in range(count) if tokens[place] != int(logits[place].argmax())]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10_000), temperature=st.sampled_from([0.0, 0.8]))
 def test_a_larger_sigma_never_accepts_a_shorter_path(seed: int, temperature: float, folder: Path) -> None:
     random = torch.Generator().manual_seed(seed)
