@@ -113,7 +113,7 @@ POLICIES: dict[str, Policy] = {
     "adaptive, pace 0.1": _adaptive(("_PACE", 0.1)),
     "adaptive, a tenth of the time for looks": _adaptive(("_LOOKS", 0.1)),
     "adaptive, hardly any looks": _adaptive(("_LOOKS", 1e-9), ("_LONGEST_PAUSE", 10**9)),
-    "adaptive, gives up after two steps": _adaptive(("_TRIED_TREES", 1), ("_FEWEST_STEPS", 2)),
+    "adaptive, gives up after one step": _adaptive(("_TRIED_TREES", 1), ("_FEWEST_STEPS", 1)),
     "adaptive, believes every latency": _adaptive(("_MOST", 1e9)),
 }
 

@@ -20,7 +20,7 @@ _PACE = 0.03
 """Weight of the newest step in the averages. One row accepts now none of a tree and now all of it."""
 _TRIED_TREES = 8
 """Drafting may be given up once so many trees were seen. What was believed before them counts for as many."""
-_FEWEST_STEPS = 3
+_FEWEST_STEPS = 2
 """Drafted steps that say something, however many trees each of them has."""
 HOPELESS = 0.8
 """Drafting that promises less than this share of another rate is hardly worth a try."""
@@ -30,6 +30,8 @@ _LOOKS = 0.015
 """Share of the time that may be lost by trying drafting again where it did not pay."""
 _LONGEST_PAUSE = 4096
 """Plain steps until drafting is tried again at most."""
+MOST_DOUBLINGS = 2
+"""What fails again and again is tried ever more rarely: so many times the pause before a try doubles."""
 
 
 def steps_to_see(trees: int, rows: int) -> int:
@@ -51,6 +53,7 @@ class _Band:
         lost: Seconds that those of these before drafting could be given up took beyond what plain decoding takes for as
             many tokens.
         pause: Plain steps that are left before drafting is tried again.
+        failures: Pauses since drafting last paid, as far as they count.
         entered: Whether there have been such steps.
     """
 
@@ -62,6 +65,7 @@ class _Band:
     seen: int = 0
     lost: float = 0.0
     pause: int = 0
+    failures: int = 0
     entered: bool = False
 
     @property
@@ -156,13 +160,18 @@ class AdaptiveBudget:
         pace = max(_PACE, 1 / (band.seen + tries))
         band.promised += pace * (float(promised[-1]) - band.promised)
         band.came_true += pace * (accepted - band.came_true)
-        if band.seen >= tries and self._rates(band, step.load).argmax() == 0:
+        if band.seen < tries:
+            return
+        if self._rates(band, step.load).argmax() == 0:
             self._pause(band, step.load, band.lost)
+        else:
+            band.failures = 0
 
     def renewed(self, member: int) -> None:
         """End all pauses; what is believed is corrected by the steps that come. See `Budget.renewed`."""
         for band in self._bands:
             band.look_again()
+            band.failures = 0
 
     def best(self, load: StepLoad) -> tuple[float, int]:
         """Tokens per second and row to expect of the best number of nodes, and that number; 0 is plain decoding."""
@@ -198,9 +207,12 @@ class AdaptiveBudget:
 
     def _pause(self, band: _Band, load: StepLoad, lost: float) -> None:
         """Make plain steps until a look that costs `lost` seconds is a small share of them."""
-        pause = math.ceil(lost / (_LOOKS * float(self._seconds(band, load)[0])))
+        pause = max(
+            math.ceil(lost / (_LOOKS * float(self._seconds(band, load)[0]))), steps_to_see(_TRIED_TREES, load.rows)
+        )
         band.look_again()
-        band.pause = min(max(pause, steps_to_see(_TRIED_TREES, load.rows)), _LONGEST_PAUSE)
+        band.pause = min(pause << band.failures, _LONGEST_PAUSE)
+        band.failures = min(band.failures + 1, MOST_DOUBLINGS)
 
     def _learn_gain(self, band: _Band, size: int, promised: Floats) -> None:
         """Average what the leading nodes of a tree of the `size`-th number promised, and extend it to larger trees."""

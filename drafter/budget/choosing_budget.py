@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from drafter.budget.adaptive import HOPELESS, AdaptiveBudget, steps_to_see
+from drafter.budget.adaptive import HOPELESS, MOST_DOUBLINGS, AdaptiveBudget, steps_to_see
 from drafter.budget.contract import Counts, Floats, StepLoad, StepObservation
 from drafter.drafters.contract import Ask
 from drafter.statistics import BatchChoice, MemberView
@@ -37,6 +37,7 @@ class _Band:
 
     Args:
         pauses: Steps until each member is tried.
+        failures: Pauses of each member since it was last the best, as far as they count.
         leader: The member that drafts.
         trial: The member that is tried now; None if none is.
         steps: Drafted steps of this trial.
@@ -47,6 +48,7 @@ class _Band:
     """
 
     pauses: list[int]
+    failures: list[int]
     leader: int = 0
     trial: int | None = None
     steps: int = 0
@@ -70,7 +72,8 @@ class ChoosingBudget:
         members = len(self._names)
         allowed = [member for member in range(members) if member not in self._withheld]
         self._bands = [
-            _Band([0] * members, leader=allowed[0], untried=set(allowed)) for _ in self._budgets[0].table.batches
+            _Band([0] * members, [0] * members, leader=allowed[0], untried=set(allowed))
+            for _ in self._budgets[0].table.batches
         ]
 
     def plan(self, load: StepLoad) -> Ask:
@@ -104,7 +107,7 @@ class ChoosingBudget:
         """Try a member soon, or for the first time if it was withheld; see `Budget.renewed`."""
         self._budgets[member].renewed(0)
         for band in self._bands:
-            band.pauses[member] = 0
+            band.pauses[member] = band.failures[member] = 0
             if member in self._withheld:
                 band.untried.add(member)
         self._withheld.discard(member)
@@ -123,24 +126,18 @@ class ChoosingBudget:
         return tuple(found)
 
     def _enter(self, band: _Band, load: StepLoad) -> None:
-        """Begin with what the members are believed to be worth, where other batch sizes have told.
-
-        Those that would be hopeless beside the best one need no trial to begin with.
-        """
+        """Begin with what other batch sizes have told of the members, as if these had had a trial at this one."""
         band.entered = True
         known = [member for member, budget in enumerate(self._budgets) if budget.enter(load)]
         if known:
             band.leader = max(known, key=lambda member: self._budgets[member].best(load)[0])
         best = self._budgets[band.leader].best(load)[0]
+        enough = steps_to_see(_TRIAL_TREES, load.rows)
         for member in known:
-            budget = self._budgets[member]
-            if budget.drafted_rate(load) < HOPELESS * best:
-                band.untried.discard(member)
-                enough = steps_to_see(_TRIAL_TREES, load.rows)
-                band.pauses[member] = self._pause(band, load, enough * budget.expected_loss(load, best))
+            band.untried.discard(member)
+            self._pause(band, member, load, enough * self._budgets[member].expected_loss(load, best))
         if band.leader in band.untried:  # it is tried first
             band.trial = band.leader
-            self._budgets[band.trial].look_again(load.rows)
         else:
             self._begin_trial(band, load.rows)
 
@@ -161,21 +158,23 @@ class ChoosingBudget:
         loser = member
         if member != band.leader and rates[member] > _BETTER * rates[band.leader]:
             band.leader, loser = member, band.leader
+            band.failures[member] = 0
         if settles or (loser != member and not band.untried):
             self._tell(band, step.rows, rates)
         # What a trial of the loser loses, relative to the steps that the leader would make in the same time.
         share = 1 - budget.drafted_rate(step.load) / rates[band.leader] if loser == member else 0.0
         lost = max(share, 0.0) * band.seconds
-        band.pauses[loser] = self._pause(band, step.load, lost)
+        self._pause(band, loser, step.load, lost)
         band.trial = None
 
-    def _pause(self, band: _Band, load: StepLoad, lost: float) -> int:
-        """Steps until a trial that loses so many seconds is a small share of them, though all others have theirs."""
+    def _pause(self, band: _Band, member: int, load: StepLoad, lost: float) -> None:
+        """Do not try a member until `lost` seconds are a small share of the time, though all others have trials too."""
         leader = self._budgets[band.leader]
         step_seconds = leader.seconds(load, leader.plan(load).nodes)
         others = max(len(self._budgets) - 1, 1)
-        pause = math.ceil(lost * others / (_LOSS * step_seconds))
-        return min(max(pause, 4 * steps_to_see(_TRIAL_TREES, load.rows)), _LONGEST_PAUSE)
+        pause = max(math.ceil(lost * others / (_LOSS * step_seconds)), 4 * steps_to_see(_TRIAL_TREES, load.rows))
+        band.pauses[member] = min(pause << band.failures[member], _LONGEST_PAUSE)
+        band.failures[member] = min(band.failures[member] + 1, MOST_DOUBLINGS)
 
     def _hopeless(self, band: _Band, step: StepObservation) -> bool:
         """Whether the member that is tried is already seen to be much slower than the one that drafts."""

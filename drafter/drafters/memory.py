@@ -31,7 +31,7 @@ CAPACITY = 1_000_000
 """Tokens that are remembered; each takes about 24 bytes."""
 _DEPTH = 16
 """Tokens of a continuation at most: where a text is copied, all of them come true."""
-_MATCHES = 8
+_MATCHES = 16
 """Continuations that vote."""
 _WEIGHT = 2.0
 """Weight of a match relative to one that is a token shorter."""

@@ -22,7 +22,7 @@ NOTHING = -1
 """Stands where there is no token, no place, or no block."""
 _BLOCK = 128
 """Tokens that a text takes of the memory at a time; more than any continuation has."""
-_ORDERS = (2, 4)
+_ORDERS = (1, 2, 4)
 """Lengths of what is looked up. Few tokens have been seen often, and then the newest places are not the best ones."""
 _NEWEST = 16
 """Places that are kept for the same tokens."""
