@@ -28,7 +28,7 @@ from drafter.tree.token_tree import TokenTree
 from drafter.tree.trie import from_nodes
 
 CAPACITY = 1_000_000
-"""Tokens that are remembered; each takes about 24 bytes."""
+"""Tokens that are remembered; each takes about 32 bytes."""
 _DEPTH = 16
 """Tokens of a continuation at most: where a text is copied, all of them come true."""
 _MATCHES = 16

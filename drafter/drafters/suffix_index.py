@@ -1,8 +1,8 @@
 """Where in many texts some tokens have been seen before, and how the texts went on there.
 
-The texts are kept in blocks of a bounded memory. Hash tables lead from a text's last two tokens, and its last four, to
-the newest places where these have occurred. What is found there is compared token by token, so an entry whose block has
-gone to another text since can do no harm.
+The texts are kept in blocks of a bounded memory. Hash tables lead from a text's last token, its last two, and its last
+four, to the newest places where these have occurred. What is found there is compared token by token, so an entry whose
+block has gone to another text since can do no harm.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Matches:
     """Where the last tokens of B texts have been seen before: longest match first, then newest.
 
     Args:
-        lengths: `[B, C]` how many tokens are the same there, from 2 to `CONTEXT`; 0 where there is no match.
+        lengths: `[B, C]` how many tokens are the same there, from 1 to `CONTEXT`; 0 where there is no match.
         paths: `[B, C, U]` how it went on there; `NOTHING` past the end.
         blocks: `[B, C]` the block of each place.
     """

@@ -26,10 +26,12 @@ def test_the_longest_match_comes_first_and_then_the_newest() -> None:
     assert found.paths.tolist() == [[[60, 61], [70, 71], [50, NOTHING]]]
 
 
-def test_one_token_is_no_match() -> None:
+def test_a_match_of_one_token_counts_and_comes_last() -> None:
     index = SuffixIndex(1000)
-    written(index, [1, 2, 3])
-    assert not index.look_up(written(index, [9, 2]), depth=2, most=2).lengths.any()
+    written(index, [1, 2, 3], [9, 2, 5])
+    found = index.look_up(written(index, [9, 2]), depth=1, most=3)
+    assert found.lengths.tolist() == [[2, 1, 0]]
+    assert found.paths[0, :2, 0].tolist() == [5, 3]
 
 
 def test_a_text_is_found_in_itself_while_it_is_written() -> None:
@@ -74,19 +76,19 @@ def test_memory_is_bounded_and_texts_under_way_keep_their_last_block() -> None:
     before, texts = index.nbytes, [Text() for _ in range(3)]
     for _ in range(100):
         index.append(texts, [list(range(300))] * 3)
-    assert index.nbytes == before < 400_000
+    assert index.nbytes == before < 500_000
     assert index.look_up(texts, depth=4, most=2).lengths.any()
 
 
 def naive(texts: list[list[int]], tail: list[int], depth: int) -> tuple[int, set[tuple[int, ...]]]:
-    """The length of the longest match of at least two tokens, and how texts go on after such matches."""
+    """The length of the longest match, and how texts go on after such matches."""
     best, paths = 0, set[tuple[int, ...]]()
     for text in texts:
         for end in range(1, len(text)):
             length = 0
             while length < min(end, len(tail), CONTEXT) and text[end - 1 - length] == tail[-1 - length]:
                 length += 1
-            if length >= 2 and length >= best:
+            if length >= max(best, 1):
                 paths = paths if length == best else set()
                 best = length
                 paths.add(tuple(text[end : end + depth]))
