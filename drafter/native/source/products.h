@@ -85,20 +85,40 @@ inline void finish(Vec first, Vec second, const float* bias, float* out, int64_t
     }
 }
 
+// Fetch what is read of a block at once.
+template <class Stored>
+inline void fetch_line(const Stored* from) {
+    __builtin_prefetch(from);
+    __builtin_prefetch(from + kLanes);
+}
+
+// Rows that are multiplied with the same weights, one part after another.
+struct Part {
+    int row, rows;     // the first one, and how many
+    int index, count;  // which part this is, and of how many
+};
+
 // `rows` rows times `blocks` blocks of weights. Both are constants, so that all sums are in registers.
+//
+// Meanwhile memory is to give what is multiplied next. Several blocks are too much to be fetched long before: these are
+// fetched just ahead. Of one block it is the block that this thread will probably take next, `ahead` blocks further on. Each
+// part of the rows fetches a part of it, so memory works as long as arithmetic does.
 template <class Weights, End end, int rows, int blocks>
-void multiply(const Product& product, int row, int block) {
+void multiply(const Product& product, const Part& part, int block, int ahead) {
     const Matrix& matrix = *product.matrix;
     const int64_t inputs = matrix.inputs, size = inputs / Weights::kInputs * kBlock;
     const auto* weights = static_cast<const typename Weights::Stored*>(matrix.weights) + block * size;
-    const float* in = product.in + row * inputs;
+    const auto* next = weights + ahead * size + size * part.index / part.count / kBlock * kBlock;
+    const float* in = product.in + part.row * inputs;
     Vec sums[rows][blocks][2] = {};
     for (int64_t k = 0; k < inputs; k += Weights::kInputs) {
-        const auto* line = weights + k / Weights::kInputs * kBlock;
+        const int64_t at = k / Weights::kInputs;
+        const auto* line = weights + at * kBlock;
+        if (blocks == 1) {
+            fetch_line(next + at / part.count * kBlock);
+        } else {
 #pragma GCC unroll 4
-        for (int b = 0; b < blocks; ++b) {
-            __builtin_prefetch(line + b * size + 1024 / sizeof(typename Weights::Stored));
-            __builtin_prefetch(line + b * size + 1024 / sizeof(typename Weights::Stored) + kLanes);
+            for (int b = 0; b < blocks; ++b) fetch_line(line + b * size + 1024 / sizeof(typename Weights::Stored));
         }
 #pragma GCC unroll 2
         for (int input = 0; input < Weights::kInputs; ++input) {
@@ -123,26 +143,26 @@ void multiply(const Product& product, int row, int block) {
     for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 4
         for (int b = 0; b < blocks; ++b)
-            finish<end>(sums[r][b][0], sums[r][b][1], matrix.bias, product.out[row + r],
+            finish<end>(sums[r][b][0], sums[r][b][1], matrix.bias, product.out[part.row + r],
                         static_cast<int64_t>(block + b) * kBlock, matrix.outputs);
 }
 
 // Few rows have few sums. Then several blocks are read at a time, or each product would wait for the one before it.
 template <class Weights, End end>
-void multiply_block(const Product& product, int row, int rows, int block, int blocks) {
-    switch (rows) {
+void multiply_block(const Product& product, const Part& part, int block, int blocks, int ahead) {
+    switch (part.rows) {
 #define DRAFTER_ROWS(count)                                                              \
     case count:                                                                          \
-        for (int b = 0; b < blocks; ++b) multiply<Weights, end, count, 1>(product, row, block + b); \
+        for (int b = 0; b < blocks; ++b) multiply<Weights, end, count, 1>(product, part, block + b, ahead); \
         return;
 #define DRAFTER_FEW_ROWS(count, together)                                                \
     case count:                                                                          \
         while (blocks >= together) {                                                     \
-            multiply<Weights, end, count, together>(product, row, block);                \
+            multiply<Weights, end, count, together>(product, part, block, ahead);        \
             block += together;                                                           \
             blocks -= together;                                                          \
         }                                                                                \
-        for (int b = 0; b < blocks; ++b) multiply<Weights, end, count, 1>(product, row, block + b); \
+        for (int b = 0; b < blocks; ++b) multiply<Weights, end, count, 1>(product, part, block + b, ahead); \
         return;
         DRAFTER_FEW_ROWS(1, 4)
         DRAFTER_FEW_ROWS(2, 2)
@@ -171,13 +191,13 @@ void multiply_by_vectors(Team& team, const Product& product) {
     const int together = product.rows <= 3 ? 4 : 1;
     team.loop((blocks + together - 1) / together, [&](int chunk) {
         const int block = chunk * together, count = std::min(together, blocks - block);
-        for (int part = 0, row = 0; part < parts; ++part) {
-            const int rows = (product.rows - row + parts - part - 1) / (parts - part);
+        for (Part part{0, 0, 0, parts}; part.index < parts; ++part.index, part.row += part.rows) {
+            const int left = parts - part.index;
+            part.rows = (product.rows - part.row + left - 1) / left;
             if (matrix.half)
-                multiply_block<HalfWeights, end>(product, row, rows, block, count);
+                multiply_block<HalfWeights, end>(product, part, block, count, team.size());
             else
-                multiply_block<FloatWeights, end>(product, row, rows, block, count);
-            row += rows;
+                multiply_block<FloatWeights, end>(product, part, block, count, team.size());
         }
     });
 }

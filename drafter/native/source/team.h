@@ -38,7 +38,7 @@ class Team {
             program(team);
             return;
         }
-        team.helped_ = true;
+        team.size_ = threads;
 #pragma omp parallel num_threads(threads)
         {
             if (omp_get_thread_num() == 0) {
@@ -50,10 +50,13 @@ class Team {
         }
     }
 
+    // Threads that share a loop.
+    int size() const { return size_; }
+
     // Call `work(chunk)` for every chunk below `count`; return when all are done.
     template <class Work>
     void loop(int count, const Work& work) {
-        if (!helped_ || count <= 1) {
+        if (size_ == 1 || count <= 1) {
             for (int chunk = 0; chunk < count; ++chunk) work(chunk);
             return;
         }
@@ -94,7 +97,7 @@ class Team {
     const void* work_ = nullptr;
     void (*call_)(const void*, int) = nullptr;
     uint32_t epoch_ = 0;
-    bool helped_ = false;
+    int size_ = 1;
     alignas(64) std::atomic<uint64_t> ticket_{0};  // epoch (24 bits), chunks (20 bits), next chunk (20 bits)
     alignas(64) std::atomic<int> done_{0};
     alignas(64) std::atomic<bool> over_{false};
