@@ -11,6 +11,8 @@ HORIZON = 30.0
 """Seconds of work that are decided on together: so long it takes about until a better version is there."""
 MOST_LOST = 0.02
 """Share of a job's time that may be lost to learning and not have come back so far."""
+_FIRST_RESTS = 3
+"""Intervals of rest before it first works, to measure how fast engines are without it."""
 _HOPE = 1.3
 """What a first `HORIZON` is hoped to make of β while nothing has been measured."""
 _START = 1.5
@@ -58,6 +60,8 @@ def decide(course: Course, balance: Balance, tokens_left: float, curve: Sequence
     """
     if not balance.rate:
         return replace(course, learns=False, reason=Course.reason, turn=0)
+    if balance.rests < _FIRST_RESTS:
+        return replace(course, learns=False, reason="it measures how fast engines are without it", turn=0)
     left, resting = min(tokens_left / balance.rate, _LONGEST), course.rest_beta is not None
     begins = ""
     if course.rest_beta is not None and balance.beta < _FALLEN * course.rest_beta:

@@ -32,6 +32,7 @@ class Interval:
         learned: Whether the learner worked.
         gain: How many times as fast as without what was learnt the engines decoded; see `gain_by_choice` and
             `gain_by_beta`.
+        full: Whether engines had something to decode all the time. If not, it says nothing of speeds.
     """
 
     seconds: float
@@ -39,6 +40,7 @@ class Interval:
     row_steps: int
     learned: bool
     gain: float = 1.0
+    full: bool = True
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Balance:
         learning_rate: Tokens per second of late while the learner worked; 0 before it has.
         resting_rate: The same while it rested.
         beta: Tokens of a row and step of late; 0 before the first interval.
+        rests: Intervals that have told `resting_rate`.
     """
 
     seconds: float = 0.0
@@ -60,6 +63,7 @@ class Balance:
     learning_rate: float = 0.0
     resting_rate: float = 0.0
     beta: float = 0.0
+    rests: int = 0
 
     @property
     def drag(self) -> float:
@@ -81,7 +85,7 @@ class Balance:
     def after(self, interval: Interval) -> Balance:
         """The balance at the end of an interval. One without tokens says nothing of speeds."""
         balance = replace(self, seconds=self.seconds + interval.seconds)
-        if not interval.tokens or not interval.row_steps or interval.seconds <= 0:
+        if not interval.full or not interval.tokens or not interval.row_steps or interval.seconds <= 0:
             return balance
         rate = interval.tokens / interval.seconds
         beta = _average(self.beta, interval.tokens / interval.row_steps)
@@ -89,7 +93,8 @@ class Balance:
             balance = replace(balance, beta=beta, learning_rate=_average(self.learning_rate, rate))
             balance = replace(balance, taken=self.taken + interval.seconds * balance.drag)
         else:
-            balance = replace(balance, beta=beta, resting_rate=_average(self.resting_rate, rate))
+            resting_rate = _average(self.resting_rate, rate)
+            balance = replace(balance, beta=beta, resting_rate=resting_rate, rests=self.rests + 1)
         return replace(balance, saved=self.saved + interval.seconds * max(interval.gain - 1.0, 0.0))
 
 

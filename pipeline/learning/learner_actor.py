@@ -43,6 +43,8 @@ _SLICE_SECONDS = 0.5
 """So long it works between two looks at what has come."""
 _INTERVAL_SECONDS = 3.0
 """So long it works or rests before that is decided anew."""
+_BUSY = 0.8
+"""Share of an interval in which engines must have decoded for it to say how fast they are."""
 _SAVE_SECONDS = 30.0
 """The record is written so often, and with each version."""
 _FETCH_SECONDS = 5.0
@@ -135,7 +137,25 @@ class LearnerActor:
                 self._answer = replace(self._answer, wants_rows=False)
                 self._batches.clear()
 
+    def _wait_until_it_may_pay(self) -> None:
+        """Let decoding go on until learning is expected to pay.
+
+        What is loaded to learn takes time from engines, too, and a short job would not get it back.
+        """
+        begun = time.monotonic()
+        while not self._record.course.learns and not self._closing.wait(_SLICE_SECONDS):
+            now = time.monotonic()
+            if now - begun >= _INTERVAL_SECONDS:
+                self._end_interval(now - begun, worked=False, drafts=False)
+                begun = now
+                self._tell(Progress(0, 0.0, None, 0, 0, 0, 0, None, None, idle=True))
+
     def _learn(self) -> None:
+        if self._spec.must_pay and not self._spec.output.learner_state.exists:
+            self._wait_until_it_may_pay()
+        if self._closing.is_set():
+            self._save_record()
+            return
         learner, drafts = self._load()
         if learner.version is not None:
             if learner.version.number not in [one.number for one in self._record.versions]:
@@ -229,7 +249,8 @@ class LearnerActor:
             gain = gain_by_beta(record.balance.beta, record.beta_before)
         if left == math.inf:  # how much is asked of an endpoint changes all the time, whoever learns beside it
             seconds = min(done.busy, seconds)
-        record.decoded(Interval(seconds, done.tokens, done.row_steps, worked, gain), time.time())
+        full = done.busy >= _BUSY * seconds
+        record.decoded(Interval(seconds, done.tokens, done.row_steps, worked, gain, full), time.time())
         if left is not None:
             record.decide(left, must_pay=self._spec.must_pay)
 

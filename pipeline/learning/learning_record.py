@@ -152,7 +152,7 @@ class LearningRecord:
 
     def without_speeds(self) -> LearningRecord:
         """Return it for another machine, or for engines that begin anew: what they were like says nothing now."""
-        return replace(self, balance=replace(self.balance, learning_rate=0.0, resting_rate=0.0, beta=0.0))
+        return replace(self, balance=replace(self.balance, learning_rate=0.0, resting_rate=0.0, beta=0.0, rests=0))
 
 
 def together(moments: list[Moment], most: int) -> list[Moment]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -37,6 +38,12 @@ def test_a_balance_of_literal_intervals() -> None:
     assert balance.taken == pytest.approx(1.0)
     assert balance.saved == pytest.approx(5.0)  # these tokens would have taken 15 seconds
     assert balance.lost == pytest.approx(-4.0)
+
+
+def test_an_interval_in_which_engines_were_idle_says_nothing_of_speeds() -> None:
+    balance = Balance().after(Interval(10.0, 1000, 500, learned=False))
+    after = balance.after(Interval(10.0, 100, 50, learned=False, full=False))
+    assert after == replace(balance, seconds=20.0)
 
 
 @given(intervals=st.lists(INTERVALS, max_size=20))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -135,6 +138,27 @@ def test_what_was_decoded_before_the_learner_was_ready_is_of_no_interval(
     actor.close()
     assert [(one.tokens, one.row_steps) for one in moments()] == [(64, 32), (10, 10)]
     assert moments()[1].seconds == 0.25
+
+
+def test_a_short_job_is_not_burdened_with_a_model_that_learns(
+    model: Path, output: OutputFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = Mock(side_effect=RuntimeError("loaded"))
+    monkeypatch.setattr("pipeline.learning.learner_actor.load_base", loads)
+    for name in ("_INTERVAL_SECONDS", "_SLICE_SECONDS"):
+        monkeypatch.setattr(f"pipeline.learning.learner_actor.{name}", 0.01)
+    actor = LearnerActor(replace(spec_of(model, output), must_pay=True))
+    made = itertools.count(0, 100)
+
+    def reason(tokens_left: float, expected: str) -> bool:
+        number = next(made)
+        actor.exchange("engine", EngineBeat(number, number, busy=float(number)), [])
+        return expected in actor.report(tokens_left).reason
+
+    wait_until(lambda: reason(1.0, "0.0 s of 0 s left"), "a decision")
+    assert not loads.called
+    wait_until(lambda: reason(1e12, "loaded"), "another one, that it pays")
+    actor.close()
 
 
 def test_a_saved_head_that_cannot_be_loaded_is_left_out(
