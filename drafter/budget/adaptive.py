@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from drafter.budget.contract import Counts, Floats, StepLoad, StepObservation
+from drafter.budget.contract import Counts, Floats, StepLoad, StepObservation, StepSeconds
 from drafter.budget.latency_table import LatencyTable, StepCosts
 from drafter.drafters.contract import Ask
 
@@ -92,6 +92,7 @@ class AdaptiveBudget:
     def __init__(self, table: LatencyTable) -> None:
         self.table = table
         self._batches, self._nodes = table.batches, np.array(table.nodes)
+        self._band_of: dict[int, int] = {}
         # Accepted tokens grow about as the logarithm of the nodes. How steeply is learnt from the first tree.
         self._growth = np.log1p(self._nodes)
         ones = np.ones(len(self._nodes))
@@ -137,16 +138,15 @@ class AdaptiveBudget:
     def observe(self, step: StepObservation) -> None:
         """Learn what nodes are worth and what they cost; see `Budget.observe`."""
         band = self._band(step.rows)
-        size = int(self._nodes.searchsorted(step.asked))
-        expected = self._seconds(band, step.load)
-        if step.seconds is not None:
-            ratio = (step.seconds.drafting + step.seconds.rest) / float(expected[size])
-            correction = 1 + _PACE * (min(max(ratio, 1 / _MOST), _MOST) - 1)
-            band.slower[size] *= correction
-            expected[size] *= correction
         if not step.asked:
+            if step.seconds is not None:  # with little work: of a small base, these steps come in thousands a second
+                band.slower[0] *= _correction(step.seconds, band.slower[0] * band.costs.plain_seconds(step.load))
             band.pause = max(band.pause - 1, 0)
             return
+        size = int(self._nodes.searchsorted(step.asked))
+        if step.seconds is not None:
+            band.slower[size] *= _correction(step.seconds, self._seconds(band, step.load)[size])
+        expected = self._seconds(band, step.load)
         band.seen += 1
         tries = steps_to_see(_TRIED_TREES, step.rows)
         accepted = float(step.accepted.sum()) / step.rows
@@ -203,7 +203,9 @@ class AdaptiveBudget:
 
     def band_of(self, rows: int) -> int:
         """Index of the measured batch size that is closest to `rows`, in ratio."""
-        return int(np.abs(np.log(self._batches / rows)).argmin())
+        if rows not in self._band_of:
+            self._band_of[rows] = int(np.abs(np.log(self._batches / rows)).argmin())
+        return self._band_of[rows]
 
     def _pause(self, band: _Band, load: StepLoad, lost: float) -> None:
         """Make plain steps until a look that costs `lost` seconds is a small share of them."""
@@ -234,3 +236,9 @@ class AdaptiveBudget:
 
     def _band(self, rows: int) -> _Band:
         return self._bands[self.band_of(rows)]
+
+
+def _correction(taken: StepSeconds, expected: float) -> float:
+    """How many times its latency a step is to be taken to last from now on."""
+    ratio = (taken.drafting + taken.rest) / float(expected)
+    return 1 + _PACE * (min(max(ratio, 1 / _MOST), _MOST) - 1)

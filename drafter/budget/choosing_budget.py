@@ -178,8 +178,7 @@ class ChoosingBudget:
 
     def _hopeless(self, band: _Band, step: StepObservation) -> bool:
         """Whether the member that is tried is already seen to be much slower than the one that drafts."""
-        enough = steps_to_see(_HOPELESS_TREES, step.rows)
-        if band.trial is None or band.trial == band.leader or band.steps < enough:
+        if band.trial is None or band.trial == band.leader or band.steps * step.rows < _HOPELESS_TREES:
             return False
         rate = self._budgets[band.leader].best(step.load)[0]
         return self._budgets[band.trial].drafted_rate(step.load) < HOPELESS * rate

@@ -90,6 +90,15 @@ class StepCosts:
             found = found + choice * (tokens if self.choices is None else self.choices)
         return found
 
+    def plain_seconds(self, load: StepLoad) -> float:
+        """Seconds of a step without draft nodes: the first of `seconds`."""
+        found = float(self.short[0])
+        if self.longer is not None and load.length > self.length:
+            found += (load.length - self.length) * float(self.longer[0])
+        if choice := self.choice.get(load.choosing):
+            found += choice * (1.0 if self.choices is None else float(self.choices[0]))
+        return found
+
 
 def measure_latency(
     probe: Callable[[int, int], tuple[float, float]],

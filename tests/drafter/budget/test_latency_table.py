@@ -3,9 +3,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
-from drafter.budget.contract import StepLoad
-from drafter.budget.latency_table import LatencyTable, batch_sizes, measure_latency
+from drafter.budget.contract import Choosing, Floats, StepLoad
+from drafter.budget.latency_table import LatencyTable, StepCosts, batch_sizes, measure_latency
 
 _MS = 1e-3
 
@@ -42,6 +44,20 @@ def test_longer_texts_and_drawn_tokens_cost_more() -> None:
     assert table.costs(1).seconds(StepLoad(1, 0.0, "filtered"), tokens).tolist() == [1.25, 2.75]
     at_all_levels = replace(table, choices=np.array([1.0, 5.0]))
     assert at_all_levels.costs(8).seconds(StepLoad(8, 0.0, "filtered"), tokens).tolist() == [3.0, 9.5]
+
+
+@given(
+    length=st.floats(0, 1000),
+    choosing=st.sampled_from(["greedy", "drawn", "filtered"]),
+    longer=st.none() | st.just(np.array([0.01, 0.02])),
+    choices=st.none() | st.just(np.array([2.0, 7.0])),
+)
+def test_a_plain_step_costs_what_a_step_without_draft_nodes_does(
+    length: float, choosing: Choosing, longer: Floats | None, choices: Floats | None
+) -> None:
+    costs = StepCosts(np.array([1.0, 1.5]), 100, longer, {"filtered": 0.25}, choices)
+    load = StepLoad(1, length, choosing)
+    assert costs.plain_seconds(load) == costs.seconds(load, np.array([1.0, 3.0]))[0]
 
 
 def test_batch_sizes_are_powers_of_four_and_the_slots() -> None:
