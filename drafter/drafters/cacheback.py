@@ -38,7 +38,7 @@ _TAIL = max(map(sum, _LENGTHS)) - 1
 """Last tokens of a text that are kept: with those that come they are all windows that are new."""
 _OWN_LEADERS, _SHARED_LEADERS, _FOLLOWERS = 4096, 1 << 16, 8
 """Leaders of a table of a text and of one of all texts, and followers of each."""
-_UNREAD = 1 << 14
+_UNREAD = 1 << 12
 """Tokens of ended texts that are kept until the next draft, to be learned: the oldest are left out."""
 _FIRST = {8: math.log(0.9), 4: math.log(0.8), 2: math.log(0.5), 1: math.log(0.3)}
 """Log-probability of the first token of the first follower, by the tokens of the leader."""
