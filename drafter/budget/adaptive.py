@@ -140,13 +140,15 @@ class AdaptiveBudget:
         band = self._band(step.rows)
         if not step.asked:
             if step.seconds is not None:  # with little work: of a small base, these steps come in thousands a second
-                band.slower[0] *= _correction(step.seconds, band.slower[0] * band.costs.plain_seconds(step.load))
+                band.slower[0] *= _correction(step.seconds, float(band.slower[0]) * band.costs.plain_seconds(step.load))
             band.pause = max(band.pause - 1, 0)
             return
         size = int(self._nodes.searchsorted(step.asked))
-        if step.seconds is not None:
-            band.slower[size] *= _correction(step.seconds, self._seconds(band, step.load)[size])
         expected = self._seconds(band, step.load)
+        if step.seconds is not None:
+            correction = _correction(step.seconds, float(expected[size]))
+            band.slower[size] *= correction
+            expected[size] *= correction
         band.seen += 1
         tries = steps_to_see(_TRIED_TREES, step.rows)
         accepted = float(step.accepted.sum()) / step.rows
@@ -240,5 +242,5 @@ class AdaptiveBudget:
 
 def _correction(taken: StepSeconds, expected: float) -> float:
     """How many times its latency a step is to be taken to last from now on."""
-    ratio = (taken.drafting + taken.rest) / float(expected)
+    ratio = (taken.drafting + taken.rest) / expected
     return 1 + _PACE * (min(max(ratio, 1 / _MOST), _MOST) - 1)

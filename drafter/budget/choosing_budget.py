@@ -136,10 +136,7 @@ class ChoosingBudget:
         for member in known:
             band.untried.discard(member)
             self._pause(band, member, load, enough * self._budgets[member].expected_loss(load, best))
-        if band.leader in band.untried:  # it is tried first
-            band.trial = band.leader
-        else:
-            self._begin_trial(band, load.rows)
+        self._begin_trial(band, load.rows)
 
     def _go_on_with_trial(self, band: _Band, step: StepObservation) -> None:
         member = band.trial
@@ -188,8 +185,8 @@ class ChoosingBudget:
         _log.info("%s drafts for about %d rows (tokens/s a row: %s)", self._names[band.leader], rows, listed)
 
     def _begin_trial(self, band: _Band, rows: int) -> None:
-        """Begin the next trial, if one is due."""
-        untried = min(band.untried, default=None)
+        """Begin the next trial, if one is due: the leader's comes first, where it has had none."""
+        untried = band.leader if band.leader in band.untried else min(band.untried, default=None)
         due = [
             member
             for member, pause in enumerate(band.pauses)
