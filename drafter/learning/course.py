@@ -83,6 +83,11 @@ def decide(course: Course, balance: Balance, tokens_left: float, curve: Sequence
     return replace(course, learns=False, reason=why, turn=0, rest_beta=rest_beta)
 
 
+def hopes(seconds_left: float) -> Course:
+    """What would be decided of decoding that takes so many more seconds, if nothing of it had been measured."""
+    return decide(Course(), Balance(resting_rate=1.0, rests=_FIRST_RESTS), seconds_left, [])
+
+
 def _growth(course: Course, balance: Balance, curve: Sequence[Point]) -> float:
     """How many times its β a horizon of work is expected to make of a head."""
     growth = expected_growth([point for point in curve if point.seconds >= course.since], HORIZON)

@@ -32,6 +32,7 @@ from pipeline.engines.remote_ledger import RemoteLedger
 from pipeline.engines.watchdog import watch
 from pipeline.errors import JobError
 from pipeline.learning.learning_feed import LearningFeed
+from pipeline.learning.watched_learner import find_learner
 from pipeline.output.output_columns import RunTraits, column_values, columns_type, slot_seconds, wanted_columns
 from pipeline.progress.prometheus import EngineMetrics, RowMetrics
 from pipeline.progress.pulse import Pulse
@@ -54,7 +55,7 @@ class EngineActor:
         progress: A `ProgressBoard` actor.
         run: The job's name in metrics: its output.
         others: What its drafter can learn from beside its own rows.
-        learner: A `LearnerActor` that learns from its rows; None where no head learns.
+        learner: Name of the `LearnerActor` that learns from its rows, once there is one; None where no head learns.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class EngineActor:
         progress: Any,
         run: str,
         others: OtherTexts,
-        learner: Any = None,
+        learner: str | None = None,
     ) -> None:
         self._progress = progress
         self._name, self._begun = uuid.uuid4().hex, time.monotonic()
@@ -98,7 +99,7 @@ class EngineActor:
         self._pulse.start()
         self._memory.start()
         if learner is not None:
-            LearningFeed(self._lm, lambda: learner).start()
+            LearningFeed(self._lm, partial(find_learner, learner)).start()
 
     def _load(self, spec: EngineSpec, ledger: RemoteLedger) -> LoadError | None:
         """Load the models, and return why they cannot be loaded.

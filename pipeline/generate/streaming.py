@@ -32,7 +32,7 @@ from pipeline.output.part_files import PartsDatasink
 from pipeline.staging.part_rows import StagedParts
 
 
-def stream(job: JobContext, work: Work, board: Any, ledger: Any, learner: Any = None) -> None:
+def stream(job: JobContext, work: Work, board: Any, ledger: Any, learner: str | None = None) -> None:
     """Generate and commit the missing parts. A row of the dataset is a part, from its reading to its commit.
 
     Args:
@@ -40,7 +40,7 @@ def stream(job: JobContext, work: Work, board: Any, ledger: Any, learner: Any = 
         work: What is to be generated.
         board: A `ProgressBoard` actor.
         ledger: A `Ledger` actor.
-        learner: A `LearnerActor`; None where no head learns.
+        learner: Name of the `LearnerActor`, once there is one; None where no head learns.
     """
     # Large parts first: what is left for the end, when engines run empty, is short.
     parts = sorted(work.missing, key=lambda part: part.nbytes, reverse=True)

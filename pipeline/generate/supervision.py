@@ -58,7 +58,7 @@ def generate_missing(job: JobContext, work: Work, stopping: Stopping, status: St
     watch = ProgressWatch(board, _tally(job.output, work, unfinished), partial(note_facts, job), viewers, look)
     try:
         with watch, stopping.draining(partial(drain, ledger, job.config.limits.drain_seconds)):
-            stream(job, work, board, ledger, None if learner is None else learner.actor)
+            stream(job, work, board, ledger, None if learner is None else learner.name)
         counts: LedgerCounts = ray.get(ledger.counts.remote())
         if counts.engine_deaths:
             deaths = f"{counts.engine_deaths} times an engine's process ended and was replaced"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import replace
 
+from drafter.learning.course import hopes
 from pipeline.cluster.shares import Cluster, Node
 from pipeline.errors import InputError
+from pipeline.learning.learner_spec import LearnerSpec
 from pipeline.learning.learning_config import LearningConfig
-from pipeline.learning.watched_learner import WatchedLearner
+from pipeline.learning.watched_learner import WatchedLearner, tell
 from pipeline.progress.job_progress import Progress
+from pipeline.progress.reports import LearningReport
 
 
 def beside_learner(config: LearningConfig, cluster: Cluster) -> Cluster:
@@ -32,12 +36,55 @@ def beside_learner(config: LearningConfig, cluster: Cluster) -> Cluster:
     )
 
 
-class JobLearner(WatchedLearner):
-    """The learner of a generation job."""
+class JobLearner:
+    """The learner of a generation job.
+
+    Its process takes some seconds of a core before it can do anything. So where it has no core of its own, and must
+    pay, it is started only when so much is left to generate that it may, or if an earlier submission had it learn.
+
+    Args:
+        spec: What it loads.
+        config: What of the cluster it takes.
+
+    Attributes:
+        name: By which engines find it, once it has been started.
+    """
+
+    def __init__(self, spec: LearnerSpec, config: LearningConfig) -> None:
+        self.name = f"learner-{uuid.uuid4().hex}"
+        self._spec, self._config = spec, config
+        waits = config.must_pay and config.yields and spec.beginning.saved is None
+        self._learner = None if waits else self._start()
+        self._report = LearningReport(reason="nothing has been decoded yet")
 
     def look(self, now: Progress) -> Progress:
         """Return the job's progress with what the learner does; called now and then, and never waits."""
-        return replace(now, learning=self.ask(tokens_left(now)))
+        if self._learner is None and (seconds := seconds_left(now)) is not None:
+            course = hopes(seconds)
+            self._report = replace(self._report, state="resting", reason=course.reason)
+            if course.learns:
+                self._learner = self._start()
+        return replace(now, learning=self._report if self._learner is None else self._learner.ask(tokens_left(now)))
+
+    def close(self) -> LearningReport:
+        """End the learner, and return what it has done."""
+        if self._learner is None:
+            tell(f"not begun: {self._report.reason}")
+            return self._report
+        return self._learner.close()
+
+    def _start(self) -> WatchedLearner:
+        return WatchedLearner(self._spec, self._config, self.name)
+
+
+def seconds_left(now: Progress) -> float | None:
+    """Return about how many seconds a job still takes; None before as many rows are done as are decoded together.
+
+    The first rows to be done are those with the shortest answers, and engines have only just begun with others.
+    """
+    if now.total is None or not now.rows or now.rows < now.slots:
+        return None
+    return (now.total - now.done) * now.seconds / now.rows
 
 
 def tokens_left(now: Progress) -> float | None:

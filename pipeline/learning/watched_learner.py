@@ -18,25 +18,32 @@ _MOST_RESTARTS = 10
 _LAST_WORD_SECONDS = 30.0
 
 
+def find_learner(name: str) -> Any | None:
+    """Return the `LearnerActor` of this name in the namespace; None while there is none."""
+    try:
+        return ray.get_actor(name)
+    except ValueError:
+        return None
+
+
 class WatchedLearner:
     """Starts a learner.
 
     Args:
         spec: What it loads.
         config: What of the cluster it takes.
-        name: By which other processes of the namespace find it; None where they are given it.
+        name: By which other processes of the namespace find it; see `find_learner`.
 
     Attributes:
-        actor: A `LearnerActor`, for engines.
         last: What it said last.
 
     Raises:
         ValueError: There is another actor of the name.
     """
 
-    def __init__(self, spec: LearnerSpec, config: LearningConfig, name: str | None = None) -> None:
+    def __init__(self, spec: LearnerSpec, config: LearningConfig, name: str) -> None:
         options = {"num_cpus": config.cpus, "num_gpus": config.gpus, "max_restarts": _MOST_RESTARTS, "name": name}
-        self.actor = ray.remote(**options)(LearnerActor).remote(spec)
+        self._actor = ray.remote(**options)(LearnerActor).remote(spec)
         self.last = LearningReport()
         self._call: Any = None
         self._answered = False
@@ -53,19 +60,19 @@ class WatchedLearner:
                 call, self._call = self._call, None
                 self._hear(call)
             if self._call is None and self.last.state != "ended":
-                self._call = self.actor.report.remote(tokens_left)
+                self._call = self._actor.report.remote(tokens_left)
         except ray.exceptions.RayError as error:  # the cluster is in trouble: that is for others to say
-            _print(f"it cannot be asked: {one_line(error)}")
+            tell(f"it cannot be asked: {one_line(error)}")
         return self.last
 
     def close(self) -> LearningReport:
         """End the learner, and return what it has done; its files are where they belong."""
         try:
             if self._answered and self.last.state != "ended":
-                self._hear(self.actor.close.remote(), _LAST_WORD_SECONDS)
-            ray.kill(self.actor)
+                self._hear(self._actor.close.remote(), _LAST_WORD_SECONDS)
+            ray.kill(self._actor)
         except Exception as error:  # whatever it is, nobody's end depends on it
-            _print(f"it could not be ended: {one_line(error)}")
+            tell(f"it could not be ended: {one_line(error)}")
         return self.last
 
     def _hear(self, call: Any, patience: float | None = None) -> None:
@@ -88,11 +95,12 @@ class WatchedLearner:
         before, self.last = self.last, report
         if report.version is not None and report.version != before.version:
             beta = "" if report.published_beta is None else f", β {report.published_beta:.2f} on rows held out"
-            _print(f"version {report.version} of the head after {report.steps:,} steps{beta}")
+            tell(f"version {report.version} of the head after {report.steps:,} steps{beta}")
         if report.state != self._said and report.state not in ("starting", "measuring"):
             self._said = report.state
-            _print(f"{report.state}: {report.reason}")
+            tell(f"{report.state}: {report.reason}")
 
 
-def _print(line: str) -> None:
+def tell(line: str) -> None:
+    """Print a line about the learner."""
     print(f"learner: {line}", file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ from ray import serve
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.learning.learning_feed import LearningFeed
 from pipeline.serving.replica.answers import Answers
-from pipeline.serving.replica.learner_keeper import find_learner
+from pipeline.serving.replica.learner_keeper import find_own_learner
 
 
 class EngineReplica(Answers):
@@ -31,4 +31,4 @@ class EngineReplica(Answers):
         name = serve.get_replica_context().replica_id.unique_id
         super().__init__(lm, name, seconds, special_tokens=special_tokens)
         if spec.learning is not None:
-            LearningFeed(lm, find_learner).start()
+            LearningFeed(lm, find_own_learner).start()

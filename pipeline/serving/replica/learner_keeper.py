@@ -15,7 +15,7 @@ from ray import serve
 
 from pipeline.learning.learner_spec import LearnerSpec
 from pipeline.learning.learning_config import LearningConfig
-from pipeline.learning.watched_learner import WatchedLearner
+from pipeline.learning.watched_learner import WatchedLearner, find_learner
 from pipeline.progress.pulse import Pulse
 from pipeline.progress.reports import LearningReport
 
@@ -24,12 +24,9 @@ _NAME_SECONDS = 0.2
 _TRIES = 150
 
 
-def find_learner() -> Any | None:
+def find_own_learner() -> Any | None:
     """Return the learner of the application that this replica belongs to; None while there is none."""
-    try:
-        return ray.get_actor(_name())
-    except ValueError:
-        return None
+    return find_learner(_name())
 
 
 class LearnerKeeper:
@@ -65,7 +62,7 @@ def _only_learner(spec: LearnerSpec, config: LearningConfig) -> WatchedLearner:
         try:
             return WatchedLearner(spec, config, _name())
         except ValueError:
-            if (other := find_learner()) is not None:
+            if (other := find_own_learner()) is not None:
                 ray.kill(other)
             time.sleep(_NAME_SECONDS)
     raise RuntimeError(f"the learner before this one has not ended in {_TRIES * _NAME_SECONDS:g} s")

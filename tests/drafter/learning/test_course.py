@@ -9,7 +9,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.learning.course import MOST_LOST, Course, decide
+from drafter.learning.course import MOST_LOST, Course, decide, hopes
 from drafter.learning.payoff import Balance, Interval, Point
 
 SECONDS = 3.0
@@ -88,6 +88,12 @@ def test_a_short_job_is_left_alone() -> None:
     job.run()
     assert not any(job.learning)
     assert "left" in job.reasons[-1]
+
+
+def test_little_is_hoped_of_a_minute_and_much_of_an_hour() -> None:
+    assert not hopes(60.0).learns
+    assert "60 s left" in hopes(60.0).reason
+    assert hopes(3600.0).learns
 
 
 def test_it_rests_until_it_is_known_how_fast_engines_are() -> None:

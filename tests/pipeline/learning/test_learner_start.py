@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -11,11 +13,12 @@ from pipeline.cluster.shares import Cluster, Node
 from pipeline.errors import InputError
 from pipeline.generate.generate_config import GenerateConfig, parse_config
 from pipeline.io.files import locate
-from pipeline.learning.job_learner import beside_learner, tokens_left
-from pipeline.learning.learner_spec import beginning, put_head
+from pipeline.learning.job_learner import JobLearner, beside_learner, seconds_left, tokens_left
+from pipeline.learning.learner_spec import LearnerSpec, beginning, put_head
 from pipeline.learning.learning_config import LearningConfig
 from pipeline.output.output_folder import OutputFolder
 from pipeline.progress.job_progress import Progress
+from pipeline.progress.reports import LearningReport
 from tests.support.paths import ROOT
 
 BOTH = ("--input", "a", "--output", "b")
@@ -100,3 +103,71 @@ def test_tokens_left_are_told_from_rows_that_have_ended() -> None:
     assert tokens_left(Progress(total=10)) is None
     assert tokens_left(Progress(total=10, rows=1, errors=1)) is None
     assert tokens_left(Progress(total=10, before=2, rows=3, errors=1, tokens=40)) == 100
+
+
+def test_seconds_left_are_told_from_as_many_rows_as_are_decoded_together() -> None:
+    now = Progress(total=104, before=4, slots=16, rows=15, seconds=3.0)
+    assert seconds_left(Progress(slots=16)) is None
+    assert seconds_left(now) is None
+    assert seconds_left(replace(now, rows=20, seconds=4.0)) == 16.0
+
+
+class StartedLearner:
+    """A learner's process that has begun."""
+
+    def __init__(self, spec: LearnerSpec, config: LearningConfig, name: str) -> None:
+        self.name = name
+
+    def ask(self, tokens_left: float | None) -> LearningReport:
+        return LearningReport("learning", f"{tokens_left:.0f} tokens are left")
+
+    def close(self) -> LearningReport:
+        return LearningReport("learning", "it has been ended")
+
+
+def job_learner(monkeypatch: pytest.MonkeyPatch, output: Path, **settings: Any) -> JobLearner:
+    """A job's learner, of which only the process is not there."""
+    monkeypatch.setattr("pipeline.learning.job_learner.WatchedLearner", StartedLearner)
+    config = LearningConfig(enabled=True, head="new", **settings)
+    folder = OutputFolder(locate(str(output)))
+    begins = beginning(config, folder)
+    return JobLearner(
+        LearnerSpec("model", "auto", False, begins, config.training, config.must_pay, 1, True, folder, "run"), config
+    )
+
+
+def test_a_learner_of_a_short_job_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learner = job_learner(monkeypatch, tmp_path)
+    short = Progress(total=100, slots=16, rows=20, tokens=2000, seconds=4.0)
+    for rows in (4, 20):
+        found = cast(LearningReport, learner.look(replace(short, rows=rows)).learning)
+    assert found.state == "resting"
+    assert "16 s left" in found.reason
+    assert learner.close() == found
+    assert f"learner: not begun: {found.reason}" in capsys.readouterr().err
+
+
+def test_a_learner_is_started_once_so_much_is_left_that_it_may_pay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = job_learner(monkeypatch, tmp_path)
+    long = Progress(total=10_000, slots=16, rows=15, tokens=1500, seconds=4.0)
+    assert learner.look(long).learning == LearningReport(reason="nothing has been decoded yet")
+    told = learner.look(replace(long, rows=16)).learning
+    assert told == LearningReport("learning", "936000 tokens are left")
+    assert learner.close().reason == "it has been ended"
+
+
+@pytest.mark.parametrize("settings", [{"cpus": 1.0}, {"gpus": 0.5}, {"must_pay": False}])
+def test_a_learner_that_costs_engines_nothing_or_must_learn_is_started_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    learner = job_learner(monkeypatch, tmp_path, **settings)
+    assert learner.close().reason == "it has been ended"
+
+
+def test_a_learner_of_an_earlier_submission_goes_on_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_head(EMBEDDED_HEADS / "ctc", OutputFolder(locate(str(tmp_path))).head)
+    assert job_learner(monkeypatch, tmp_path).close().reason == "it has been ended"

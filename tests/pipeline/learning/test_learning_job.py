@@ -79,6 +79,21 @@ def kill_both(notes: Path, over: threading.Event) -> None:
         (notes / "go").touch()  # whatever has failed, the job comes to its end
 
 
+def test_a_job_too_short_to_gain_has_no_learner_beside_it(
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS[:40]])
+    plain = run(source, drafter="none", output=tmp_path / "plain")
+    monkeypatch.setattr("pipeline.learning.watched_learner.LearnerActor", NotedLearner)
+    done = run(source, "--learning", "true", "--learning.head", "new", "--engine.nodes", "auto", drafter="auto")
+    assert tokens_by_row(done) == tokens_by_row(plain)
+    assert "learner: not begun: " in done.stderr
+    assert not list(tmp_path.glob("*.learner"))
+    told = json.loads((done.folder / "status.json").read_text())["learning"]
+    assert told["version"] is None
+    assert told["state"] in ("starting", "resting")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_tokens_are_those_of_plain_decoding_when_learner_and_engine_are_killed(
