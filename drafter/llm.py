@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -70,6 +71,7 @@ class SpeculativeLM:
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="drafter-engine", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # Python ends other threads wherever they are, and inside of a step that is a crash
 
     @classmethod
     def from_pretrained(
@@ -208,11 +210,12 @@ class SpeculativeLM:
         return [handle.result() for handle in waiting]
 
     def close(self) -> None:
-        """Stop the thread; requests that are not finished end with an error."""
+        """Stop the thread; requests that are not finished end with an error. Comes by itself as the process ends."""
         with self._wake:
             self._closing = True
             self._wake.notify()
         self._thread.join()
+        atexit.unregister(self.close)
 
     def __enter__(self) -> SpeculativeLM:
         return self

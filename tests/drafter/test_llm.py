@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -179,3 +181,28 @@ def test_what_is_generated_is_learnt_from_and_new_weights_are_drafted_with(lm: S
         assert [one.token_ids for one in found] == expected
         assert [one.drafter_versions for one in found] == [[1]] * 3
         assert learning.engine.state().drafter_version == 1
+
+
+def test_a_script_may_end_in_the_middle_of_a_step() -> None:
+    """Without closing anything. A step takes so long here that the end always comes inside of one."""
+    script = """
+import atexit
+import threading
+from drafter import Request, SamplingParams, SpeculativeLM
+
+lm = SpeculativeLM.from_pretrained(drafter="none", device="cpu")
+in_step, step = threading.Event(), lm.engine.step
+
+def long_step():
+    in_step.set()
+    for _ in range(50):
+        step()
+
+lm.engine.step = long_step
+handle = lm.submit(Request(lm.encode("Tom has 3 boxes"), SamplingParams(max_new_tokens=200)))
+atexit.register(in_step.wait)  # what is registered last is called first
+atexit.register(lambda: print("the script has ended"))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "the script has ended\n"
