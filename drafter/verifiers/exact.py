@@ -14,6 +14,7 @@ from drafter import devices
 from drafter.tree.token_tree import TokenTree
 from drafter.verifiers.choices import NodeChoices, RowSampling
 from drafter.verifiers.contract import Accepted, Verified, Verifier
+from drafter.verifiers.likeliest import likeliest
 
 
 class ExactVerifier(Verifier):
@@ -26,7 +27,7 @@ class ExactVerifier(Verifier):
         """Walk down each tree by the base's choices; see `Verifier.accept`."""
         tree, ancestors = verified.tree, verified.ancestors
         if sampling.mode.likeliest:
-            return walk(tree, verified.logits.argmax(-1), ancestors, verified.depth)
+            return walk(tree, likeliest(verified.logits), ancestors, verified.depth)
         return descend(tree, NodeChoices(verified.logits, tree, ancestors, sampling).at, verified.depth)
 
 

@@ -13,6 +13,7 @@ from drafter.engine.batch_state import BatchState
 from drafter.engine.steps.outcome import StepOutcome
 from drafter.tree.token_tree import TokenTree, root_only
 from drafter.verifiers.contract import Verified, Verifier
+from drafter.verifiers.likeliest import are_sound
 from drafter.verifiers.path_logprobs import path_logprobs
 
 
@@ -65,8 +66,7 @@ class DeviceStep:
         logprobs = None
         if wanted := self.wanted_logprobs(rows):
             logprobs = path_logprobs(verified.logits, accepted, list(wanted), max(wanted.values()))
-        # The largest logit is NaN if any is. One node that is not finite spoils the whole tree.
-        sound = verified.logits.amax((1, 2)).isfinite()
+        sound = are_sound(verified.logits)  # one node that is not finite spoils the whole tree
         outcome = StepOutcome.pack(verified.tree, accepted, sound, logprobs)
         state.commit(accepted, verified.hidden, sound, rows)
         return outcome
