@@ -8,12 +8,13 @@ measured on this machine at start, and corrected by what steps really take.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from drafter.budget.contract import Counts, Floats, StepLoad, StepObservation, StepSeconds
 from drafter.budget.latency_table import LatencyTable, StepCosts
+from drafter.budget.pause import Pause
 from drafter.drafters.contract import Ask
 
 _PACE = 0.03
@@ -30,8 +31,6 @@ _LOOKS = 0.015
 """Share of the time that may be lost by trying drafting again where it did not pay."""
 _LONGEST_PAUSE = 4096
 """Plain steps until drafting is tried again at most."""
-MOST_DOUBLINGS = 2
-"""What fails again and again is tried ever more rarely: so many times the pause before a try doubles."""
 
 
 def steps_to_see(trees: int, rows: int) -> int:
@@ -52,8 +51,7 @@ class _Band:
         seen: Drafted steps since the start or the last pause, in which the text has gone on.
         lost: Seconds that those of these before drafting could be given up took beyond what plain decoding takes for as
             many tokens.
-        pause: Plain steps that are left before drafting is tried again.
-        failures: Pauses since drafting last paid, as far as they count.
+        pause: Plain steps before drafting is tried again.
         entered: Whether there have been such steps.
     """
 
@@ -64,8 +62,7 @@ class _Band:
     came_true: float = 0.0
     seen: int = 0
     lost: float = 0.0
-    pause: int = 0
-    failures: int = 0
+    pause: Pause = field(default_factory=Pause)
     entered: bool = False
 
     @property
@@ -75,7 +72,7 @@ class _Band:
 
     def look_again(self) -> None:
         """End the pause, if there is one."""
-        self.pause = self.seen = 0
+        self.pause.left = self.seen = 0
         self.lost = 0.0
 
 
@@ -126,7 +123,7 @@ class AdaptiveBudget:
         """What to draft in a step: the best number of nodes but none, outside of pauses."""
         self.enter(load)
         band = self._band(load.rows)
-        if band.pause:
+        if band.pause.left:
             return Ask(0)
         nodes = int(self._nodes[1 + self._rates(band, load)[1:].argmax()])
         return Ask(nodes, 1 / (nodes + 1))
@@ -141,7 +138,7 @@ class AdaptiveBudget:
         if not step.asked:
             if step.seconds is not None:  # with little work: of a small base, these steps come in thousands a second
                 band.slower[0] *= _correction(step.seconds, float(band.slower[0]) * band.costs.plain_seconds(step.load))
-            band.pause = max(band.pause - 1, 0)
+            band.pause.step()
             return
         size = int(self._nodes.searchsorted(step.asked))
         expected = self._seconds(band, step.load)
@@ -167,13 +164,13 @@ class AdaptiveBudget:
         if self._rates(band, step.load).argmax() == 0:
             self._pause(band, step.load, band.lost)
         else:
-            band.failures = 0
+            band.pause.failures = 0
 
     def renewed(self, member: int) -> None:
         """End all pauses; what is believed is corrected by the steps that come. See `Budget.renewed`."""
         for band in self._bands:
             band.look_again()
-            band.failures = 0
+            band.pause.forget()
 
     def best(self, load: StepLoad) -> tuple[float, int]:
         """Tokens per second and row to expect of the best number of nodes, and that number; 0 is plain decoding."""
@@ -197,7 +194,7 @@ class AdaptiveBudget:
 
     def drafts(self, rows: int) -> bool:
         """Whether the next step of `rows` rows is no pause."""
-        return not self._band(rows).pause
+        return not self._band(rows).pause.left
 
     def look_again(self, rows: int) -> None:
         """End the pause, if there is one."""
@@ -211,12 +208,9 @@ class AdaptiveBudget:
 
     def _pause(self, band: _Band, load: StepLoad, lost: float) -> None:
         """Make plain steps until a look that costs `lost` seconds is a small share of them."""
-        pause = max(
-            math.ceil(lost / (_LOOKS * float(self._seconds(band, load)[0]))), steps_to_see(_TRIED_TREES, load.rows)
-        )
+        steps = math.ceil(lost / (_LOOKS * float(self._seconds(band, load)[0])))
         band.look_again()
-        band.pause = min(pause << band.failures, _LONGEST_PAUSE)
-        band.failures = min(band.failures + 1, MOST_DOUBLINGS)
+        band.pause.begin(max(steps, steps_to_see(_TRIED_TREES, load.rows)), _LONGEST_PAUSE)
 
     def _learn_gain(self, band: _Band, size: int, promised: Floats) -> None:
         """Average what the leading nodes of a tree of the `size`-th number promised, and extend it to larger trees."""

@@ -12,8 +12,9 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from drafter.budget.adaptive import HOPELESS, MOST_DOUBLINGS, AdaptiveBudget, steps_to_see
+from drafter.budget.adaptive import HOPELESS, AdaptiveBudget, steps_to_see
 from drafter.budget.contract import Counts, Floats, StepLoad, StepObservation
+from drafter.budget.pause import Pause
 from drafter.drafters.contract import Ask
 from drafter.statistics import BatchChoice, MemberView
 
@@ -36,8 +37,7 @@ class _Band:
     """The choice for steps of about the same number of rows.
 
     Args:
-        pauses: Steps until each member is tried.
-        failures: Pauses of each member since it was last the best, as far as they count.
+        pauses: Steps until each member is tried; failures are counted since it was last the best.
         leader: The member that drafts.
         trial: The member that is tried now; None if none is.
         steps: Drafted steps of this trial.
@@ -47,8 +47,7 @@ class _Band:
         entered: Whether there has been a step.
     """
 
-    pauses: list[int]
-    failures: list[int]
+    pauses: list[Pause]
     leader: int = 0
     trial: int | None = None
     steps: int = 0
@@ -72,7 +71,7 @@ class ChoosingBudget:
         members = len(self._names)
         allowed = [member for member in range(members) if member not in self._withheld]
         self._bands = [
-            _Band([0] * members, [0] * members, leader=allowed[0], untried=set(allowed))
+            _Band([Pause() for _ in self._names], leader=allowed[0], untried=set(allowed))
             for _ in self._budgets[0].table.batches
         ]
 
@@ -97,7 +96,8 @@ class ChoosingBudget:
                 budget.observe(step)
         band = self._band(step.rows)
         if band.trial is None:
-            band.pauses = [max(pause - 1, 0) for pause in band.pauses]
+            for pause in band.pauses:
+                pause.step()
         else:
             self._go_on_with_trial(band, step)
         if band.trial is None:
@@ -107,7 +107,7 @@ class ChoosingBudget:
         """Try a member soon, or for the first time if it was withheld; see `Budget.renewed`."""
         self._budgets[member].renewed(0)
         for band in self._bands:
-            band.pauses[member] = band.failures[member] = 0
+            band.pauses[member].forget()
             if member in self._withheld:
                 band.untried.add(member)
         self._withheld.discard(member)
@@ -155,7 +155,7 @@ class ChoosingBudget:
         loser = member
         if member != band.leader and rates[member] > _BETTER * rates[band.leader]:
             band.leader, loser = member, band.leader
-            band.failures[member] = 0
+            band.pauses[member].failures = 0
         if settles or (loser != member and not band.untried):
             self._tell(band, step.rows, rates)
         # What a trial of the loser loses, relative to the steps that the leader would make in the same time.
@@ -169,9 +169,8 @@ class ChoosingBudget:
         leader = self._budgets[band.leader]
         step_seconds = leader.seconds(load, leader.plan(load).nodes)
         others = max(len(self._budgets) - 1, 1)
-        pause = max(math.ceil(lost * others / (_LOSS * step_seconds)), 4 * steps_to_see(_TRIAL_TREES, load.rows))
-        band.pauses[member] = min(pause << band.failures[member], _LONGEST_PAUSE)
-        band.failures[member] = min(band.failures[member] + 1, MOST_DOUBLINGS)
+        steps = max(math.ceil(lost * others / (_LOSS * step_seconds)), 4 * steps_to_see(_TRIAL_TREES, load.rows))
+        band.pauses[member].begin(steps, _LONGEST_PAUSE)
 
     def _hopeless(self, band: _Band, step: StepObservation) -> bool:
         """Whether the member that is tried is already seen to be much slower than the one that drafts."""
@@ -190,7 +189,7 @@ class ChoosingBudget:
         due = [
             member
             for member, pause in enumerate(band.pauses)
-            if not pause and member != band.leader and member not in self._withheld
+            if not pause.left and member != band.leader and member not in self._withheld
         ]
         if untried is None and not due:
             return

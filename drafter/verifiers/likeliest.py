@@ -1,7 +1,7 @@
 """The likeliest token of each node, and whether a row's logits are numbers.
 
-Both read all logits, in every step. On the host NumPy does so on the thread that asks, in a fraction of the time that it
-takes to wake others for it.
+Both read all logits, in every step. On the host NumPy does so on the thread that asks, in a fraction of the time that
+it takes to wake others for it.
 """
 
 from __future__ import annotations
