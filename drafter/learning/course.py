@@ -19,6 +19,8 @@ _START = 1.5
 """A learner that rests begins again only if it is expected to bring so many times what it costs."""
 _FALLEN = 0.93
 """The text has changed where β has fallen below this share of what it was when learning stopped."""
+_FOLLOWS = 0.01
+"""Weight of the newest interval in what acceptance is while the learner rests: it changes a little all the time."""
 _TURNS = 16
 """One of so many intervals is a rest, so that what the learner costs is known."""
 _LONGEST = 86_400.0
@@ -33,7 +35,7 @@ class Course:
         learns: Whether it works in the next interval.
         reason: Why, in a line for people.
         turn: Intervals since the last rest.
-        rest_beta: β of the rows when learning stopped; None while it goes on.
+        rest_beta: β of the rows since learning stopped; None while it goes on.
         since: Seconds of work when it began for the text of now: what was measured before says nothing of it.
         target: β that it is to come back to, where the text has changed.
     """
@@ -79,8 +81,8 @@ def decide(course: Course, balance: Balance, tokens_left: float, curve: Sequence
         saves = f"expected to save {gain:.0f} s of {left:.0f} s left, and to take {cost:.1f} s"
         why = f"{begins}{HORIZON:.0f} s are {saves}"
         return replace(course, learns=True, reason=why, turn=course.turn + 1, rest_beta=None)
-    rest_beta = balance.beta if course.rest_beta is None else max(course.rest_beta, balance.beta)
-    return replace(course, learns=False, reason=why, turn=0, rest_beta=rest_beta)
+    before = balance.beta if course.rest_beta is None else course.rest_beta
+    return replace(course, learns=False, reason=why, turn=0, rest_beta=before + _FOLLOWS * (balance.beta - before))
 
 
 def hopes(seconds_left: float) -> Course:

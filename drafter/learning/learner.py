@@ -255,6 +255,7 @@ class Learner:
             "learning_rate": self._training.learning_rate,
             "rows": self._rows.seen,
             "tokens": self._rows.tokens,
+            "first": self._rows.first,
             "version": None if self.version is None else _without_weights(self.version),
         }
         write_learner(Path(folder), tensors, facts)
@@ -277,7 +278,8 @@ class Learner:
             totals, version = _Totals(**facts["totals"]), facts["version"]
             # The head's folder may be newer than the state, if a process has ended between the two.
             learner._totals = replace(totals, number=max(totals.number, learner._totals.number))
-            learner._rows.seen, learner._rows.tokens = facts["rows"], facts["tokens"]
+            rows = learner._rows
+            rows.seen, rows.tokens, rows.first = facts["rows"], facts["tokens"], facts["first"]
             learner._good = good
             learner.version = None if version is None else HeadVersion(weights=good, **version)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:

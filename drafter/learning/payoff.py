@@ -17,6 +17,10 @@ _PACE = 0.2
 """Weight of the newest interval in the averages."""
 _UNKNOWN_DRAG = 0.3
 """Share of the speed that a learner is taken to cost until that has been measured."""
+_CLOSE = 4
+"""So many intervals after the learner has begun or ceased to work are compared with those just before it."""
+_DRAG_PACE = 0.1
+"""Weight of the newest comparison."""
 _POINTS = 5
 """Newest points of the curve that say how it goes on."""
 
@@ -51,10 +55,14 @@ class Balance:
         seconds: Of the job so far.
         taken: Seconds by which the learner has made the job longer.
         saved: Seconds by which what was learnt has made it shorter.
-        learning_rate: Tokens per second of late while the learner worked; 0 before it has.
-        resting_rate: The same while it rested.
+        learning_rate: Tokens per second when the learner last worked; 0 before it has.
+        resting_rate: The same when it last rested.
         beta: Tokens of a row and step of late; 0 before the first interval.
         rests: Intervals that have told `resting_rate`.
+        worked: Whether the learner worked in the last interval; None before the first one.
+        turn: Intervals before that in which it did the same, without a change.
+        difference: Share of the speed that went as it began to work, or came as it ceased to: an average.
+        compared: Intervals that have told it.
     """
 
     seconds: float = 0.0
@@ -64,13 +72,15 @@ class Balance:
     resting_rate: float = 0.0
     beta: float = 0.0
     rests: int = 0
+    worked: bool | None = None
+    turn: int = 0
+    difference: float = _UNKNOWN_DRAG
+    compared: int = 0
 
     @property
     def drag(self) -> float:
         """Share of the engines' speed, in [0, 1), that goes while the learner works."""
-        if not self.learning_rate or not self.resting_rate:
-            return _UNKNOWN_DRAG
-        return max(1.0 - self.learning_rate / self.resting_rate, 0.0)
+        return max(self.difference, 0.0)
 
     @property
     def rate(self) -> float:
@@ -87,15 +97,36 @@ class Balance:
         balance = replace(self, seconds=self.seconds + interval.seconds)
         if not interval.full or not interval.tokens or not interval.row_steps or interval.seconds <= 0:
             return balance
-        rate = interval.tokens / interval.seconds
-        beta = _average(self.beta, interval.tokens / interval.row_steps)
-        if interval.learned:
-            balance = replace(balance, beta=beta, learning_rate=_average(self.learning_rate, rate))
-            balance = replace(balance, taken=self.taken + interval.seconds * balance.drag)
+        balance = replace(balance, beta=_average(self.beta, interval.tokens / interval.row_steps))
+        balance = balance._with_rate(interval.tokens / interval.seconds, interval.learned)
+        taken = interval.seconds * balance.drag if interval.learned else 0.0
+        saved = interval.seconds * max(interval.gain - 1.0, 0.0)
+        return replace(balance, taken=self.taken + taken, saved=self.saved + saved)
+
+    def _with_rate(self, rate: float, worked: bool) -> Balance:
+        """The balance after an interval of so many tokens per second.
+
+        Speeds change as heads get better and texts longer. So only what was measured shortly before and after the
+        learner has begun to work, or ceased to, is compared.
+        """
+        goes_on = worked == self.worked
+        learning, resting, rests, turn = self.learning_rate, self.resting_rate, self.rests, 0
+        if worked:
+            learning = _average(learning, rate) if goes_on else rate
         else:
-            resting_rate = _average(self.resting_rate, rate)
-            balance = replace(balance, beta=beta, resting_rate=resting_rate, rests=self.rests + 1)
-        return replace(balance, saved=self.saved + interval.seconds * max(interval.gain - 1.0, 0.0))
+            resting, rests = _average(resting, rate) if goes_on else rate, rests + 1
+        if goes_on:
+            turn = self.turn + 1
+        balance = replace(self, learning_rate=learning, resting_rate=resting, rests=rests, worked=worked, turn=turn)
+        if turn >= _CLOSE or not learning or not resting:
+            return balance
+        pace = max(_DRAG_PACE, 1 / (self.compared + 1))
+        difference = self.difference + pace * (1.0 - learning / resting - self.difference)
+        return replace(balance, difference=difference, compared=self.compared + 1)
+
+    def without_speeds(self) -> Balance:
+        """The balance for another machine, or for engines that begin anew: what they were like says nothing now."""
+        return Balance(self.seconds, self.taken, self.saved)
 
 
 @dataclass(frozen=True)
@@ -169,6 +200,19 @@ def gain_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> 
             gain += choice.trials
         weight += choice.trials
     return gain / weight if weight else 1.0
+
+
+def chosen_share(choices: Sequence[BatchChoice], learned: Collection[str]) -> float:
+    """Share of an engine's steps, as far as is known, that a head among the members `learned` drafts.
+
+    Args:
+        choices: As in `gain_by_choice`; without any there is but one drafter, which is the head.
+        learned: Likewise.
+    """
+    if not choices:
+        return 1.0
+    weight = sum(choice.trials for choice in choices)
+    return sum(choice.trials for choice in choices if choice.chosen in learned) / weight if weight else 0.0
 
 
 def gain_by_beta(beta: float, before: float) -> float:

@@ -66,9 +66,9 @@ def generate_missing(job: JobContext, work: Work, stopping: Stopping, status: St
     except Exception as error:
         raise _explained(error, watch.last) from error
     finally:
+        keep_unfinished(job.output, ledger)  # first: whoever wants the job to stop may not wait for the learner
         if learner is not None:
             watch.last = replace(watch.last, learning=learner.close())
-        keep_unfinished(job.output, ledger)
     return watch.last
 
 

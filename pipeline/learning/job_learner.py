@@ -5,11 +5,13 @@ from __future__ import annotations
 import uuid
 from dataclasses import replace
 
+from drafter.errors import one_line
 from drafter.learning.course import hopes
 from pipeline.cluster.shares import Cluster, Node
 from pipeline.errors import InputError
 from pipeline.learning.learner_spec import LearnerSpec
 from pipeline.learning.learning_config import LearningConfig
+from pipeline.learning.learning_record import read_record
 from pipeline.learning.watched_learner import WatchedLearner, tell
 from pipeline.progress.job_progress import Progress
 from pipeline.progress.reports import LearningReport
@@ -40,7 +42,7 @@ class JobLearner:
     """The learner of a generation job.
 
     Its process takes some seconds of a core before it can do anything. So where it has no core of its own, and must
-    pay, it is started only when so much is left to generate that it may, or if an earlier submission had it learn.
+    pay, it is started only when so much is left to generate that it may.
 
     Args:
         spec: What it loads.
@@ -53,17 +55,16 @@ class JobLearner:
     def __init__(self, spec: LearnerSpec, config: LearningConfig) -> None:
         self.name = f"learner-{uuid.uuid4().hex}"
         self._spec, self._config = spec, config
-        waits = config.must_pay and config.yields and spec.beginning.saved is None
-        self._learner = None if waits else self._start()
-        self._report = LearningReport(reason="nothing has been decoded yet")
+        self._learner: WatchedLearner | None = None
+        self._report = read_record(spec.output).report("starting", "nothing has been decoded yet")
+        self._waits = config.must_pay and config.yields
+        if not self._waits:
+            self._start()
 
     def look(self, now: Progress) -> Progress:
-        """Return the job's progress with what the learner does; called now and then, and never waits."""
-        if self._learner is None and (seconds := seconds_left(now)) is not None:
-            course = hopes(seconds)
-            self._report = replace(self._report, state="resting", reason=course.reason)
-            if course.learns:
-                self._learner = self._start()
+        """Return the job's progress with what the learner does; called now and then, and does not wait for it."""
+        if self._learner is None:
+            self._may_start(now)
         return replace(now, learning=self._report if self._learner is None else self._learner.ask(tokens_left(now)))
 
     def close(self) -> LearningReport:
@@ -73,8 +74,28 @@ class JobLearner:
             return self._report
         return self._learner.close()
 
-    def _start(self) -> WatchedLearner:
-        return WatchedLearner(self._spec, self._config, self.name)
+    def _may_start(self, now: Progress) -> None:
+        """Start it, if it need not wait any longer."""
+        seconds = seconds_left(now)
+        if not self._waits:
+            self._start()
+        elif seconds is None and now.rows:
+            self._rest("too few rows are done to tell how long the job takes")
+        elif seconds:
+            course = hopes(seconds)
+            self._rest(course.reason)
+            if course.learns:
+                self._start()
+
+    def _rest(self, reason: str) -> None:
+        self._report = replace(self._report, state="resting", reason=reason)
+
+    def _start(self) -> None:
+        """Start it. A cluster in trouble costs the learner's work, and not the job: the next look tries again."""
+        try:
+            self._learner = WatchedLearner(self._spec, self._config, self.name)
+        except Exception as error:  # whatever it is
+            self._rest(f"it cannot be started for now: {one_line(error)}")
 
 
 def seconds_left(now: Progress) -> float | None:

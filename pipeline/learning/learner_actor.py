@@ -25,6 +25,7 @@ from typing import Any
 
 import ray
 import torch
+from safetensors import SafetensorError
 
 from drafter.base.loading import load_base
 from drafter.drafters.registry import LEARNT_MEMBERS, found_start
@@ -32,12 +33,12 @@ from drafter.errors import LoadError, one_line
 from drafter.learning.contract import HeadVersion, RowSample
 from drafter.learning.learner import Learner, Progress
 from drafter.learning.learner_files import STATE_FILE
-from drafter.learning.payoff import Interval, gain_by_beta, gain_by_choice
+from drafter.learning.payoff import Interval, chosen_share, gain_by_beta, gain_by_choice
 from pipeline.learning.engine_beats import EngineBeat, EngineBeats
 from pipeline.learning.learner_metrics import LearnerMetrics
 from pipeline.learning.learner_spec import LearnerSpec, put_head
-from pipeline.learning.learning_record import LearningRecord
-from pipeline.progress.reports import LearningReport
+from pipeline.learning.learning_record import read_record
+from pipeline.progress.reports import LearnerState, LearningReport
 
 _SLICE_SECONDS = 0.5
 """So long it works between two looks at what has come."""
@@ -48,6 +49,7 @@ _BUSY = 0.8
 _SAVE_SECONDS = 30.0
 """The record is written so often, and with each version."""
 _FETCH_SECONDS = 5.0
+_JOIN_SECONDS = 0.2
 _BATCHES = 8
 """Batches of rows that wait for the learner; of more, the oldest are dropped."""
 
@@ -76,15 +78,15 @@ class LearnerActor:
 
     def __init__(self, spec: LearnerSpec) -> None:
         self._spec = spec
-        self._record = _read_record(spec)
-        self._report = LearningReport()
+        self._record = read_record(spec.output).without_speeds()
+        self._report = self._record.report("starting", "it begins")
         self._lock = threading.Lock()
         self._batches: deque[ray.ObjectRef[Any]] = deque(maxlen=_BATCHES)
         self._dropped = 0
         self._beats = EngineBeats()
         self._answer = Answer(wants_rows=True)
         self._tokens_left: float | None = None
-        self._closing = threading.Event()
+        self._closing, self._loading = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
         self._thread.start()
 
@@ -116,9 +118,13 @@ class LearnerActor:
             return self._report
 
     def close(self) -> LearningReport:
-        """Stop, write the record, and return what was done."""
+        """Stop, write the record, and return what was done. A model that is being loaded is not waited for."""
         self._closing.set()
-        self._thread.join()
+        while self._thread.is_alive():
+            self._thread.join(_JOIN_SECONDS)
+            if self._loading.is_set():
+                self._save_record()
+                break
         return self._report
 
     # ---- on the learner's thread
@@ -151,12 +157,16 @@ class LearnerActor:
                 self._tell(Progress(0, 0.0, None, 0, 0, 0, 0, None, None, idle=True))
 
     def _learn(self) -> None:
-        if self._spec.must_pay and not self._spec.output.learner_state.exists:
+        if self._spec.must_pay and not self._has_published():
             self._wait_until_it_may_pay()
         if self._closing.is_set():
             self._save_record()
             return
+        self._loading.set()
+        with self._lock:
+            self._report = replace(self._report, state="starting", reason="it loads the model")
         learner, drafts = self._load()
+        self._loading.clear()
         if learner.version is not None:
             if learner.version.number not in [one.number for one in self._record.versions]:
                 self._record.published(learner.version, time.time())  # its process ended before that was written
@@ -189,11 +199,15 @@ class LearnerActor:
                 saved = now
         self._save_record()
 
+    def _has_published(self) -> bool:
+        """Whether a learner's process before this one has, in this submission: engines may not have heard of that."""
+        return self._spec.beginning.saved is None and self._spec.output.learner_state.exists
+
     def _load(self) -> tuple[Learner, bool]:
         """Return the learner, and whether the head that the job began with can draft."""
         spec = self._spec
         spec.output.root.make_folder()  # an endpoint's may not be there yet
-        base = load_base(spec.model, dtype=spec.dtype, device="auto", trust_remote_code=spec.trust_remote_code)
+        base = load_base(spec.model, dtype=spec.dtype, device=spec.device, trust_remote_code=spec.trust_remote_code)
         self._folder = tempfile.TemporaryDirectory(prefix="drafter-head-")
         start = found_start(spec.beginning.here(self._folder.name), base)
         drafts = found_start(spec.beginning.start, base).drafts
@@ -224,7 +238,7 @@ class LearnerActor:
             self._record.evaluated(progress.evaluation)
         if progress.version is not None:
             self._record.published(progress.version, time.time())
-            self._save(learner)
+            self._save(learner)  # first: a learner that begins again must not give its number to another version
             self._announce(progress.version)
 
     def _announce(self, version: HeadVersion) -> None:
@@ -242,7 +256,8 @@ class LearnerActor:
         if not record.versions:
             gain = 1.0
         elif drafts:
-            gain = record.gain
+            shares = [chosen_share(one, LEARNT_MEMBERS) for one in done.choices] or [1.0]
+            gain = 1.0 + (record.gain - 1.0) * sum(shares) / len(shares)
         elif done.choices:
             gain = sum(gain_by_choice(one, LEARNT_MEMBERS) for one in done.choices) / len(done.choices)
         else:
@@ -257,19 +272,9 @@ class LearnerActor:
     def _tell(self, progress: Progress) -> None:
         """Make known what the learner does now."""
         record = self._record
-        found, versions, course = record.evaluations, record.versions, record.course
-        done = {name: getattr(progress, name) for name in _TOLD}
-        report = LearningReport(
-            state="learning" if course.learns else "measuring" if course.rest_beta is None else "resting",
-            reason=course.reason,
-            version=versions[-1].number if versions else None,
-            beta=found[-1].candidate if found else None,
-            published_beta=versions[-1].beta if versions else None,
-            versions=len(versions),
-            taken_seconds=record.balance.taken,
-            saved_seconds=record.balance.saved,
-            **done,
-        )
+        course = record.course
+        state: LearnerState = "learning" if course.learns else "measuring" if course.rest_beta is None else "resting"
+        report = record.report(state, course.reason, **{name: getattr(progress, name) for name in _TOLD})
         with self._lock:
             self._report = replace(report, dropped=self._dropped)
             self._answer = replace(self._answer, wants_rows=course.learns or course.rest_beta is None)
@@ -277,10 +282,7 @@ class LearnerActor:
     # ---- on disk
 
     def _save(self, learner: Learner) -> None:
-        """Write the newest version and the learner's state to the output.
-
-        The state comes first: a learner that begins again must not give another version the number of one that is out.
-        """
+        """Write the newest version and the learner's state to the output."""
         output = self._spec.output
         folder = Path(tempfile.mkdtemp(prefix="drafter-learner-"))
         try:
@@ -288,7 +290,7 @@ class LearnerActor:
             output.learner_state.copy_from(folder / STATE_FILE)
             learner.save_head(folder / "head")
             put_head(folder / "head", output.head)
-        except OSError as error:  # such as a full disk: engines get the version all the same
+        except (OSError, SafetensorError) as error:  # such as a full disk: engines get the version all the same
             print(f"the head cannot be written: {one_line(error)}", file=sys.stderr, flush=True)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -303,14 +305,3 @@ class LearnerActor:
 
 _TOLD = ("steps", "seconds", "loss", "rows", "held_out", "nbytes", "discarded")
 """What a report tells of a learner's progress as it is."""
-
-
-def _read_record(spec: LearnerSpec) -> LearningRecord:
-    """Return the record of earlier processes, or a new one where there is none."""
-    try:
-        return LearningRecord.of_json(spec.output.learning_file.read_text()).without_speeds()
-    except FileNotFoundError:
-        return LearningRecord()
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        print(f"the learner's record is begun anew: {one_line(error)}", file=sys.stderr, flush=True)
-        return LearningRecord()

@@ -57,6 +57,7 @@ class LearnerSpec:
     Args:
         model: Hub id or folder of the base.
         dtype: As in `load_base`.
+        device: Likewise. A GPU that is not its own belongs to engines, who count on all of its memory.
         trust_remote_code: Whether to run the modeling code that comes with the weights.
         beginning: What the head begins with.
         settings: How it learns.
@@ -69,6 +70,7 @@ class LearnerSpec:
 
     model: str
     dtype: str
+    device: str
     trust_remote_code: bool
     beginning: Beginning
     settings: LearnerSettings
@@ -93,6 +95,7 @@ def learner_spec(
     return LearnerSpec(
         model=model,
         dtype=dtype,
+        device="auto" if config.gpus else "cpu",
         trust_remote_code=trust_remote_code,
         beginning=begins,
         settings=config.training,

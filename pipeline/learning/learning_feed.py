@@ -6,6 +6,7 @@ All of it is in a thread of its own. The engine waits for none of it, and whatev
 from __future__ import annotations
 
 import sys
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +23,8 @@ from pipeline.progress.pulse import Pulse
 
 _PULSE_SECONDS = 0.5
 _ANSWER_SECONDS = 10.0
+_FIND_SECONDS = 3.0
+"""From looking for a learner that is not there to looking again: each look asks the cluster's head."""
 _BATCH_BYTES = 16 << 20
 """Rows that are on their way to the learner at a time; until they are there, no others follow."""
 
@@ -42,7 +45,7 @@ class LearningFeed:
         self._name = uuid.uuid4().hex
         self._call: Any = None
         self._number: int | None = None
-        self._paused = False
+        self._paused, self._find_at = False, 0.0
         self._pulse = Pulse(_PULSE_SECONDS, self.exchange)
 
     def start(self) -> None:
@@ -52,8 +55,8 @@ class LearningFeed:
     def exchange(self) -> None:
         """Give rows, and take what there is; nothing where nobody answers."""
         try:
-            if self._learner is None:
-                self._learner = self._find()
+            if self._learner is None and time.monotonic() >= self._find_at:
+                self._learner, self._find_at = self._find(), time.monotonic() + _FIND_SECONDS
             if self._learner is None:
                 self._pause(True)
                 return

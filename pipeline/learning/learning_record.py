@@ -6,13 +6,17 @@ Nothing here needs Ray: measurements come in, the course comes out.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from drafter.errors import one_line
 from drafter.learning.contract import HeadVersion
 from drafter.learning.course import Course, decide
 from drafter.learning.payoff import Balance, Evaluation, Interval, curve_of, gain_by_beta
+from pipeline.output.output_folder import OutputFolder
+from pipeline.progress.reports import LearnerState, LearningReport
 
 _MOST_MOMENTS = 480
 """Moments that are kept; when there are more, each two neighbours become one."""
@@ -121,6 +125,26 @@ class LearningRecord:
             self.course = Course(True, "it learns to the end, whether that pays or not")
         return self.course
 
+    def report(self, state: LearnerState, reason: str, **progress: Any) -> LearningReport:
+        """Return what is made known of it.
+
+        Args:
+            state: What the learner does.
+            reason: Why.
+            progress: Further fields of the report.
+        """
+        return LearningReport(
+            state=state,
+            reason=reason,
+            version=self.versions[-1].number if self.versions else None,
+            beta=self.evaluations[-1].candidate if self.evaluations else None,
+            published_beta=self.versions[-1].beta if self.versions else None,
+            versions=len(self.versions),
+            taken_seconds=self.balance.taken,
+            saved_seconds=self.balance.saved,
+            **progress,
+        )
+
     def as_json(self) -> str:
         """Return all that later submissions and reports need."""
         kept = {
@@ -152,7 +176,18 @@ class LearningRecord:
 
     def without_speeds(self) -> LearningRecord:
         """Return it for another machine, or for engines that begin anew: what they were like says nothing now."""
-        return replace(self, balance=replace(self.balance, learning_rate=0.0, resting_rate=0.0, beta=0.0, rests=0))
+        return replace(self, balance=self.balance.without_speeds())
+
+
+def read_record(output: OutputFolder) -> LearningRecord:
+    """Return the record of earlier processes, or a new one where there is none that can be read."""
+    try:
+        return LearningRecord.of_json(output.learning_file.read_text())
+    except FileNotFoundError:
+        return LearningRecord()
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        print(f"the learner's record is begun anew: {one_line(error)}", file=sys.stderr, flush=True)
+        return LearningRecord()
 
 
 def together(moments: list[Moment], most: int) -> list[Moment]:

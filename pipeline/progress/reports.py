@@ -90,6 +90,9 @@ class EngineReport:
     choices: tuple[BatchChoice, ...] = ()
 
 
+LearnerState = Literal["starting", "measuring", "learning", "resting", "ended"]
+
+
 @dataclass(frozen=True)
 class LearningReport:
     """The state of a job's learner.
@@ -114,8 +117,8 @@ class LearningReport:
         saved_seconds: By which what was learnt has made the job shorter.
     """
 
-    state: Literal["starting", "measuring", "learning", "resting", "ended"] = "starting"
-    reason: str = "it loads the models"
+    state: LearnerState = "starting"
+    reason: str = "it begins"
     version: int | None = None
     beta: float | None = None
     published_beta: float | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,11 +24,12 @@ _WALKED = 256
 
 @dataclass(frozen=True)
 class _Row:
-    """A row to learn from, and how often that has been done."""
+    """A row to learn from, and how often that has been done; or one to measure on, and the place of its prompt."""
 
     text: RegeneratedText
     nbytes: int
     uses: int = 0
+    place: float = 0.0
 
 
 class LearningRows:
@@ -40,6 +41,7 @@ class LearningRows:
     Attributes:
         seen: Rows that came and could be used.
         tokens: Their output tokens.
+        first: The first place of their prompts; see `place_of`.
     """
 
     def __init__(self, settings: LearnerSettings) -> None:
@@ -47,6 +49,7 @@ class LearningRows:
         self._rows: RankedRows[_Row] = RankedRows(settings.buffer_bytes)
         self._held_out: deque[_Row] = deque()
         self.seen = self.tokens = 0
+        self.first = 1.0
 
     def __len__(self) -> int:
         """Rows to learn from."""
@@ -69,8 +72,10 @@ class LearningRows:
             return
         self.seen += 1
         self.tokens += length - prompt
-        if is_held_out(sample.tokens[:prompt], self._settings.held_out_share):
-            self._hold_out(_row(sample, min(length, prompt + _WALKED)))
+        place = place_of(sample.tokens[:prompt])
+        self.first = min(self.first, place)
+        if self._is_held_out(place):
+            self._hold_out(replace(_row(sample, min(length, prompt + _WALKED)), place=place))
         else:
             row = _row(sample, length)
             self._rows.put(rank(sample.surprise, self.seen), row.nbytes, row)
@@ -83,17 +88,25 @@ class LearningRows:
                 self._rows.put(worth - _USED, row.nbytes, _Row(row.text, row.nbytes, row.uses + 1))
         return [row.text for _, row in best]
 
+    def _is_held_out(self, place: float) -> bool:
+        """Whether a prompt is only measured on: the first of all is, though it need not be among the first share.
+
+        A job of few prompts with many samples each would have none to measure on.
+        """
+        return place < self._settings.held_out_share or place == self.first
+
     def _hold_out(self, row: _Row) -> None:
+        self._held_out = deque(one for one in self._held_out if self._is_held_out(one.place))
         held, most = self._held_out, self._settings.buffer_bytes // 4
         held.append(row)
         while len(held) > 1 and (len(held) > self._settings.held_out_rows or sum(one.nbytes for one in held) > most):
             held.popleft()
 
 
-def is_held_out(prompt: Tensor, share: float) -> bool:
-    """Whether a prompt `[P]` of token ids is held out: of all prompts, `share` are, and always the same ones."""
+def place_of(prompt: Tensor) -> float:
+    """The place in [0, 1] of a prompt `[P]` of token ids in an order of all prompts that is always the same."""
     digest = hashlib.blake2b(prompt.to(torch.int64).numpy().astype("<i8").tobytes(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < share * 2.0**64
+    return int.from_bytes(digest, "big") / 2.0**64
 
 
 def micro_batches(texts: Sequence[RegeneratedText], tokens: int) -> list[list[RegeneratedText]]:

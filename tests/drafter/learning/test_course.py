@@ -123,7 +123,7 @@ def test_it_rests_now_and_then_to_measure_what_it_costs() -> None:
 
 def test_a_dear_learner_with_little_to_gain_rests() -> None:
     flat = [Point(0.0, 2.0), Point(30.0, 2.01), Point(60.0, 2.02)]
-    balance = Balance(500.0, saved=50.0, learning_rate=50.0, resting_rate=100.0, beta=2.0, rests=9)
+    balance = Balance(500.0, saved=50.0, resting_rate=100.0, beta=2.0, rests=9, difference=0.5)
     rests = decide(Course(learns=True), balance, 20_000.0, flat)
     assert not rests.learns
     assert rests.rest_beta == 2.0
@@ -141,7 +141,7 @@ def test_a_dear_learner_with_little_to_gain_rests() -> None:
 def test_it_never_learns_where_too_much_is_lost_or_nothing_is_left(
     lost: float, left: float, seconds: float, learns: bool
 ) -> None:
-    balance = Balance(seconds, taken=lost, learning_rate=90.0, resting_rate=100.0, beta=2.0, rests=9)
+    balance = Balance(seconds, taken=lost, resting_rate=100.0, beta=2.0, rests=9, difference=0.1)
     decided = decide(Course(learns=learns), balance, left, [])
     if lost >= MOST_LOST * (seconds + left / 100.0) or left == 0.0:
         assert not decided.learns

@@ -25,7 +25,7 @@ from drafter.learning.changing_head import ChangingHead
 from drafter.learning.contract import HeadVersion, RowSample
 from drafter.learning.learner import Learner, Progress
 from drafter.learning.learner_settings import LearnerSettings
-from drafter.learning.rows.learning_rows import is_held_out
+from drafter.learning.rows.learning_rows import place_of
 from drafter.learning.rows.sample_tap import SampleTap
 from drafter.learning.starting_head import StartingHead
 from drafter.learning.weights import weights_of
@@ -125,7 +125,7 @@ def test_beta_is_that_of_the_simulated_walk_over_the_held_out_rows() -> None:
 
 
 def held_out_ids(samples: list[RowSample]) -> set[str]:
-    return {one.request_id for one in samples if is_held_out(one.tokens[: one.prompt_length], QUICK["held_out_share"])}
+    return {one.request_id for one in samples if place_of(one.tokens[: one.prompt_length]) < QUICK["held_out_share"]}
 
 
 def test_rows_without_hidden_states_are_read_by_the_base() -> None:
@@ -140,16 +140,18 @@ def test_rows_without_hidden_states_are_read_by_the_base() -> None:
     assert first.loss == pytest.approx(second.loss, rel=1e-3)
 
 
-def test_it_waits_for_rows_and_measures_nothing_without_held_out_ones() -> None:
-    learner = learner_of("medusa", held_out_share=1e-9, evaluate_every=2)
+def test_it_waits_for_rows_and_measures_nothing_with_too_few_held_out_ones() -> None:
+    learner = learner_of("medusa", held_out_share=1e-9, least_held_out=100, evaluate_every=2)
     assert learner.work(10.0).idle  # at once
     learner.add(rows("medusa")[:3])
     assert learner.work(10.0).idle
     learner.add(rows("medusa"))
     progress = learner.work(60.0)  # until all rows are used up
     assert progress.idle
-    assert progress.steps == 8 * 19 // 4
-    assert (progress.rows, progress.held_out, progress.evaluation, progress.version) == (19 * 8 % 4, 0, None, None)
+    places = [place_of(row.tokens[: row.prompt_length]) for row in [*rows("medusa")[:3], *rows("medusa")]]
+    learnt = sum(place > min(places[: number + 1]) for number, place in enumerate(places))
+    assert progress.steps == 8 * learnt // 4
+    assert (progress.rows, progress.evaluation, progress.version) == (learnt * 8 % 4, None, None)
     assert progress.seconds > 0
     assert learner.version is None
 

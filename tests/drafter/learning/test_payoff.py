@@ -13,6 +13,7 @@ from drafter.learning.payoff import (
     Interval,
     Point,
     benefit,
+    chosen_share,
     curve_of,
     expected_growth,
     gain_by_beta,
@@ -44,6 +45,34 @@ def test_an_interval_in_which_engines_were_idle_says_nothing_of_speeds() -> None
     balance = Balance().after(Interval(10.0, 1000, 500, learned=False))
     after = balance.after(Interval(10.0, 100, 50, learned=False, full=False))
     assert after == replace(balance, seconds=20.0)
+
+
+def test_a_head_that_gets_better_does_not_make_its_learner_free() -> None:
+    balance, rate = Balance(), 1000.0
+    for turn in range(12):
+        for place in range(17):
+            learned = turn > 0 and place > 0  # now and then it rests for an interval
+            rate *= 1.01
+            tokens = rate * (0.8 if learned else 1.0)
+            balance = balance.after(Interval(1.0, round(tokens), round(tokens / 2), learned))
+    assert balance.drag == pytest.approx(0.2, abs=0.03)
+
+
+def test_texts_that_get_slower_do_not_make_a_learner_dear() -> None:
+    balance, rate = Balance(), 100_000.0
+    for place in range(200):
+        learned = place >= 3 and place % 17 != 0
+        rate *= 0.998
+        tokens = rate * (0.95 if learned else 1.0)
+        balance = balance.after(Interval(1.0, round(tokens), round(tokens / 2), learned))
+    assert balance.drag == pytest.approx(0.05, abs=0.02)
+
+
+def test_what_was_learnt_saves_only_where_it_drafts() -> None:
+    assert chosen_share([], ["head"]) == 1.0  # it drafts alone
+    assert chosen_share([choice("head", 0, head=3)], ["head"]) == 0.0  # nothing is known yet
+    both = [choice("head", 3, ngram=150, head=300), choice("ngram", 1, ngram=100, head=90)]
+    assert chosen_share(both, ["head"]) == 0.75
 
 
 @given(intervals=st.lists(INTERVALS, max_size=20))

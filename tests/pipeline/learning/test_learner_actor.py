@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 import ray
 import torch
+from safetensors import SafetensorError
 
 from drafter.base.causal_lm import BaseModel
 from drafter.base.loading import load_base
@@ -22,6 +23,7 @@ from drafter.engine.engine_config import EngineConfig
 from drafter.heads.checkpoint import load_head
 from drafter.heads.registry import HEADS
 from drafter.learning.contract import RowSample
+from drafter.learning.learner import Learner
 from drafter.learning.learner_settings import LearnerSettings
 from drafter.learning.starting_head import version_of
 from pipeline.engines.engine_spec import EngineSpec
@@ -55,7 +57,7 @@ def output(tmp_path: Path) -> OutputFolder:
 
 def spec_of(model: Path, output: OutputFolder) -> LearnerSpec:
     begins = beginning(LearningConfig(enabled=True, head="new", training=SETTINGS), output)
-    return LearnerSpec(str(model), "auto", False, begins, SETTINGS, False, 1, False, output, output.root.path)
+    return LearnerSpec(str(model), "auto", "cpu", False, begins, SETTINGS, False, 1, False, output, output.root.path)
 
 
 def batches() -> Iterator[list[RowSample]]:
@@ -171,6 +173,35 @@ def test_a_saved_head_that_cannot_be_loaded_is_left_out(
         assert lm.samples is not None
         assert lm.engine.state().drafter_version is None
     assert "the head that was learnt is left out: draft head" in capsys.readouterr().err
+
+
+def test_the_end_does_not_wait_for_a_model_that_is_being_loaded(
+    model: Path, output: OutputFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads, may_load = threading.Event(), threading.Event()
+
+    def load_late(*args: Any, **settings: Any) -> BaseModel:
+        loads.set()
+        assert may_load.wait(PATIENCE)
+        return load_base(*args, **settings)
+
+    monkeypatch.setattr("pipeline.learning.learner_actor.load_base", load_late)
+    actor = LearnerActor(spec_of(model, output))
+    assert loads.wait(PATIENCE)
+    assert actor.close().reason == "it loads the model"
+    may_load.set()
+    assert output.learning_file.exists
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_engines_get_a_version_that_cannot_be_written(
+    model: Path, output: OutputFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Learner, "save", Mock(side_effect=SafetensorError("no space left")))
+    actor = LearnerActor(spec_of(model, output))
+    learn(actor, 0)
+    assert actor.close().state == "learning"
+    assert "the head cannot be written: no space left" in capsys.readouterr().err
 
 
 def test_an_error_ends_the_learner_and_nothing_else(tmp_path: Path, output: OutputFolder) -> None:

@@ -9,13 +9,15 @@ from typing import Any, cast
 import pytest
 
 from drafter.embedded import EMBEDDED_HEADS
+from drafter.learning.contract import HeadVersion
 from pipeline.cluster.shares import Cluster, Node
 from pipeline.errors import InputError
 from pipeline.generate.generate_config import GenerateConfig, parse_config
 from pipeline.io.files import locate
 from pipeline.learning.job_learner import JobLearner, beside_learner, seconds_left, tokens_left
-from pipeline.learning.learner_spec import LearnerSpec, beginning, put_head
+from pipeline.learning.learner_spec import LearnerSpec, beginning, learner_spec, put_head
 from pipeline.learning.learning_config import LearningConfig
+from pipeline.learning.learning_record import LearningRecord
 from pipeline.output.output_folder import OutputFolder
 from pipeline.progress.job_progress import Progress
 from pipeline.progress.reports import LearningReport
@@ -115,11 +117,17 @@ def test_seconds_left_are_told_from_as_many_rows_as_are_decoded_together() -> No
 class StartedLearner:
     """A learner's process that has begun."""
 
+    failures = 0
+    """So many times it cannot be started."""
+
     def __init__(self, spec: LearnerSpec, config: LearningConfig, name: str) -> None:
-        self.name = name
+        if StartedLearner.failures:
+            StartedLearner.failures -= 1
+            raise RuntimeError("no head node")
 
     def ask(self, tokens_left: float | None) -> LearningReport:
-        return LearningReport("learning", f"{tokens_left:.0f} tokens are left")
+        left = "some" if tokens_left is None else f"{tokens_left:.0f}"
+        return LearningReport("learning", f"{left} tokens are left")
 
     def close(self) -> LearningReport:
         return LearningReport("learning", "it has been ended")
@@ -128,23 +136,32 @@ class StartedLearner:
 def job_learner(monkeypatch: pytest.MonkeyPatch, output: Path, **settings: Any) -> JobLearner:
     """A job's learner, of which only the process is not there."""
     monkeypatch.setattr("pipeline.learning.job_learner.WatchedLearner", StartedLearner)
-    config = LearningConfig(enabled=True, head="new", **settings)
-    folder = OutputFolder(locate(str(output)))
-    begins = beginning(config, folder)
-    return JobLearner(
-        LearnerSpec("model", "auto", False, begins, config.training, config.must_pay, 1, True, folder, "run"), config
+    config, folder = LearningConfig(enabled=True, head="new", **settings), OutputFolder(locate(str(output)))
+    spec = learner_spec(
+        config, beginning(config, folder), folder, "run", model="model", dtype="auto", trust_remote_code=False
     )
+    return JobLearner(spec, config)
+
+
+def told(learner: JobLearner, now: Progress) -> LearningReport:
+    return cast(LearningReport, learner.look(now).learning)
+
+
+SHORT = Progress(total=100, slots=16, rows=20, tokens=2000, seconds=4.0)
+LONG = Progress(total=10_000, slots=16, rows=16, tokens=1600, seconds=4.0)
 
 
 def test_a_learner_of_a_short_job_is_not_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     learner = job_learner(monkeypatch, tmp_path)
-    short = Progress(total=100, slots=16, rows=20, tokens=2000, seconds=4.0)
-    for rows in (4, 20):
-        found = cast(LearningReport, learner.look(replace(short, rows=rows)).learning)
+    assert told(learner, replace(SHORT, rows=0)) == LearningReport(reason="nothing has been decoded yet")
+    early = told(learner, replace(SHORT, rows=4))
+    assert (early.state, early.reason) == ("resting", "too few rows are done to tell how long the job takes")
+    found = told(learner, SHORT)
     assert found.state == "resting"
     assert "16 s left" in found.reason
+    assert told(learner, replace(SHORT, rows=100)) == found  # nothing is left to decide about
     assert learner.close() == found
     assert f"learner: not begun: {found.reason}" in capsys.readouterr().err
 
@@ -153,10 +170,8 @@ def test_a_learner_is_started_once_so_much_is_left_that_it_may_pay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner = job_learner(monkeypatch, tmp_path)
-    long = Progress(total=10_000, slots=16, rows=15, tokens=1500, seconds=4.0)
-    assert learner.look(long).learning == LearningReport(reason="nothing has been decoded yet")
-    told = learner.look(replace(long, rows=16)).learning
-    assert told == LearningReport("learning", "936000 tokens are left")
+    assert told(learner, replace(LONG, rows=15)).state == "resting"
+    assert told(learner, LONG) == LearningReport("learning", "998400 tokens are left")
     assert learner.close().reason == "it has been ended"
 
 
@@ -168,6 +183,27 @@ def test_a_learner_that_costs_engines_nothing_or_must_learn_is_started_at_once(
     assert learner.close().reason == "it has been ended"
 
 
-def test_a_learner_of_an_earlier_submission_goes_on_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_head(EMBEDDED_HEADS / "ctc", OutputFolder(locate(str(tmp_path))).head)
-    assert job_learner(monkeypatch, tmp_path).close().reason == "it has been ended"
+def test_a_learner_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StartedLearner, "failures", 2)
+    learner = job_learner(monkeypatch, tmp_path, must_pay=False)
+    assert told(learner, Progress()).reason == "it cannot be started for now: no head node"
+    assert told(learner, Progress()).state == "learning"
+
+
+def test_what_earlier_submissions_have_learnt_is_told_before_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = LearningRecord()
+    record.published(HeadVersion(3, {}, beta=1.5, beta_before=1.0), at=3.0)
+    (tmp_path / "learning.json").write_text(record.as_json())
+    found = told(job_learner(monkeypatch, tmp_path), SHORT)
+    assert (found.state, found.version, found.published_beta) == ("resting", 3, 1.5)
+
+
+def test_a_gpu_that_is_not_its_own_belongs_to_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def device(**settings: Any) -> str:
+        config, folder = LearningConfig(enabled=True, **settings), OutputFolder(locate(str(tmp_path)))
+        begins = beginning(config, folder)
+        return learner_spec(config, begins, folder, "run", model="m", dtype="auto", trust_remote_code=False).device
+
+    assert (device(), device(cpus=2.0), device(gpus=0.25)) == ("cpu", "cpu", "auto")

@@ -155,7 +155,8 @@ def test_no_other_rows_leave_before_the_learner_has_answered(monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("local_ray")
-def test_a_learner_is_looked_for_until_it_is_there_and_again_when_it_has_ended() -> None:
+def test_a_learner_is_looked_for_until_it_is_there_and_again_when_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.learning.learning_feed._FIND_SECONDS", 0.0)
     engine = Engine()
     first, second = (ray.remote(num_cpus=0)(Teacher).remote() for _ in range(2))
     ray.get([first.rows.remote(), second.rows.remote()])  # both have begun
@@ -189,3 +190,11 @@ def test_a_learner_is_looked_for_until_it_is_there_and_again_when_it_has_ended()
     assert engine.offered == [(4, [1.0])]
     assert not there
     ray.kill(second)
+
+
+def test_a_learner_that_is_not_there_is_looked_for_now_and_then() -> None:
+    looks: list[None] = []
+    feed = LearningFeed(cast(SpeculativeLM, Engine()), lambda: looks.append(None))
+    for _ in range(5):
+        feed.exchange()
+    assert len(looks) == 1

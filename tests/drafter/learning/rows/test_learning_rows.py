@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from drafter.learning.contract import RowSample
 from drafter.learning.learner_settings import LearnerSettings
-from drafter.learning.rows.learning_rows import LearningRows, is_held_out, micro_batches
+from drafter.learning.rows.learning_rows import LearningRows, micro_batches, place_of
 from drafter.training.targets import RegeneratedText
 
 
@@ -15,11 +15,29 @@ def sample(first: int, output: int = 6, steps: int = 6, width: int = 4) -> RowSa
     return RowSample(str(first), tokens, 2, torch.zeros(len(tokens), width), steps)
 
 
+def place(first: int) -> float:
+    return place_of(torch.tensor([first, 3]))
+
+
+LEAST = min(range(1000), key=place)
+"""The prompt that is held out whatever comes after it."""
+
+
 def test_the_same_prompts_are_always_held_out() -> None:
-    held = [first for first in range(400) if is_held_out(torch.tensor([first, 3]), 0.1)]
+    held = [first for first in range(400) if place(first) < 0.1]
     assert 20 <= len(held) <= 60
     assert held[:5] == [0, 3, 9, 14, 22]  # in any process, and any release
-    assert [first for first in held if is_held_out(torch.tensor([first, 3], dtype=torch.int32), 0.05)] != held
+    assert [place_of(torch.tensor([first, 3], dtype=torch.int32)) for first in held] == [place(one) for one in held]
+
+
+def test_of_few_prompts_one_is_held_out() -> None:
+    kept = LearningRows(LearnerSettings(held_out_share=1e-9))
+    prompts = sorted(range(1, 6), key=place, reverse=True)
+    for first in [*prompts, *prompts]:
+        kept.add(sample(first))
+    assert {text.tokens[0] for text in kept.held_out} == {prompts[-1]}
+    assert len(kept.held_out) == 2
+    assert {text.tokens[0] for text in kept.take(10)} == set(prompts[:-1])
 
 
 @settings(max_examples=25)
@@ -40,13 +58,16 @@ def test_memory_is_bounded_and_no_held_out_prompt_is_learnt_from(
         largest = max((8 * len(text.tokens) + 16 * len(text.tokens) for text in held), default=0)
         assert kept.nbytes <= limit + max(limit // 4, largest)
     assert kept.seen == len(sizes)
-    assert all(is_held_out(torch.tensor(list(text.tokens[:2])), 0.3) for text in kept.held_out)
+    least = min(map(place, range(len(sizes))), default=0.0)
+    assert all(place(text.tokens[0]) < 0.3 or place(text.tokens[0]) == least for text in kept.held_out)
     while texts := kept.take(3):
-        assert not any(is_held_out(torch.tensor(list(text.tokens[:2])), 0.3) for text in texts)
+        assert not any(place(text.tokens[0]) < 0.3 for text in texts)
 
 
 def test_a_row_is_used_so_often_and_then_forgotten() -> None:
     kept = LearningRows(LearnerSettings(uses=3, held_out_share=1e-9))
+    kept.add(sample(LEAST))
+    held = kept.nbytes
     for first in range(4):
         kept.add(sample(first))
     used = []
@@ -54,11 +75,12 @@ def test_a_row_is_used_so_often_and_then_forgotten() -> None:
         used += [text.tokens[0] for text in texts]
     assert sorted(used) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert used[:4] == [3, 2, 1, 0]  # each once before any is used again
-    assert kept.nbytes == 0
+    assert kept.nbytes == held
 
 
 def test_surprising_rows_come_first() -> None:
     kept = LearningRows(LearnerSettings(held_out_share=1e-9))
+    kept.add(sample(LEAST))
     for first, steps in enumerate([2, 6, 1, 4]):
         kept.add(sample(first, steps=steps))
     assert [text.tokens[0] for text in kept.take(4)] == [1, 3, 0, 2]
