@@ -1,7 +1,9 @@
 """EAGLE-3 heads as SafeAILab/EAGLE, SpecForge and speculators publish them.
 
 All three have the same tensors, but call the decoder layer `midlayer` or `layers.0`, and may say different things in
-`config.json`. `d2t` holds, for each draft id, its token minus the id; `t2d` says which tokens are drafted.
+`config.json`: SafeAILab's own heads call themselves what their base is, such as `LlamaForCausalLM`, and one of them
+claims to have as many layers. `d2t` holds, for each draft id, its token minus the id; `t2d` says which tokens are
+drafted.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def is_eagle3(config: Json) -> bool:
     """Return whether `config` is that of a published EAGLE-3 head."""
     if "speculators_model_type" in config:
         return bool(config["speculators_model_type"] == "eagle3")
-    return "draft_vocab_size" in config and "Eagle3" in str(config.get("architectures"))
+    return "draft_vocab_size" in config
 
 
 def read_eagle3(name: str, config: Json, tensors: dict[str, Tensor], base: BaseModel, layers: int) -> PublicHead:
@@ -57,7 +59,7 @@ def read_eagle3(name: str, config: Json, tensors: dict[str, Tensor], base: BaseM
     made_for = _made_for(name, config)
     sizes = {"hidden_size": count(name, layer, "hidden_size"), "vocab_size": count(name, layer, "vocab_size")}
     refuse_other_base(name, base, made_for, sizes)
-    _refuse_unknown_kinds(name, config, layer)
+    _refuse_unknown_kinds(name, config, layer, layers=1 if speculators else None)
     if "embed_tokens.weight" in tensors:
         refuse_other_embeddings(name, base, tensors["embed_tokens.weight"])
     prefix = next((one for one in _LAYERS if f"{one}hidden_norm.weight" in tensors), _LAYERS[0])
@@ -162,10 +164,17 @@ def _rope(name: str, layer: Json) -> dict[str, Any]:
     }
 
 
-def _refuse_unknown_kinds(name: str, config: Json, layer: Json) -> None:
-    """Raise `LoadError` for what the layer cannot be."""
+def _refuse_unknown_kinds(name: str, config: Json, layer: Json, layers: int | None) -> None:
+    """Raise `LoadError` for what the layer cannot be.
+
+    Args:
+        name: The head, for messages.
+        config: Its `config.json`.
+        layer: The part of it that is the decoder layer's.
+        layers: How many layers it must say that there are; None if what it says means nothing.
+    """
     wanted = {
-        "num_hidden_layers": 1,
+        **({} if layers is None else {"num_hidden_layers": layers}),
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,

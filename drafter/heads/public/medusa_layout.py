@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -36,6 +37,14 @@ def read_medusa(name: str, config: Json, tensors: dict[str, Tensor], base: BaseM
         raise LoadError(f"draft head {name!r} has {layers} residual blocks a head, and only one can be run")
     tensors = {key.removeprefix("medusa_head.").removeprefix("medusa_heads."): one for key, one in tensors.items()}
     block, bias, output = names(published)
+    # FasterDecoding's first heads say in their configuration that they are two, and there are five.
+    there = {place[1] for key in tensors if (place := re.match(r"(?:blocks\.)?(\d+)\.", key))}
+    depth = max(depth, len(there))
+    if output.format(0) not in tensors and block.format(0) in tensors:
+        raise LoadError(
+            f"draft head {name!r} has no output layers: it takes the base's LM head, and only heads with output layers "
+            "of their own can be run"
+        )
     wanted = [part.format(head) for head in range(depth) for part in (block, output)]
     if missing := [one for one in wanted if one not in tensors]:
         raise LoadError(f"draft head {name!r}: tensor {missing[0]!r} is missing from its weights")

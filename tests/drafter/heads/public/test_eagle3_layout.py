@@ -49,7 +49,7 @@ def speculators(folder: Path, case: dict[str, Any], **changes: Any) -> Path:
 
 
 def midlayer(folder: Path, case: dict[str, Any], **changes: Any) -> Path:
-    """The same head as SafeAILab/EAGLE and SpecForge write it: all of the configuration at the top, no embeddings."""
+    """The same head as SpecForge writes it: all of the configuration at the top, no embeddings."""
     config = deepcopy(case["config"])
     layer = config.pop("transformer_layer_config")
     rope = layer.pop("rope_parameters")
@@ -62,13 +62,18 @@ def midlayer(folder: Path, case: dict[str, Any], **changes: Any) -> Path:
     return write_head(folder, config, tensors)
 
 
+def own_name(folder: Path, case: dict[str, Any], **changes: Any) -> Path:
+    """The same head as SafeAILab/EAGLE writes it: its configuration began as its base's."""
+    return midlayer(folder, case, architectures=["LlamaForCausalLM"], num_hidden_layers=40, **changes)
+
+
 def loaded(folder: Path, base: BaseModel) -> Eagle3Head:
     head = load_head(folder, base, HEADS)
     assert isinstance(head, Eagle3Head)
     return head
 
 
-@pytest.mark.parametrize("layout", [speculators, midlayer])
+@pytest.mark.parametrize("layout", [speculators, midlayer, own_name])
 @pytest.mark.parametrize("name", CASES)
 def test_a_loaded_head_computes_what_the_public_code_does(
     base: BaseModel, tmp_path: Path, layout: Any, name: str
@@ -95,7 +100,7 @@ def test_a_loaded_head_computes_what_the_public_code_does(
     assert head.base_tokens(torch.arange(9)).tolist() == DATA["draft_tokens"]
 
 
-@pytest.mark.parametrize("layout", [speculators, midlayer])
+@pytest.mark.parametrize("layout", [speculators, midlayer, own_name])
 def test_it_drafts_and_the_tokens_stay_those_of_plain_decoding(base: BaseModel, tmp_path: Path, layout: Any) -> None:
     requests = [
         Request([1 + place, 7, 9], SamplingParams(max_new_tokens=12, temperature=float(place % 2), seed=place))
@@ -133,7 +138,6 @@ def test_it_says_which_base_it_was_made_for(base: BaseModel, tmp_path: Path, cap
             "belongs to another base, not to 'the base': its hidden_size is 16, and that of the base 8",
         ),
         ({"vocab_size": 24}, "its vocab_size is 24, and that of the base 23"),
-        ({"num_hidden_layers": 2}, "has num_hidden_layers = 2, and only 1 can be run"),
         ({"attention_bias": True}, "has attention_bias = True, and only False can be run"),
         ({"hidden_act": "gelu"}, "has hidden_act = 'gelu', and only 'silu' can be run"),
         ({"target_hidden_size": 16}, "is of another width than its base: 8 and 16"),
@@ -156,6 +160,13 @@ def test_it_says_which_base_it_was_made_for(base: BaseModel, tmp_path: Path, cap
 def test_what_cannot_be_run_is_refused(base: BaseModel, tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(LoadError, match=reason):
         load_head(midlayer(tmp_path, CASES["llama"], **changes), base, HEADS)
+
+
+def test_several_layers_are_refused(base: BaseModel, tmp_path: Path) -> None:
+    case = CASES["llama"]
+    two = case["config"]["transformer_layer_config"] | {"num_hidden_layers": 2}
+    with pytest.raises(LoadError, match="has num_hidden_layers = 2, and only 1 can be run"):
+        load_head(speculators(tmp_path, case, transformer_layer_config=two), base, HEADS)
 
 
 def test_a_layer_without_a_configuration_is_refused(base: BaseModel, tmp_path: Path) -> None:

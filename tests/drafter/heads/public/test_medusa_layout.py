@@ -125,3 +125,15 @@ def test_heads_of_another_base_are_refused(tmp_path: Path) -> None:
     other = base_with_embeddings(VOCABULARY + 1, WIDTH)
     with pytest.raises(LoadError, match="belongs to the base 'some/base', not to 'the base': its vocab_size is 23"):
         load_head(write_head(tmp_path, PUBLISHED, published()), other, HEADS)
+
+
+def test_heads_are_counted_where_they_are(base: BaseModel, tmp_path: Path) -> None:
+    head = loaded(write_head(tmp_path, PUBLISHED | {"medusa_num_heads": 1}, published()), base)
+    assert head.config.depth == HEADS_OF_IT
+
+
+def test_heads_without_output_layers_are_refused(base: BaseModel, tmp_path: Path) -> None:
+    tensors = {name: one for name, one in published().items() if not name.endswith(".1.weight")}
+    folder = write_head(tmp_path, PUBLISHED, tensors)
+    with pytest.raises(LoadError, match="has no output layers: it takes the base's LM head"):
+        load_head(folder, base, HEADS)
