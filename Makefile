@@ -41,10 +41,9 @@ format: $(INSTALLED) ## Sort imports and format.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-benchmark: $(INSTALLED) ## Measure β and speed of the embedded heads, then make the tables and plots again.
-	$(BIN)/python -m benchmarks.heads drafter/embedded/heads --output benchmarks/results/embedded-heads
-	$(BIN)/python -m jobs.evaluate --config benchmarks/evaluation.yaml
-	$(BIN)/python -m benchmarks.report
+benchmark: $(INSTALLED) ## Measure β and speed of the embedded heads; tables go to build/.
+	$(BIN)/python -m benchmarks.heads drafter/embedded/heads --output build/embedded-heads
+	$(BIN)/python -m jobs.evaluate --config benchmarks/evaluation.yaml --output build/evaluation
 
 chaos: $(INSTALLED) ## Kill the processes of a generation job again and again; measure what Ray and a resume cost.
 	$(BIN)/python -m benchmarks.generation_jobs.chaos --output benchmarks/results/chaos.json

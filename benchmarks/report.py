@@ -41,11 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     for folder in args.folders or sorted(path for path in _RESULTS.iterdir() if path.is_dir()):
         reports = [report for name, report in _REPORTS.items() if (folder / name).is_file()]
-        if not reports:
+        if not reports and args.folders:
             raise SystemExit(f"error: {folder} has none of {', '.join(_REPORTS)}: give a folder of results")
         for report in reports:
             report(folder)
-        print(f"made again: {folder}")
+        print(f"made again: {folder}" if reports else f"as it is: {folder}, which has but what its command wrote")
 
 
 if __name__ == "__main__":

@@ -98,7 +98,8 @@ class Results:
         return _identity(self) == _identity(other)
 
     def save(self, folder: Path) -> None:
-        """Write `results.json` to `folder`, completely or not at all."""
+        """Write `results.json` to `folder`, which is made if it is not there, completely or not at all."""
+        folder.mkdir(parents=True, exist_ok=True)
         values = asdict(self)
         for cell in values["cells"]:
             for counts in cell["counts"].values():

@@ -200,7 +200,7 @@ def test_a_folder_in_the_repository_is_a_base_wherever_the_jobs_run(
     monkeypatch.chdir(tmp_path)
     assert handed_on("recipes/paper") == str(HERE)
     assert handed_on("random") == "random"
-    assert handed_on("lmsys/vicuna-7b-v1.5") == "lmsys/vicuna-7b-v1.5"
+    assert handed_on("lmsys/vicuna-7b-v1.3") == "lmsys/vicuna-7b-v1.3"
 
 
 def test_commands_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
