@@ -80,15 +80,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def read_heads(folder: Path, base: BaseModel) -> dict[str, DraftHead]:
-    """Load the heads in `folder`, by name.
+    """Load the heads in `folder`, by name: each is a head's folder, or what `jobs.train` has written, with `head/` in it.
 
     Raises:
         LoadError: There is no head, or a head belongs to another base.
     """
-    found = sorted(file.parent for file in folder.glob(f"*/{CONFIG_FILE}"))
+    found = {file.parent.name: file.parent for file in folder.glob(f"*/{CONFIG_FILE}")}
+    found |= {file.parents[1].name: file.parent for file in folder.glob(f"*/head/{CONFIG_FILE}")}
     if not found:
         raise LoadError(f"{folder} has no draft heads: give a folder that holds a head's folder for each arm")
-    return {one.name: load_head(one, base, HEADS) for one in found}
+    return {name: load_head(found[name], base, HEADS) for name in sorted(found)}
 
 
 def answers(
