@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def read_heads(folder: Path, base: BaseModel) -> dict[str, DraftHead]:
-    """Load the heads in `folder`, by name: each is a head's folder, or what `jobs.train` has written, with `head/` in it.
+    """Load the heads in `folder`, by name. Each is a head's folder, or the output of `jobs.train`, with `head/` in it.
 
     Raises:
         LoadError: There is no head, or a head belongs to another base.

@@ -24,7 +24,7 @@ from drafter.evaluation.decoders import Decoder, Run, engine_decoder, padding, t
 from drafter.evaluation.environment import environment
 from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Arm, Plan
 from drafter.evaluation.prepared_prompts import Prompt, prompts_of
-from drafter.evaluation.questions import Question, QuestionError
+from drafter.evaluation.questions import Question, check_batches
 from drafter.evaluation.results import Cell, Results, Setting, Skipped, StageSums
 from drafter.evaluation.stages import stage_seconds
 from drafter.heads.checkpoint import load_head
@@ -67,12 +67,8 @@ class Evaluation:
     ) -> None:
         self._base, self._tokenizer, self._plan = base, tokenizer, plan
         self._questions = {name: [one for one in some for _ in range(plan.samples)] for name, some in questions.items()}
-        for name, some in self._questions.items():
-            prompts, batch = sum(len(question.turns) for question in some), max(plan.batches)
-            if prompts < batch:
-                raise QuestionError(
-                    f"questions {name}: {prompts} prompts do not fill a batch of {batch}: take more, or smaller batches"
-                )
+        for name, some in questions.items():
+            check_batches(name, some, plan.samples, plan.batches)
         self._heads = {name: head for name in plan.drafters if (head := _load_head(name, base)) is not None}
         self._arms: list[Arm] = []
         self._skipped: list[Skipped] = []

@@ -7,7 +7,7 @@ A line is a JSON object with `turns`, the list of the user's messages, or with `
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,19 @@ def read_questions(file: str | Path, limit: int | None = None) -> list[Question]
     if limit is None or limit >= len(questions):
         return questions
     return [questions[index * len(questions) // limit] for index in range(limit)]
+
+
+def check_batches(name: str, questions: Sequence[Question], samples: int, batches: Sequence[int]) -> None:
+    """Check that there are enough prompts for each batch: one for each turn of a question and sample.
+
+    Raises:
+        QuestionError: There are not.
+    """
+    prompts, batch = samples * sum(len(question.turns) for question in questions), max(batches)
+    if prompts < batch:
+        raise QuestionError(
+            f"questions {name}: {prompts} prompts do not fill a batch of {batch}: take more, or smaller batches"
+        )
 
 
 def _question(file: str | Path, number: int, line: str) -> Question:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import yaml
 
-from drafter.evaluation.questions import QuestionError, read_questions
+from drafter.evaluation.questions import QuestionError, check_batches, read_questions
 from pipeline.command_line import run_job
 from pipeline.errors import InputError
 from recipes.paper.chain import alone, cluster_for, needs_cluster, run_chain, submitter, write_whole
@@ -54,9 +54,12 @@ def run(config: PaperConfig) -> None:
     config = dataclasses.replace(config, base=config.base.located())
     places = Places(config.folder)
     jobs = stages(config)
-    for file in evaluation_of(config).questions.values():
+    measured = evaluation_of(config)
+    plan = measured.plan()
+    for name, file in measured.questions.items():  # hours before they are measured
         try:
-            read_questions(in_repository(file))
+            questions = read_questions(in_repository(file), measured.questions_per_file)
+            check_batches(name, questions, plan.samples, plan.batches)
         except QuestionError as error:
             raise InputError(f"evaluation.questions: {error}") from error
     with alone(places):

@@ -11,7 +11,7 @@ from benchmarks.heads import NODES, beta_table, measure, ratio_table, read_heads
 from drafter.base.causal_lm import BaseModel
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import save_head
-from drafter.heads.contract import Tree
+from drafter.heads.contract import Provenance, Tree
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import mean_acceptance_length, total
 from drafter.training.targets import RegeneratedText
@@ -71,8 +71,9 @@ def test_the_figures_are_the_engines(tiny_base: BaseModel, kind: str) -> None:
 
 def test_heads_are_read_from_their_folders_and_from_what_training_wrote(tiny_base: BaseModel, tmp_path: Path) -> None:
     for name in ("first", "second/head"):
-        (tmp_path / name).mkdir(parents=True)
-        save_head(make_head(tiny_base, "context 1"), tmp_path / name)
+        head = make_head(tiny_base, "context 1")
+        head.provenance = Provenance("tiny", tiny_base.fingerprint)
+        save_head(head, tmp_path / name)
     assert list(read_heads(tmp_path, tiny_base)) == ["first", "second"]
     with pytest.raises(LoadError, match="has no draft heads"):
         read_heads(tmp_path / "first", tiny_base)

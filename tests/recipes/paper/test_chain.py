@@ -153,6 +153,7 @@ def test_one_run_works_on_an_output_at_a_time(tmp_path: Path) -> None:
         ({"evaluation": {"batches": 0}}, "batches must be at least 1, not 0"),
         ({"prompts": {"written": 0, "files": []}}, "there are no prompts: set prompts.written"),
         ({"evaluation": {"questions": {"mt-bench": "nowhere.jsonl"}}}, "nowhere.jsonl cannot be read"),
+        ({"evaluation": {"questions_per_file": 3, "batches": [1, 16]}}, "prompts do not fill a batch of 16"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(
