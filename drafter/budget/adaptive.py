@@ -25,6 +25,15 @@ _FEWEST_STEPS = 2
 """Drafted steps that say something, however many trees each of them has."""
 HOPELESS = 0.8
 """Drafting that promises less than this share of another rate is hardly worth a try."""
+_FIRST_RUN, _NEXT_RUN = 64, 1024
+"""Drafted steps before the first run of plain ones, and between two of them: while drafting pays, nothing else would
+tell what a plain step takes, and something else may have slowed the machine when that was measured."""
+_RUN = 8
+"""Plain steps of a run."""
+_COLD = 2
+"""First plain steps after drafted ones: they find little of the base in a processor's caches, and say nothing."""
+_TRUST = 8
+"""Plain steps for which what was measured at start counts."""
 _MOST = 2.0
 """How far one step's latency may seem to be off: something else may have stopped the process."""
 _LOOKS = 0.015
@@ -53,6 +62,10 @@ class _Band:
             many tokens.
         pause: Plain steps before drafting is tried again.
         entered: Whether there have been such steps.
+        until_run: Drafted steps before the next run of plain ones.
+        run: Plain steps that are left of such a run.
+        plain: Plain steps since the last drafted one.
+        told: Plain steps that have told what they take.
     """
 
     gain: Floats
@@ -64,6 +77,10 @@ class _Band:
     lost: float = 0.0
     pause: Pause = field(default_factory=Pause)
     entered: bool = False
+    until_run: int = _FIRST_RUN
+    run: int = 0
+    plain: int = 0
+    told: int = 0
 
     @property
     def truth(self) -> float:
@@ -123,7 +140,7 @@ class AdaptiveBudget:
         """What to draft in a step: the best number of nodes but none, outside of pauses."""
         self.enter(load)
         band = self._band(load.rows)
-        if band.pause.left:
+        if band.pause.left or band.run:
             return Ask(0)
         nodes = int(self._nodes[1 + self._rates(band, load)[1:].argmax()])
         return Ask(nodes, 1 / (nodes + 1))
@@ -136,14 +153,13 @@ class AdaptiveBudget:
         """Learn what nodes are worth and what they cost; see `Budget.observe`."""
         band = self._band(step.rows)
         if not step.asked:
-            if step.seconds is not None:  # with little work: of a small base, these steps come in thousands a second
-                band.slower[0] *= _correction(step.seconds, float(band.slower[0]) * band.costs.plain_seconds(step.load))
-            band.pause.step()
+            self._observe_plain(band, step)
             return
+        self._count_drafted(band, step.seconds is not None)
         size = int(self._nodes.searchsorted(step.asked))
         expected = self._seconds(band, step.load)
         if step.seconds is not None:
-            correction = _correction(step.seconds, float(expected[size]))
+            correction = _correction(step.seconds, float(expected[size]), _PACE)
             band.slower[size] *= correction
             expected[size] *= correction
         band.seen += 1
@@ -206,6 +222,23 @@ class AdaptiveBudget:
             self._band_of[rows] = int(np.abs(np.log(self._batches / rows)).argmin())
         return self._band_of[rows]
 
+    def _observe_plain(self, band: _Band, step: StepObservation) -> None:
+        """Learn what a plain step takes, with little work: of a small base, these come in thousands a second."""
+        band.pause.step()
+        band.run = max(band.run - 1, 0)
+        band.plain += 1
+        if step.seconds is not None and band.plain > _COLD:
+            band.told += 1
+            expected = float(band.slower[0]) * band.costs.plain_seconds(step.load)
+            band.slower[0] *= _correction(step.seconds, expected, max(_PACE, 1 / (_TRUST + band.told)))
+
+    def _count_drafted(self, band: _Band, timed: bool) -> None:
+        """Begin a run of plain steps, if one is due and would tell something."""
+        band.plain = 0
+        band.until_run -= timed
+        if not band.until_run:
+            band.until_run, band.run = _NEXT_RUN, _RUN
+
     def _pause(self, band: _Band, load: StepLoad, lost: float) -> None:
         """Make plain steps until a look that costs `lost` seconds is a small share of them."""
         steps = math.ceil(lost / (_LOOKS * float(self._seconds(band, load)[0])))
@@ -234,7 +267,7 @@ class AdaptiveBudget:
         return self._bands[self.band_of(rows)]
 
 
-def _correction(taken: StepSeconds, expected: float) -> float:
+def _correction(taken: StepSeconds, expected: float, pace: float) -> float:
     """How many times its latency a step is to be taken to last from now on."""
     ratio = (taken.drafting + taken.rest) / expected
-    return 1 + _PACE * (min(max(ratio, 1 / _MOST), _MOST) - 1)
+    return 1 + pace * (min(max(ratio, 1 / _MOST), _MOST) - 1)

@@ -178,8 +178,26 @@ def test_what_one_row_costs_says_nothing_of_many() -> None:
     dear_alone = replace(TABLE, draft=np.array([[0.0, 100.0, 100.0], [0.0, 0.5, 0.5]]))
     asked, _ = World(1, 0.8, 0.8, dear_alone).run(budget, 1000)
     assert asked[-100:].count(0) > 90
-    asked, _ = World(8, 0.8, 0.8, dear_alone).run(budget, 200)
+    asked, _ = World(8, 0.8, 0.8, dear_alone).run(budget, 60)
     assert all(asked)
+
+
+def test_a_plain_step_that_seemed_slow_at_start_is_tried_though_drafting_seems_to_pay() -> None:
+    """Something else slowed the machine while plain steps were measured, and only then."""
+    slow_plain = replace(TABLE, verify=np.array([[1.0, 1.2, 1.5], [4.5, 5.0, 12.0]]))
+    budget, world = AdaptiveBudget(slow_plain), World(8, right=0.5, said=0.5)
+    asked, _ = world.run(budget, 60)
+    assert all(asked)
+    world.run(budget, 2500)
+    asked, rate = world.run(budget, 1000)
+    assert asked.count(0) > 900
+    assert rate > 0.95 * world.plain_rate
+
+
+def test_plain_steps_that_tell_what_they_take_cost_little_where_drafting_pays() -> None:
+    world = World(1, right=0.9, said=0.9)
+    asked, _ = world.run(AdaptiveBudget(TABLE), 5000)
+    assert 24 <= asked.count(0) <= 48
 
 
 def test_the_load_of_a_step_decides_whether_drafting_pays() -> None:
