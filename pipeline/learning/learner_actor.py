@@ -256,7 +256,7 @@ class LearnerActor:
         if not record.versions:
             gain = 1.0
         elif drafts:
-            shares = [chosen_share(one, LEARNT_MEMBERS) for one in done.choices] or [1.0]
+            shares = [chosen_share(one, LEARNT_MEMBERS) for one in done.choices or [()]]
             gain = 1.0 + (record.gain - 1.0) * sum(shares) / len(shares)
         elif done.choices:
             gain = sum(gain_by_choice(one, LEARNT_MEMBERS) for one in done.choices) / len(done.choices)

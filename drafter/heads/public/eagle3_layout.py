@@ -59,7 +59,7 @@ def read_eagle3(name: str, config: Json, tensors: dict[str, Tensor], base: BaseM
     made_for = _made_for(name, config)
     sizes = {"hidden_size": count(name, layer, "hidden_size"), "vocab_size": count(name, layer, "vocab_size")}
     refuse_other_base(name, base, made_for, sizes)
-    _refuse_unknown_kinds(name, config, layer, layers=1 if speculators else None)
+    _refuse_unknown_kinds(name, config, layer, counts_layers=speculators)
     if "embed_tokens.weight" in tensors:
         refuse_other_embeddings(name, base, tensors["embed_tokens.weight"])
     prefix = next((one for one in _LAYERS if f"{one}hidden_norm.weight" in tensors), _LAYERS[0])
@@ -164,17 +164,17 @@ def _rope(name: str, layer: Json) -> dict[str, Any]:
     }
 
 
-def _refuse_unknown_kinds(name: str, config: Json, layer: Json, layers: int | None) -> None:
+def _refuse_unknown_kinds(name: str, config: Json, layer: Json, *, counts_layers: bool) -> None:
     """Raise `LoadError` for what the layer cannot be.
 
     Args:
         name: The head, for messages.
         config: Its `config.json`.
         layer: The part of it that is the decoder layer's.
-        layers: How many layers it must say that there are; None if what it says means nothing.
+        counts_layers: Whether what it says of the number of layers is of the head, and not of the base.
     """
     wanted = {
-        **({} if layers is None else {"num_hidden_layers": layers}),
+        **({"num_hidden_layers": 1} if counts_layers else {}),
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
