@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks import budgets, costs, draws, searches, speed
 from benchmarks.endpoint import serving
-from benchmarks.generation_jobs import scale
+from benchmarks.generation_jobs import learning, scale
 from benchmarks.gpu import page
 from benchmarks.heads import HEADS_FILE, write_table
 from drafter.evaluation.report_files import write_report
@@ -23,6 +23,7 @@ _REPORTS: dict[str, Callable[[Path], object]] = {
     RESULTS_FILE: lambda folder: write_report(Results.load(folder), folder),
     HEADS_FILE: write_table,
     scale.SCALE_FILE: scale.write_table,
+    learning.LEARNING_FILE: learning.write_table,
     serving.SERVING_FILE: serving.write_table,
     speed.SPEED_FILE: speed.write_table,
     budgets.RECORD_FILE: budgets.write_table,

@@ -43,6 +43,7 @@ _QUESTIONS = Path(__file__).resolve().parents[2] / "data" / "gsm8k" / "train.jso
 _ARMS = {
     "none": ["--drafter", "none"],
     "ngram": ["--drafter", "ngram"],
+    "memory": ["--drafter", "memory"],
     "auto": [],
     "learning": ["--learning", "true", "--learning.head", "new"],
 }
@@ -203,10 +204,8 @@ def write_table(folder: Path) -> None:
         "",
     ]
     kinds = list(dict.fromkeys(kind for run in runs for kind in run.memory))
-    memory: list[dict[str, object]] = [
-        {"arm": run.arm} | {kind: _looks(run.memory.get(kind, [])) for kind in kinds} for run in runs
-    ]
-    lines += [markdown_table(memory)]
+    looks = [{"arm": run.arm, **{kind: _looks(run.memory.get(kind, [])) for kind in kinds}} for run in runs]
+    lines += [markdown_table(looks)]
     (folder / TABLE_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -214,8 +213,8 @@ def _learning_lines(run: JobRun) -> list[str]:
     """Return what a run's learner did, and the course of the run."""
     did = run.learning or {}
     working, resting = rates_with_and_without([Moment(**one) for one in run.moments or []])
-    course: list[dict[str, object]] = [
-        {"tenth of the rows": name} | {str(index + 1): f"{value:{form}}" for index, value in enumerate(values)}
+    course = [
+        {"tenth of the rows": name, **{str(index + 1): f"{value:{form}}" for index, value in enumerate(values)}}
         for name, values, form in (("β", run.beta_by_tenth, ".2f"), ("tokens/s", run.rate_by_tenth, ".0f"))
     ]
     return [

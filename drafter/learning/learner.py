@@ -215,7 +215,7 @@ class Learner:
         self._totals = replace(self._totals, number=number)
         provenance: dict[str, Any] = {
             "version": number,
-            "started_from": self._start.folder,
+            "started_from": self._start.copied_from or self._start.folder,
             "rows": self._rows.seen,
             "tokens": self._rows.tokens,
             "steps": found.steps,

@@ -124,9 +124,13 @@ class Balance:
         difference = self.difference + pace * (1.0 - learning / resting - self.difference)
         return replace(balance, difference=difference, compared=self.compared + 1)
 
-    def without_speeds(self) -> Balance:
-        """The balance for another machine, or for engines that begin anew: what they were like says nothing now."""
-        return Balance(self.seconds, self.taken, self.saved)
+    def begun_anew(self, *, shares: bool) -> Balance:
+        """The balance for another machine, or for engines that begin anew: what they were like says nothing now.
+
+        Args:
+            shares: Whether the learner shares the engines' cores; with cores of its own it is taken to cost nothing.
+        """
+        return Balance(self.seconds, self.taken, self.saved, difference=_UNKNOWN_DRAG if shares else 0.0)
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,14 @@ class StartingHead:
         algorithm: Kind of a new head.
         settings: Fields of a new head's configuration; none for those with which it learns fast.
         seed: Of a new head's weights.
+        copied_from: Where the folder is a copy of, if it is one; for provenance.
     """
 
     folder: str | None = None
     algorithm: str = "ctc"
     settings: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    copied_from: str | None = None
 
     @property
     def drafts(self) -> bool:

@@ -38,6 +38,10 @@ def beside_learner(config: LearningConfig, cluster: Cluster) -> Cluster:
     )
 
 
+_MEASURED_SECONDS = 9.0
+"""So long must rows have come for their pace to say how long the job takes."""
+
+
 class JobLearner:
     """The learner of a generation job.
 
@@ -57,6 +61,7 @@ class JobLearner:
         self._spec, self._config = spec, config
         self._learner: WatchedLearner | None = None
         self._report = read_record(spec.output).report("starting", "nothing has been decoded yet")
+        self._first: Progress | None = None
         self._waits = config.must_pay and config.yields
         if not self._waits:
             self._start()
@@ -76,10 +81,15 @@ class JobLearner:
 
     def _may_start(self, now: Progress) -> None:
         """Start it, if it need not wait any longer."""
-        seconds = seconds_left(now)
         if not self._waits:
             self._start()
-        elif seconds is None and now.rows:
+            return
+        if not now.rows:
+            return
+        if self._first is None and now.rows >= now.slots:
+            self._first = now
+        seconds = None if self._first is None else seconds_left(self._first, now)
+        if seconds is None:
             self._rest("too few rows are done to tell how long the job takes")
         elif seconds:
             course = hopes(seconds)
@@ -98,14 +108,18 @@ class JobLearner:
             self._rest(f"it cannot be started for now: {one_line(error)}")
 
 
-def seconds_left(now: Progress) -> float | None:
-    """Return about how many seconds a job still takes; None before as many rows are done as are decoded together.
+def seconds_left(first: Progress, now: Progress) -> float | None:
+    """Return about how many seconds a job still takes, by the pace of its rows; None while they have come too briefly.
 
-    The first rows to be done are those with the shortest answers, and engines have only just begun with others.
+    Args:
+        first: When as many rows were done as are decoded together. The first ones are slower: engines have begun to
+            decode one after the other, and measure how fast they are.
+        now: Where the job is.
     """
-    if now.total is None or not now.rows or now.rows < now.slots:
+    seconds, rows = now.seconds - first.seconds, now.rows - first.rows
+    if now.total is None or not rows or seconds < _MEASURED_SECONDS:
         return None
-    return (now.total - now.done) * now.seconds / now.rows
+    return (now.total - now.done) * seconds / rows
 
 
 def tokens_left(now: Progress) -> float | None:

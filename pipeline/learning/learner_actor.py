@@ -78,7 +78,7 @@ class LearnerActor:
 
     def __init__(self, spec: LearnerSpec) -> None:
         self._spec = spec
-        self._record = read_record(spec.output).without_speeds()
+        self._record = read_record(spec.output).begun_anew(shares=spec.yields)
         self._report = self._record.report("starting", "it begins")
         self._lock = threading.Lock()
         self._batches: deque[ray.ObjectRef[Any]] = deque(maxlen=_BATCHES)
@@ -165,7 +165,8 @@ class LearnerActor:
         self._loading.set()
         with self._lock:
             self._report = replace(self._report, state="starting", reason="it loads the model")
-        learner, drafts = self._load()
+        with tempfile.TemporaryDirectory(prefix="drafter-head-") as folder:
+            learner, drafts = self._load(folder)
         self._loading.clear()
         if learner.version is not None:
             if learner.version.number not in [one.number for one in self._record.versions]:
@@ -203,13 +204,16 @@ class LearnerActor:
         """Whether a learner's process before this one has, in this submission: engines may not have heard of that."""
         return self._spec.beginning.saved is None and self._spec.output.learner_state.exists
 
-    def _load(self) -> tuple[Learner, bool]:
-        """Return the learner, and whether the head that the job began with can draft."""
+    def _load(self, folder: str) -> tuple[Learner, bool]:
+        """Return the learner, and whether the head that the job began with can draft.
+
+        Args:
+            folder: For a copy of the head that was saved; what is returned does not need it.
+        """
         spec = self._spec
         spec.output.root.make_folder()  # an endpoint's may not be there yet
         base = load_base(spec.model, dtype=spec.dtype, device=spec.device, trust_remote_code=spec.trust_remote_code)
-        self._folder = tempfile.TemporaryDirectory(prefix="drafter-head-")
-        start = found_start(spec.beginning.here(self._folder.name), base)
+        start = found_start(spec.beginning.here(folder), base)
         drafts = found_start(spec.beginning.start, base).drafts
         if spec.output.learner_state.exists:
             with tempfile.TemporaryDirectory() as name:

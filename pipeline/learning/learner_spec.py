@@ -47,7 +47,7 @@ class Beginning:
         except OSError as error:  # it costs drafts, and not the job
             print(f"{self.saved.path} cannot be read: {one_line(error)}", file=sys.stderr, flush=True)
             return self.start
-        return replace(self.start, folder=folder)
+        return replace(self.start, folder=folder, copied_from=self.saved.path)
 
 
 @dataclass(frozen=True)

@@ -174,9 +174,9 @@ class LearningRecord:
             beta_before=kept["beta_before"],
         )
 
-    def without_speeds(self) -> LearningRecord:
-        """Return it for another machine, or for engines that begin anew: what they were like says nothing now."""
-        return replace(self, balance=self.balance.without_speeds())
+    def begun_anew(self, *, shares: bool) -> LearningRecord:
+        """Return it for another process; see `Balance.begun_anew`."""
+        return replace(self, balance=self.balance.begun_anew(shares=shares))
 
 
 def read_record(output: OutputFolder) -> LearningRecord:

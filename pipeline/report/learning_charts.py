@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from typing import Any
 
 from drafter.errors import one_line
 from pipeline.learning.learning_record import LearningRecord, Moment, together
@@ -15,10 +16,16 @@ _MOST_BARS = 90
 _MOST_MARKS = 12
 
 
-def read_learning(output: OutputFolder) -> LearningRecord | str | None:
-    """Return what a learner recorded, or why that cannot be read; None where no head learnt."""
+def read_learning(output: OutputFolder, run: Mapping[str, Any]) -> LearningRecord | str | None:
+    """Return what a learner recorded, or why there is nothing; None where none was asked for.
+
+    Args:
+        output: The output.
+        run: Its `run.json`.
+    """
     if not output.learning_file.exists:
-        return None
+        said = run.get("learning")
+        return f"No learner was begun: {said['reason']}." if said else None
     try:
         return LearningRecord.of_json(output.learning_file.read_text())
     except (OSError, ValueError, TypeError, KeyError) as error:

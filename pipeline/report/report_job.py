@@ -101,7 +101,7 @@ def report(config: ReportConfig) -> None:
         category=category,
         examples=examples,
         not_shown=missing,
-        learning=read_learning(output),
+        learning=read_learning(output, run),
     )
     page = locate(config.page)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -82,7 +83,11 @@ def learn(actor: LearnerActor, number: int) -> Answer:
 
 
 @pytest.mark.usefixtures("local_ray")
-def test_rows_become_versions_and_another_process_goes_on(model: Path, output: OutputFolder) -> None:
+def test_rows_become_versions_and_another_process_goes_on(
+    model: Path, output: OutputFolder, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     actor = LearnerActor(spec_of(model, output))
     first = learn(actor, 0)
     report = actor.close()
@@ -107,6 +112,10 @@ def test_rows_become_versions_and_another_process_goes_on(model: Path, output: O
     numbers = [one.number for one in LearningRecord.of_json(output.learning_file.read_text()).versions]
     again.close()
     assert numbers == sorted(set(numbers))
+    provenance = load_head(output.head.path, load_base(model), HEADS).provenance
+    assert provenance is not None
+    assert provenance.training["learnt"]["started_from"] == output.head.path
+    assert not list(temporary.iterdir())
 
 
 def test_what_was_decoded_before_the_learner_was_ready_is_of_no_interval(

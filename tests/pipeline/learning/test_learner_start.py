@@ -77,7 +77,8 @@ def test_a_submission_begins_with_the_head_in_the_output(tmp_path: Path, capsys:
     assert beginning(new, output).start.algorithm == "medusa"
 
     put_head(EMBEDDED_HEADS / "ctc", output.head)
-    assert beginning(new, output).here(str(here)).folder == str(here)
+    found = beginning(new, output).here(str(here))
+    assert (found.folder, found.copied_from) == (str(here), str(tmp_path / "head"))
     for name in ("config.json", "model.safetensors"):
         assert (here / name).read_bytes() == (EMBEDDED_HEADS / "ctc" / name).read_bytes()
 
@@ -107,11 +108,13 @@ def test_tokens_left_are_told_from_rows_that_have_ended() -> None:
     assert tokens_left(Progress(total=10, before=2, rows=3, errors=1, tokens=40)) == 100
 
 
-def test_seconds_left_are_told_from_as_many_rows_as_are_decoded_together() -> None:
-    now = Progress(total=104, before=4, slots=16, rows=15, seconds=3.0)
-    assert seconds_left(Progress(slots=16)) is None
-    assert seconds_left(now) is None
-    assert seconds_left(replace(now, rows=20, seconds=4.0)) == 16.0
+def test_seconds_left_are_told_from_rows_after_the_first_ones() -> None:
+    first = Progress(total=104, before=4, slots=16, rows=20, seconds=8.0)
+    assert seconds_left(first, first) is None
+    assert seconds_left(first, replace(first, rows=40, seconds=12.0)) is None  # so short a time says little
+    assert seconds_left(first, replace(first, seconds=20.0)) is None
+    assert seconds_left(first, replace(first, rows=40, seconds=18.0)) == 30.0
+    assert seconds_left(first, replace(first, rows=100, seconds=28.0)) == 0.0
 
 
 class StartedLearner:
@@ -151,17 +154,23 @@ SHORT = Progress(total=100, slots=16, rows=20, tokens=2000, seconds=4.0)
 LONG = Progress(total=10_000, slots=16, rows=16, tokens=1600, seconds=4.0)
 
 
+def later(now: Progress) -> Progress:
+    """Ten seconds and twenty rows later."""
+    return replace(now, rows=now.rows + 20, tokens=now.tokens + 2000, seconds=now.seconds + 10.0)
+
+
 def test_a_learner_of_a_short_job_is_not_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     learner = job_learner(monkeypatch, tmp_path)
     assert told(learner, replace(SHORT, rows=0)) == LearningReport(reason="nothing has been decoded yet")
-    early = told(learner, replace(SHORT, rows=4))
-    assert (early.state, early.reason) == ("resting", "too few rows are done to tell how long the job takes")
-    found = told(learner, SHORT)
+    for early in (replace(SHORT, rows=4), SHORT):
+        found = told(learner, early)
+        assert (found.state, found.reason) == ("resting", "too few rows are done to tell how long the job takes")
+    found = told(learner, later(SHORT))
     assert found.state == "resting"
-    assert "16 s left" in found.reason
-    assert told(learner, replace(SHORT, rows=100)) == found  # nothing is left to decide about
+    assert "30 s left" in found.reason
+    assert told(learner, replace(SHORT, rows=100, seconds=44.0)) == found  # nothing is left to decide about
     assert learner.close() == found
     assert f"learner: not begun: {found.reason}" in capsys.readouterr().err
 
@@ -170,8 +179,9 @@ def test_a_learner_is_started_once_so_much_is_left_that_it_may_pay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner = job_learner(monkeypatch, tmp_path)
-    assert told(learner, replace(LONG, rows=15)).state == "resting"
-    assert told(learner, LONG) == LearningReport("learning", "998400 tokens are left")
+    for early in (replace(LONG, rows=15), LONG):
+        assert told(learner, early).state == "resting"
+    assert told(learner, later(LONG)) == LearningReport("learning", "996400 tokens are left")
     assert learner.close().reason == "it has been ended"
 
 

@@ -51,10 +51,16 @@ def test_another_submission_goes_on_with_it() -> None:
     # What was learnt goes on saving, by as much as before.
     assert (again.gain, again.beta_before) == (record.gain, record.beta_before) == (1.5, 2.0)
     # Speeds are of machines.
-    assert again.without_speeds().balance.rate == 0
-    assert again.without_speeds().balance.taken == record.balance.taken
-    assert again.without_speeds().gain == 1.5
-    assert again.without_speeds().beta_before == 2.0
+    anew = again.begun_anew(shares=True)
+    assert (anew.balance.rate, anew.balance.taken) == (0, record.balance.taken)
+    assert (anew.gain, anew.beta_before) == (1.5, 2.0)
+
+
+def test_a_learner_with_cores_of_its_own_is_not_taken_to_cost_anything() -> None:
+    assert LearningRecord().begun_anew(shares=True).balance.drag > 0
+    record = LearningRecord().begun_anew(shares=False)
+    record.decoded(interval(100, learned=True), at=2.0)
+    assert record.balance.taken == 0
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"balance": {"colour": 1}}'])
