@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from drafter.learning.payoff import Balance, Point, benefit, expected_growth
 
 HORIZON = 30.0
-"""Seconds of work that are decided on together: so long it takes about until a better version is there."""
+"""Seconds of work that are decided on together: so long it takes about until a better version is there. What pays only
+after longer work is looked for at multiples of it."""
 MOST_LOST = 0.02
 """Share of a job's time that may be lost to learning and not have come back so far."""
 _FIRST_RESTS = 3
@@ -51,7 +52,7 @@ class Course:
 def decide(course: Course, balance: Balance, tokens_left: float, curve: Sequence[Point]) -> Course:
     """Decide on the next interval.
 
-    It works if what a horizon of work is expected to save on the tokens left is more than what it takes, and if what
+    It works if what some horizon of work is expected to save on the tokens left is more than what it takes, and if what
     was lost so far and is lost meanwhile stays within `MOST_LOST` of the job's time.
 
     Args:
@@ -69,17 +70,19 @@ def decide(course: Course, balance: Balance, tokens_left: float, curve: Sequence
     if course.rest_beta is not None and balance.beta < _FALLEN * course.rest_beta:
         begins = "the text has changed: "
         course = replace(course, since=curve[-1].seconds if curve else 0.0, target=course.rest_beta)
-    cost, gain = HORIZON * balance.drag, benefit(left - HORIZON, _growth(course, balance, curve))
+    found = [_outcome(course, balance, curve, left, horizon) for horizon in _horizons(left)]
+    factor = _START if resting else 1.0
+    horizon, gain, cost = max(found, key=lambda one: one[1] - factor * one[2])
     allowed = MOST_LOST * (balance.seconds + left)
     if balance.lost >= allowed:
         why = f"learning has taken {balance.lost:.0f} s more than it has saved, and may take {allowed:.0f} s"
-    elif gain <= (_START if resting else 1.0) * cost:
-        why = f"{HORIZON:.0f} s more are expected to save {gain:.1f} s of {left:.0f} s left, and to take {cost:.1f} s"
+    elif gain <= factor * cost:
+        why = f"{horizon:.0f} s more are expected to save {gain:.1f} s of {left:.0f} s left, and to take {cost:.1f} s"
     elif course.turn >= _TURNS:
         return replace(course, learns=False, reason="it rests for a moment, to measure what it costs", turn=0)
     else:
         saves = f"expected to save {gain:.0f} s of {left:.0f} s left, and to take {cost:.1f} s"
-        why = f"{begins}{HORIZON:.0f} s are {saves}"
+        why = f"{begins}{horizon:.0f} s are {saves}"
         return replace(course, learns=True, reason=why, turn=course.turn + 1, rest_beta=None)
     before = balance.beta if course.rest_beta is None else course.rest_beta
     return replace(course, learns=False, reason=why, turn=0, rest_beta=before + _FOLLOWS * (balance.beta - before))
@@ -90,9 +93,25 @@ def hopes(seconds_left: float) -> Course:
     return decide(Course(), Balance(resting_rate=1.0, rests=_FIRST_RESTS), seconds_left, [])
 
 
-def _growth(course: Course, balance: Balance, curve: Sequence[Point]) -> float:
-    """How many times its β a horizon of work is expected to make of a head."""
-    growth = expected_growth([point for point in curve if point.seconds >= course.since], HORIZON)
+def _horizons(left: float) -> list[float]:
+    """Seconds of work that may pay where so many are left: `HORIZON`, and its doubles up to half of what is left."""
+    horizons = [HORIZON]
+    while 4 * horizons[-1] <= left:
+        horizons.append(2 * horizons[-1])
+    return horizons
+
+
+def _outcome(
+    course: Course, balance: Balance, curve: Sequence[Point], left: float, horizon: float
+) -> tuple[float, float, float]:
+    """Return `horizon`, the seconds that so long a work is expected to save of those left, and those that it takes."""
+    growth = _growth(course, balance, curve, horizon)
+    return horizon, benefit(left - horizon, growth, balance.lead), horizon * balance.drag
+
+
+def _growth(course: Course, balance: Balance, curve: Sequence[Point], horizon: float) -> float:
+    """How many times its β so many seconds of work are expected to make of a head."""
+    growth = expected_growth([point for point in curve if point.seconds >= course.since], horizon)
     if growth is not None:
         return growth
     return _HOPE if course.target is None else max(course.target / max(balance.beta, 1.0), 1.0)

@@ -36,6 +36,7 @@ class Interval:
         learned: Whether the learner worked.
         gain: How many times as fast as without what was learnt the engines decoded; see `gain_by_choice` and
             `gain_by_beta`.
+        lead: See `lead_by_choice`; None where that is not known.
         full: Whether engines had something to decode all the time. If not, it says nothing of speeds.
     """
 
@@ -44,6 +45,7 @@ class Interval:
     row_steps: int
     learned: bool
     gain: float = 1.0
+    lead: float | None = None
     full: bool = True
 
 
@@ -58,6 +60,7 @@ class Balance:
         learning_rate: Tokens per second when the learner last worked; 0 before it has.
         resting_rate: The same when it last rested.
         beta: Tokens of a row and step of late; 0 before the first interval.
+        lead: How many times as fast as without it engines are where what is learnt drafts; below 1.0 others draft.
         rests: Intervals that have told `resting_rate`.
         worked: Whether the learner worked in the last interval; None before the first one.
         turn: Intervals before that in which it did the same, without a change.
@@ -71,6 +74,7 @@ class Balance:
     learning_rate: float = 0.0
     resting_rate: float = 0.0
     beta: float = 0.0
+    lead: float = 1.0
     rests: int = 0
     worked: bool | None = None
     turn: int = 0
@@ -97,7 +101,8 @@ class Balance:
         balance = replace(self, seconds=self.seconds + interval.seconds)
         if not interval.full or not interval.tokens or not interval.row_steps or interval.seconds <= 0:
             return balance
-        balance = replace(balance, beta=_average(self.beta, interval.tokens / interval.row_steps))
+        lead = self.lead if interval.lead is None else interval.lead
+        balance = replace(balance, beta=_average(self.beta, interval.tokens / interval.row_steps), lead=lead)
         balance = balance._with_rate(interval.tokens / interval.seconds, interval.learned)
         taken = interval.seconds * balance.drag if interval.learned else 0.0
         saved = interval.seconds * max(interval.gain - 1.0, 0.0)
@@ -206,6 +211,26 @@ def gain_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> 
     return gain / weight if weight else 1.0
 
 
+def lead_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> float | None:
+    """How many times as fast as the best of the others the best member is that drafts with the learnt head.
+
+    Args:
+        choices: As in `gain_by_choice`.
+        learned: Likewise.
+
+    Returns:
+        None where not both have been tried.
+    """
+    lead = weight = 0.0
+    for choice in choices:
+        with_it = [one.rate for one in choice.members if one.name in learned]
+        without = [one.rate for one in choice.members if one.name not in learned]
+        if with_it and without and max(without) > 0:
+            lead += choice.trials * max(with_it) / max(without)
+            weight += choice.trials
+    return lead / weight if weight else None
+
+
 def chosen_share(choices: Sequence[BatchChoice], learned: Collection[str]) -> float:
     """Share of an engine's steps, as far as is known, that a head among the members `learned` drafts.
 
@@ -253,9 +278,16 @@ def expected_growth(curve: Sequence[Point], seconds: float) -> float | None:
     return 1.0 + grown / last.beta
 
 
-def benefit(seconds_left: float, growth: float) -> float:
-    """Seconds that decoding is shorter, of `seconds_left` at today's speed, if β becomes `growth` times what it is."""
-    return max(seconds_left, 0.0) * (1.0 - 1.0 / max(growth, 1.0))
+def benefit(seconds_left: float, growth: float, lead: float = 1.0) -> float:
+    """Seconds that decoding is shorter, of `seconds_left` at today's speed, if β becomes `growth` times what it is.
+
+    Args:
+        seconds_left: At today's speed.
+        growth: At least 1.0.
+        lead: `Balance.lead`. What others draft faster must be made up for before anything is gained.
+    """
+    faster = max(growth * lead, 1.0) / max(lead, 1.0)
+    return max(seconds_left, 0.0) * (1.0 - 1.0 / max(faster, 1.0))
 
 
 def _average(before: float, now: float) -> float:

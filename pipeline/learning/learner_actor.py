@@ -33,7 +33,7 @@ from drafter.errors import LoadError, one_line
 from drafter.learning.contract import HeadVersion, RowSample
 from drafter.learning.learner import Learner, Progress
 from drafter.learning.learner_files import STATE_FILE
-from drafter.learning.payoff import Interval, chosen_share, gain_by_beta, gain_by_choice
+from drafter.learning.payoff import Interval, chosen_share, gain_by_beta, gain_by_choice, lead_by_choice
 from pipeline.learning.engine_beats import EngineBeat, EngineBeats
 from pipeline.learning.learner_metrics import LearnerMetrics
 from pipeline.learning.learner_spec import LearnerSpec, put_head
@@ -269,7 +269,9 @@ class LearnerActor:
         if left == math.inf:  # how much is asked of an endpoint changes all the time, whoever learns beside it
             seconds = min(done.busy, seconds)
         full = done.busy >= _BUSY * seconds
-        record.decoded(Interval(seconds, done.tokens, done.row_steps, worked, gain, full), time.time())
+        leads = [lead for one in done.choices if (lead := lead_by_choice(one, LEARNT_MEMBERS)) is not None]
+        lead = sum(leads) / len(leads) if leads else None
+        record.decoded(Interval(seconds, done.tokens, done.row_steps, worked, gain, lead, full), time.time())
         if left is not None:
             record.decide(left, must_pay=self._spec.must_pay)
 

@@ -26,6 +26,7 @@ class Job:
         drag: Share of the speed that goes while the learner works.
         change: Tokens after which the text changes, and the head is worth nothing.
         pace: Steps of rows in a second.
+        others: β of a drafter that learns nothing, and drafts where the head has less.
     """
 
     tokens: float
@@ -34,6 +35,7 @@ class Job:
     drag: float = 0.2
     change: float = math.inf
     pace: float = 100.0
+    others: float = 1.0
     taken: float = 0.0
     learnt: float = 0.0
     since_change: float = 0.0
@@ -53,7 +55,8 @@ class Job:
             self.learning.append(works)
             self.reasons.append(self.course.reason)
             beta = min(1.0 + self.slope * math.log1p(self.since_change), self.most)
-            rate = self.pace * beta * (1.0 - self.drag * works)
+            drafted, lead = max(beta, self.others), beta / self.others
+            rate = self.pace * drafted * (1.0 - self.drag * works)
             tokens = rate * SECONDS
             made, seconds = made + tokens, seconds + SECONDS * min((self.tokens - made) / tokens, 1.0)
             if works:
@@ -61,7 +64,8 @@ class Job:
                 self.since_change += SECONDS
                 better = min(1.0 + self.slope * math.log1p(self.since_change), self.most)
                 self.curve.append(Point(self.learnt, self.curve[-1].beta * better / beta))
-            interval = Interval(SECONDS, int(tokens), max(int(tokens / beta), 1), works, gain=beta)
+            steps, gain = max(int(tokens / drafted), 1), max(lead, 1.0)
+            interval = Interval(SECONDS, int(tokens), steps, works, gain, lead if self.learnt else None)
             self.balance = self.balance.after(interval)
             self.course = decide(self.course, self.balance, self.tokens - made, self.curve)
         return seconds
@@ -81,6 +85,16 @@ def test_a_long_job_gains_and_learning_stops_where_nothing_is_left_to_gain() -> 
     assert job.run() < 0.45 * plain
     assert not any(job.learning[-20:])
     assert sum(job.learning) * SECONDS < 600.0
+
+
+def test_a_head_that_others_outrun_is_given_up_at_once_and_learnt_where_there_is_time() -> None:
+    short = Job(300_000.0, 0.3, others=4.0)  # 750 seconds, after which the head would have a β of 3
+    plain = short.run(learns=False)
+    short = Job(300_000.0, 0.3, others=4.0)
+    assert short.run() < 1.005 * plain
+    assert any(short.learning)
+    assert "save 0.0 s" in short.reasons[-1]
+    assert Job(9_000_000.0, 0.6, others=4.0).run() < 0.95 * Job(9_000_000.0, 0.6, others=4.0).run(learns=False)
 
 
 def test_a_short_job_is_left_alone() -> None:

@@ -18,6 +18,7 @@ from drafter.learning.payoff import (
     expected_growth,
     gain_by_beta,
     gain_by_choice,
+    lead_by_choice,
 )
 from drafter.statistics import BatchChoice, MemberView
 
@@ -101,6 +102,23 @@ def test_the_gain_of_a_head_among_others_is_what_it_is_faster_than_the_best_of_t
     assert gain_by_choice(both, ["head"]) == pytest.approx(1.75)
     assert gain_by_beta(3.0, 2.0) == 1.5
     assert gain_by_beta(1.0, 2.0) == gain_by_beta(1.0, 0.0) == 1.0
+
+
+def test_a_head_leads_by_how_much_faster_it_is_than_the_best_of_the_others() -> None:
+    assert lead_by_choice([], ["head"]) is None
+    assert lead_by_choice([choice("ngram", 3, ngram=150)], ["head"]) is None
+    behind, ahead = choice("ngram", 3, memory=100, ngram=150, head=75), choice("head", 1, memory=100, head=300)
+    assert lead_by_choice([behind], ["head"]) == 0.5
+    assert lead_by_choice([behind, ahead], ["head"]) == pytest.approx((3 * 0.5 + 3.0) / 4)
+
+
+def test_what_others_draft_faster_is_made_up_for_before_anything_is_gained() -> None:
+    assert benefit(100.0, 2.0) == pytest.approx(50.0)
+    assert benefit(100.0, 2.0, lead=1.5) == pytest.approx(50.0)
+    assert benefit(100.0, 2.0, lead=0.5) == 0.0
+    assert benefit(100.0, 2.0, lead=0.8) == pytest.approx(100.0 * (1 - 1 / 1.6))
+    balance = Balance().after(Interval(1.0, 10, 5, learned=False, lead=0.5))
+    assert (balance.lead, balance.after(Interval(1.0, 10, 5, learned=False)).lead) == (0.5, 0.5)
 
 
 def test_a_curve_compares_only_what_was_measured_on_the_same_rows() -> None:
