@@ -129,10 +129,6 @@ class Balance:
         difference = self.difference + pace * (1.0 - learning / resting - self.difference)
         return replace(balance, difference=difference, compared=self.compared + 1)
 
-    def charged(self, seconds: float) -> Balance:
-        """The balance after a learner's process had a core for so many seconds outside of intervals: what it loads."""
-        return replace(self, taken=self.taken + seconds * self.drag)
-
     def begun_anew(self, *, shares: bool) -> Balance:
         """The balance for another machine, or for engines that begin anew: what they were like says nothing now.
 

@@ -168,7 +168,6 @@ class LearnerActor:
         with tempfile.TemporaryDirectory(prefix="drafter-head-") as folder:
             learner, drafts = self._load(folder)
         self._loading.clear()
-        self._record.loaded(time.process_time())
         if learner.version is not None:
             if learner.version.number not in [one.number for one in self._record.versions]:
                 self._record.published(learner.version, time.time())  # its process ended before that was written

@@ -117,10 +117,6 @@ class LearningRecord:
         self.moments.append(Moment(at, interval.seconds, interval.tokens, interval.row_steps, learned, number))
         self.moments = together(self.moments, _MOST_MOMENTS)
 
-    def loaded(self, seconds: float) -> None:
-        """Enter the seconds of a core that the learner's process took until it could learn."""
-        self.balance = self.balance.charged(seconds)
-
     def decide(self, tokens_left: float, *, must_pay: bool) -> Course:
         """Decide on the next interval, and return what was decided."""
         if must_pay:

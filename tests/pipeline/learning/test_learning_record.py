@@ -56,18 +56,9 @@ def test_another_submission_goes_on_with_it() -> None:
     assert (anew.gain, anew.beta_before) == (1.5, 2.0)
 
 
-def test_what_its_process_loads_is_taken_from_the_job_too() -> None:
-    record = learnt()
-    before = record.balance
-    record.loaded(5.0)
-    assert record.balance.taken == pytest.approx(before.taken + 5.0 * 0.2)
-    assert record.balance.lost == pytest.approx(before.lost + 1.0)
-
-
 def test_a_learner_with_cores_of_its_own_is_not_taken_to_cost_anything() -> None:
     assert LearningRecord().begun_anew(shares=True).balance.drag > 0
     record = LearningRecord().begun_anew(shares=False)
-    record.loaded(5.0)
     record.decoded(interval(100, learned=True), at=2.0)
     assert record.balance.taken == 0
 
