@@ -56,11 +56,13 @@ class MemberView:
         name: Of the member.
         rate: Tokens per second and row at its best number of nodes, plain decoding included.
         nodes: That number; 0 where plain decoding is faster.
+        drafted_rate: Tokens per second and row where it drafts, though plain decoding be faster.
     """
 
     name: str
     rate: float
     nodes: int
+    drafted_rate: float
 
 
 @dataclass(frozen=True)

@@ -249,6 +249,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.keep:
         args.keep.mkdir(parents=True, exist_ok=True)
     lines = _QUESTIONS.read_text(encoding="utf-8").splitlines(keepends=True)[: args.rows] * args.passes
+    if len(lines) < _TENTHS:
+        raise SystemExit(f"error: {len(lines)} rows have no tenths: give more --rows")
     shared = ["--reading.prompt_column", "question", "--engine.slots", str(args.slots), "--engine.max_length", "512"]
     shared += ["--sampling.max_new_tokens", str(args.max_new_tokens)]
     variables = {"RAY_ADDRESS": "local"} | ({"CXX": "no-compiler"} if args.model_code else {})

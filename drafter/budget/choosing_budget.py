@@ -118,12 +118,16 @@ class ChoosingBudget:
         for rows, band in zip(self._budgets[0].table.batches, self._bands, strict=True):
             if band.trials or (band.entered and not band.untried):
                 views = tuple(
-                    MemberView(name, *budget.best(StepLoad(int(rows))))
-                    for member, (name, budget) in enumerate(zip(self._names, self._budgets, strict=True))
-                    if member not in self._withheld
+                    self._view(member, StepLoad(int(rows)))
+                    for member in range(len(self._names))
+                    if member not in self._withheld and member not in band.untried
                 )
                 found.append(BatchChoice(int(rows), self._names[band.leader], band.trials, views))
         return tuple(found)
+
+    def _view(self, member: int, load: StepLoad) -> MemberView:
+        budget = self._budgets[member]
+        return MemberView(self._names[member], *budget.best(load), budget.drafted_rate(load))
 
     def _enter(self, band: _Band, load: StepLoad) -> None:
         """Begin with what other batch sizes have told of the members, as if these had had a trial at this one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,10 @@ _FOLLOWS = 0.01
 """Weight of the newest interval in what acceptance is while the learner rests: it changes a little all the time."""
 _TURNS = 16
 """One of so many intervals is a rest, so that what the learner costs is known."""
+_LOADING = 2.0
+"""Seconds by which a job becomes longer, about, while a learner's process begins beside it."""
+_MOST_LOADED = 0.01
+"""Share of what is left of a job that may be lost to that."""
 _LONGEST = 86_400.0
 """Seconds that are looked ahead at most: nobody knows how good a head is after days."""
 
@@ -53,7 +58,8 @@ def decide(course: Course, balance: Balance, tokens_left: float, curve: Sequence
     """Decide on the next interval.
 
     It works if what some horizon of work is expected to save on the tokens left is more than what it takes, and if what
-    was lost so far and is lost meanwhile stays within `MOST_LOST` of the job's time.
+    was lost so far stays within `MOST_LOST` of the job's time. All horizons but the first are left out if they would
+    take more than that.
 
     Args:
         course: What was decided last.
@@ -70,10 +76,10 @@ def decide(course: Course, balance: Balance, tokens_left: float, curve: Sequence
     if course.rest_beta is not None and balance.beta < _FALLEN * course.rest_beta:
         begins = "the text has changed: "
         course = replace(course, since=curve[-1].seconds if curve else 0.0, target=course.rest_beta)
-    found = [_outcome(course, balance, curve, left, horizon) for horizon in _horizons(left)]
-    factor = _START if resting else 1.0
+    factor, allowed = _START if resting else 1.0, MOST_LOST * (balance.seconds + left)
+    most = (allowed - balance.lost) / balance.drag if balance.drag else math.inf
+    found = [_outcome(course, balance, curve, left, horizon) for horizon in _horizons(min(left / 2, most))]
     horizon, gain, cost = max(found, key=lambda one: one[1] - factor * one[2])
-    allowed = MOST_LOST * (balance.seconds + left)
     if balance.lost >= allowed:
         why = f"learning has taken {balance.lost:.0f} s more than it has saved, and may take {allowed:.0f} s"
     elif gain <= factor * cost:
@@ -89,14 +95,18 @@ def decide(course: Course, balance: Balance, tokens_left: float, curve: Sequence
 
 
 def hopes(seconds_left: float) -> Course:
-    """What would be decided of decoding that takes so many more seconds, if nothing of it had been measured."""
+    """Whether a learner's process is to begin where decoding takes so many more seconds, and nothing was measured."""
+    if _MOST_LOADED * seconds_left < _LOADING:
+        return Course(
+            reason=f"{seconds_left:.0f} s are left, and its process would take about {_LOADING:.0f} s to begin"
+        )
     return decide(Course(), Balance(resting_rate=1.0, rests=_FIRST_RESTS), seconds_left, [])
 
 
-def _horizons(left: float) -> list[float]:
-    """Seconds of work that may pay where so many are left: `HORIZON`, and its doubles up to half of what is left."""
+def _horizons(most: float) -> list[float]:
+    """Seconds of work that are looked at: `HORIZON`, and its doubles up to `most`."""
     horizons = [HORIZON]
-    while 4 * horizons[-1] <= left:
+    while 2 * horizons[-1] <= most:
         horizons.append(2 * horizons[-1])
     return horizons
 

@@ -133,7 +133,8 @@ class Balance:
         """The balance for another machine, or for engines that begin anew: what they were like says nothing now.
 
         Args:
-            shares: Whether the learner shares the engines' cores; with cores of its own it is taken to cost nothing.
+            shares: Whether the learner shares cores or a GPU with engines. If not, it is taken to cost nothing until
+                that has been measured.
         """
         return Balance(self.seconds, self.taken, self.saved, difference=_UNKNOWN_DRAG if shares else 0.0)
 
@@ -212,18 +213,18 @@ def gain_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> 
 
 
 def lead_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> float | None:
-    """How many times as fast as the best of the others the best member is that drafts with the learnt head.
+    """How many times as fast engines are where the best member drafts that has the learnt head, as they are without.
 
     Args:
         choices: As in `gain_by_choice`.
         learned: Likewise.
 
     Returns:
-        None where not both have been tried.
+        Below 1.0 where another member, or plain decoding, is faster; None where not both have been tried.
     """
     lead = weight = 0.0
     for choice in choices:
-        with_it = [one.rate for one in choice.members if one.name in learned]
+        with_it = [one.drafted_rate for one in choice.members if one.name in learned]
         without = [one.rate for one in choice.members if one.name not in learned]
         if with_it and without and max(without) > 0:
             lead += choice.trials * max(with_it) / max(without)

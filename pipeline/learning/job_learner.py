@@ -86,8 +86,8 @@ class JobLearner:
             return
         if not now.rows:
             return
-        if self._first is None and now.rows >= now.slots:
-            self._first = now
+        if now.rows >= now.slots and (self._first is None or now.rows < self._first.rows):
+            self._first = now  # anew where rows were lost with an engine
         seconds = None if self._first is None else seconds_left(self._first, now)
         if seconds is None:
             self._rest("too few rows are done to tell how long the job takes")
@@ -109,7 +109,7 @@ class JobLearner:
 
 
 def seconds_left(first: Progress, now: Progress) -> float | None:
-    """Return about how many seconds a job still takes, by the pace of its rows; None while they have come too briefly.
+    """Return about how many seconds a job still takes, by the pace of its rows; None while that says too little.
 
     Args:
         first: When as many rows were done as are decoded together. The first ones are slower: engines have begun to
@@ -117,7 +117,7 @@ def seconds_left(first: Progress, now: Progress) -> float | None:
         now: Where the job is.
     """
     seconds, rows = now.seconds - first.seconds, now.rows - first.rows
-    if now.total is None or not rows or seconds < _MEASURED_SECONDS:
+    if now.total is None or rows < max(now.slots, 1) or seconds < _MEASURED_SECONDS:
         return None
     return (now.total - now.done) * seconds / rows
 

@@ -78,7 +78,7 @@ class LearnerActor:
 
     def __init__(self, spec: LearnerSpec) -> None:
         self._spec = spec
-        self._record = read_record(spec.output).begun_anew(shares=spec.yields)
+        self._record = read_record(spec.output).begun_anew(shares=spec.shares)
         self._report = self._record.report("starting", "it begins")
         self._lock = threading.Lock()
         self._batches: deque[ray.ObjectRef[Any]] = deque(maxlen=_BATCHES)

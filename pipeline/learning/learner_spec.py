@@ -64,6 +64,7 @@ class LearnerSpec:
         must_pay: Whether it learns only while that is expected to pay.
         threads: CPU threads.
         yields: Whether these threads take only what other processes leave.
+        shares: Whether engines have the cores or the GPU, too.
         output: Where the head goes.
         run: The name in metrics: a job's output, or what an endpoint calls its model.
     """
@@ -77,6 +78,7 @@ class LearnerSpec:
     must_pay: bool
     threads: int
     yields: bool
+    shares: bool
     output: OutputFolder
     run: str
 
@@ -102,6 +104,7 @@ def learner_spec(
         must_pay=config.must_pay,
         threads=config.threads,
         yields=config.yields,
+        shares=config.shares,
         output=output,
         run=run,
     )

@@ -58,6 +58,11 @@ class LearningConfig:
         """Whether these threads take only what other processes leave."""
         return not self.cpus and not self.gpus
 
+    @property
+    def shares(self) -> bool:
+        """Whether engines have the learner's cores or its GPU, too."""
+        return self.yields or 0 < self.gpus < 1
+
     def check_beside(self, drafter: str, verifier: VerifierSettings, engine: EngineSettings) -> None:
         """Refuse a head that learns where nothing would draft with it.
 

@@ -42,7 +42,7 @@ class Report:
         category: What the rows are grouped by, in words.
         examples: Some rows with their steps.
         not_shown: What cannot be shown of the examples, and why.
-        learning: What a head has learnt from the rows, or why that is not known; None where none did.
+        learning: What a head has learnt from the rows, or why nothing is known; None where no head was to.
     """
 
     name: str

@@ -17,7 +17,7 @@ _MOST_MARKS = 12
 
 
 def read_learning(output: OutputFolder, run: Mapping[str, Any]) -> LearningRecord | str | None:
-    """Return what a learner recorded, or why there is nothing; None where none was asked for.
+    """Return what a learner recorded, or why there is nothing; None where no head was to learn.
 
     Args:
         output: The output.
@@ -25,7 +25,7 @@ def read_learning(output: OutputFolder, run: Mapping[str, Any]) -> LearningRecor
     """
     if not output.learning_file.exists:
         said = run.get("learning")
-        return f"No learner was begun: {said['reason']}." if said else None
+        return f"No learner has recorded anything. It was {said['state']}: {said['reason']}." if said else None
     try:
         return LearningRecord.of_json(output.learning_file.read_text())
     except (OSError, ValueError, TypeError, KeyError) as error:

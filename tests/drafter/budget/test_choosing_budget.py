@@ -169,6 +169,7 @@ def test_a_member_that_is_withheld_drafts_only_once_it_is_renewed() -> None:
     assert {ask.member for ask in world.asked} == {0, 1}
     assert all({view.name for view in choice.members} == {"a", "b"} for choice in budget.choices())
     budget.renewed(2)
+    assert all({view.name for view in choice.members} == {"a", "b"} for choice in budget.choices())  # it is untried
     rate = world.run(budget, 8, 800)
     assert sum(ask.member == 2 for ask in world.asked) > 700
     assert rate > 0.9 * world.alone(8, 2)

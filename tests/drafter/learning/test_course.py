@@ -92,8 +92,7 @@ def test_a_head_that_others_outrun_is_given_up_at_once_and_learnt_where_there_is
     plain = short.run(learns=False)
     short = Job(300_000.0, 0.3, others=4.0)
     assert short.run() < 1.005 * plain
-    assert any(short.learning)
-    assert "save 0.0 s" in short.reasons[-1]
+    assert 0 < sum(short.learning) < 5
     assert Job(9_000_000.0, 0.6, others=4.0).run() < 0.95 * Job(9_000_000.0, 0.6, others=4.0).run(learns=False)
 
 
@@ -105,8 +104,8 @@ def test_a_short_job_is_left_alone() -> None:
 
 
 def test_little_is_hoped_of_a_minute_and_much_of_an_hour() -> None:
-    assert not hopes(60.0).learns
-    assert "60 s left" in hopes(60.0).reason
+    assert not hopes(150.0).learns
+    assert hopes(150.0).reason.startswith("150 s are left")
     assert hopes(3600.0).learns
 
 

@@ -27,13 +27,14 @@ from drafter.learning.contract import RowSample
 from drafter.learning.learner import Learner
 from drafter.learning.learner_settings import LearnerSettings
 from drafter.learning.starting_head import version_of
+from drafter.statistics import BatchChoice, MemberView
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.io.files import locate
 from pipeline.learning.engine_beats import EngineBeat
 from pipeline.learning.learner_actor import Answer, LearnerActor
 from pipeline.learning.learner_spec import LearnerSpec, beginning, put_head
 from pipeline.learning.learning_config import LearningConfig
-from pipeline.learning.learning_record import LearningRecord, Moment
+from pipeline.learning.learning_record import LearningRecord, Moment, read_record
 from pipeline.output.output_folder import OutputFolder
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -58,7 +59,9 @@ def output(tmp_path: Path) -> OutputFolder:
 
 def spec_of(model: Path, output: OutputFolder) -> LearnerSpec:
     begins = beginning(LearningConfig(enabled=True, head="new", training=SETTINGS), output)
-    return LearnerSpec(str(model), "auto", "cpu", False, begins, SETTINGS, False, 1, False, output, output.root.path)
+    return LearnerSpec(
+        str(model), "auto", "cpu", False, begins, SETTINGS, False, 1, False, False, output, output.root.path
+    )
 
 
 def batches() -> Iterator[list[RowSample]]:
@@ -144,11 +147,14 @@ def test_what_was_decoded_before_the_learner_was_ready_is_of_no_interval(
     assert moments()[0].seconds > 0.25
     # An endpoint's engines are idle now and then, whoever learns: the time in which they were does not count.
     actor.report(math.inf)
-    actor.exchange("engine", EngineBeat(2 * 10**6 + 74, 2 * 10**6 + 42, busy=0.25), [])
+    views = MemberView("ngram", 100.0, 7, 100.0), MemberView("head", 80.0, 7, 80.0)
+    choices = (BatchChoice(4, "ngram", 1, views),)
+    actor.exchange("engine", EngineBeat(2 * 10**6 + 74, 2 * 10**6 + 42, choices, busy=0.25), [])
     wait_until(lambda: len(moments()) > 1, "another interval")
     actor.close()
     assert [(one.tokens, one.row_steps) for one in moments()] == [(64, 32), (10, 10)]
     assert moments()[1].seconds == 0.25
+    assert read_record(output).balance.lead == pytest.approx(0.8)  # the head has others to outrun
 
 
 def test_a_short_job_is_not_burdened_with_a_model_that_learns(

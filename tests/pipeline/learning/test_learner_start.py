@@ -112,7 +112,8 @@ def test_seconds_left_are_told_from_rows_after_the_first_ones() -> None:
     first = Progress(total=104, before=4, slots=16, rows=20, seconds=8.0)
     assert seconds_left(first, first) is None
     assert seconds_left(first, replace(first, rows=40, seconds=12.0)) is None  # so short a time says little
-    assert seconds_left(first, replace(first, seconds=20.0)) is None
+    assert seconds_left(first, replace(first, rows=30, seconds=20.0)) is None  # and so few rows
+    assert seconds_left(first, replace(first, rows=4, seconds=20.0)) is None  # some were lost with an engine
     assert seconds_left(first, replace(first, rows=40, seconds=18.0)) == 30.0
     assert seconds_left(first, replace(first, rows=100, seconds=28.0)) == 0.0
 
@@ -169,7 +170,7 @@ def test_a_learner_of_a_short_job_is_not_started(
         assert (found.state, found.reason) == ("resting", "too few rows are done to tell how long the job takes")
     found = told(learner, later(SHORT))
     assert found.state == "resting"
-    assert "30 s left" in found.reason
+    assert found.reason == "30 s are left, and its process would take about 2 s to begin"
     assert told(learner, replace(SHORT, rows=100, seconds=44.0)) == found  # nothing is left to decide about
     assert learner.close() == found
     assert f"learner: not begun: {found.reason}" in capsys.readouterr().err
@@ -183,6 +184,18 @@ def test_a_learner_is_started_once_so_much_is_left_that_it_may_pay(
         assert told(learner, early).state == "resting"
     assert told(learner, later(LONG)) == LearningReport("learning", "996400 tokens are left")
     assert learner.close().reason == "it has been ended"
+
+
+def test_the_pace_is_measured_anew_when_rows_are_lost_with_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = job_learner(monkeypatch, tmp_path)
+    told(learner, replace(SHORT, total=2000, rows=500, seconds=10.0))
+    lost = replace(SHORT, total=2000, rows=300, seconds=40.0)
+    assert told(learner, lost).reason == "too few rows are done to tell how long the job takes"
+    # Since the first look at all, there were 100 rows in 40 seconds: at that pace 560 seconds would be left.
+    found = told(learner, replace(lost, rows=600, seconds=50.0))
+    assert found.reason == "47 s are left, and its process would take about 2 s to begin"
 
 
 @pytest.mark.parametrize("settings", [{"cpus": 1.0}, {"gpus": 0.5}, {"must_pay": False}])

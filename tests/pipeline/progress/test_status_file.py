@@ -34,7 +34,9 @@ def test_status_of_submissions_that_fail_stop_and_finish(tmp_path: Path) -> None
         "engine_seconds": 6.0,
         "memory_tokens": 70,
         "memory_bytes": 800,
-        "choices": (BatchChoice(4, "memory", 3, (MemberView("memory", 30.5, 7), MemberView("ngram", 20.0, 0))),),
+        "choices": (
+            BatchChoice(4, "memory", 3, (MemberView("memory", 30.5, 7, 30.5), MemberView("ngram", 20.0, 0, 14.0))),
+        ),
     }
     half = Progress("generating", 10, rows=4, errors=1, tokens=40, steps=20, **rates)
 
@@ -48,7 +50,7 @@ def test_status_of_submissions_that_fail_stop_and_finish(tmp_path: Path) -> None
         assert (now["memory_tokens"], now["memory_bytes"]) == (70, 800)
         (choice,) = now["drafting"]
         assert (choice["rows"], choice["chosen"], choice["trials"]) == (4, "memory", 3)
-        assert choice["members"][1] == {"name": "ngram", "rate": 20.0, "nodes": 0}
+        assert choice["members"][1] == {"name": "ngram", "rate": 20.0, "nodes": 0, "drafted_rate": 14.0}
         raise JobError("the cluster\nis gone")
 
     with pytest.raises(JobError), StatusFile(place(tmp_path)) as status:

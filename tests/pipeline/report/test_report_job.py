@@ -177,11 +177,17 @@ def test_which_drafter_was_chosen_is_said(tmp_path: Path) -> None:
     assert f"Drafted about 4 rows {told}" in page.text
 
 
-def test_why_no_learner_was_begun_is_said(tmp_path: Path) -> None:
+def test_why_no_learner_has_recorded_anything_is_said(tmp_path: Path) -> None:
     reason = "too few rows are done to tell how long the job takes"
-    write_run(write_output(tmp_path / "out", [[{"id": "a", "accepted": [1]}]], []), learning={"reason": reason})
+    write_run(
+        write_output(tmp_path / "out", [[{"id": "a", "accepted": [1]}]], []),
+        learning={"state": "resting", "reason": reason},
+    )
     assert job(tmp_path / "out") == 0
-    assert f"No learner was begun: {reason}." in Page((tmp_path / "out" / "report.html").read_text()).text
+    assert (
+        f"No learner has recorded anything. It was resting: {reason}."
+        in Page((tmp_path / "out" / "report.html").read_text()).text
+    )
 
 
 def test_steps_and_texts_that_are_lost_are_said(tmp_path: Path) -> None:
