@@ -2,9 +2,12 @@
 
     python -m benchmarks.generation_jobs.learning --rows 2000 --rounds 3 --output benchmarks/results/learning-native
     python -m benchmarks.generation_jobs.learning --model-code --passes 2 --arms learning --output build/learning
+    python -m benchmarks.generation_jobs.learning --model MODEL --head HEAD --arms fixed adapting --rows 150 \
+        --then data/drafter-prompts/records.jsonl 450 --slots 4 --nodes 7 --max-new-tokens 64 --output build/adapting
 
-Each run is `jobs.generate` with the embedded base, in a process of its own, on questions of GSM8K's training split. The
-arms take turns. The head starts from nothing.
+Each run is `jobs.generate` in a process of its own, on questions of GSM8K's training split; with `--then`, the job
+changes its subject after them. The arms take turns. The head of `learning` starts from nothing. `adapting` has a core
+of its own and learns to the end, from the head that `fixed` drafts with.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ import pyarrow.dataset
 from drafter.base.loading import load_base
 from drafter.embedded import EMBEDDED_BASE
 from drafter.evaluation.environment import environment
+from drafter.evaluation.questions import read_questions
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from pipeline.io.files import locate
@@ -40,13 +44,7 @@ LEARNING_FILE = "learning.json"
 TABLE_FILE = "learning.md"
 
 _QUESTIONS = Path(__file__).resolve().parents[2] / "data" / "gsm8k" / "train.jsonl"
-_ARMS = {
-    "none": ["--drafter", "none"],
-    "ngram": ["--drafter", "ngram"],
-    "memory": ["--drafter", "memory"],
-    "auto": [],
-    "learning": ["--learning", "true", "--learning.head", "new"],
-}
+_ARMS = ("none", "ngram", "memory", "auto", "learning", "fixed", "adapting")
 _TENTHS = 10
 _LOOK_SECONDS = 5.0
 _MIB = 1 << 20
@@ -64,6 +62,7 @@ class JobRun:
         beta_by_tenth: β of each tenth of the rows, in the order in which they ended.
         rate_by_tenth: New tokens per second of each tenth.
         memory: MiB of memory that a kind of process has for itself, by kind, every few seconds.
+        beta_by_subject: β of the questions, and of what came after them.
         learning: What `run.json` says about the learner; None where there is none.
         versions: When versions came, in seconds after the start, and their β on held-out rows.
         moments: How decoding went in time.
@@ -76,18 +75,37 @@ class JobRun:
     beta_by_tenth: list[float]
     rate_by_tenth: list[float]
     memory: dict[str, list[int]]
+    beta_by_subject: list[float] = field(default_factory=list)
     learning: dict[str, Any] | None = None
     versions: list[tuple[float, float]] | None = None
     moments: list[dict[str, Any]] | None = None
 
 
-def run_job(arm: str, source: Path, output: Path, shared: list[str], variables: dict[str, str]) -> JobRun:
+def settings_of(arm: str, head: str | None) -> list[str]:
+    """Return how a job is told to draft.
+
+    Raises:
+        SystemExit: The arm needs a head, and there is none.
+    """
+    if arm in ("none", "ngram", "memory"):
+        return ["--drafter", arm]
+    if arm == "auto":
+        return []
+    if arm == "learning":
+        return ["--learning", "true", "--learning.head", "new"]
+    if head is None:
+        raise SystemExit(f"error: the arm {arm} starts from a head: give --head")
+    learning = json.dumps({"enabled": True, "head": head, "must_pay": False, "cpus": 1})
+    return ["--drafter", head, *(["--learning", learning] if arm == "adapting" else [])]
+
+
+def run_job(arm: str, source: Path, output: Path, settings: list[str], variables: dict[str, str]) -> JobRun:
     """Run a job, and read what it wrote.
 
     Raises:
         SystemExit: The job failed.
     """
-    command = [sys.executable, "-m", "jobs.generate", "--input", source, "--output", output, *_ARMS[arm], *shared]
+    command = [sys.executable, "-m", "jobs.generate", "--input", source, "--output", output, *settings]
     begun, began_at = time.monotonic(), time.time()
     with (
         output.with_suffix(".log").open("w", encoding="utf-8") as log,
@@ -99,10 +117,11 @@ def run_job(arm: str, source: Path, output: Path, shared: list[str], variables: 
     if code:
         said = output.with_suffix(".log").read_text(encoding="utf-8")[-2000:]
         raise SystemExit(f"error: the job of {arm} ended with {code}: {said}")
-    columns = ["request_id", "token_ids", "num_output_tokens", "num_decode_steps", "finished_at"]
+    columns = ["request_id", "token_ids", "num_output_tokens", "num_decode_steps", "finished_at", "subject"]
     rows = pyarrow.dataset.dataset(output / "data", format="parquet").to_table(columns=columns).to_pylist()
     tokens = sorted((row["request_id"], row["token_ids"]) for row in rows)
     betas, rates = by_tenth(rows)
+    subjects = sorted({row["subject"] for row in rows})
     run = {
         "arm": arm,
         "wall_seconds": wall,
@@ -110,9 +129,10 @@ def run_job(arm: str, source: Path, output: Path, shared: list[str], variables: 
         "tokens_digest": hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16],
         "beta_by_tenth": betas,
         "rate_by_tenth": rates,
+        "beta_by_subject": [beta_of(row for row in rows if row["subject"] == one) for one in subjects],
         "memory": memory,
     }
-    if arm != "learning":
+    if arm not in ("learning", "adapting"):
         return JobRun(**run)
     record = read_record(OutputFolder(locate(str(output))))
     return JobRun(
@@ -157,11 +177,17 @@ def by_tenth(rows: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
     betas, rates = [], []
     for begin, end in itertools.pairwise(ends):
         tenth = in_time[begin:end]
-        tokens = sum(row["num_output_tokens"] for row in tenth)
-        betas.append(tokens / sum(row["num_decode_steps"] for row in tenth))
+        betas.append(beta_of(tenth))
         before = in_time[begin - 1 if begin else 0]["finished_at"]
-        rates.append(tokens / max((tenth[-1]["finished_at"] - before).total_seconds(), 1e-3))
+        seconds = max((tenth[-1]["finished_at"] - before).total_seconds(), 1e-3)
+        rates.append(sum(row["num_output_tokens"] for row in tenth) / seconds)
     return betas, rates
+
+
+def beta_of(rows: Iterable[dict[str, Any]]) -> float:
+    """Return β of rows: their new tokens by their decode steps."""
+    counts: list[tuple[int, int]] = [(row["num_output_tokens"], row["num_decode_steps"]) for row in rows]
+    return sum(tokens for tokens, _ in counts) / sum(steps for _, steps in counts)
 
 
 def rates_with_and_without(moments: Sequence[Moment]) -> tuple[float, float]:
@@ -191,6 +217,10 @@ def write_table(folder: Path) -> None:
             "wall, s": " / ".join(f"{wall:.1f}" for wall in walls[arm]),
             "median": f"{statistics.median(walls[arm]):.1f}",
             f"÷ {arms[0]}": f"{statistics.median(walls[arm]) / first:.3f}",
+            "β by subject": " / ".join(
+                f"{statistics.median(some):.2f}"
+                for some in zip(*(run.beta_by_subject for run in runs if run.arm == arm), strict=True)
+            ),
             "β, last tenth": f"{statistics.median(run.beta_by_tenth[-1] for run in runs if run.arm == arm):.2f}",
         }
         for arm in arms
@@ -237,22 +267,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the jobs, and write the record and its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help=f"folder for {LEARNING_FILE} and {TABLE_FILE}")
-    parser.add_argument("--arms", nargs="+", choices=list(_ARMS), default=["none", "auto", "learning"])
+    parser.add_argument("--arms", nargs="+", choices=_ARMS, default=["none", "auto", "learning"])
+    parser.add_argument("--model", help="folder of the base (default: the embedded one)")
+    parser.add_argument("--head", help="folder of the head of the arms fixed and adapting")
     parser.add_argument("--rows", type=int, help="questions (default: all)")
+    parser.add_argument("--then", nargs=2, metavar=("FILE", "ROWS"), help="what comes after them, and how much of it")
     parser.add_argument("--passes", type=int, default=1, help="how often the file has them (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=1, help="turns of all arms (default: %(default)s)")
     parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--nodes", default="auto", help="draft nodes a step (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=160)
     parser.add_argument("--model-code", action="store_true", help="run the base by its own code")
     parser.add_argument("--keep", type=Path, help="folder that gets the jobs' outputs (default: they are deleted)")
     args = parser.parse_args(arguments)
     if args.keep:
         args.keep.mkdir(parents=True, exist_ok=True)
-    lines = _QUESTIONS.read_text(encoding="utf-8").splitlines(keepends=True)[: args.rows] * args.passes
+    prompts = [("questions", one.turns[0]) for one in read_questions(_QUESTIONS)[: args.rows]]
+    if args.then:
+        prompts += [("then", one.turns[0]) for one in read_questions(args.then[0])[: int(args.then[1])]]
+    lines = [json.dumps({"subject": subject, "prompt": prompt}) + "\n" for subject, prompt in prompts] * args.passes
     if len(lines) < _TENTHS:
         raise SystemExit(f"error: {len(lines)} rows have no tenths: give more --rows")
-    shared = ["--reading.prompt_column", "question", "--engine.slots", str(args.slots), "--engine.max_length", "512"]
-    shared += ["--sampling.max_new_tokens", str(args.max_new_tokens)]
+    settings = {arm: settings_of(arm, args.head) for arm in args.arms}
+    shared = ["--engine.slots", str(args.slots), "--engine.max_length", "512", "--engine.nodes", args.nodes]
+    shared += ["--sampling.max_new_tokens", str(args.max_new_tokens), *(["--model", args.model] if args.model else [])]
     variables = {"RAY_ADDRESS": "local"} | ({"CXX": "no-compiler"} if args.model_code else {})
     runs: list[JobRun] = []
     with tempfile.TemporaryDirectory() as name:
@@ -261,14 +299,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for turn in range(args.rounds):
             for arm in args.arms:
                 output = (args.keep or Path(name)) / f"{arm}-{turn}"
-                runs.append(run_job(arm, source, output, shared, variables))
+                runs.append(run_job(arm, source, output, settings[arm] + shared, variables))
                 print(
                     f"{arm}: {runs[-1].wall_seconds:.1f} s, β {runs[-1].beta_by_tenth[-1]:.2f} at the end", flush=True
                 )
     given = sys.argv[1:] if arguments is None else list(arguments)
     command = shlex.join(["python", "-m", "benchmarks.generation_jobs.learning", *given])
     record = {
-        "environment": environment(load_base(EMBEDDED_BASE), command),
+        "environment": environment(load_base(args.model or EMBEDDED_BASE), command),
         "rows": len(lines),
         "slots": args.slots,
         "max_new_tokens": args.max_new_tokens,
