@@ -209,22 +209,22 @@ def write_table(folder: Path) -> None:
         + f"{'the same tokens' if record['same_tokens'] else 'DIFFERENT TOKENS'} in all runs.",
         "",
     ]
-    walls = {arm: [run.wall_seconds for run in runs if run.arm == arm] for arm in arms}
-    first = statistics.median(walls[arms[0]])
-    summary = [
-        {
+    first = statistics.median(run.wall_seconds for run in runs if run.arm == arms[0])
+    summary = []
+    for arm in arms:
+        some = [run for run in runs if run.arm == arm]
+        median = statistics.median(run.wall_seconds for run in some)
+        row = {
             "arm": arm,
-            "wall, s": " / ".join(f"{wall:.1f}" for wall in walls[arm]),
-            "median": f"{statistics.median(walls[arm]):.1f}",
-            f"÷ {arms[0]}": f"{statistics.median(walls[arm]) / first:.3f}",
-            "β by subject": " / ".join(
-                f"{statistics.median(some):.2f}"
-                for some in zip(*(run.beta_by_subject for run in runs if run.arm == arm), strict=True)
-            ),
-            "β, last tenth": f"{statistics.median(run.beta_by_tenth[-1] for run in runs if run.arm == arm):.2f}",
+            "wall, s": " / ".join(f"{run.wall_seconds:.1f}" for run in some),
+            "median": f"{median:.1f}",
+            f"÷ {arms[0]}": f"{median / first:.3f}",
         }
-        for arm in arms
-    ]
+        betas = zip(*(run.beta_by_subject for run in some), strict=True)
+        if len(runs[0].beta_by_subject) > 1:
+            row["β by subject"] = " / ".join(f"{statistics.median(each):.2f}" for each in betas)
+        row["β, last tenth"] = f"{statistics.median(run.beta_by_tenth[-1] for run in some):.2f}"
+        summary.append(row)
     lines += [markdown_table(summary)]
     for run in runs:
         lines += _learning_lines(run) if run.learning else []

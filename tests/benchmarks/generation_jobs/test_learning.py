@@ -45,7 +45,7 @@ def test_the_table_says_what_each_arm_took_and_the_learner_did(tmp_path: Path) -
     learning = {**report, "state": "resting", "reason": "nothing is left"}
     looks = {"driver": [1, 2, 3, 4], "engine": [5, 6, 7, 6]}
     runs = [
-        JobRun("none", 100.0, 10, "a", [1.0] * 10, [5.0] * 10, looks, [1.0]),
+        JobRun("none", 100.0, 10, "a", [1.0] * 10, [5.0] * 10, looks, [1.0, 2.0]),
         JobRun(
             "learning",
             80.0,
@@ -54,7 +54,7 @@ def test_the_table_says_what_each_arm_took_and_the_learner_did(tmp_path: Path) -
             [2.0] * 10,
             [6.0] * 10,
             looks | {"learner": [9]},
-            [2.0],
+            [2.0, 4.0],
             learning,
             [(50.0, 2.0)],
             [],
@@ -65,7 +65,7 @@ def test_the_table_says_what_each_arm_took_and_the_learner_did(tmp_path: Path) -
     write_table(tmp_path)
     table = (tmp_path / "learning.md").read_text()
     assert "20 rows, 4 slots, up to 8 new tokens; the same tokens in all runs." in table
-    assert "| learning | 80.0 | 80.0 | 0.800 | 2.00 | 2.00 |" in table
+    assert "| learning | 80.0 | 80.0 | 0.800 | 2.00 / 4.00 | 2.00 |" in table
     assert "2 versions in 300 steps and 40 s. It took 9 s and saved 30 s." in table
     assert "| none | 2 / 3 / 4 / 4 | 6 / 7 / 6 / 7 |  |" in table
     assert "| learning | 2 / 3 / 4 / 4 | 6 / 7 / 6 / 7 | 9 / 9 / 9 / 9 |" in table
