@@ -36,6 +36,7 @@ from drafter.evaluation.environment import environment
 from drafter.evaluation.questions import read_questions
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
+from drafter.statistics import DecodeCounts, mean_acceptance_length, total
 from pipeline.io.files import locate
 from pipeline.learning.learning_record import Moment, read_record
 from pipeline.output.output_folder import OutputFolder
@@ -185,9 +186,9 @@ def by_tenth(rows: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
 
 
 def beta_of(rows: Iterable[dict[str, Any]]) -> float:
-    """Return β of rows: their new tokens by their decode steps."""
-    counts: list[tuple[int, int]] = [(row["num_output_tokens"], row["num_decode_steps"]) for row in rows]
-    return sum(tokens for tokens, _ in counts) / sum(steps for _, steps in counts)
+    """Return β of rows."""
+    names = ("num_output_tokens", "num_decode_steps")
+    return mean_acceptance_length(total(DecodeCounts(**{name: row[name] for name in names}) for row in rows))
 
 
 def rates_with_and_without(moments: Sequence[Moment]) -> tuple[float, float]:
@@ -259,8 +260,9 @@ def _learning_lines(run: JobRun) -> list[str]:
 
 def _looks(looks: list[int]) -> str:
     """Return how much there was after a quarter of the time, half of it and three quarters, and at most."""
-    quarters = [looks[len(looks) * quarter // 4] for quarter in (1, 2, 3)] if looks else []
-    return " / ".join(str(one) for one in [*quarters, *([max(looks)] if looks else [])])
+    if not looks:
+        return ""
+    return " / ".join(str(one) for one in [*(looks[len(looks) * quarter // 4] for quarter in (1, 2, 3)), max(looks)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -54,6 +54,21 @@ class Course:
     target: float | None = None
 
 
+@dataclass(frozen=True)
+class _Work:
+    """Some time of work, and what is expected of it: all in seconds.
+
+    Args:
+        seconds: How long it is.
+        saves: By which the job becomes shorter after it.
+        takes: By which it makes the job longer.
+    """
+
+    seconds: float
+    saves: float
+    takes: float
+
+
 def decide(course: Course, balance: Balance, tokens_left: float, curve: Sequence[Point]) -> Course:
     """Decide on the next interval.
 
@@ -78,17 +93,18 @@ def decide(course: Course, balance: Balance, tokens_left: float, curve: Sequence
         course = replace(course, since=curve[-1].seconds if curve else 0.0, target=course.rest_beta)
     factor, allowed = _START if resting else 1.0, MOST_LOST * (balance.seconds + left)
     most = (allowed - balance.lost) / balance.drag if balance.drag else math.inf
-    found = [_outcome(course, balance, curve, left, horizon) for horizon in _horizons(min(left / 2, most))]
-    horizon, gain, cost = max(found, key=lambda one: one[1] - factor * one[2])
+    works = [_work(course, balance, curve, left, horizon) for horizon in _horizons(min(left / 2, most))]
+    best = max(works, key=lambda one: one.saves - factor * one.takes)
     if balance.lost >= allowed:
         why = f"learning has taken {balance.lost:.0f} s more than it has saved, and may take {allowed:.0f} s"
-    elif gain <= factor * cost:
-        why = f"{horizon:.0f} s more are expected to save {gain:.1f} s of {left:.0f} s left, and to take {cost:.1f} s"
+    elif best.saves <= factor * best.takes:
+        saves = f"expected to save {best.saves:.1f} s of {left:.0f} s left, and to take {best.takes:.1f} s"
+        why = f"{best.seconds:.0f} s more are {saves}"
     elif course.turn >= _TURNS:
         return replace(course, learns=False, reason="it rests for a moment, to measure what it costs", turn=0)
     else:
-        saves = f"expected to save {gain:.0f} s of {left:.0f} s left, and to take {cost:.1f} s"
-        why = f"{begins}{horizon:.0f} s are {saves}"
+        saves = f"expected to save {best.saves:.0f} s of {left:.0f} s left, and to take {best.takes:.1f} s"
+        why = f"{begins}{best.seconds:.0f} s are {saves}"
         return replace(course, learns=True, reason=why, turn=course.turn + 1, rest_beta=None)
     before = balance.beta if course.rest_beta is None else course.rest_beta
     return replace(course, learns=False, reason=why, turn=0, rest_beta=before + _FOLLOWS * (balance.beta - before))
@@ -111,12 +127,10 @@ def _horizons(most: float) -> list[float]:
     return horizons
 
 
-def _outcome(
-    course: Course, balance: Balance, curve: Sequence[Point], left: float, horizon: float
-) -> tuple[float, float, float]:
-    """Return `horizon`, the seconds that so long a work is expected to save of those left, and those that it takes."""
+def _work(course: Course, balance: Balance, curve: Sequence[Point], left: float, horizon: float) -> _Work:
+    """What so many seconds of work are expected to bring where `left` seconds of decoding are left."""
     growth = _growth(course, balance, curve, horizon)
-    return horizon, benefit(left - horizon, growth, balance.lead), horizon * balance.drag
+    return _Work(horizon, benefit(left - horizon, growth, balance.lead), horizon * balance.drag)
 
 
 def _growth(course: Course, balance: Balance, curve: Sequence[Point], horizon: float) -> float:

@@ -202,12 +202,8 @@ def gain_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> 
     """
     gain = weight = 0.0
     for choice in choices:
-        with_it = [one.rate for one in choice.members if one.name in learned]
-        without = [one.rate for one in choice.members if one.name not in learned]
-        if choice.chosen in learned and with_it and without and max(without) > 0:
-            gain += choice.trials * max(max(with_it) / max(without), 1.0)
-        else:
-            gain += choice.trials
+        lead = _lead(choice, learned) if choice.chosen in learned else None
+        gain += choice.trials * max(lead or 1.0, 1.0)
         weight += choice.trials
     return gain / weight if weight else 1.0
 
@@ -222,14 +218,9 @@ def lead_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> 
     Returns:
         Below 1.0 where another member, or plain decoding, is faster; None where not both have been tried.
     """
-    lead = weight = 0.0
-    for choice in choices:
-        with_it = [one.drafted_rate for one in choice.members if one.name in learned]
-        without = [one.rate for one in choice.members if one.name not in learned]
-        if with_it and without and max(without) > 0:
-            lead += choice.trials * max(with_it) / max(without)
-            weight += choice.trials
-    return lead / weight if weight else None
+    found = [(choice.trials, lead) for choice in choices if (lead := _lead(choice, learned)) is not None]
+    weight = sum(trials for trials, _ in found)
+    return sum(trials * lead for trials, lead in found) / weight if weight else None
 
 
 def chosen_share(choices: Sequence[BatchChoice], learned: Collection[str]) -> float:
@@ -289,6 +280,13 @@ def benefit(seconds_left: float, growth: float, lead: float = 1.0) -> float:
     """
     faster = max(growth * lead, 1.0) / max(lead, 1.0)
     return max(seconds_left, 0.0) * (1.0 - 1.0 / max(faster, 1.0))
+
+
+def _lead(choice: BatchChoice, learned: Collection[str]) -> float | None:
+    """What `lead_by_choice` returns, at one batch size. A rate without the head is never below plain decoding's."""
+    with_it = [one.drafted_rate for one in choice.members if one.name in learned]
+    without = [one.rate for one in choice.members if one.name not in learned]
+    return max(with_it) / max(without) if with_it and max(without, default=0.0) > 0 else None
 
 
 def _average(before: float, now: float) -> float:

@@ -16,6 +16,9 @@ from pipeline.learning.watched_learner import WatchedLearner, tell
 from pipeline.progress.job_progress import Progress
 from pipeline.progress.reports import LearningReport
 
+_MEASURED_SECONDS = 9.0
+"""So long must rows have come for their pace to say how long the job takes."""
+
 
 def beside_learner(config: LearningConfig, cluster: Cluster) -> Cluster:
     """Return what a learner leaves of a cluster to engines.
@@ -36,10 +39,6 @@ def beside_learner(config: LearningConfig, cluster: Cluster) -> Cluster:
         f"no machine has {config.cpus:g} CPU cores and {config.gpus:g} GPUs for the learner: lower learning.cpus or "
         "learning.gpus"
     )
-
-
-_MEASURED_SECONDS = 9.0
-"""So long must rows have come for their pace to say how long the job takes."""
 
 
 class JobLearner:

@@ -165,7 +165,7 @@ class LearnerActor:
         self._loading.set()
         with self._lock:
             self._report = replace(self._report, state="starting", reason="it loads the model")
-        with tempfile.TemporaryDirectory(prefix="drafter-head-") as folder:
+        with tempfile.TemporaryDirectory(prefix="drafter-learner-") as folder:
             learner, drafts = self._load(folder)
         self._loading.clear()
         if learner.version is not None:
@@ -208,7 +208,7 @@ class LearnerActor:
         """Return the learner, and whether the head that the job began with can draft.
 
         Args:
-            folder: For a copy of the head that was saved; what is returned does not need it.
+            folder: For copies of what was saved; what is returned does not need them.
         """
         spec = self._spec
         spec.output.root.make_folder()  # an endpoint's may not be there yet
@@ -216,12 +216,11 @@ class LearnerActor:
         start = found_start(spec.beginning.here(folder), base)
         drafts = found_start(spec.beginning.start, base).drafts
         if spec.output.learner_state.exists:
-            with tempfile.TemporaryDirectory() as name:
-                try:
-                    spec.output.learner_state.copy_to(Path(name) / STATE_FILE)
-                    return Learner.resume(base, start, name, spec.settings), drafts
-                except (OSError, LoadError) as error:
-                    print(f"the learner begins without its state: {one_line(error)}", file=sys.stderr, flush=True)
+            try:
+                spec.output.learner_state.copy_to(Path(folder) / STATE_FILE)
+                return Learner.resume(base, start, folder, spec.settings), drafts
+            except (OSError, LoadError) as error:
+                print(f"the learner begins without its state: {one_line(error)}", file=sys.stderr, flush=True)
         return Learner(base, start, spec.settings), drafts
 
     def _take_rows(self, learner: Learner) -> None:
