@@ -23,24 +23,23 @@ from statistics import median
 from typing import Any
 
 from benchmarks.speed import prompts_of
-from drafter.base.causal_lm import BaseModel
-from drafter.base.loading import load_base, load_tokenizer
 from drafter.budget import adaptive
 from drafter.budget.adaptive import AdaptiveBudget
-from drafter.budget.contract import Budget, Counts, Floats, StepLoad, StepObservation
-from drafter.budget.fixed import FixedBudget
+from drafter.budget.contract import Budget, Counts, FixedBudget, Floats, StepLoad, StepObservation
 from drafter.budget.latency_table import LatencyTable
+from drafter.devices import in_passing_thread
 from drafter.drafters.contract import Ask
 from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_BASE
-from drafter.engine.engine_config import EngineConfig
-from drafter.engine.loop import Engine
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
 from drafter.evaluation.decoders import decode_all
 from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.requests import Request, SamplingParams
-from drafter.threads import in_passing_thread
+from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.model import BaseModel
 
 RECORD_FILE, TABLE_FILE = "budgets.json", "budgets.md"
 BATCHES = (1, 4, 16, 64)

@@ -24,22 +24,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from drafter.base.causal_lm import BaseModel
-from drafter.base.executors.contract import TreeNodes
-from drafter.base.executors.prepacked import halved_weights
-from drafter.base.kv_cache import KVCache
-from drafter.base.loading import load_base, pick_device, pick_dtype
 from drafter.devices import is_asynchronous, synchronise
 from drafter.drafters.contract import Ask, DraftContext, Drafter, Loan
 from drafter.drafters.registry import load_drafter
 from drafter.embedded import EMBEDDED_BASE
-from drafter.engine.steps.cuda_graphs import padded_length
+from drafter.engine.cuda_graph import padded_length
 from drafter.errors import LoadError
 from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.heads.registry import new_head
-from drafter.stage_times import StageTimes
+from drafter.statistics import StageTimes
+from drafter.target.forward import TreeNodes
+from drafter.target.kv_cache import KVCache
+from drafter.target.loading import load_base, pick_device, pick_dtype
+from drafter.target.model import BaseModel
+from drafter.target.prepacked import halved_weights
 from drafter.tree.token_tree import root_only
 
 if TYPE_CHECKING:

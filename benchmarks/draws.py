@@ -23,17 +23,17 @@ from torch import Tensor
 
 from benchmarks.costs import timed
 from benchmarks.heads import answers
-from drafter.base.causal_lm import BaseModel
-from drafter.base.executors.contract import TreeNodes
-from drafter.base.kv_cache import KVCache
-from drafter.base.loading import load_base, load_tokenizer
+from drafter.acceptance.keyed_draw import draw, seed_key
+from drafter.devices import in_passing_thread
 from drafter.embedded import EMBEDDED_BASE
 from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
-from drafter.threads import in_passing_thread
+from drafter.target.forward import TreeNodes
+from drafter.target.kv_cache import KVCache
+from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.model import BaseModel
 from drafter.training.targets import RegeneratedText
-from drafter.verifiers.keyed_draw import draw, seed_key
 
 DRAWS_FILE, TABLE_FILE = "draws.json", "draws.md"
 TEMPERATURES = (0.7, 1.0)

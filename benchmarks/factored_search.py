@@ -24,8 +24,9 @@ from torch import Tensor
 
 from benchmarks.gpu.operators import as_on_a_gpu
 from benchmarks.heads import answers
-from drafter.base.causal_lm import BaseModel
-from drafter.base.loading import load_base, load_tokenizer
+from drafter.ctc.head import CTCHead
+from drafter.ctc.label_model import FactoredLattice, LabelFactor
+from drafter.ctc.lattice import LATTICE_BEAM, best_lattice_trie
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
 from drafter.errors import LoadError
 from drafter.evaluation.environment import environment
@@ -34,13 +35,12 @@ from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.heads.checkpoint import load_head
 from drafter.heads.contract import DraftHead, Tree
-from drafter.heads.ctc.ctc_head import CTCHead
-from drafter.heads.ctc.factored_lattice import FactoredLattice, LabelFactor
 from drafter.heads.frame_head import last_tokens
-from drafter.search.lattice import LATTICE_BEAM, best_lattice_trie
+from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.model import BaseModel
 from drafter.training.simulated_walk import simulated_beta
+from drafter.training.step import base_hidden_states
 from drafter.training.targets import RegeneratedText, draft_batch
-from drafter.training.training_step import base_hidden_states
 from drafter.tree.token_tree import TokenTree
 
 NODES = (15, 63)

@@ -19,17 +19,17 @@ from statistics import mean
 from time import perf_counter
 from typing import Any
 
-from drafter.base.causal_lm import BaseModel
-from drafter.base.loading import load_base, load_tokenizer
+from drafter.devices import in_passing_thread
 from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_BASE
-from drafter.engine.engine_config import EngineConfig
-from drafter.engine.loop import Engine
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
 from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.requests import Request, SamplingParams
-from drafter.threads import in_passing_thread
+from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.model import BaseModel
 
 RECORD_FILE, TABLE_FILE = "growing_rows.json", "growing_rows.md"
 _LONGEST_PROMPT = 40

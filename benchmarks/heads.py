@@ -18,19 +18,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from drafter.base.causal_lm import BaseModel
-from drafter.base.loading import load_base, load_tokenizer
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import LoadError
 from drafter.evaluation.environment import environment
-from drafter.evaluation.prepared_prompts import prompts_of
-from drafter.evaluation.questions import QuestionError, read_questions
+from drafter.evaluation.questions import QuestionError, prompts_of, read_questions
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
-from drafter.heads.checkpoint import load_head
+from drafter.heads.checkpoint import CONFIG_FILE, load_head
 from drafter.heads.contract import DraftHead
-from drafter.heads.head_files import CONFIG_FILE
 from drafter.heads.registry import HEADS
+from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.model import BaseModel
 from drafter.training.simulated_walk import simulated_beta
 from drafter.training.targets import RegeneratedText
 

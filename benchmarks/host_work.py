@@ -17,19 +17,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from drafter.base.causal_lm import BaseModel
-from drafter.base.loading import load_base, load_tokenizer
-from drafter.drafters.contract import Drafter
-from drafter.drafters.none import PlainDecoding
+from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
-from drafter.engine.engine_config import EngineConfig
-from drafter.engine.loop import Engine
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
 from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.heads.checkpoint import load_head
 from drafter.heads.registry import HEADS
 from drafter.requests import Request, SamplingParams
+from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.model import BaseModel
 
 ROWS = (1, 4, 16, 64, 256)
 HOST_FILE, TABLE_FILE = "host_work.json", "host_work.md"

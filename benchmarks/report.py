@@ -15,8 +15,8 @@ from benchmarks.endpoint import serving
 from benchmarks.generation_jobs import learning, scale
 from benchmarks.gpu import page
 from benchmarks.heads import HEADS_FILE, write_table
-from drafter.evaluation.report_files import write_report
 from drafter.evaluation.results import RESULTS_FILE, Results
+from drafter.evaluation.tables import write_report
 
 _RESULTS = Path(__file__).parent / "results"
 _REPORTS: dict[str, Callable[[Path], object]] = {

@@ -22,22 +22,22 @@ import torch
 from torch import Tensor
 
 from benchmarks.heads import answers
-from drafter.base.causal_lm import BaseModel
-from drafter.base.executors.prepacked import prepack
-from drafter.base.loading import load_base, load_tokenizer
+from drafter.ctc.head import CTCHead
+from drafter.ctc.label_model import NativeSearch
+from drafter.ctc.lattice import LATTICE_BEAM
+from drafter.devices import in_passing_thread
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
 from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.heads.checkpoint import load_head
-from drafter.heads.ctc.ctc_head import CTCHead
-from drafter.heads.ctc.native_search import NativeSearch
 from drafter.heads.frame_head import last_tokens
 from drafter.heads.registry import HEADS
-from drafter.search.lattice import LATTICE_BEAM
-from drafter.threads import in_passing_thread
+from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.model import BaseModel
+from drafter.target.prepacked import prepack
+from drafter.training.step import base_hidden_states
 from drafter.training.targets import draft_batch
-from drafter.training.training_step import base_hidden_states
 
 SEARCHES_FILE, TABLE_FILE = "searches.json", "searches.md"
 NODES, ROWS = (7, 15), (1, 4, 16)

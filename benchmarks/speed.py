@@ -24,24 +24,22 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from drafter.base.causal_lm import BaseModel
-from drafter.base.executors.prepacked import as_loaded
-from drafter.base.loading import load_base, load_tokenizer
-from drafter.devices import synchronise
+from drafter.devices import in_passing_thread, synchronise
 from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_BASE
-from drafter.engine.engine_config import EngineConfig
-from drafter.engine.loop import Engine
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.evaluation.decoders import Decoder, Run, engine_decoder, padding, transformers_decoder
 from drafter.evaluation.environment import environment, machine
-from drafter.evaluation.prepared_prompts import encode
-from drafter.evaluation.questions import QuestionError, read_questions
+from drafter.evaluation.questions import QuestionError, encode, read_questions
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import mean_acceptance_length, total
-from drafter.threads import in_passing_thread
+from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.model import BaseModel
+from drafter.target.prepacked import as_loaded
 
 SPEED_FILE = "speed.json"
 TABLE_FILE = "speed.md"

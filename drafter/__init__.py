@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from drafter.engine.engine_config import EngineConfig
+    from drafter.engine.config import EngineConfig
     from drafter.errors import EngineError, LoadError, QueueFullError, RequestError, RequestTimeoutError
     from drafter.llm import SpeculativeLM
     from drafter.requests import Generation, Request, SamplingParams, TokenLogprob
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "EngineConfig": "engine.engine_config",
+    "EngineConfig": "engine.config",
     "EngineError": "errors",
     "Generation": "requests",
     "LoadError": "errors",

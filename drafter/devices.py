@@ -6,6 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -78,3 +79,18 @@ def free_bytes(device: torch.device) -> int | None:
         found = re.search(r"^MemAvailable:\s*(\d+) kB$", _MEMINFO.read_text(encoding="utf-8"), re.MULTILINE)
         return None if found is None else 1024 * int(found[1])
     return None
+
+
+# ---- Where torch computes on a CPU: in one thread only.
+
+Result = TypeVar("Result")
+
+
+def in_passing_thread(work: Callable[[], Result]) -> Result:
+    """Do something in a thread that ends with it, and takes its pool of workers along.
+
+    Raises:
+        Exception: Whatever `work` raises.
+    """
+    with ThreadPoolExecutor(1, "passing") as thread:
+        return thread.submit(work).result()

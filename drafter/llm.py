@@ -12,23 +12,23 @@ from typing import Any
 
 import torch
 
-from drafter.base.causal_lm import BaseModel
-from drafter.base.loading import load_base, load_tokenizer
+from drafter.acceptance.contract import Verifier
+from drafter.acceptance.registry import make_verifier
+from drafter.acceptance.settings import VerifierSettings
+from drafter.devices import in_passing_thread
 from drafter.drafters.contract import Drafter
 from drafter.drafters.registry import load_drafter, load_learning_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_BASE
-from drafter.engine.engine_config import EngineConfig
-from drafter.engine.loop import Engine
-from drafter.engine.sequences.handle import Handle
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.engine.sequence import Handle
 from drafter.errors import LoadError, RequestError
-from drafter.learning.rows.sample_tap import SampleTap
-from drafter.learning.starting_head import StartingHead
+from drafter.methods.learning.drafter import StartingHead
+from drafter.methods.learning.rows import SampleTap
 from drafter.requests import Generation, Request, SamplingParams
+from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.model import BaseModel
 from drafter.text.chat import encode_chat
-from drafter.threads import in_passing_thread
-from drafter.verifiers.contract import Verifier
-from drafter.verifiers.registry import make_verifier
-from drafter.verifiers.verifier_settings import VerifierSettings
 
 Message = dict[str, str]
 Prompt = str | Sequence[Message]

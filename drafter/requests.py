@@ -105,7 +105,7 @@ class SamplingParams:
     """How the base chooses each token, and where it stops.
 
     Names and meanings follow transformers' `generate`; `presence_penalty`, `frequency_penalty` and `logit_bias` are
-    OpenAI's. `drafter.verifiers.choices` says in which order they apply.
+    OpenAI's. `drafter.acceptance.choices` says in which order they apply.
 
     Args:
         max_new_tokens: Most tokens to generate; the end-of-sequence token counts.

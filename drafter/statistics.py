@@ -6,6 +6,7 @@ prefill are counted; from raw counts every convention can be derived. Names foll
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
@@ -98,7 +99,7 @@ class EngineState:
         prefilled_tokens: Tokens of prompts that the base has read.
         shared_tokens: Tokens of prompts that it had read for another request already.
         preemptions: Requests that gave up their slot because memory ran out, to be taken up again later.
-        stage_seconds: Seconds in each stage of a step; see `drafter.stage_times`.
+        stage_seconds: Seconds in each stage of a step; see `drafter.statistics`.
         memory_tokens: Tokens of texts that the drafter remembers.
         memory_bytes: Bytes that its memory of them takes.
         choices: Which of several drafters drafts, by batch size; empty where there is one.
@@ -232,3 +233,36 @@ class PairedSums:
             variance = max(self.squares - total * total / number, 0.0) / (number - 1)
             margin = 1.96 * sqrt(variance / number)
         return PairedDifference(self.first / number, self.second / number, total / number, margin)
+
+
+# ---- Where the engine's time goes, as running sums that cost nothing to keep.
+
+STAGES = ("prefill", "draft", "tree", "verify", "commit", "wait", "host")
+"""Stages of a step.
+
+`prefill` reads prompts; `draft` runs the drafter's own network and `tree` searches the tree of what it says; `verify`
+is the base's forward and the verifier's decision; `commit` moves what was accepted; `wait` waits for the device; `host`
+is all that the host does by itself.
+"""
+
+
+class StageTimes:
+    """Seconds of the host's clock in each stage.
+
+    A GPU works while the host goes on. There `draft` is only what a drafter prepares on the host, `verify` is the time
+    to queue a whole step, and `wait` is what is left of the step before when that is done.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+        self._since = time.perf_counter()
+
+    def start(self) -> None:
+        """Begin a step: the time since the last one counts for no stage."""
+        self._since = time.perf_counter()
+
+    def mark(self, stage: str) -> None:
+        """Count the time since the last mark as `stage`."""
+        now = time.perf_counter()
+        self.seconds[stage] += now - self._since
+        self._since = now

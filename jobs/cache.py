@@ -2,7 +2,7 @@
 
 import sys
 
-from pipeline.tables.cache_job import main
+from pipeline.cacheback.job import main
 
 if __name__ == "__main__":
     sys.exit(main())

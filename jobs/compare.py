@@ -2,7 +2,7 @@
 
 import sys
 
-from pipeline.compare.compare_job import main
+from pipeline.report.against.job import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,7 @@
 
 import sys
 
-from pipeline.generate.generate_job import main
+from pipeline.generate.job import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,7 @@
 
 import sys
 
-from pipeline.pivots.pivots_job import main
+from pipeline.pad.job import main
 
 if __name__ == "__main__":
     sys.exit(main())

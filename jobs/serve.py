@@ -2,7 +2,7 @@
 
 import sys
 
-from pipeline.serving.serve_job import main
+from pipeline.serving.job import main
 
 if __name__ == "__main__":
     sys.exit(main())

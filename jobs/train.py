@@ -2,7 +2,7 @@
 
 import sys
 
-from pipeline.training.train_job import main
+from pipeline.training.job import main
 
 if __name__ == "__main__":
     sys.exit(main())

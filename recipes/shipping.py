@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from drafter.base.causal_lm import BaseModel
 from drafter.heads.checkpoint import load_head, save_head
 from drafter.heads.registry import HEADS
+from drafter.target.model import BaseModel
 
 
 def ship(trained: Path, base: BaseModel, base_name: str, target: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from drafter.base.causal_lm import BaseModel
+from drafter.target.model import BaseModel
 from tests.support.models import random_model
 
 settings.register_profile("busy", deadline=None)  # on a busy machine an example takes as long as it takes

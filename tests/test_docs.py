@@ -11,11 +11,11 @@ from unittest.mock import patch
 
 import pytest
 
-from drafter.base.causal_lm import BaseModel
-from drafter.drafters.none import PlainDecoding
+from drafter.drafters.contract import PlainDecoding
 from drafter.drafters.registry import TRAINING_FREE, load_drafter
 from drafter.heads.registry import HEADS
 from drafter.requests import Request, SamplingParams
+from drafter.target.model import BaseModel
 from drafter.training.targets import RegeneratedText
 from tests.support.models import random_prompts, run_engine
 from tests.support.paths import ROOT

@@ -23,8 +23,7 @@ from typing import Any
 
 import httpx2
 
-from pipeline.cluster.local_cluster import LocalCluster, NodeType
-from pipeline.cluster.ports import LOOPBACK, free_ports
+from pipeline.cluster.local_cluster import LOOPBACK, LocalCluster, NodeType, free_ports
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PATIENCE = 120.0

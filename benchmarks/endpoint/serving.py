@@ -25,13 +25,13 @@ from typing import Any
 import httpx2
 
 from benchmarks.endpoint.servers import Server, endpoint, transformers_serve
-from drafter.base.loading import load_base
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import LoadError
 from drafter.evaluation.environment import environment
 from drafter.evaluation.questions import QuestionError, read_questions
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
+from drafter.target.loading import load_base
 
 SERVING_FILE = "serving.json"
 TABLE_FILE = "serving.md"

@@ -25,10 +25,10 @@ from typing import Any
 import psutil
 import pyarrow.parquet
 
-from drafter.base.loading import load_base
 from drafter.embedded import EMBEDDED_BASE
 from drafter.evaluation.environment import environment
 from drafter.evaluation.results import write_json
+from drafter.target.loading import load_base
 
 _QUESTIONS = Path(__file__).resolve().parents[2] / "data" / "gsm8k" / "train.jsonl"
 _ENGINE = "EngineActor"

@@ -30,16 +30,16 @@ from typing import Any
 import psutil
 import pyarrow.dataset
 
-from drafter.base.loading import load_base
 from drafter.embedded import EMBEDDED_BASE
 from drafter.evaluation.environment import environment
 from drafter.evaluation.questions import read_questions
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.statistics import DecodeCounts, mean_acceptance_length, total
+from drafter.target.loading import load_base
 from pipeline.io.files import locate
-from pipeline.learning.learning_record import Moment, read_record
-from pipeline.output.output_folder import OutputFolder
+from pipeline.learning.record import Moment, read_record
+from pipeline.output.folder import OutputFolder
 
 LEARNING_FILE = "learning.json"
 TABLE_FILE = "learning.md"

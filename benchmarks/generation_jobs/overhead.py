@@ -30,15 +30,15 @@ import pyarrow.parquet
 import ray
 import torch
 
-from drafter.engine.engine_config import EngineConfig
-from drafter.engine.loop import Engine
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
 from drafter.evaluation.environment import environment
 from drafter.evaluation.questions import read_questions
 from drafter.evaluation.results import write_json
 from drafter.llm import SpeculativeLM
 from drafter.requests import SamplingParams
 from pipeline.engines.engine_spec import EngineSpec
-from pipeline.generate.generate_job import main as generate
+from pipeline.generate.job import main as generate
 
 _QUESTIONS = Path(__file__).resolve().parents[2] / "data" / "gsm8k" / "train.jsonl"
 _LOOK_SECONDS = 0.1

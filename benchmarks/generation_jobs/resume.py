@@ -23,17 +23,17 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet
 
-from drafter.base.loading import load_base
 from drafter.embedded import EMBEDDED_BASE
 from drafter.evaluation.environment import environment
 from drafter.evaluation.results import write_json
 from drafter.requests import Generation, Request
 from drafter.statistics import DecodeCounts
+from drafter.target.loading import load_base
 from pipeline.io.files import locate
-from pipeline.output.output_columns import column_values, columns_type
-from pipeline.output.output_folder import OutputFolder
+from pipeline.output.columns import column_values, columns_type
+from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import commit_part
-from pipeline.staging.staged_input import Part, StagedInput
+from pipeline.staging.staging import Part, StagedInput
 
 _LOOK_SECONDS = 0.1
 

@@ -24,28 +24,25 @@ import pyarrow as pa
 import pyarrow.parquet
 import ray
 
-from drafter.base.loading import load_base
 from drafter.embedded import EMBEDDED_BASE
 from drafter.evaluation.environment import environment
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
+from drafter.target.loading import load_base
 from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.shares import HELPER_CPUS
-from pipeline.generate.generate_job import main as generate
+from pipeline.generate.job import main as generate
 from pipeline.io.files import locate
 from pipeline.io.listing import list_input
 from pipeline.io.prompt_source import find_prompts
-from pipeline.io.reading_config import ReadingConfig
-from pipeline.output.output_columns import column_values, columns_type
-from pipeline.output.output_folder import OutputFolder
+from pipeline.output.columns import column_values, columns_type
+from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import commit_part
-from pipeline.output.writing_config import WritingConfig
-from pipeline.staging.part_rows import StagedParts
-from pipeline.staging.row_problems import PROBLEM_TYPE
-from pipeline.staging.stage_files import StagingPlan, stage_files
-from pipeline.staging.staged_input import Part, StagedInput
+from pipeline.settings import ReadingConfig, WritingConfig
+from pipeline.staging.rows import PROBLEM_TYPE
+from pipeline.staging.staging import Part, StagedInput, StagedParts, StagingPlan, stage_files
 
 SCALE_FILE = "scale.json"
 TABLE_FILE = "scale.md"

@@ -27,10 +27,10 @@ from typing import Any
 import drafter  # noqa: F401  before torch, because it decides how torch's threads wait
 from benchmarks.gpu import page
 from benchmarks.gpu.cells import ATTEMPTS, CellFile, Key, Plan, Stage
-from drafter.base.loading import pick_device
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import LoadError, first_line
 from drafter.evaluation.environment import surroundings
+from drafter.target.loading import pick_device
 
 STAGES: dict[str, Stage] = {one.name: one for one in page.STAGES}
 _DONE, _LEFT, _BROKEN = 0, 1, 3

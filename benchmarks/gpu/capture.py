@@ -14,20 +14,19 @@ from torch import Tensor
 from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
 from benchmarks.gpu.identity import drafters
 from benchmarks.gpu.operators import as_on_a_gpu
-from drafter.base.causal_lm import BaseModel
-from drafter.base.loading import load_base
+from drafter.acceptance.exact import ExactVerifier
 from drafter.devices import synchronise
 from drafter.drafters.contract import Drafter
 from drafter.drafters.registry import load_drafter
-from drafter.engine.batch_state import BatchState
-from drafter.engine.steps.cuda_graphs import StepGraphs, step_graphs
-from drafter.engine.steps.device_step import DeviceStep
-from drafter.engine.steps.graph_step import step_shape, whole_step
-from drafter.engine.steps.outcome import StepOutcome
+from drafter.engine.batch import BatchState
+from drafter.engine.cuda_graph import StepGraphs, step_graphs
+from drafter.engine.runners import step_shape, whole_step
+from drafter.engine.step import DeviceStep, StepOutcome
 from drafter.engine.warm_up import generate_texts
 from drafter.requests import SamplingParams
-from drafter.stage_times import StageTimes
-from drafter.verifiers.exact import ExactVerifier
+from drafter.statistics import StageTimes
+from drafter.target.loading import load_base
+from drafter.target.model import BaseModel
 
 MODES: dict[str, SamplingParams] = {
     "greedy": SamplingParams(),

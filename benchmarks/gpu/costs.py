@@ -9,9 +9,9 @@ import torch
 from benchmarks import costs
 from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
 from benchmarks.gpu.formulae import NO_DRAFT, BaseSizes, step_bytes
-from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import Drafter, Loan
-from drafter.stage_times import StageTimes
+from drafter.statistics import StageTimes
+from drafter.target.model import BaseModel
 
 _CURVES: tuple[tuple[str, tuple[int, ...], dict[str, int]], ...] = (
     ("nodes", (0, 4, 8, 16, 32, 63), {"rows": 1, "context": 512}),

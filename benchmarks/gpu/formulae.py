@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from drafter.verifiers.threshold_search import INTERVALS, PASSES
+from drafter.acceptance.filters import INTERVALS, PASSES
 
 
 @dataclass(frozen=True)

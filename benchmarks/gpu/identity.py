@@ -8,15 +8,15 @@ import torch
 
 from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
 from benchmarks.speed import prompts_of
-from drafter.base.causal_lm import BaseModel
-from drafter.base.loading import load_base, load_tokenizer
 from drafter.drafters.registry import load_drafter
 from drafter.embedded import EMBEDDED_BASE
-from drafter.engine.engine_config import EngineConfig
-from drafter.engine.loop import Engine
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
 from drafter.evaluation.decoders import decode_all
 from drafter.evaluation.measurement import differing_tokens
 from drafter.requests import Request, SamplingParams
+from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.model import BaseModel
 
 NODES = 16
 

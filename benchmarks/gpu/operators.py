@@ -17,20 +17,18 @@ from torch.nn import functional as F
 
 from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
 from drafter import devices
-from drafter.base.kv_cache import KVCache, LayerShape
-from drafter.base.loading import pick_device
-from drafter.base.masks import additive, tree_attention_mask
-from drafter.base.paged_kv_cache import BLOCK, PagedKVCache
-from drafter.base.tree_attention import folded, tree_attention
-from drafter.drafters.ngram import lookup
-from drafter.search.ctc_prefix import best_trie
-from drafter.search.product import best_product_trie
-from drafter.search.static import static_tree
-from drafter.tree.token_tree import TokenTree
-from drafter.tree.trie import from_paths, merge
-from drafter.verifiers.exact import descend, walk
-from drafter.verifiers.filters import keep_probable, keep_ranked
-from drafter.verifiers.keyed_draw import draw
+from drafter.acceptance.exact import descend, walk
+from drafter.acceptance.filters import keep_probable, keep_ranked
+from drafter.acceptance.keyed_draw import draw
+from drafter.ctc.prefix_search import best_trie, static_tree
+from drafter.methods.ngram.drafter import lookup
+from drafter.target.attention import folded, tree_attention
+from drafter.target.kv_cache import KVCache, LayerShape
+from drafter.target.loading import pick_device
+from drafter.target.packing import additive, tree_attention_mask
+from drafter.target.paged_kv_cache import BLOCK, PagedKVCache
+from drafter.tree.search import best_product_trie
+from drafter.tree.token_tree import TokenTree, from_paths, merge
 
 Inputs = dict[str, Tensor]
 _DEPTH, _NODES, _FRAMES = 6, 16, 8

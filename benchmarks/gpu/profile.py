@@ -11,13 +11,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
 from benchmarks.speed import prompts_of
-from drafter.base.causal_lm import BaseModel
-from drafter.base.loading import load_base, load_tokenizer
 from drafter.devices import synchronise
 from drafter.drafters.registry import load_drafter
-from drafter.engine.engine_config import EngineConfig
-from drafter.engine.loop import Engine
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
 from drafter.requests import Request, SamplingParams
+from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.model import BaseModel
 
 KINDS: dict[str, str] = {
     "attention": r"attention|flash|fmha|sdpa|softmax_warp|mha_",

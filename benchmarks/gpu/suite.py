@@ -11,8 +11,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
-from drafter.base.loading import pick_device
 from drafter.errors import LoadError
+from drafter.target.loading import pick_device
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FILES = (

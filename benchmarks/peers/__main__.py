@@ -29,13 +29,13 @@ from benchmarks.peers.tables import contenders_of, page, settings, table
 from benchmarks.peers.worker_process import WorkerProcess
 from benchmarks.peers.workers.protocol import Settings, Work
 from benchmarks.speed import BATCHES, prompts_of
-from drafter.base.loading import load_base, load_tokenizer
+from drafter.devices import in_passing_thread
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import LoadError
 from drafter.evaluation.environment import environment
 from drafter.evaluation.questions import QuestionError
 from drafter.evaluation.results import write_json
-from drafter.threads import in_passing_thread
+from drafter.target.loading import load_base, load_tokenizer
 
 RECORD_FILE, TABLE_FILE, PLOT_FILE = "peers.json", "peers.md", "peers.png"
 CONTEXTS = ("short", "long")

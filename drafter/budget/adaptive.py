@@ -1,9 +1,4 @@
-"""A budget that adapts: draft and verify as many nodes as give the most tokens per second, or none.
-
-The nodes of a step maximise `(1 + expected accepted tokens) / latency`. What a number of nodes is expected to give is
-an average over recent trees of what the drafter promised, times the share of its promises that came true. Latencies are
-measured on this machine at start, and corrected by what steps really take.
-"""
+"""What fails again and again is tried ever more rarely: the pause before each try is longer than the one before."""
 
 from __future__ import annotations
 
@@ -14,8 +9,39 @@ import numpy as np
 
 from drafter.budget.contract import Counts, Floats, StepLoad, StepObservation, StepSeconds
 from drafter.budget.latency_table import LatencyTable, StepCosts
-from drafter.budget.pause import Pause
 from drafter.drafters.contract import Ask
+
+_MOST_DOUBLINGS = 2
+"""So many times the pause doubles."""
+
+
+@dataclass
+class Pause:
+    """The steps until something is tried again.
+
+    Args:
+        left: How many are left.
+        failures: Pauses that count towards the length of the next one.
+    """
+
+    left: int = 0
+    failures: int = 0
+
+    def begin(self, steps: int, longest: int) -> None:
+        """Begin a pause of so many steps after a first failure; more after others, but at most `longest`."""
+        self.left = min(steps << self.failures, longest)
+        self.failures = min(self.failures + 1, _MOST_DOUBLINGS)
+
+    def step(self) -> None:
+        """Make one of the steps."""
+        self.left = max(self.left - 1, 0)
+
+    def forget(self) -> None:
+        """Let there be no pause, nor a longer one next time."""
+        self.left = self.failures = 0
+
+
+# ---- A budget that adapts: draft and verify as many nodes as give the most tokens per second, or none.
 
 _PACE = 0.03
 """Weight of the newest step in the averages. One row accepts now none of a tree and now all of it."""

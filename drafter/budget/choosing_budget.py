@@ -12,9 +12,8 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from drafter.budget.adaptive import HOPELESS, AdaptiveBudget, steps_to_see
+from drafter.budget.adaptive import HOPELESS, AdaptiveBudget, Pause, steps_to_see
 from drafter.budget.contract import Counts, Floats, StepLoad, StepObservation
-from drafter.budget.pause import Pause
 from drafter.drafters.contract import Ask
 from drafter.statistics import BatchChoice, MemberView
 

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from drafter.base.causal_lm import BaseModel
-from drafter.base.kv_cache import KVCache
-from drafter.stage_times import StageTimes
-from drafter.tree.token_tree import TokenTree
+from drafter.statistics import StageTimes
+from drafter.target.kv_cache import KVCache
+from drafter.target.model import BaseModel
+from drafter.tree.token_tree import TokenTree, root_only
 
 Ids = npt.NDArray[np.int64]
 
@@ -259,3 +259,16 @@ class Drafter(ABC):
         It must not wait for the device, nor take longer than a small part of a step.
         """
         return None
+
+
+# ---- `none`: drafts nothing. To verify a lone root is plain decoding, in the same loop as everything else.
+
+
+class PlainDecoding(Drafter):
+    """Proposes trees that are only a root."""
+
+    spec = DraftSpec(max_nodes=0, max_depth=0)
+
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        """Trees `[B, 1]`."""
+        return root_only(context.pending)

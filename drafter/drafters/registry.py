@@ -8,27 +8,24 @@ from pathlib import Path
 
 import torch
 
-from drafter.base.causal_lm import BaseModel
-from drafter.base.loading import load_tokenizer
-from drafter.drafters.cacheback import CachebackDrafter
-from drafter.drafters.choosing_drafter import ChoosingDrafter
-from drafter.drafters.contract import Drafter
-from drafter.drafters.draft_models.named import load_model_drafter, load_stack
-from drafter.drafters.long_chain import LongChainDrafter
-from drafter.drafters.memory import MemoryDrafter
-from drafter.drafters.merged import MergedDrafter
+from drafter.drafters.contract import Drafter, PlainDecoding
+from drafter.drafters.merged import ChoosingDrafter, MergedDrafter
 from drafter.drafters.names import candidates, kind_and_rest, length_and_drafter, merged_names
-from drafter.drafters.ngram import NgramDrafter
-from drafter.drafters.none import PlainDecoding
-from drafter.drafters.tables.frozen_table import Vocabulary, load_table
 from drafter.embedded import EMBEDDED_HEADS, OTHER_HEADS
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import is_head_of, load_head
-from drafter.heads.early_exit.exit_drafter import named_exit
 from drafter.heads.registry import HEADS
-from drafter.learning.changing_head import ChangingHead
-from drafter.learning.starting_head import StartingHead
-from drafter.text.vocabulary import vocabulary_digest
+from drafter.methods.cacheback.drafter import CachebackDrafter
+from drafter.methods.cacheback.frozen_table import Vocabulary, load_table
+from drafter.methods.draft_models.stack import load_model_drafter, load_stack
+from drafter.methods.early_exit.drafter import named_exit
+from drafter.methods.fly.long_chain import LongChainDrafter
+from drafter.methods.learning.drafter import ChangingHead, StartingHead
+from drafter.methods.memory.drafter import MemoryDrafter
+from drafter.methods.ngram.drafter import NgramDrafter
+from drafter.target.loading import load_tokenizer
+from drafter.target.model import BaseModel
+from drafter.text.streaming import vocabulary_digest
 
 TRAINING_FREE: dict[str, Callable[[int], Drafter]] = {
     "none": lambda nodes: PlainDecoding(),

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import torch
 
-from drafter.base.executors.prepacked import as_loaded
 from drafter.devices import synchronise
-from drafter.engine.loop import Engine
+from drafter.engine.engine import Engine
 from drafter.requests import Generation, Request
 from drafter.statistics import DecodeCounts
+from drafter.target.prepacked import as_loaded
 
 
 @dataclass(frozen=True)

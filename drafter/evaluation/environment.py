@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import transformers
 
-from drafter.base.causal_lm import BaseModel
 from drafter.source_commit import has_changes, source_commit
+from drafter.target.model import BaseModel
 
 
 def environment(base: BaseModel, command: str) -> dict[str, Any]:

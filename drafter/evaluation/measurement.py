@@ -1,8 +1,4 @@
-"""The measurement: all arms side by side in one process, taking turns.
-
-Every round runs every arm, in an order that rotates, so that a disturbance of the machine affects all arms. At batch 1
-the arms take turns prompt by prompt. Stage times come from a separate pass over a few prompts.
-"""
+"""Time of a decoding step by stage, from the engine's own stage times."""
 
 from __future__ import annotations
 
@@ -12,26 +8,41 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import Drafter
 from drafter.drafters.names import kind_and_rest, merged_names
 from drafter.drafters.registry import TRAINING_FREE, load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_HEADS
-from drafter.engine.engine_config import EngineConfig
-from drafter.engine.loop import Engine
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
 from drafter.errors import LoadError
-from drafter.evaluation.decoders import Decoder, Run, engine_decoder, padding, transformers_decoder
+from drafter.evaluation.decoders import Decoder, Run, decode_all, engine_decoder, padding, transformers_decoder
 from drafter.evaluation.environment import environment
 from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Arm, Plan
-from drafter.evaluation.prepared_prompts import Prompt, prompts_of
-from drafter.evaluation.questions import Question, check_batches
+from drafter.evaluation.questions import Prompt, Question, check_batches, prompts_of
 from drafter.evaluation.results import Cell, Results, Setting, Skipped, StageSums
-from drafter.evaluation.stages import stage_seconds
 from drafter.heads.checkpoint import load_head
 from drafter.heads.contract import DraftHead
 from drafter.heads.registry import HEADS
 from drafter.requests import Request
 from drafter.statistics import DecodeCounts, total
+from drafter.target.model import BaseModel
+
+STAGES = ("draft", "tree", "verify", "commit", "host")
+"""Stages of a decoding step: the head's forward, the tree search, the base's forward with the verifier's decision,
+the commit of accepted nodes, and everything else. On a GPU a step is queued as a whole, and all of it counts as
+`verify`."""
+
+
+def stage_seconds(engine: Engine, requests: Sequence[Request]) -> tuple[dict[str, float], int]:
+    """Decode requests. Return the seconds of each of `STAGES`, without prefills, and the number of new tokens."""
+    before = engine.state().stage_seconds
+    _, generations = decode_all(engine, requests)
+    spent = {stage: seconds - before[stage] for stage, seconds in engine.state().stage_seconds.items()}
+    spent["verify"] += spent["wait"]
+    return {stage: spent[stage] for stage in STAGES}, sum(len(one.token_ids) for one in generations)
+
+
+# ---- The measurement: all arms side by side in one process, taking turns.
 
 _WARM_UP_PROMPTS = 2
 _WARM_UP_TOKENS = 16

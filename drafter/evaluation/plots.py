@@ -7,10 +7,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from drafter.evaluation.figures import Figures, figures
+from drafter.evaluation.measurement import STAGES
 from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Arm
-from drafter.evaluation.results import Results
-from drafter.evaluation.stages import STAGES
+from drafter.evaluation.results import Figures, Results, figures
 
 # The colours of Okabe and Ito, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from drafter.evaluation.environment import machine
-from drafter.evaluation.figures import Figures, figures
+from drafter.evaluation.measurement import STAGES
 from drafter.evaluation.plan import TRANSFORMERS, Arm
-from drafter.evaluation.results import Cell, Results
-from drafter.evaluation.stages import STAGES
+from drafter.evaluation.plots import plots
+from drafter.evaluation.results import Cell, Figures, Results, figures
 from drafter.statistics import mean_acceptance_length
 
 
@@ -129,3 +130,18 @@ def _heading(results: Results) -> str:
         "β: new tokens per base forward. γ: speed relative to plain decoding in the same engine and run. "
         f"{theirs}Differing tokens: tokens that are not plain decoding's at the same positions."
     )
+
+
+# ---- An evaluation's report: its results as tables and plots.
+
+TABLE_FILE = "table.md"
+
+
+def write_report(results: Results, folder: Path) -> list[Path]:
+    """Write `table.md` and the plots to `folder`. Return their paths."""
+    files = [folder / TABLE_FILE]
+    files[0].write_text(page(results), encoding="utf-8")
+    for name, figure in plots(results).items():
+        files.append(folder / f"{name}.png")
+        figure.savefig(files[-1], dpi=150)
+    return files

@@ -1,20 +1,4 @@
-"""Draft heads on disk: a folder with `config.json` and `model.safetensors`, as transformers' users expect.
-
-`config.json`::
-
-    {
-      "format_version": 1,
-      "algorithm": "ctc",
-      "base_model": {"name": "…", "fingerprint": "…"},
-      "head": {… the fields of the algorithm's configuration …},
-      "training": {… provenance: recipe, data, steps, seed, measured β, versions …}
-    }
-
-A head fits one base: the base's fingerprint is checked before a tensor is read. Heads of earlier releases, whose
-fingerprint is of the first scheme, are checked by that. Heads in a layout of others are checked by what they say of
-their base; see `heads.public`. Weights are safetensors. A pickle is never opened, because
-opening one runs code.
-"""
+"""The two files of a draft head: in a folder, or on the hub."""
 
 from __future__ import annotations
 
@@ -26,17 +10,90 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafter.base.causal_lm import BaseModel
 from drafter.errors import LoadError, first_line
-from drafter.heads.contract import DraftHead, Provenance
-from drafter.heads.head_config import head_config
-from drafter.heads.head_files import CONFIG_FILE, WEIGHTS_FILE, find_files
-from drafter.heads.public.public_layouts import public_config, read_public
+from drafter.heads.contract import DraftHead, Provenance, head_config
+from drafter.heads.layouts import public_config, read_public
+from drafter.target.model import BaseModel
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+PUBLISHED_WEIGHTS = (WEIGHTS_FILE, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
+"""Names that weights may have."""
+UNPICKLE = "python -m drafter.heads.unpickle"
+"""Converts pickled weights, in a restricted process of its own."""
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+
+
+def find_files(name: str) -> tuple[Path, Path]:
+    """Return the configuration and the weights of a head.
+
+    Args:
+        name: A folder, or a hub id (`HF_HUB_OFFLINE` is respected).
+
+    Raises:
+        LoadError: There is no such head, or it lacks one of the files.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _in_folder(name, folder)
+    if folder.exists():
+        raise LoadError(f"draft head {name!r} is a file: give the folder that holds it")
+    hint = f"give a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, or a hub id"
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise LoadError(f"no draft head at {name!r}: there is no such folder; {hint}")
+    return _on_hub(name, hint)
+
+
+def _in_folder(name: str, folder: Path) -> tuple[Path, Path]:
+    if not (folder / CONFIG_FILE).is_file():
+        raise LoadError(f"draft head {name!r} has no {CONFIG_FILE}: give a folder that a draft head was saved in")
+    weights = next((folder / one for one in PUBLISHED_WEIGHTS if (folder / one).is_file()), None)
+    if weights is None:
+        raise LoadError(f"draft head {name!r} has no {WEIGHTS_FILE}{_only_pickles(folder)}")
+    return folder / CONFIG_FILE, weights
+
+
+def _on_hub(name: str, hint: str) -> tuple[Path, Path]:
+    try:
+        config_file = hf_hub_download(name, CONFIG_FILE)
+    except (OSError, ValueError, RuntimeError, HFValidationError) as error:
+        reason = "not in the local cache, and the hub cannot be reached" if _is_offline(error) else first_line(error)
+        raise LoadError(f"no draft head at {name!r}: no such folder, and as a hub id: {reason}; {hint}") from error
+    for weights in PUBLISHED_WEIGHTS:
+        try:
+            return Path(config_file), Path(hf_hub_download(name, weights))
+        except EntryNotFoundError as error:
+            missing = error
+        except (OSError, ValueError, RuntimeError) as error:
+            raise LoadError(f"draft head {name!r}: {weights} cannot be downloaded: {first_line(error)}") from error
+    reason = "is not in the local cache, and the hub cannot be reached"
+    if not _is_offline(missing):
+        reason = f"is not there; pickled weights are never loaded: `hf download {name}`, then `{UNPICKLE} FOLDER`"
+    raise LoadError(f"draft head {name!r}: {WEIGHTS_FILE} {reason}") from missing
+
+
+def _is_offline(error: BaseException) -> bool:
+    return isinstance(error, LocalEntryNotFoundError)
+
+
+def _only_pickles(folder: Path) -> str:
+    """Say so if the folder has pickled weights instead."""
+    found = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+    if not found:
+        return ""
+    return (
+        f", only {found[0]}: pickles are never loaded, because loading one runs code; `{UNPICKLE} {folder}` converts it"
+    )
+
+
+# ---- Draft heads on disk: a folder with `config.json` and `model.safetensors`, as transformers' users expect.
 
 FORMAT_VERSION = 1
 

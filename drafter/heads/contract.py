@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from drafter.base.causal_lm import BaseModel
-from drafter.base.hidden_states import LM_HEAD_INPUT
 from drafter.drafters.contract import Drafter
-from drafter.heads.draft_batch import DraftBatch
+from drafter.errors import LoadError, first_line
 from drafter.heads.draft_vocabulary import DraftTargets, DraftVocabulary, OutputLayer, draft_vocabulary
-from drafter.heads.losses import Labels, LossSum
+from drafter.heads.losses import DraftBatch, Labels, LossSum
+from drafter.target.forward import LM_HEAD_INPUT
+from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 
 Tree = Literal["exact", "static"]
@@ -143,3 +145,40 @@ class DraftHead(nn.Module, ABC):
         Raises:
             ValueError: As in `drafter`.
         """
+
+
+# ---- A head's configuration from values that somebody wrote: a checkpoint, a job's file, a command line.
+
+
+def head_config(name: str, config_class: type, values: Mapping[str, Any]) -> Any:
+    """Return an instance of the dataclass `config_class`.
+
+    Args:
+        name: The head, for messages.
+        config_class: Configuration of the head's algorithm.
+        values: Its fields. Types must match exactly, but an integer will do for a float.
+
+    Raises:
+        LoadError: A field is unknown or missing, or its value is not allowed.
+    """
+    try:
+        # In strict mode pydantic makes a dataclass of JSON, but not of a dict.
+        text = json.dumps(dict(values), default=str)
+        return TypeAdapter(config_class).validate_json(text, strict=True, extra="forbid")
+    except ValidationError as error:
+        raise LoadError(f"draft head {name!r}: {_reason(error)}") from error
+
+
+def _reason(error: ValidationError) -> str:
+    """Say what is wrong with the first wrong field."""
+    first = error.errors(include_url=False)[0]
+    key = first["loc"][0] if first["loc"] else None
+    match first["type"]:
+        case "unexpected_keyword_argument":
+            return f"unknown configuration key {key!r}; made by a later release?"
+        case "missing":
+            return f"configuration key {key!r} is missing"
+        case "value_error":
+            return first_line(first["ctx"]["error"])
+    wanted = first["msg"].removeprefix("Input should be ")
+    return f"configuration key {key!r} cannot be {first['input']!r}: it must be {wanted}"

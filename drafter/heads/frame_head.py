@@ -1,21 +1,151 @@
-"""Heads that draft from frames: a draft module computes frame states, and a search makes trees of them."""
+"""The contract between draft modules and the heads that read their frames.
+
+A module computes `T` frame states for each pending token from the text so far. It does so in two ways that must agree:
+for many anchors of a known text (training, simulated walks), and step by step for the engine's slots (decoding).
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from drafter.base.causal_lm import BaseModel
-from drafter.base.executors.prepacked import prepack
-from drafter.drafters.contract import Ask, DraftContext, DraftSpec
+from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Ids, Loan
 from drafter.heads.contract import DraftHead, Tree
-from drafter.heads.modules.contract import DraftModule, FrameReader
-from drafter.heads.modules.head_drafter import HeadDrafter
+from drafter.target.model import BaseModel
+from drafter.target.prepacked import prepack
 from drafter.tree.token_tree import TokenTree
+
+
+class DraftModule(nn.Module, ABC):
+    """Frame states from tokens and the base's hidden states."""
+
+    num_frames: int
+    """T."""
+
+    @abstractmethod
+    def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor, count: int | None = None) -> Tensor:
+        """Return frames for many anchors of known texts, each as decoding would compute it there, `[B, A, F, d]`.
+
+        Args:
+            embeddings: `[B, L, d]` frozen embeddings of the tokens.
+            hidden: `[B, L, K · d]` the base's hidden states that the head reads, `DraftHead.hidden_layers`.
+            anchors: `[B, A]` positions of the pending tokens. Hidden states from an anchor on are not read for it.
+            count: F, number of frames, counted from the first; None for all T. Frames that attend to one another may
+                attend to these F only.
+        """
+
+    @abstractmethod
+    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
+        """Return a reader that computes frames step by step, on the base's device and in its dtype.
+
+        Args:
+            base: Lends its embedding.
+            fresh: Tokens that an ordinary step adds to a sequence at most.
+        """
+
+
+class SlotReader:
+    """What a draft module remembers of the sequences in the engine's slots: by itself, nothing.
+
+    Attributes:
+        bounded: Whether drafting looks at `DraftContext.longest`.
+        bytes_per_token: Memory that it keeps for each position of a slot.
+    """
+
+    bounded = False
+    bytes_per_token = 0
+
+    def open(self, slots: int, length: int) -> None:
+        """Make room for `slots` sequences of `length` tokens and the drafts behind them. Called once."""
+
+    def enter(self, slot: int) -> None:
+        """Forget what was read in `slot`: a new sequence enters."""
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Let `target` have what was read of the first `length` tokens in `source`."""
+
+    def move(self, source: int, target: int) -> None:
+        """Let the sequence in slot `source` go on in slot `target`."""
+
+    def clear(self, slot: int) -> None:
+        """Set all numbers kept for `slot` to zero; see `Drafter.clear`."""
+
+    def prepare(self, context: DraftContext) -> None:
+        """Do what drafting must not do. Comes before each step, with the same rows; see `Drafter.prepare`."""
+
+
+class FrameReader(SlotReader, ABC):
+    """Computes frames for the engine's slots."""
+
+    @abstractmethod
+    def read(self, context: DraftContext, count: int | None = None) -> Tensor:
+        """Return the first `count` frames, or all, `[B, F, d]` of the context's rows; see `Drafter.propose`."""
+
+
+def hidden_before(hidden: Tensor, anchors: Tensor) -> Tensor:
+    """Return the hidden state before each anchor, `[B, A, d]`; zeros before the beginning of the text.
+
+    Args:
+        hidden: `[B, L, d]`.
+        anchors: `[B, A]` positions.
+    """
+    index = (anchors - 1).clamp_min(0)[:, :, None].expand(-1, -1, hidden.shape[-1])
+    return torch.where((anchors > 0)[:, :, None], hidden.gather(1, index), 0.0)
+
+
+def newest_hidden(context: DraftContext) -> Tensor:
+    """Return the hidden state before each row's pending token, `[B, d]`."""
+    assert context.hidden is not None
+    return hidden_before(context.hidden, context.lengths[:, None])[:, 0]
+
+
+# ---- What all drafters of heads share: they pass on what happens to the sequences to the reader of the head's module.
+
+
+class HeadDrafter(Drafter):
+    """Keeps a reader informed.
+
+    Args:
+        spec: What the drafter needs; the reader says what it looks at and keeps.
+        reader: What the head's module remembers.
+    """
+
+    def __init__(self, spec: DraftSpec, reader: SlotReader) -> None:
+        self.spec = replace(spec, bounded=reader.bounded, bytes_per_token=reader.bytes_per_token)
+        self._slots = reader
+
+    def open(self, loan: Loan) -> None:
+        """Make room for the module's memory."""
+        self._times = loan.times
+        self._slots.open(loan.slots, loan.length)
+
+    def enter(self, slot: int, text: Ids) -> None:
+        """Forget the sequence before: nothing of the new one has been read."""
+        self._slots.enter(slot)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy what was read of the common beginning."""
+        self._slots.copy(source, target, length)
+
+    def move(self, source: int, target: int) -> None:
+        """Move what was read of the sequence."""
+        self._slots.move(source, target)
+
+    def clear(self, slot: int) -> None:
+        """Set what the module remembers of the slot to zero."""
+        self._slots.clear(slot)
+
+    def prepare(self, context: DraftContext) -> None:
+        """Read rows that have more new tokens than an ordinary step brings."""
+        self._slots.prepare(context)
+
+
+# ---- Heads that draft from frames: a draft module computes frame states, and a search makes trees of them.
 
 Search = Callable[[Tensor, Tensor, int, float], TokenTree]
 """Frame states `[B, F, d]`, recent tokens `[B, recent_tokens]`, size, `Ask.least_probability` → trees `[B, size]`."""
@@ -110,3 +240,28 @@ def last_tokens(tokens: Tensor, anchors: Tensor, count: int) -> Tensor:
     back = torch.arange(1 - count, 1, device=tokens.device)
     index = (anchors[:, :, None] + back).clamp_min(0)
     return tokens.gather(1, index.flatten(1)).view(index.shape)
+
+
+# ---- A draft module without parameters: the base's last hidden state is the only frame.
+
+
+class LastHidden(DraftModule):
+    """One frame: the hidden state before the pending token."""
+
+    num_frames = 1
+
+    def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor, count: int | None = None) -> Tensor:
+        """Return frames `[B, A, 1, d]`; see `DraftModule.forward`."""
+        return hidden_before(hidden, anchors)[:, :, None]
+
+    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
+        """Return a reader without memory."""
+        return _LastHiddenReader(base.dtype)
+
+
+class _LastHiddenReader(FrameReader):
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def read(self, context: DraftContext, count: int | None = None) -> Tensor:
+        return newest_hidden(context)[:, None].to(self._dtype)

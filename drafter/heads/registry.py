@@ -7,16 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from drafter.base.causal_lm import BaseModel
+from drafter.ctc.head import CTCHead
 from drafter.errors import LoadError
-from drafter.heads.contract import DraftHead
-from drafter.heads.ctc.ctc_head import CTCHead
-from drafter.heads.eagle3.eagle3_head import Eagle3Head
-from drafter.heads.early_exit.exit_head import ExitHead
-from drafter.heads.head_config import head_config
-from drafter.heads.hydra import HydraHead
-from drafter.heads.medusa import MedusaHead
-from drafter.heads.specformer.specformer_head import SpecFormerHead
+from drafter.heads.contract import DraftHead, head_config
+from drafter.methods.eagle3.head import Eagle3Head
+from drafter.methods.early_exit.head import ExitHead
+from drafter.methods.hydra.head import HydraHead
+from drafter.methods.medusa.head import MedusaHead
+from drafter.methods.specformer.head import SpecFormerHead
+from drafter.target.model import BaseModel
 
 HEADS: dict[str, type[DraftHead]] = {
     head.algorithm: head for head in (CTCHead, MedusaHead, HydraHead, Eagle3Head, SpecFormerHead, ExitHead)

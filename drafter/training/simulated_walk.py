@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafter.base.causal_lm import BaseModel
 from drafter.heads.contract import DraftHead, Tree
-from drafter.heads.draft_batch import DraftBatch
+from drafter.heads.losses import DraftBatch
+from drafter.target.model import BaseModel
 from drafter.training.settings import NODE_COUNTS
+from drafter.training.step import base_hidden_states
 from drafter.training.targets import RegeneratedText, draft_batch
-from drafter.training.training_step import base_hidden_states
 from drafter.tree.token_tree import TokenTree
 
 

@@ -1,10 +1,4 @@
-"""A Ray cluster of several nodes on this machine, apart from every other Ray there.
-
-GPUs are logical here: Ray counts what it is told, so placement and growth are the same as on real nodes. The cluster
-has a folder, free ports and a token of its own. All its processes carry the folder's name in their environment; at the
-end those processes, and no others, are killed: `ray.cluster_utils.AutoscalingCluster` ends by `ray stop`, which kills
-every Ray on the machine.
-"""
+"""Ports of this machine."""
 
 from __future__ import annotations
 
@@ -14,6 +8,7 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,8 +22,24 @@ from typing import Any
 
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
 
-from pipeline.cluster.ports import LOOPBACK, free_ports
 from pipeline.errors import JobError
+
+LOOPBACK = "127.0.0.1"
+
+
+def free_ports(count: int) -> list[int]:
+    """Find different ports that no process listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind((LOOPBACK, 0))
+        return [int(one.getsockname()[1]) for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+# ---- A Ray cluster of several nodes on this machine, apart from every other Ray there.
 
 _MARK = "DRAFTER_LOCAL_CLUSTER"
 _PREFIX = "ray-"

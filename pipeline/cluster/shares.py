@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.cluster.resources_config import ResourcesConfig
 from pipeline.errors import InputError
+from pipeline.settings import ResourcesConfig
 
 HELPER_CPUS = 0.25
 """Cores of a task that reads, tokenises or writes: such tasks work in short bursts beside the engines."""

@@ -1,21 +1,18 @@
-"""Ray Data's actor around an engine: parts of requests in, parts of generated rows out.
-
-Several calls run at once, each with one part. All of them feed one engine, so that its slots stay full while one part
-ends and the next begins. A call that Ray repeats after a death returns the same rows in the same order.
-"""
+"""A watchdog for steps of an engine that never end."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 import ray
@@ -25,20 +22,47 @@ from drafter.evaluation.environment import device_name
 from drafter.requests import Generation, Request, SamplingParams
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.engines.feeder import Feeder
-from pipeline.engines.ledger import RowOutcome
-from pipeline.engines.limits_config import LimitsConfig
-from pipeline.engines.memory.memory_feed import MemoryFeed, OtherTexts
-from pipeline.engines.remote_ledger import RemoteLedger
-from pipeline.engines.watchdog import watch
+from pipeline.engines.ledger import RemoteLedger, RowOutcome
+from pipeline.engines.shared_texts import MemoryFeed, OtherTexts
 from pipeline.errors import JobError
-from pipeline.learning.learning_feed import LearningFeed
-from pipeline.learning.watched_learner import find_learner
-from pipeline.output.output_columns import RunTraits, column_values, columns_type, slot_seconds, wanted_columns
+from pipeline.learning.feed import LearningFeed
+from pipeline.learning.job_learner import find_learner
+from pipeline.output.columns import RunTraits, column_values, columns_type, slot_seconds, wanted_columns
+from pipeline.progress.board import BEAT_SECONDS, EngineFacts, EngineReport, PartReport
 from pipeline.progress.prometheus import EngineMetrics, RowMetrics
-from pipeline.progress.pulse import Pulse
-from pipeline.progress.reports import BEAT_SECONDS, EngineFacts, EngineReport, PartReport
-from pipeline.staging.part_rows import pack, unpack
-from pipeline.staging.row_problems import with_problems
+from pipeline.progress.watch import Pulse
+from pipeline.settings import LimitsConfig
+from pipeline.staging.rows import with_problems
+from pipeline.staging.staging import pack, unpack
+
+_LOOKS = 10
+"""How often the watchdog looks within the time that a step may take."""
+
+
+class Stepping(Protocol):
+    """What a watchdog sees of an engine; `last_step` is when it last ended a step, by `time.monotonic`."""
+
+    last_step: float
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has nothing to do."""
+
+
+def watch(engine: Stepping, seconds: float, stuck: Callable[[], None]) -> threading.Thread:
+    """Start a thread that calls `stuck`, once, when a step takes longer than `seconds`."""
+
+    def look() -> None:
+        while engine.idle or time.monotonic() - engine.last_step <= seconds:
+            time.sleep(seconds / _LOOKS)
+        stuck()
+
+    thread = threading.Thread(target=look, name="watchdog", daemon=True)
+    thread.start()
+    return thread
+
+
+# ---- Ray Data's actor around an engine: parts of requests in, parts of generated rows out.
 
 _LOAD_AGAIN_SECONDS = 5.0
 _LAST_WORD_SECONDS = 5

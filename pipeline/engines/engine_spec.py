@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from drafter.engine.engine_config import EngineConfig
+from drafter.acceptance.settings import VerifierSettings
+from drafter.engine.config import EngineConfig
 from drafter.errors import LoadError, one_line
-from drafter.learning.starting_head import StartingHead
 from drafter.llm import SpeculativeLM
-from drafter.verifiers.verifier_settings import VerifierSettings
+from drafter.methods.learning.drafter import StartingHead
 from pipeline.learning.learner_spec import Beginning
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from drafter.engine.sequences.handle import Handle
+from drafter.engine.sequence import Handle
 from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
 from drafter.requests import Generation, Request
 from pipeline.engines.ledger import RowKey, RowOutcome

@@ -7,12 +7,20 @@ and rows that had finished are not generated again. Entries of a part are droppe
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet
+import ray
+from pyarrow import fs
+
 from pipeline.errors import RowError
+from pipeline.io.reading import parquet_rows
+from pipeline.output.folder import OutputFolder
 
 _HOPELESS = 20
 """If an engine's process ends this often without finishing one row, the machine or this program is at fault, no row."""
@@ -210,3 +218,69 @@ class Ledger:
 
 def _too_many_deaths(deaths: int) -> RowError:
     return RowError("EngineDied", f"its engine's process ended {deaths} times with it, at last with it alone", deaths)
+
+
+# ---- The ledger, as an engine's process sees it.
+
+
+class RemoteLedger:
+    """Calls the `Ledger` actor in the name of this process's engine and waits for its answers.
+
+    Args:
+        actor: A `Ledger` actor.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        # A process that replaces a dead one has the same actor id.
+        self._engine = ray.get_runtime_context().get_actor_id()
+
+    def arrive(self) -> bool:
+        """See `Ledger.arrive`."""
+        return bool(ray.get(self._actor.arrive.remote(self._engine)))
+
+    def loaded(self, base: str) -> str:
+        """See `Ledger.loaded`."""
+        return str(ray.get(self._actor.loaded.remote(base)))
+
+    def has_loaded(self) -> bool:
+        """See `Ledger.has_loaded`."""
+        return bool(ray.get(self._actor.has_loaded.remote()))
+
+    def open_part(self, part: str, wanted: int) -> tuple[dict[str, RowOutcome], dict[str, int]]:
+        """See `Ledger.open_part`."""
+        outcomes, deaths = ray.get(self._actor.open_part.remote(part, wanted))
+        return outcomes, deaths
+
+    def exchange(self, left: Mapping[RowKey, RowOutcome], entering: list[RowKey]) -> bool:
+        """See `Ledger.exchange`."""
+        return bool(ray.get(self._actor.exchange.remote(self._engine, left, entering)))
+
+
+# ---- The rows that a submission leaves to the next: they are finished, but their parts are not.
+
+
+def read_unfinished(output: OutputFolder) -> list[SavedRow]:
+    """Read what an earlier submission left; nothing, and a line that says so, where the file is damaged."""
+    if output.unfinished.type != fs.FileType.File:
+        return []
+    if parquet_rows(output.unfinished) is None:
+        print(f"{output.unfinished.path} is damaged: its rows are generated again", file=sys.stderr, flush=True)
+        return []
+    table = pa.parquet.read_table(output.unfinished.path, filesystem=output.root.filesystem)
+    return [SavedRow(**row) for row in table.to_pylist()]
+
+
+def write_unfinished(output: OutputFolder, rows: list[SavedRow]) -> None:
+    """Leave these rows to the next submission, instead of those that are there; no rows leave no file."""
+    if not rows:
+        delete_unfinished(output)
+        return
+    with output.unfinished.open_whole(aside=output.temporary / output.unfinished.name) as stream:
+        pa.parquet.write_table(pa.Table.from_pylist([vars(row) for row in rows]), stream)
+
+
+def delete_unfinished(output: OutputFolder) -> None:
+    """Leave nothing to the next submission."""
+    if output.unfinished.type == fs.FileType.File:
+        output.unfinished.filesystem.delete_file(output.unfinished.path)

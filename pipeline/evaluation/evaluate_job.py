@@ -13,25 +13,24 @@ from pathlib import Path
 
 import torch
 
-from drafter.base.loading import load_base, load_tokenizer
 from drafter.errors import LoadError
 from drafter.evaluation.measurement import Evaluation, Progress
 from drafter.evaluation.plan import Plan
 from drafter.evaluation.questions import Question, QuestionError, read_questions
-from drafter.evaluation.report_files import write_report
 from drafter.evaluation.results import RESULTS_FILE, Cell, Results, Setting
-from drafter.evaluation.tables import speed_tables
+from drafter.evaluation.tables import speed_tables, write_report
+from drafter.target.loading import load_base, load_tokenizer
 from pipeline.cluster.ray_cluster import connect
-from pipeline.cluster.resources_config import ResourcesConfig
 from pipeline.cluster.shares import ActorResources, share_out
 from pipeline.command_line import command_of, run_job
-from pipeline.engines.named_models import model_name
+from pipeline.engines.models import model_name
 from pipeline.errors import InputError
-from pipeline.evaluation.evaluate_config import EvaluateConfig, parse_config
-from pipeline.evaluation.measuring_task import measured
-from pipeline.evaluation.verifier_evaluation import RESULTS_FILE as VERIFIERS_FILE
-from pipeline.evaluation.verifier_evaluation import evaluate_verifiers
-from pipeline.generate.generate_config import LoadingConfig
+from pipeline.evaluation.config import EvaluateConfig, parse_config
+from pipeline.evaluation.measuring import measured
+from pipeline.evaluation.verifiers import RESULTS_FILE as VERIFIERS_FILE
+from pipeline.evaluation.verifiers import evaluate_verifiers
+from pipeline.generate.config import LoadingConfig
+from pipeline.settings import ResourcesConfig
 
 Item = Results | list[Cell] | Progress
 """What the task yields: first results without cells, then the cells of each setting together, and progress."""

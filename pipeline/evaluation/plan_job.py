@@ -10,22 +10,27 @@ from typing import Any
 
 import torch
 
-from drafter.base.loading import load_base, load_tokenizer
 from drafter.drafters.registry import useful_nodes
 from drafter.errors import LoadError, RequestError
 from drafter.evaluation.environment import environment
-from drafter.evaluation.prepared_prompts import prompts_of
-from drafter.evaluation.questions import Question, QuestionError, read_questions
-from drafter.evaluation.stacks.stack_measurement import Comparison, StackPlanning, stack_name
-from drafter.evaluation.stacks.stack_report import acceptance_table, stack_table, write_stacks
+from drafter.evaluation.questions import Question, QuestionError, prompts_of, read_questions
+from drafter.methods.draft_models.measurement import (
+    Comparison,
+    StackPlanning,
+    acceptance_table,
+    stack_name,
+    stack_table,
+    write_stacks,
+)
+from drafter.target.loading import load_base, load_tokenizer
 from pipeline.cluster.ray_cluster import connect
-from pipeline.cluster.resources_config import ResourcesConfig
 from pipeline.cluster.shares import share_out
 from pipeline.command_line import command_of, run_job
-from pipeline.engines.named_models import head_fingerprints, model_name
+from pipeline.engines.models import head_fingerprints, model_name
 from pipeline.errors import InputError
-from pipeline.evaluation.measuring_task import measured
-from pipeline.evaluation.plan_config import PlanConfig, parse_plan
+from pipeline.evaluation.config import PlanConfig, parse_plan
+from pipeline.evaluation.measuring import measured
+from pipeline.settings import ResourcesConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,17 +6,16 @@ import dataclasses
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from drafter.acceptance.settings import VerifierSettings
 from drafter.requests import DRAW
-from drafter.verifiers.verifier_settings import VerifierSettings
 from pipeline.cluster.shares import ActorResources
-from pipeline.generate.generate_config import GenerateConfig
-from pipeline.io.fingerprints import input_fingerprints
-from pipeline.io.listing import InputListing
+from pipeline.generate.config import GenerateConfig
+from pipeline.io.listing import InputListing, input_fingerprints
 from pipeline.io.prompt_source import PromptSource
-from pipeline.output.output_folder import OutputFolder
+from pipeline.output.folder import OutputFolder
 from pipeline.output.run_file import read_run, save_run
-from pipeline.progress.reports import EngineFacts
-from pipeline.staging.staged_input import Part, StagedInput
+from pipeline.progress.board import EngineFacts
+from pipeline.staging.staging import Part, StagedInput
 
 if TYPE_CHECKING:  # it imports torch, which checks do without
     from pipeline.learning.learner_spec import Beginning

@@ -1,35 +1,135 @@
-"""The streaming pipeline: staged parts are read, become requests, are generated and are committed, all at once.
-
-The way of one prompt from its file to Parquet, of which the first line is done before the pipeline starts:
-
-    staging/stage_files.py     a file's rows → named rows → a staged part
-    staging/part_rows.py       a staged part → a row of the dataset
-    generate/tokenising.py     rows → prompts through the chat template → token ids and sampling settings
-    engines/engine_actor.py    requests → the engine, by `engines/feeder.py` → the columns of `output/output_columns.py`
-    output/part_files.py       generated rows → a file in `errors/` and one in `data/`, which commits the part
-"""
+"""Parts of rows become parts of requests, on CPU workers."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
+from collections.abc import Iterator
 from dataclasses import asdict
+from functools import lru_cache
 from typing import Any
 
+import pyarrow as pa
 import ray
 
-from drafter.engine.engine_config import EngineConfig
+from drafter.engine.config import EngineConfig
+from drafter.engine.sequence import refuse_long
+from drafter.errors import RequestError
+from drafter.target.loading import load_tokenizer
+from drafter.text.chat import Chat, encode_chats
 from pipeline.cluster.shares import HELPER_CPUS
 from pipeline.engines.engine_actor import EngineActor
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.engines.feeder import capacity
-from pipeline.engines.memory.memory_feed import OtherTexts
-from pipeline.engines.named_models import model_name
+from pipeline.engines.models import model_name
+from pipeline.engines.shared_texts import OtherTexts
+from pipeline.errors import RowError
 from pipeline.generate.job_context import JobContext, Work
-from pipeline.generate.row_requests import PromptSettings
-from pipeline.generate.tokenising import to_requests
-from pipeline.output.output_columns import RunTraits
+from pipeline.generate.row_requests import PromptSettings, RowRequest, row_request
+from pipeline.output.columns import RunTraits
 from pipeline.output.part_files import PartsDatasink
-from pipeline.staging.part_rows import StagedParts
+from pipeline.staging.rows import with_problems
+from pipeline.staging.staging import StagedParts, pack, unpack
+
+_COMPOSED = 4
+"""A tokeniser's normaliser may make one character of several, but hardly ever of more than this."""
+
+
+def to_requests(block: pa.Table, settings: PromptSettings) -> pa.Table:
+    """Make requests of the rows of each part in a block."""
+    return pack((part, make_requests(rows, settings)) for part, rows in unpack(block))
+
+
+def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
+    """Add `prompt_ids` (list of int32) and `sampling` (`SamplingParams` as JSON) to staged rows.
+
+    Rows that cannot become a request get a `problem` and nulls instead.
+    """
+    tokenizer = _tokenizer(settings.tokenizer, settings.trust_remote_code)
+    problems = rows["problem"].to_pylist()
+    requests: dict[int, RowRequest] = {}
+    for index, (name, row) in enumerate(zip(rows["request_id"].to_pylist(), rows["row"].to_pylist(), strict=True)):
+        if problems[index] is None:
+            try:
+                request = row_request(name, row, settings, tokenizer)
+                refuse_endless(request.prompt, settings.max_length, _longest_token(tokenizer))
+                requests[index] = request
+            except RowError as error:
+                problems[index] = vars(error.problem)
+    ids: dict[int, list[int]] = {}
+    for index, found in _tokenise(requests, tokenizer, special_tokens=settings.reading.special_tokens):
+        if isinstance(found, RequestError):
+            problems[index] = vars(RowError("BadPrompt", str(found)).problem)
+            continue
+        try:  # their numbers would travel on, only to be refused by an engine
+            refuse_long(len(found), settings.max_length)
+        except RequestError as error:
+            problems[index] = vars(RowError("Refused", str(error)).problem)
+        else:
+            ids[index] = found
+    samplings = {index: json.dumps(dataclasses.asdict(requests[index].sampling)) for index in ids}
+    order = range(rows.num_rows)
+    rows = with_problems(rows, problems)
+    rows = rows.append_column("prompt_ids", pa.array([ids.get(index) for index in order], pa.list_(pa.int32())))
+    return rows.append_column("sampling", pa.array([samplings.get(index) for index in order], pa.string()))
+
+
+def refuse_endless(prompt: str | Chat | list[int], max_length: int, longest_token: int) -> None:
+    """Refuse a text that cannot be short enough, before it is tokenised, which would take minutes and gigabytes.
+
+    Args:
+        prompt: A text, a chat, or token ids, which need no tokeniser.
+        max_length: Tokens that prompt and output may have together.
+        longest_token: Characters of the vocabulary's longest token.
+
+    Raises:
+        RowError: The text is too long.
+    """
+    text = prompt.text if isinstance(prompt, Chat) else prompt
+    if isinstance(text, str) and len(text) > max_length * longest_token * _COMPOSED:
+        raise RowError(
+            "Refused",
+            f"the prompt has {len(text)} characters, but prompt and output together may have {max_length} tokens: "
+            "shorten the prompt or raise max_length",
+        )
+
+
+@lru_cache(maxsize=2)
+def _longest_token(tokenizer: Any) -> int:
+    """Return the characters of the longest token."""
+    return max(map(len, tokenizer.get_vocab()))
+
+
+def _tokenise(
+    requests: dict[int, RowRequest], tokenizer: Any, *, special_tokens: bool
+) -> Iterator[tuple[int, list[int] | RequestError]]:
+    """Yield the token ids of each prompt, or why it has none.
+
+    The tokeniser takes many texts at once, which it works on in parallel.
+    """
+    texts: dict[int, str] = {}
+    chats: dict[int, Chat] = {}
+    for index, request in requests.items():
+        match request.prompt:
+            case str(text):
+                texts[index] = text
+            case Chat() as chat:
+                chats[index] = chat
+            case ids:
+                yield index, ids
+    if texts:
+        yield from zip(texts, tokenizer(list(texts.values()))["input_ids"], strict=True)
+    yield from zip(chats, encode_chats(tokenizer, list(chats.values()), special_tokens=special_tokens), strict=True)
+
+
+@lru_cache(maxsize=2)
+def _tokenizer(name: str, trust_remote_code: bool) -> Any:
+    """Load a tokeniser once in each worker process."""
+    return load_tokenizer(name, trust_remote_code=trust_remote_code)
+
+
+# ---- The streaming pipeline: staged parts are read, become requests, are generated and are committed, all at once.
 
 
 def stream(job: JobContext, work: Work, board: Any, ledger: Any, learner: str | None = None) -> None:

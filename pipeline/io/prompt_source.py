@@ -10,7 +10,7 @@ import pyarrow as pa
 from pipeline.errors import InputError
 from pipeline.io.listing import InputFile, InputListing
 from pipeline.io.reading import read_file
-from pipeline.io.reading_config import ReadingConfig
+from pipeline.settings import ReadingConfig
 
 _LOOK_ROWS = 100
 """Rows at the beginning of the input that decide where the prompts are."""

@@ -27,18 +27,17 @@ import ray
 import torch
 from safetensors import SafetensorError
 
-from drafter.base.loading import load_base
 from drafter.drafters.registry import LEARNT_MEMBERS, found_start
 from drafter.errors import LoadError, one_line
-from drafter.learning.contract import HeadVersion, RowSample
-from drafter.learning.learner import Learner, Progress
-from drafter.learning.learner_files import STATE_FILE
-from drafter.learning.payoff import Interval, chosen_share, gain_by_beta, gain_by_choice, lead_by_choice
-from pipeline.learning.engine_beats import EngineBeat, EngineBeats
-from pipeline.learning.learner_metrics import LearnerMetrics
+from drafter.methods.learning.contract import HeadVersion, RowSample
+from drafter.methods.learning.learner import Learner, Progress
+from drafter.methods.learning.payoff import Interval, chosen_share, gain_by_beta, gain_by_choice, lead_by_choice
+from drafter.methods.learning.training import STATE_FILE
+from drafter.target.loading import load_base
+from pipeline.learning.beats import EngineBeat, EngineBeats, LearnerMetrics
 from pipeline.learning.learner_spec import LearnerSpec, put_head
-from pipeline.learning.learning_record import read_record
-from pipeline.progress.reports import LearnerState, LearningReport
+from pipeline.learning.record import read_record
+from pipeline.progress.board import LearnerState, LearningReport
 
 _SLICE_SECONDS = 0.5
 """So long it works between two looks at what has come."""

@@ -13,11 +13,11 @@ from safetensors import SafetensorError, safe_open
 
 from drafter.drafters.registry import SHIPPED_OR_NEW
 from drafter.errors import one_line
-from drafter.learning.learner_settings import LearnerSettings
-from drafter.learning.starting_head import StartingHead
+from drafter.methods.learning.drafter import StartingHead
+from drafter.methods.learning.settings import LearnerSettings
 from pipeline.io.files import Location
-from pipeline.learning.learning_config import NEW, SHIPPED, LearningConfig
-from pipeline.output.output_folder import HEAD_CONFIG, OutputFolder
+from pipeline.learning.config import NEW, SHIPPED, LearningConfig
+from pipeline.output.folder import HEAD_CONFIG, OutputFolder
 
 HEAD_WEIGHTS = "model.safetensors"
 

@@ -8,11 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drafter.requests import Generation
-from pipeline.openai.api_error import OpenAIError, bad_request, missing
-from pipeline.openai.parsed_request import ParsedRequest
-from pipeline.openai.request_body import parse_chat, parse_completion
-from pipeline.openai.response_body import TokenText, chat_response, completion_response
-from pipeline.openai.speculation import lossless_mark
+from pipeline.openai.answers import TokenText, chat_response, completion_response, lossless_mark
+from pipeline.openai.requests import OpenAIError, ParsedRequest, bad_request, missing, parse_chat, parse_completion
 
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
 

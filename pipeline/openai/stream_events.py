@@ -10,11 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from drafter.requests import Generation, TokenDelta
-from pipeline.openai.api_error import OpenAIError
-from pipeline.openai.parsed_request import ParsedRequest
-from pipeline.openai.response_body import TokenText, chat_logprobs, completion_logprobs, usage
-from pipeline.openai.speculation import generation_statistics, lossless_mark, step_statistics
-from pipeline.openai.strict_json import to_json
+from pipeline.openai.answers import (
+    TokenText,
+    chat_logprobs,
+    completion_logprobs,
+    generation_statistics,
+    lossless_mark,
+    step_statistics,
+    usage,
+)
+from pipeline.openai.requests import OpenAIError, ParsedRequest, to_json
 
 DONE = "data: [DONE]\n\n"
 """The last event of a stream, unless it failed."""
@@ -42,7 +47,7 @@ class Chunks(ABC):
         name: The answer's `id`.
         created: Seconds since 1970.
         token_text: Used where log-probabilities were asked for.
-        speculation: Whether each chunk says what became of the draft; see `pipeline.openai.speculation`.
+        speculation: Whether each chunk says what became of the draft; see `pipeline.openai.answers`.
     """
 
     kind: str

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from pipeline.io.files import Location, write_twice
-from pipeline.output.output_folder import CompactionPlan, OutputFolder
+from pipeline.output.folder import CompactionPlan, OutputFolder
 
 _ROW_GROUP_BYTES = 64 << 20
 _THREADS = 4

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Protocol
 
+from pyarrow import fs
+
+from drafter.errors import one_line
 from drafter.source_commit import source_commit
-from pipeline.io.files import Location, mend, read_either, write_twice
+from pipeline.errors import InputError
+from pipeline.io.files import Location, is_copy, mend, read_either, write_twice
+from pipeline.output.folder import LEASE_FILE, RUN_FILE
 
 FORMAT = 2
 """Rises where this release must not go on with the outputs of earlier ones. In format 1, fingerprints of models did not
@@ -69,3 +75,113 @@ def versions(*more: str) -> dict[str, str | None]:
         except PackageNotFoundError:  # such as `drafter`, run from a checkout
             found[package] = None
     return found
+
+
+# ---- Whether an output belongs to the job that is to write to it.
+
+_LONGEST_CHANGE = 120
+"""Characters of two values that a message still shows."""
+_SHOWN_CHANGES = 3
+_IN_WORDS = {"draw": "the version that began it draws other tokens from the same seeds"}
+"""What it means that a value differs, where the value is no setting."""
+
+
+class JobFolder(Protocol):
+    """A job's output, as far as it matters here."""
+
+    @property
+    def root(self) -> Location:
+        """The output that was asked for."""
+
+    def has_results(self) -> bool:
+        """Return whether something has been made that another job could not use."""
+
+    def forget_job(self) -> None:
+        """Delete all that a job without results has left, but `run.json`."""
+
+
+def check_output(uri: str, output: JobFolder, meant: dict[str, Any]) -> None:
+    """Refuse an output that is neither new nor empty nor of a job with this meaning, nor without results.
+
+    Args:
+        uri: The output as it was given, for messages.
+        output: The output.
+        meant: The job's meaning.
+
+    Raises:
+        InputError: The output is another job's or an earlier release's, or cannot be read.
+    """
+    root = output.root
+    try:
+        if root.type == fs.FileType.File:
+            raise InputError(f"output {uri} is a file: give a folder")
+        holds = [info for info in root.children() if not _holds_nothing(root / info.base_name)]
+    except OSError as error:
+        raise InputError(f"output {uri} cannot be read: {one_line(error)}") from error
+    run_file = root / RUN_FILE
+    if run_file.type == fs.FileType.File:
+        why_not = _why_not(uri, run_file, meant)
+        if why_not is not None and output.has_results():
+            raise InputError(why_not)
+    elif holds:
+        raise InputError(f"output {uri} is not empty and has no run.json: choose a new folder")
+
+
+def take_output(uri: str, output: JobFolder, meant: dict[str, Any]) -> bool:
+    """Take an output over from a job that has no results, if it is not this job's; the lease's holder does this.
+
+    Args:
+        uri: The output as it was given, for messages.
+        output: The output.
+        meant: This job's meaning.
+
+    Returns:
+        Whether it was not this job's, so that its `run.json` has to be written anew.
+
+    Raises:
+        InputError: It has results of another job by now.
+    """
+    check_output(uri, output, meant)
+    run_file = output.root / RUN_FILE
+    if run_file.type != fs.FileType.File:
+        return True
+    another = _why_not(uri, run_file, meant) is not None
+    if another:
+        output.forget_job()
+    return another
+
+
+def _why_not(uri: str, run_file: Location, meant: dict[str, Any]) -> str | None:
+    """Say why a job with this meaning cannot go on with what an output holds; None if it can."""
+    try:
+        run = read_run(run_file)
+    except ValueError as error:
+        raise InputError(f"output {uri} has a damaged run.json: choose another output") from error
+    if run.get("format") != FORMAT:
+        return (
+            f"output {uri} was made by another release (its format is {run.get('format', 1)}, and this release "
+            f"writes {FORMAT}): go on with that release, or choose another output"
+        )
+    if different := list(_changes(run["meaning"], json.loads(json.dumps(meant)))):
+        return f"output {uri} belongs to another job ({'; '.join(different[:_SHOWN_CHANGES])}): choose another output"
+    return None
+
+
+def _holds_nothing(found: Location) -> bool:
+    """Whether it may be of a submission that ended before it wrote `run.json`."""
+    of_lease = found.name == LEASE_FILE or is_copy(found.name, LEASE_FILE)  # the caller's own, or that of a dead one
+    of_run = is_copy(found.name, RUN_FILE)
+    return of_lease or of_run or (found.type == fs.FileType.Directory and not found.children())
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Say what differs between two meanings, as `name was X, is now Y`."""
+    for name in dict.fromkeys([*before, *now]):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _changes(old, new, f"{prefix}{name}.")
+        elif old != new and not prefix and name in _IN_WORDS:
+            yield _IN_WORDS[name]
+        elif old != new:
+            long = len(repr(old)) + len(repr(new)) > _LONGEST_CHANGE
+            yield f"{prefix}{name} " + ("is another" if long else f"was {old!r}, is now {new!r}")

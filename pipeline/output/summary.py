@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from drafter.statistics import DecodeCounts, draft_acceptance_rate, mean_acceptance_length, total
 from pipeline.io.files import Location
-from pipeline.output.output_folder import OutputFolder
+from pipeline.output.folder import OutputFolder
 
 _COUNTS = (
     "num_output_tokens",

@@ -1,15 +1,357 @@
-"""The board: one small actor that engines report to and the driver fetches from.
+"""What engines report of themselves and of their parts.
 
-The actor keeps nothing that the driver has fetched. It may die, and Ray starts another.
+A report replaces the earlier one of the same part or engine, so that neither repeated work nor a repeated report is
+counted twice.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from typing import Generic, TypeVar
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass, field
+from types import MappingProxyType
+from typing import Generic, Literal, TypeVar
 
-from pipeline.progress.reports import EngineReport, Mail, PartReport
+from drafter.statistics import BatchChoice, DecodeCounts, mean_acceptance_length
+
+BEAT_SECONDS = 2.0
+"""Engines report their state this often."""
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """How much of a part is generated.
+
+    Args:
+        rows: Rows done, errors included.
+        errors: Rows that could not be generated.
+        tokens: New tokens of finished rows.
+        steps: Decode steps that finished rows took part in.
+    """
+
+    rows: int = 0
+    errors: int = 0
+    tokens: int = 0
+    steps: int = 0
+
+    def plus(self, other: PartReport) -> PartReport:
+        """Return the sum of both."""
+        return PartReport(
+            self.rows + other.rows,
+            self.errors + other.errors,
+            self.tokens + other.tokens,
+            self.steps + other.steps,
+        )
+
+    def minus(self, other: PartReport) -> PartReport:
+        """Return what is left without `other`."""
+        return self.plus(PartReport(-other.rows, -other.errors, -other.tokens, -other.steps))
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What an engine decodes with; kept in `run.json`, as all engines of a job have the same.
+
+    Args:
+        base_fingerprint: Fingerprint of the base model.
+        verifier: Name of the verifier, which decides which draft tokens are kept.
+        lossless: Whether the tokens are exactly those of plain decoding.
+        verifier_settings: The numbers that the verifier decides by, by name.
+    """
+
+    base_fingerprint: str
+    verifier: str
+    lossless: bool
+    verifier_settings: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """The state of an engine.
+
+    Args:
+        seconds: Seconds since its process began to load the models.
+        device: The device that it runs on, by its maker's name.
+        facts: What it decodes with.
+        slots: Sequences that it decodes together at most.
+        active: Sequences that it decodes now.
+        waiting: Requests that wait for a slot.
+        memory_tokens: Tokens of texts that its drafter remembers.
+        memory_bytes: Bytes that this memory takes.
+        choices: Which of several drafters drafts, by batch size.
+    """
+
+    seconds: float
+    device: str
+    facts: EngineFacts
+    slots: int
+    active: int
+    waiting: int
+    memory_tokens: int = 0
+    memory_bytes: int = 0
+    choices: tuple[BatchChoice, ...] = ()
+
+
+LearnerState = Literal["starting", "measuring", "learning", "resting", "ended"]
+
+
+@dataclass(frozen=True)
+class LearningReport:
+    """The state of a job's learner.
+
+    Args:
+        state: What it is doing: `measuring` while it stands aside for a moment, to see how fast engines are without it;
+            `ended` if it had an error, or its process ended too often.
+        reason: Why, in a line for people.
+        version: Number of the newest version of the head; None before the first one.
+        beta: β of what it has learnt by now, on held-out rows; None before it was measured.
+        published_beta: β of the newest version on the same rows; None before it was measured.
+        versions: Versions that were published, in all submissions.
+        discarded: Versions that were given up because their loss was not finite.
+        steps: Optimiser steps.
+        seconds: For which it has worked.
+        loss: Of the newest step, in nats; None before the first one.
+        rows: Rows to learn from that it has.
+        held_out: Rows to measure on that it has.
+        nbytes: Bytes of both.
+        dropped: Batches of rows that its process did not get to.
+        taken_seconds: By which it has made the job longer.
+        saved_seconds: By which what was learnt has made the job shorter.
+    """
+
+    state: LearnerState = "starting"
+    reason: str = "it begins"
+    version: int | None = None
+    beta: float | None = None
+    published_beta: float | None = None
+    versions: int = 0
+    discarded: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    loss: float | None = None
+    rows: int = 0
+    held_out: int = 0
+    nbytes: int = 0
+    dropped: int = 0
+    taken_seconds: float = 0.0
+    saved_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Mail:
+    """What the board was told since the driver last asked.
+
+    Args:
+        life: Name of the board's process; another one knows nothing of what this one was told.
+        number: Number of the last report in it.
+        parts: Reports by part.
+        engines: Reports by engine.
+        first: When the first engine reported, in seconds since 1970; None before.
+        last: When a part was last reported, in seconds since 1970.
+        failure: Why an engine could not load its models.
+        crash: Why an engine's process ended last.
+    """
+
+    life: str
+    number: int
+    parts: Mapping[str, PartReport]
+    engines: Mapping[str, EngineReport]
+    first: float | None = None
+    last: float | None = None
+    failure: str | None = None
+    crash: str | None = None
+
+
+# ---- How far a job is, at one moment.
+
+State = Literal["starting", "generating", "finished", "failed", "stopped"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the job is.
+
+    Args:
+        state: What it is doing, or how this submission ended.
+        total: Rows of the input.
+        before: Rows that earlier submissions finished, errors included.
+        errors_before: Errors among them.
+        rows: Rows that this submission has done, errors included.
+        errors: Errors among them.
+        tokens: New tokens of this submission's rows.
+        steps: Decode steps of this submission's rows.
+        seconds: From the first engine's first report to the last row.
+        row_rate: Rows a second, of this submission alone, over the last ten minutes.
+        token_rate: New tokens a second, likewise.
+        engines: Engines at work.
+        slots: Sequences that they decode together at most.
+        active: Sequences that they decode now.
+        waiting: Requests that wait for a slot.
+        memory_tokens: Tokens of texts that their drafters remember.
+        memory_bytes: Bytes that these memories take.
+        choices: Which of several drafters drafts in one of the engines, by batch size.
+        engine_seconds: Seconds that all engines have existed, ended ones included.
+        device: The devices that the engines run on.
+        facts: What the engines decode with, once one has loaded its models.
+        failure: Why an engine could not load its models, or why the job ended.
+        crash: Why an engine's process ended last.
+        learning: What the job's learner does; None without one.
+    """
+
+    state: State = "starting"
+    total: int | None = None
+    before: int = 0
+    errors_before: int = 0
+    rows: int = 0
+    errors: int = 0
+    tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    row_rate: float = 0.0
+    token_rate: float = 0.0
+    engines: int = 0
+    slots: int = 0
+    active: int = 0
+    waiting: int = 0
+    memory_tokens: int = 0
+    memory_bytes: int = 0
+    choices: tuple[BatchChoice, ...] = ()
+    engine_seconds: float = 0.0
+    device: str | None = None
+    facts: EngineFacts | None = None
+    failure: str | None = None
+    crash: str | None = None
+    learning: LearningReport | None = None
+
+    @property
+    def done(self) -> int:
+        """Rows done by all submissions."""
+        return self.before + self.rows
+
+    @property
+    def beta(self) -> float:
+        """β of this submission's finished rows."""
+        return mean_acceptance_length(DecodeCounts(num_output_tokens=self.tokens, num_decode_steps=self.steps))
+
+    @property
+    def eta_seconds(self) -> float | None:
+        """Seconds until the end at the present rate; None while there is no rate.
+
+        Rows of earlier submissions are done, but tell nothing about how fast this one is.
+        """
+        if self.total is None:
+            return None
+        left = self.total - self.done
+        if left <= 0:
+            return 0.0
+        return left / self.row_rate if self.row_rate > 0 else None
+
+
+def ending(error: BaseException | None) -> State:
+    """Return how a `with` block has ended that `error` left."""
+    return "finished" if error is None else "failed" if isinstance(error, Exception) else "stopped"
+
+
+# ---- The tally: what the board was told, added up to how far the job is.
+
+_SILENT_SECONDS = 20.0
+"""An engine that has not reported for this long has ended."""
+_WINDOW_SECONDS = 600.0
+"""Rates are of this long."""
+_SAMPLE_SECONDS = 1.0
+
+
+@dataclass
+class Tally:
+    """Adds up what the board was told. If reports are lost with a board it counts too little, never twice.
+
+    Args:
+        total: Rows of the input.
+        before: Rows of earlier submissions.
+        errors_before: Errors among them.
+        kept: Those of them that are in unfinished parts; engines will report them again with their parts.
+    """
+
+    total: int
+    before: int
+    errors_before: int
+    kept: InitVar[Mapping[str, PartReport]] = field(default=MappingProxyType({}))
+    life: str = ""
+    number: int = 0
+    _parts: dict[str, PartReport] = field(default_factory=dict)
+    _sum: PartReport = field(default_factory=PartReport)
+    _engines: dict[str, tuple[float, EngineReport]] = field(default_factory=dict)
+    _first: float | None = None
+    _last: float = 0.0
+    _failure: str | None = None
+    _crash: str | None = None
+    _samples: deque[tuple[float, int, int]] = field(default_factory=deque)
+
+    def __post_init__(self, kept: Mapping[str, PartReport]) -> None:
+        self._parts.update(kept)  # and not to the sum: they took this submission no time
+
+    def take(self, mail: Mail, now: float) -> None:
+        """Enter the board's mail, at `now` in seconds since 1970."""
+        self.life, self.number = mail.life, mail.number
+        for name, report in mail.parts.items():
+            self._sum = self._sum.plus(report).minus(self._parts.get(name, PartReport()))
+            self._parts[name] = report
+        self._engines.update({name: (now, report) for name, report in mail.engines.items()})
+        if self._first is None:
+            self._first = mail.first
+        self._last = max(self._last, mail.last or 0.0)
+        self._failure = mail.failure or self._failure
+        self._crash = mail.crash or self._crash
+
+    def progress(self, now: float) -> Progress:
+        """Return how far the job is at `now`."""
+        row_rate, token_rate = self._rates(now)
+        reports = [report for _, report in self._engines.values()]
+        alive = [report for seen, report in self._engines.values() if now - seen < _SILENT_SECONDS]
+        return Progress(
+            state="starting" if self._first is None else "generating",
+            total=self.total,
+            before=self.before,
+            errors_before=self.errors_before,
+            **vars(self._sum),
+            seconds=max(self._last - self._first, 0.0) if self._first is not None else 0.0,
+            row_rate=row_rate,
+            token_rate=token_rate,
+            engines=len(alive),
+            slots=sum(report.slots for report in alive),
+            active=sum(report.active for report in alive),
+            waiting=sum(report.waiting for report in alive),
+            memory_tokens=sum(report.memory_tokens for report in alive),
+            memory_bytes=sum(report.memory_bytes for report in alive),
+            choices=next((report.choices for report in reversed(reports) if report.choices), ()),
+            engine_seconds=sum(report.seconds for report in reports),
+            device=", ".join(dict.fromkeys(report.device for report in reports)) or None,
+            facts=reports[0].facts if reports else None,
+            failure=self._failure,
+            crash=self._crash,
+        )
+
+    def _rates(self, now: float) -> tuple[float, float]:
+        """Rows and tokens a second, over the last ten minutes or since the first engine's report."""
+        if self._first is None:
+            return 0.0, 0.0
+        if not self._samples:
+            self._samples.append((self._first, 0, 0))
+        while len(self._samples) > 1 and self._samples[1][0] <= now - _WINDOW_SECONDS:
+            self._samples.popleft()
+        then, rows_then, tokens_then = self._samples[0]
+        rows, tokens = self._sum.rows, self._sum.tokens
+        if now - self._samples[-1][0] >= _SAMPLE_SECONDS:
+            self._samples.append((now, rows, tokens))
+        if now <= then:
+            return 0.0, 0.0
+        # A part that is done again counts from its beginning, so the sums may fall.
+        return max(rows - rows_then, 0) / (now - then), max(tokens - tokens_then, 0) / (now - then)
+
+
+# ---- The board: one small actor that engines report to and the driver fetches from.
 
 Report = TypeVar("Report")
 

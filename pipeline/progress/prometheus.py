@@ -15,7 +15,7 @@ from ray.util.metrics import Counter, Gauge, Histogram
 from drafter.requests import FinishReason
 from drafter.statistics import EngineState
 from pipeline.errors import ProblemType
-from pipeline.progress.job_progress import Progress
+from pipeline.progress.board import Progress
 
 TAGS = ("run", "model", "drafter")
 """Labels of an engine's metrics: a job's output or an endpoint's name, and what the engine runs."""

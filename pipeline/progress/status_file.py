@@ -20,7 +20,7 @@ from pyarrow import fs
 from drafter.errors import one_line
 from pipeline.cluster.shares import ActorResources
 from pipeline.io.files import Location
-from pipeline.progress.job_progress import Progress, ending
+from pipeline.progress.board import Progress, ending
 
 _WRITE_SECONDS = 5.0
 

@@ -1,19 +1,132 @@
-"""The watch: the driver's thread that fetches the board's mail and shows how far the job is."""
+"""Progress for a person: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import ray
+from tqdm import tqdm
 
-from pipeline.progress.job_progress import Progress, ending
-from pipeline.progress.pulse import Pulse
-from pipeline.progress.reports import Mail
-from pipeline.progress.tally import Tally
+from pipeline.progress.board import Mail, Progress, Tally, ending
+
+_FIRST_LINES_SECONDS = 5.0
+_LINES_SHARE = 0.02
+_LAST_LINES_SECONDS = 600.0
+
+
+def display(stream: TextIO | None = None) -> Viewer:
+    """Return a bar or lines, as suits `stream` (stderr by default)."""
+    stream = stream or sys.stderr
+    return Bar(stream) if _has_room(stream) else Lines(stream)
+
+
+class Bar:
+    """Shows a bar on a terminal.
+
+    Args:
+        stream: The terminal.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._bar = tqdm(
+            file=stream, dynamic_ncols=True, bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
+        )
+
+    def show(self, now: Progress) -> None:
+        """Draw the bar."""
+        self._bar.total, self._bar.n = now.total, now.done
+        self._bar.set_description_str(now.state, refresh=False)
+        self._bar.set_postfix_str(", ".join(rates(now)))
+        if now.state not in ("starting", "generating"):
+            self._bar.close()
+
+
+class Lines:
+    """Prints a line when there is something new: at first every few seconds, in a long job every ten minutes.
+
+    Args:
+        stream: Where the lines go.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._begun = self._printed = time.monotonic()
+        self._last: tuple[str, int] | None = None
+
+    def show(self, now: Progress) -> None:
+        """Print a line if it is time for one."""
+        ended = now.state not in ("starting", "generating")
+        clock = time.monotonic()
+        pause = min(max(_FIRST_LINES_SECONDS, _LINES_SHARE * (clock - self._begun)), _LAST_LINES_SECONDS)
+        if ended or (clock - self._printed >= pause and (now.state, now.rows) != self._last):
+            self._printed, self._last = clock, (now.state, now.rows)
+            print(line(now), file=self._stream, flush=True)
+
+
+def line(now: Progress) -> str:
+    """Return the progress as one line."""
+    return ", ".join([f"{now.done}/{now.total} rows", *rates(now)])
+
+
+def rates(now: Progress) -> list[str]:
+    """Return how fast the job goes, when it will be done, and how many rows went wrong."""
+    said = [f"{now.row_rate:.1f} rows/s", f"{now.token_rate:,.0f} tokens/s"]
+    if now.steps:
+        said.append(f"β {now.beta:.2f}")
+    if now.learning is not None and now.learning.version is not None:
+        said.append(f"head {now.learning.version}")
+    eta = now.eta_seconds
+    said.append(f"{'?' if eta is None else tqdm.format_interval(eta)} left")
+    if now.errors:
+        said.append(f"{now.errors} errors")
+    return said
+
+
+def _has_room(stream: TextIO) -> bool:
+    """Whether a bar can be drawn: not without a terminal, and not on one of size 0, as in some containers."""
+    return stream.isatty() and min(os.get_terminal_size(stream.fileno())) > 0
+
+
+# ---- A thread that does something every few seconds.
+
+
+class Pulse:
+    """Calls something every few seconds, in a thread that ends with the process.
+
+    Args:
+        seconds: Seconds between two calls.
+        work: What to call. An exception from it ends the thread, and Python prints it.
+    """
+
+    def __init__(self, seconds: float, work: Callable[[], None]) -> None:
+        self._seconds, self._work = seconds, work
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; the first call comes after `seconds`."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Call once more, and wait until that call and the thread have ended."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        ending = False
+        while not ending:
+            ending = self._stop.wait(self._seconds)
+            self._work()
+
+
+# ---- The watch: the driver's thread that fetches the board's mail and shows how far the job is.
 
 _POLL_SECONDS = 0.5
 _MAIL_SECONDS = 10

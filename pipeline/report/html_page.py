@@ -9,19 +9,11 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from tqdm import tqdm
 
-from drafter.statistics import (
-    DecodeCounts,
-    acceptance_by_depth,
-    draft_acceptance_rate,
-    mean_acceptance_length,
-)
-from pipeline.learning.learning_record import LearningRecord
-from pipeline.report.charts import Chart, rates_over_time, shares
-from pipeline.report.comparison import Comparison
-from pipeline.report.cost import Cost
-from pipeline.report.examples import Example
-from pipeline.report.learning_charts import learning_charts
-from pipeline.report.row_scan import Category, ErrorSummary, RowSummary
+from drafter.statistics import DecodeCounts, acceptance_by_depth, draft_acceptance_rate, mean_acceptance_length
+from pipeline.learning.record import LearningRecord
+from pipeline.report.charts import Chart, learning_charts, rates_over_time, shares
+from pipeline.report.output_files import Comparison, Cost
+from pipeline.report.rows import Category, ErrorSummary, Example, RowSummary
 
 _MOST_GROUPS = 24
 _LONGEST_TEXT = 2000

@@ -1,9 +1,10 @@
-"""What an output has besides its rows: `run.json` and `status.json`, and what it cost by these."""
+"""What an output cost, from what its submissions noted in `status.json`; or why that is not known."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pyarrow import fs
@@ -11,10 +12,60 @@ from pyarrow import fs
 from drafter.errors import one_line
 from pipeline.errors import InputError
 from pipeline.io.files import locate
-from pipeline.output.output_folder import OutputFolder
+from pipeline.output.folder import OutputFolder
 from pipeline.output.run_file import read_run
-from pipeline.report.cost import Cost, cost_of
-from pipeline.report.row_scan import RowSummary
+from pipeline.report.rows import RowSummary, open_rows, read_errors, read_full, read_rows
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an output cost.
+
+    Args:
+        unit: `GPU-seconds`, or `CPU-seconds` where there is no GPU.
+        seconds: How many of these: for that long engines held their share of the cluster. Loading and work that was
+            done twice are included.
+        generating: Seconds of wall-clock time in which rows were generated.
+        tokens: New tokens in the output.
+        devices: Names of the devices it ran on.
+    """
+
+    unit: str
+    seconds: float
+    generating: float
+    tokens: int
+    devices: tuple[str, ...]
+
+    @property
+    def per_thousand(self) -> float:
+        """GPU-seconds (or CPU-seconds) per thousand new tokens."""
+        return 1000 * self.seconds / self.tokens
+
+
+def cost_of(submissions: Sequence[Mapping[str, Any]], rows: int, tokens: int) -> Cost | str:
+    """Return the cost of an output, or why it is not known.
+
+    Args:
+        submissions: As in `status.json`.
+        rows: Rows of the output, errors included.
+        tokens: New tokens of the output.
+    """
+    if not submissions:
+        return "status.json, which says how long the engines ran, is missing"
+    if tokens == 0:
+        return "no token was generated"
+    counted = sum(one["rows"] for one in submissions)
+    if counted < rows:
+        return f"status.json has only {counted:,} of the {rows:,} rows"
+    gpu, cpu = (sum(one[unit] for one in submissions) for unit in ("gpu_seconds", "cpu_seconds"))
+    if gpu + cpu == 0:
+        return "status.json does not say how long the engines ran"
+    devices = dict.fromkeys(one["device"] for one in submissions if one["device"])
+    unit, seconds = ("GPU-seconds", gpu) if gpu else ("CPU-seconds", cpu)
+    return Cost(unit, seconds, sum(one["seconds"] for one in submissions), tokens, tuple(devices))
+
+
+# ---- What an output has besides its rows: `run.json` and `status.json`, and what it cost by these.
 
 
 def open_output(uri: str) -> OutputFolder:
@@ -65,3 +116,72 @@ def output_cost(status: Mapping[str, Any], rows: RowSummary, errors: int) -> Cos
         errors: How many errors it has.
     """
     return cost_of(status.get("submissions", ()), rows.rows + errors, rows.counts.num_output_tokens)
+
+
+# ---- Another output beside this one: what it cost, whether its tokens are the same, and what else differs.
+
+COMPARED_ROWS = 100
+"""Rows that are drawn from both outputs, to be compared token by token."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Another output beside this one.
+
+    Args:
+        name: Where it is.
+        rows: What its rows say.
+        cost: What it cost, or why that is not known.
+        same_tokens: How many of the compared rows have the same tokens in both.
+        compared: How many rows were drawn from both, and compared token by token.
+        differences: What else differs between the two, so that drafting alone does not explain the costs; sentences.
+    """
+
+    name: str
+    rows: RowSummary
+    cost: Cost | str
+    same_tokens: int
+    compared: int
+    differences: Sequence[str]
+
+
+def compare(against: str, run: Mapping[str, Any], rows: RowSummary, drawn: Sequence[Mapping[str, Any]]) -> Comparison:
+    """Compare an output with another one.
+
+    Args:
+        against: Folder or URI of the other output.
+        run: This output's `run.json`.
+        rows: What this output's rows say.
+        drawn: Rows drawn from this output; of the same rows, the other output has the same ones drawn.
+
+    Raises:
+        InputError: The other output cannot be used.
+    """
+    output = open_output(against)
+    other_run = read_run_of(output)
+    other_rows = read_rows(open_rows(output), None, False, 0, COMPARED_ROWS)
+    tokens = {row["request_id"]: row["token_ids"] for row in read_full(output, other_rows)}
+    both = [row for row in drawn if row["request_id"] in tokens]
+    return Comparison(
+        name=against,
+        rows=other_rows,
+        cost=output_cost(read_status(output), other_rows, read_errors(output, 0).rows),
+        same_tokens=sum(row["token_ids"] == tokens[row["request_id"]] for row in both),
+        compared=len(both),
+        differences=_differences(run, rows, other_run, other_rows),
+    )
+
+
+def _differences(
+    run: Mapping[str, Any], rows: RowSummary, other_run: Mapping[str, Any], other_rows: RowSummary
+) -> list[str]:
+    """Return what makes two costs differ besides drafting."""
+    found = []
+    if other_rows.counts.num_spec_steps:
+        found.append(f"The other output is not plain decoding: its drafter was {other_run['config']['drafter']}")
+    if rows.rows != other_rows.rows:
+        found.append(f"Not the same in both: the rows, {rows.rows:,} and {other_rows.rows:,}")
+    for name in ("model", "dtype", "sampling", "input", "reading"):
+        if run["meaning"].get(name) != other_run["meaning"].get(name):
+            found.append(f"Not the same in both: the {name}")
+    return found

@@ -10,16 +10,14 @@ from typing import Any
 
 from drafter.errors import one_line
 from pipeline.command_line import run_job
-from pipeline.engines.named_models import model_name
+from pipeline.engines.models import model_name
 from pipeline.errors import InputError
 from pipeline.io.files import locate
-from pipeline.output.output_folder import OutputFolder
-from pipeline.report.comparison import COMPARED_ROWS, compare
-from pipeline.report.examples import make_examples
+from pipeline.output.folder import OutputFolder
+from pipeline.report.charts import read_learning
 from pipeline.report.html_page import Report, render
-from pipeline.report.learning_charts import read_learning
-from pipeline.report.output_files import open_output, output_cost, read_run_of, read_status
-from pipeline.report.row_scan import RowSummary, open_rows, read_errors, read_full, read_rows
+from pipeline.report.output_files import COMPARED_ROWS, compare, open_output, output_cost, read_run_of, read_status
+from pipeline.report.rows import RowSummary, make_examples, open_rows, read_errors, read_full, read_rows
 
 PAGE = "report.html"
 _DESCRIPTION = """\

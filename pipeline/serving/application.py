@@ -14,28 +14,23 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from drafter.engine.engine_config import EngineConfig
-from drafter.verifiers.verifier_settings import VerifierSettings
+from drafter.acceptance.settings import VerifierSettings
+from drafter.engine.config import EngineConfig
 from pipeline.cluster.ray_cluster import connect
-from pipeline.cluster.resources_config import ResourcesConfig
 from pipeline.cluster.shares import HELPER_CPUS, ActorResources, Cluster, share_out
 from pipeline.engines.engine_spec import EngineSpec
-from pipeline.engines.named_models import model_name
+from pipeline.engines.models import model_name
 from pipeline.errors import InputError
 from pipeline.io.files import locate
 from pipeline.learning.job_learner import beside_learner
 from pipeline.learning.learner_spec import LearnerSpec, beginning, learner_spec
-from pipeline.output.output_folder import OutputFolder
-from pipeline.serving.ingress.agreement import read_agreement
-from pipeline.serving.ingress.direct_ingress import before_listening
-from pipeline.serving.ingress.engine_handles import Engines
-from pipeline.serving.ingress.http_app import create_app
-from pipeline.serving.ingress.keys import KeyRule, read_keys, settle
-from pipeline.serving.ingress.learner_handle import LearnerHandle
-from pipeline.serving.replica.engine_replica import EngineReplica
-from pipeline.serving.replica.learner_keeper import LearnerKeeper
-from pipeline.serving.serve_config import ApplicationConfig, LimitsConfig, parse_application
-from pipeline.serving.serving_learning import ServingLearning
+from pipeline.output.folder import OutputFolder
+from pipeline.serving.config import ApplicationConfig, LimitsConfig, ServingLearning, parse_application, read_agreement
+from pipeline.serving.http.app import create_app
+from pipeline.serving.http.handles import Engines, LearnerHandle, before_listening
+from pipeline.serving.http.keys import KeyRule, read_keys, settle
+from pipeline.serving.replica import EngineReplica, LearnerKeeper
+from pipeline.settings import ResourcesConfig
 
 PLAIN = "plain"
 """Suffix of the name of a model that is served without a drafter."""

@@ -7,8 +7,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from pipeline.openai.api_error import NOT_FINITE, OpenAIError
-from pipeline.openai.parsed_request import ParsedRequest
+from pipeline.openai.requests import NOT_FINITE, OpenAIError, ParsedRequest
 
 _RETRY_SECONDS = 1
 """When to try again if there is no room, or a replica is being replaced."""

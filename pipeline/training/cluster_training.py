@@ -17,23 +17,20 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from drafter.errors import one_line
 from pipeline.cluster.ray_cluster import connect, quiet_ray_data
-from pipeline.cluster.resources_config import ResourcesConfig
 from pipeline.cluster.shares import ActorResources, Cluster, share_out
 from pipeline.errors import InputError, JobError, JobStopped
 from pipeline.output.lease import Lease
-from pipeline.output.run_file import read_run, save_run, versions
-from pipeline.output.same_job import take_output
+from pipeline.output.run_file import read_run, save_run, take_output, versions
+from pipeline.settings import ResourcesConfig
 from pipeline.stopping import Stopping, StopRequestedError
-from pipeline.training.metrics_log import Record, read_metrics
-from pipeline.training.metrics_plot import plot_run
-from pipeline.training.texts.distilled_texts import DistilledTexts
-from pipeline.training.texts.staged_texts import StagedTexts, stage_texts
-from pipeline.training.train_config import TrainConfig, WorkersConfig
-from pipeline.training.training_board import TrainingBoard, TrainingDisplay
-from pipeline.training.training_folder import TrainingFolder
-from pipeline.training.workers.checkpoints import go_back, tidy
-from pipeline.training.workers.worker_entry import train_worker
-from pipeline.training.workers.worker_task import WorkerTask
+from pipeline.training.board import TrainingBoard, TrainingDisplay
+from pipeline.training.checkpoints import go_back, tidy
+from pipeline.training.config import TrainConfig, WorkersConfig
+from pipeline.training.folder import TrainingFolder
+from pipeline.training.metrics import Record, plot_run, read_metrics
+from pipeline.training.texts import DistilledTexts, StagedTexts, stage_texts
+from pipeline.training.worker import WorkerTask
+from pipeline.training.worker_entry import train_worker
 
 _CHECKPOINTS_KEPT = 2
 

@@ -25,8 +25,8 @@ from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
-from drafter.engine.engine_config import EngineConfig
-from drafter.engine.sequences.handle import Handle
+from drafter.engine.config import EngineConfig
+from drafter.engine.sequence import Handle
 from drafter.llm import SpeculativeLM
 from drafter.requests import Request, SamplingParams
 from recipes.embedded.gsm8k import read_split

@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from drafter.base.loading import load_base
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
+from drafter.target.loading import load_base
 from recipes.shipping import ship
 
 

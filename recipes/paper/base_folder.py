@@ -1,7 +1,7 @@
 """The stage `base`: the base in a folder that the jobs load, with safetensors and a chat template.
 
 Vicuna is published as pickled shards without a chat template. The shards are read by PyTorch's restricted loader in a
-process of its own (`drafter.heads.public.unpickle`), never by this one.
+process of its own (`drafter.heads.unpickle`), never by this one.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from drafter.base.loading import load_tokenizer
 from drafter.errors import LoadError, one_line
-from drafter.heads.public.unpickle import convert_file
+from drafter.heads.unpickle import convert_file
+from drafter.target.loading import load_tokenizer
 from pipeline.errors import InputError, JobError
 from recipes.paper.paper_config import HERE, RANDOM, SMOLLM2, BaseConfig
 

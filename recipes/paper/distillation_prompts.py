@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from drafter.base.loading import load_tokenizer
 from drafter.errors import one_line
 from drafter.evaluation.questions import QuestionError, read_questions
+from drafter.target.loading import load_tokenizer
 from pipeline.errors import InputError
 from pipeline.io.files import locate
 from recipes.paper.paper_config import PromptFile, PromptsConfig, in_repository

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import yaml
 
-from drafter.engine.engine_config import EngineSettings
+from drafter.engine.config import EngineSettings
 from drafter.evaluation.tables import markdown_table
 from drafter.heads.registry import HEADS
 from drafter.training.settings import TrainingSettings

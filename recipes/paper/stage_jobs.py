@@ -19,9 +19,9 @@ from jsonargparse import ArgumentParser
 
 from pipeline.command_line import make_parser, parse_object
 from pipeline.errors import InputError
-from pipeline.evaluation.evaluate_config import EvaluateConfig
-from pipeline.generate.generate_config import GenerateConfig, generate_parser
-from pipeline.training.train_config import TrainConfig
+from pipeline.evaluation.config import EvaluateConfig
+from pipeline.generate.config import GenerateConfig, generate_parser
+from pipeline.training.config import TrainConfig
 from recipes.paper.head_settings import head_settings
 from recipes.paper.paper_config import PaperConfig
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.generate.generate_config import parse_config
-from pipeline.generate.generate_job import generate
+from pipeline.generate.config import parse_config
+from pipeline.generate.job import generate
 from recipes.smollm2.rounds import HERE
 
 

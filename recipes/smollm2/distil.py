@@ -7,9 +7,10 @@ from pathlib import Path
 
 import ray
 
-from pipeline.generate import distill_job, generate_config
-from pipeline.generate.generate_config import GenerateConfig
-from pipeline.generate.generate_job import generate
+from pipeline.generate import config as generate_config
+from pipeline.generate import job as distill_job
+from pipeline.generate.config import GenerateConfig
+from pipeline.generate.job import generate
 from recipes.smollm2.rounds import HERE, Round, write_openings, write_prompts
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import ray
 
-from drafter.base.loading import load_base
 from drafter.embedded import OTHER_HEADS
+from drafter.target.loading import load_base
 from pipeline.command_line import command_of
 from pipeline.errors import InputError
-from pipeline.evaluation.evaluate_config import parse_config as parse_evaluation
+from pipeline.evaluation.config import parse_config as parse_evaluation
 from pipeline.evaluation.evaluate_job import evaluate as run_evaluation
-from pipeline.training.train_config import parse_config as parse_training
-from pipeline.training.train_job import train as run_training
+from pipeline.training.config import parse_config as parse_training
+from pipeline.training.job import train as run_training
 from recipes.shipping import ship as ship_head
 from recipes.smollm2.fetch import NAME
 from recipes.smollm2.rounds import HERE, Round

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks.draws import ALONE, DRAWS_FILE, EXACT, READINGS, Changed, Reading, changed, costs, read, write_table
-from drafter.base.causal_lm import BaseModel
 from drafter.evaluation.results import write_json
+from drafter.target.model import BaseModel
 from drafter.training.targets import RegeneratedText
 from tests.support.models import random_prompts
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from benchmarks.heads import NODES, beta_table, measure, ratio_table, read_heads
-from drafter.base.causal_lm import BaseModel
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import Provenance, Tree
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import mean_acceptance_length, total
+from drafter.target.model import BaseModel
 from drafter.training.targets import RegeneratedText
 from tests.support.heads import STATIC, make_head
 from tests.support.models import random_prompts, run_engine

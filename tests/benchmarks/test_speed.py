@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import costs, products, speed
-from drafter.base.causal_lm import BaseModel
-from drafter.base.loading import load_tokenizer
 from drafter.embedded import EMBEDDED_BASE
+from drafter.target.loading import load_tokenizer
+from drafter.target.model import BaseModel
 
 
 def cell(way: str, turn: int, seconds: float, outputs: list[list[int]], beta: float | None = None) -> speed.Cell:

@@ -15,8 +15,8 @@ import httpx2
 import pytest
 import yaml
 
-from pipeline.cluster.ports import free_ports
-from pipeline.serving.serve_config import LimitsConfig
+from pipeline.cluster.local_cluster import free_ports
+from pipeline.serving.config import LimitsConfig
 from tests.deploy.manifests import load
 from tests.support.local_endpoint import served
 from tests.support.paths import ROOT

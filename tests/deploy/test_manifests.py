@@ -15,9 +15,9 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
-from pipeline.generate.generate_config import parse_config
-from pipeline.serving.serve_config import parse_application
-from pipeline.training.train_config import parse_config as parse_training
+from pipeline.generate.config import parse_config
+from pipeline.serving.config import parse_application
+from pipeline.training.config import parse_config as parse_training
 from tests.deploy.manifests import MANIFESTS, admitted, load, pod_templates, ray_cluster
 from tests.support.paths import ROOT
 

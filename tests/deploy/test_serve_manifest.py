@@ -14,8 +14,7 @@ import httpx2
 import pytest
 import yaml
 
-from pipeline.cluster.local_cluster import LocalCluster, NodeType
-from pipeline.cluster.ports import LOOPBACK, free_ports
+from pipeline.cluster.local_cluster import LOOPBACK, LocalCluster, NodeType, free_ports
 from tests.deploy.manifests import environment, load, pod_templates
 from tests.pipeline.conftest import model as model
 from tests.support.paths import ROOT

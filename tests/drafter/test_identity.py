@@ -8,22 +8,19 @@ from typing import Any
 
 import pytest
 
-from drafter.base.causal_lm import BaseModel
-from drafter.drafters.cacheback import CachebackDrafter
-from drafter.drafters.choosing_drafter import ChoosingDrafter
-from drafter.drafters.contract import Drafter
-from drafter.drafters.draft_models.model_drafter import ModelDrafter
-from drafter.drafters.draft_models.stacked import StackedDrafter
-from drafter.drafters.memory import MemoryDrafter
-from drafter.drafters.merged import MergedDrafter
-from drafter.drafters.ngram import NgramDrafter
-from drafter.drafters.none import PlainDecoding
-from drafter.drafters.tables.frozen_table import FrozenTable
-from drafter.drafters.tables.ngram_counts import NgramCounts
-from drafter.engine.engine_config import EngineConfig
-from drafter.engine.loop import Engine
-from drafter.heads.early_exit.exit_drafter import ExitDrafter
+from drafter.drafters.contract import Drafter, PlainDecoding
+from drafter.drafters.merged import ChoosingDrafter, MergedDrafter
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.methods.cacheback.drafter import CachebackDrafter
+from drafter.methods.cacheback.frozen_table import FrozenTable, NgramCounts
+from drafter.methods.draft_models.drafter import ModelDrafter
+from drafter.methods.draft_models.stack import StackedDrafter
+from drafter.methods.early_exit.drafter import ExitDrafter
+from drafter.methods.memory.drafter import MemoryDrafter
+from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams
+from drafter.target.model import BaseModel
 from tests.support.heads import make_head
 from tests.support.marks import slow_but
 from tests.support.models import (
@@ -135,7 +132,7 @@ def test_prompts_that_begin_alike_are_read_once(family: str) -> None:
 @pytest.mark.parametrize("family", slow_but(["gemma2"], ["llama", "gemma2", "llama4_text"]))
 def test_prompts_that_are_read_in_pieces_while_others_are_decoded(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows end, and move, while a prompt is read behind them; some prompts begin like it."""
-    monkeypatch.setattr("drafter.engine.sequences.admission.CHUNK", 4)
+    monkeypatch.setattr("drafter.engine.admission.CHUNK", 4)
     base = base_of(family)
     prompts = random_prompts(11, seed=12)
     prompts[::3] = [list(range(10, 40)) + prompt for prompt in prompts[::3]]

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from drafter import EngineConfig, EngineError, LoadError, Request, RequestError, SamplingParams, SpeculativeLM
+from drafter.acceptance.settings import VerifierSettings
 from drafter.embedded import EMBEDDED_BASE
-from drafter.engine.sequences.handle import Handle
-from drafter.learning.starting_head import StartingHead
-from drafter.learning.weights import weights_of
+from drafter.engine.sequence import Handle
 from drafter.llm import Prompt
+from drafter.methods.learning.drafter import StartingHead
+from drafter.methods.learning.training import weights_of
 from drafter.requests import TokenDelta
-from drafter.verifiers.verifier_settings import VerifierSettings
 from tests.support.models import random_model
 
 QUESTION = "Tom has 3 boxes of 12 pens. He gives 5 pens away. How many pens does he have left?"

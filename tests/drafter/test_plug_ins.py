@@ -10,22 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafter.base.causal_lm import BaseModel
-from drafter.base.executors.contract import TreeNodes
-from drafter.base.kv_cache import KVCache
-from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftSpec, Ids, Loan
+from drafter.acceptance.choices import RowSampling
+from drafter.acceptance.contract import Accepted, Verified, Verifier
+from drafter.acceptance.exact import ExactVerifier
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftSpec, Ids, Loan, PlainDecoding
 from drafter.drafters.merged import MergedDrafter
-from drafter.drafters.ngram import NgramDrafter
-from drafter.drafters.none import PlainDecoding
-from drafter.engine.engine_config import EngineConfig
-from drafter.engine.loop import Engine
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
 from drafter.errors import LoadError
+from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Generation, Request, SamplingParams
-from drafter.tree.token_tree import TokenTree, root_only
-from drafter.tree.trie import from_nodes
-from drafter.verifiers.choices import RowSampling
-from drafter.verifiers.contract import Accepted, Verified, Verifier
-from drafter.verifiers.exact import ExactVerifier
+from drafter.target.forward import TreeNodes
+from drafter.target.kv_cache import KVCache
+from drafter.target.model import BaseModel
+from drafter.tree.token_tree import TokenTree, from_nodes, root_only
 from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_model, random_prompts
 
 LAYERS = 3

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from drafter.threads import in_passing_thread
+from drafter.devices import in_passing_thread
 
 
 def test_the_thread_ends_with_its_work() -> None:
@@ -26,9 +26,9 @@ def test_errors_come_back() -> None:
 @pytest.mark.parametrize(
     ("module", "given", "policy"),
     [
-        ("drafter.engine.loop", {}, "PASSIVE"),
+        ("drafter.engine.engine", {}, "PASSIVE"),
         pytest.param("pipeline.training.cluster_training", {}, "PASSIVE", marks=pytest.mark.slow),
-        pytest.param("drafter.engine.loop", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE", marks=pytest.mark.slow),
+        pytest.param("drafter.engine.engine", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE", marks=pytest.mark.slow),
     ],
 )
 def test_threads_wait_asleep(module: str, given: dict[str, str], policy: str) -> None:

@@ -18,8 +18,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pipeline.generate.generate_job import main
-from pipeline.output.output_columns import TIMING_COLUMNS
+from pipeline.generate.job import main
+from pipeline.output.columns import TIMING_COLUMNS
 
 TEMPLATE = (
     "{% for message in messages %}"

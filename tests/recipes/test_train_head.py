@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drafter.base.causal_lm import BaseModel
-from drafter.base.loading import load_base
 from drafter.heads.checkpoint import load_head
-from drafter.heads.head_config import head_config
+from drafter.heads.contract import head_config
 from drafter.heads.registry import HEADS, new_head
+from drafter.target.loading import load_base
+from drafter.target.model import BaseModel
 from drafter.training.settings import TrainingSettings
 from drafter.training.simulated_walk import simulated_beta
 from drafter.training.targets import RegeneratedText

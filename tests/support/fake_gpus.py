@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from drafter import devices
-from drafter.base.causal_lm import BaseModel
-from drafter.search import static
+from drafter.ctc import prefix_search as static
+from drafter.target.model import BaseModel
 
 _CUDA, _META = 1, 14
 """Numbers of device types in PyTorch."""
@@ -38,7 +38,7 @@ def fake_gpus() -> Iterator[None]:
     free_bytes = mock.patch.object(devices, "free_bytes", return_value=None)
     kept = mock.patch.object(static, "_rank_tensor", cache(static._rank_tensor.__wrapped__))
     # A proof looks at numbers, and there are none. What is not proved is not used.
-    proof = mock.patch("drafter.heads.modules.attention_reader.prefix_attention_agrees", return_value=False)
+    proof = mock.patch("drafter.heads.attention.prefix_attention_agrees", return_value=False)
     with fakes, _guarded(), pin, free_bytes, kept, proof:
         yield
 
@@ -73,8 +73,8 @@ def base_of_shape(config: Any) -> BaseModel:
 
     with ExitStack() as taken:
         for name, result in (("prepack", None), ("prove_tree_decoding", None), ("fingerprint", "fake")):
-            taken.enter_context(mock.patch(f"drafter.base.causal_lm.{name}", return_value=result))
-        taken.enter_context(mock.patch("drafter.base.causal_lm.attention_agrees", agrees))
+            taken.enter_context(mock.patch(f"drafter.target.model.{name}", return_value=result))
+        taken.enter_context(mock.patch("drafter.target.model.attention_agrees", agrees))
         with torch.device("meta"):
             # Of a configuration of its own: which attention it has is noted there.
             model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.bfloat16)

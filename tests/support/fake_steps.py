@@ -11,17 +11,16 @@ from torch import nn
 from transformers import LlamaConfig
 
 from benchmarks.gpu.operation_counts import OperationCounts
-from drafter.base.causal_lm import BaseModel
+from drafter.acceptance.contract import Verifier
+from drafter.acceptance.exact import ExactVerifier
 from drafter.drafters.contract import Drafter
-from drafter.engine.batch_state import BatchState
-from drafter.engine.steps.cuda_graphs import StepShape
-from drafter.engine.steps.device_step import DeviceStep
-from drafter.engine.steps.graph_step import whole_step
-from drafter.engine.steps.outcome import StepOutcome
+from drafter.engine.batch import BatchState
+from drafter.engine.cuda_graph import StepShape
+from drafter.engine.runners import whole_step
+from drafter.engine.step import DeviceStep, StepOutcome
 from drafter.requests import SamplingParams
-from drafter.stage_times import StageTimes
-from drafter.verifiers.contract import Verifier
-from drafter.verifiers.exact import ExactVerifier
+from drafter.statistics import StageTimes
+from drafter.target.model import BaseModel
 from tests.support.fake_gpus import place_weights
 
 LLAMA_1B = LlamaConfig(

@@ -13,7 +13,7 @@ from typing import Any
 
 from pyarrow import fs
 
-from drafter.engine.sequences.handle import Handle
+from drafter.engine.sequence import Handle
 from drafter.llm import SpeculativeLM
 from drafter.requests import Request
 from pipeline.engines.engine_spec import EngineSpec

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafter.base.causal_lm import BaseModel
-from drafter.base.hidden_states import LM_HEAD_INPUT
 from drafter.heads.contract import DraftHead
-from drafter.heads.draft_batch import DraftBatch
-from drafter.heads.losses import LossSum, hard_labels
+from drafter.heads.losses import DraftBatch, LossSum, hard_labels
 from drafter.heads.registry import new_head
+from drafter.target.forward import LM_HEAD_INPUT
+from drafter.target.model import BaseModel
+from drafter.training.step import base_hidden_states
 from drafter.training.targets import RegeneratedText
-from drafter.training.training_step import base_hidden_states
 
 DEPTH = 4
 

@@ -9,9 +9,9 @@ from unittest import mock
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from drafter.base.causal_lm import BaseModel
-from drafter.base.kv_cache import LayerShape
-from drafter.base.self_check import PlainRun
+from drafter.target.kv_cache import LayerShape
+from drafter.target.model import BaseModel
+from drafter.target.proof import PlainRun
 from tests.support.fake_gpus import fake_gpus, place_weights
 
 LLAMA_8B = LlamaConfig(
@@ -32,7 +32,7 @@ def large_base(config: LlamaConfig) -> Iterator[BaseModel]:
     gpu = torch.device("cuda", 0)
     shape = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim, torch.bfloat16, gpu)
     plain = PlainRun(torch.empty(0), torch.empty(0), [shape] * config.num_hidden_layers)
-    where = "drafter.base.causal_lm"
+    where = "drafter.target.model"
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with (

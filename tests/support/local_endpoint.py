@@ -13,13 +13,12 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from pipeline.serving.ingress.agreement import Agreement
-from pipeline.serving.ingress.connections import limited_http
-from pipeline.serving.ingress.engine_handles import Answer, Engines, Method
-from pipeline.serving.ingress.http_app import create_app
+from pipeline.serving.answers import Answers
+from pipeline.serving.config import Agreement, LimitsConfig
+from pipeline.serving.http.app import create_app
+from pipeline.serving.http.connections import limited_http
+from pipeline.serving.http.handles import Answer, Engines, Method
 from pipeline.serving.messages import Call, Reply, Snapshot
-from pipeline.serving.replica.answers import Answers
-from pipeline.serving.serve_config import LimitsConfig
 
 
 class Replies:

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafter.base.causal_lm import BaseModel
+from drafter.acceptance.contract import Verifier
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
-from drafter.engine.engine_config import EngineConfig
-from drafter.engine.loop import Engine
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
 from drafter.requests import Generation, Request
-from drafter.tree.token_tree import TokenTree
-from drafter.tree.trie import from_nodes
-from drafter.verifiers.contract import Verifier
+from drafter.target.model import BaseModel
+from drafter.tree.token_tree import TokenTree, from_nodes
 
 DEVICE = torch.device(os.environ.get("DRAFTER_TEST_DEVICE", "cpu"))
 """Where random models are: `benchmarks.gpu` runs tests with them on a GPU."""

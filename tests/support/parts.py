@@ -9,9 +9,9 @@ import pyarrow as pa
 
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
-from pipeline.output.output_columns import column_values, columns_type
-from pipeline.staging.part_rows import pack
-from pipeline.staging.row_problems import PROBLEM_TYPE, problem_column
+from pipeline.output.columns import column_values, columns_type
+from pipeline.staging.rows import PROBLEM_TYPE, problem_column
+from pipeline.staging.staging import pack
 
 BAD_PROMPT = {"type": "BadPrompt", "message": "empty", "input": None, "attempts": 0}
 

@@ -14,10 +14,8 @@ from pipeline.io.column_types import stored_struct
 from pipeline.io.files import locate
 from pipeline.io.listing import list_input
 from pipeline.io.prompt_source import find_prompts
-from pipeline.io.reading_config import ReadingConfig
-from pipeline.staging.part_rows import StagedParts, unpack
-from pipeline.staging.stage_files import StagingPlan, stage_files
-from pipeline.staging.staged_input import StagedInput
+from pipeline.settings import ReadingConfig
+from pipeline.staging.staging import StagedInput, StagedParts, StagingPlan, stage_files, unpack
 from tests.pipeline.conftest import write_jsonl
 
 

@@ -15,8 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from drafter.engine.steps.cuda_graphs import Step
-from drafter.engine.steps.outcome import StepOutcome
+from drafter.engine.cuda_graph import Step
+from drafter.engine.step import StepOutcome
 from tests.support.waits import why_it_copies, why_it_waits
 
 _READERS = ("tolist", "numpy", "__array__")

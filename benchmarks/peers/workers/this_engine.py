@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from benchmarks.peers.workers.protocol import Decode, Settings, Work, serve
-from drafter.base.loading import load_base, load_tokenizer
+from drafter.devices import in_passing_thread
 from drafter.drafters.registry import load_drafter, useful_nodes
-from drafter.engine.engine_config import EngineConfig
-from drafter.engine.loop import Engine
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
 from drafter.evaluation.decoders import engine_decoder
 from drafter.requests import Request, SamplingParams
-from drafter.threads import in_passing_thread
+from drafter.target.loading import load_base, load_tokenizer
 
 
 def load(settings: Settings) -> Decode:

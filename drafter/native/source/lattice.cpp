@@ -1,6 +1,6 @@
 // The lattice search of a CTC head as one call: the best draft trees under frames that know the last labels.
 //
-// The algorithm is that of drafter/search/lattice.py, which says what it computes. This code leaves out what cannot be
+// The algorithm is that of drafter/ctc/lattice.py, which says what it computes. This code leaves out what cannot be
 // in a tree. Called from Python by way of ctypes; `structures.py` declares the same structures.
 
 #include <algorithm>

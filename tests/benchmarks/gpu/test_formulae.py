@@ -10,14 +10,13 @@ import torch
 from benchmarks.gpu import formulae
 from benchmarks.gpu.formulae import NO_DRAFT, BaseSizes, DraftWork, sampling_bytes, step_bytes, step_kernels
 from benchmarks.gpu.operation_counts import OperationCounts, Result
-from drafter.base.causal_lm import BaseModel
-from drafter.drafters.contract import Drafter
-from drafter.drafters.ngram import NgramDrafter
-from drafter.drafters.none import PlainDecoding
+from drafter.ctc.lattice import LATTICE_BEAM
+from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.heads.contract import DraftHead
 from drafter.heads.registry import new_head
+from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import SamplingParams
-from drafter.search.lattice import LATTICE_BEAM
+from drafter.target.model import BaseModel
 from tests.support.fake_gpus import base_of_shape, fake_gpus, move_to_gpus
 from tests.support.fake_steps import LLAMA_1B, LLAMA_8B, FakeStep, on_gpu
 from tests.support.marks import slow_but

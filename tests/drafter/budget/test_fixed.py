@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from drafter.budget.contract import StepLoad
-from drafter.budget.fixed import FixedBudget
+from drafter.budget.contract import FixedBudget, StepLoad
 
 
 def test_a_fixed_budget_is_fixed() -> None:

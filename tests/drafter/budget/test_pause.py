@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from drafter.budget.pause import Pause
+from drafter.budget.adaptive import Pause
 
 
 def test_a_pause_is_longer_after_each_failure_up_to_four_times() -> None:

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from drafter.drafters.cacheback import CachebackDrafter
 from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Loan
-from drafter.drafters.memory import MemoryDrafter
-from drafter.stage_times import StageTimes
+from drafter.methods.cacheback.drafter import CachebackDrafter
+from drafter.methods.memory.drafter import MemoryDrafter
+from drafter.statistics import StageTimes
 
 _SLOTS, _PROMPT, _STEPS = 16, 20, 1
 _TOKENS = 30

@@ -6,19 +6,17 @@ import random
 
 import pytest
 
-from drafter.base.causal_lm import BaseModel
 from drafter.budget.choosing_budget import ChoosingBudget
-from drafter.budget.contract import StepLoad
-from drafter.budget.fixed import FixedBudget
-from drafter.drafters.cacheback import CachebackDrafter
-from drafter.drafters.choosing_drafter import ChoosingDrafter
-from drafter.drafters.contract import Ask
-from drafter.drafters.memory import MemoryDrafter
-from drafter.drafters.ngram import NgramDrafter
-from drafter.drafters.none import PlainDecoding
-from drafter.engine.engine_config import EngineConfig
-from drafter.engine.loop import Engine
+from drafter.budget.contract import FixedBudget, StepLoad
+from drafter.drafters.contract import Ask, PlainDecoding
+from drafter.drafters.merged import ChoosingDrafter
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.methods.cacheback.drafter import CachebackDrafter
+from drafter.methods.memory.drafter import MemoryDrafter
+from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams
+from drafter.target.model import BaseModel
 from tests.support.heads import make_head
 from tests.support.marks import slow_but
 from tests.support.models import SpellingTokenizer, random_model, random_prompts, run_engine

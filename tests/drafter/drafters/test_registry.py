@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from drafter.base.causal_lm import BaseModel
 from drafter.drafters import registry
 from drafter.drafters.registry import load_drafter, shipped_head
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import Provenance
 from drafter.heads.registry import new_head
+from drafter.target.model import BaseModel
 
 
 @pytest.fixture

@@ -7,15 +7,14 @@ from functools import reduce
 import pytest
 
 from drafter import devices
-from drafter.base.causal_lm import BaseModel
-from drafter.base.paged_kv_cache import BLOCK, SPARE
-from drafter.drafters.contract import Drafter
+from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.drafters.merged import MergedDrafter
-from drafter.drafters.none import PlainDecoding
-from drafter.engine.engine_config import EngineConfig
-from drafter.engine.loop import Engine
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.requests import Request, SamplingParams
+from drafter.target.model import BaseModel
+from drafter.target.paged_kv_cache import BLOCK, SPARE
 from tests.support.heads import make_head
 from tests.support.marks import slow_but
 from tests.support.models import (
@@ -60,7 +59,7 @@ def test_tokens_are_those_of_rows_alone(family: str) -> None:
 def test_tokens_are_those_of_rows_alone_where_the_host_is_behind(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that read each step's outcome one step later, as on a GPU."""
     monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
-    monkeypatch.setattr("drafter.engine.steps.cuda_graphs._CudaRecorder", TapeRecorder())
+    monkeypatch.setattr("drafter.engine.cuda_graph._CudaRecorder", TapeRecorder())
     check_tokens(family)
 
 
@@ -85,7 +84,7 @@ def check_tokens(family: str) -> None:
 
 
 def test_rows_leave_while_a_prompt_is_read_in_pieces(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drafter.engine.sequences.admission.CHUNK", 16)
+    monkeypatch.setattr("drafter.engine.admission.CHUNK", 16)
     prompts = [[3 + (row + place) % 90 for place in range(70 if row % 3 else 5)] for row in range(9)]
     requests = [
         Request(prompt, SamplingParams(4 + 3 * row, temperature=row % 2, seed=row, ignore_eos=True))

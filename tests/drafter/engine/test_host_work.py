@@ -8,11 +8,11 @@ from types import FrameType
 
 import pytest
 
-from drafter.base.causal_lm import BaseModel
-from drafter.drafters.none import PlainDecoding
-from drafter.engine.engine_config import EngineConfig
-from drafter.engine.loop import Engine
+from drafter.drafters.contract import PlainDecoding
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
 from drafter.requests import Request, SamplingParams
+from drafter.target.model import BaseModel
 from tests.support.models import SpellingTokenizer
 
 TOKENS = 4

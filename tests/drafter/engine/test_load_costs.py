@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from drafter import devices
-from drafter.base.causal_lm import BaseModel
+from drafter.acceptance.choices import RowSampling
+from drafter.acceptance.contract import Accepted, Verified, Verifier
+from drafter.acceptance.exact import ExactVerifier
 from drafter.budget.latency_table import LatencyTable
-from drafter.drafters.ngram import NgramDrafter
-from drafter.engine.batch_state import BatchState
-from drafter.engine.load_costs import with_load_costs
-from drafter.engine.steps.cuda_graphs import StepGraphs
-from drafter.engine.steps.device_step import DeviceStep
-from drafter.stage_times import StageTimes
+from drafter.engine.batch import BatchState
+from drafter.engine.cuda_graph import StepGraphs
+from drafter.engine.step import DeviceStep
+from drafter.engine.warm_up import with_load_costs
+from drafter.methods.ngram.drafter import NgramDrafter
+from drafter.methods.typical.verifier import TypicalVerifier
+from drafter.statistics import StageTimes
+from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree
-from drafter.verifiers.choices import RowSampling
-from drafter.verifiers.contract import Accepted, Verified, Verifier
-from drafter.verifiers.exact import ExactVerifier
-from drafter.verifiers.lenient.typical import TypicalVerifier
 
 TABLE = LatencyTable(np.array([1.0, 2.0, 4.0]), (0, 3, 7), np.ones((3, 3)), np.zeros((3, 3)))
 

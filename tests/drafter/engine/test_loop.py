@@ -10,22 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from drafter.base.causal_lm import BaseModel
-from drafter.base.executors.contract import TreeNodes
-from drafter.base.kv_cache import KVCache
-from drafter.drafters.contract import Ask, DraftContext
-from drafter.drafters.ngram import NgramDrafter
-from drafter.drafters.none import PlainDecoding
-from drafter.engine.engine_config import EngineConfig
-from drafter.engine.loop import Engine
-from drafter.engine.sequences.handle import Handle
-from drafter.engine.sequences.prefill import common_prefix
-from drafter.engine.steps.device_step import DeviceStep
+from drafter.acceptance.contract import Verified
+from drafter.drafters.contract import Ask, DraftContext, PlainDecoding
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.engine.scheduler import common_prefix
+from drafter.engine.sequence import Handle
+from drafter.engine.step import DeviceStep
 from drafter.errors import EngineError, LoadError, QueueFullError, RequestError, RequestTimeoutError
+from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams, Timing
-from drafter.stage_times import STAGES
+from drafter.statistics import STAGES
+from drafter.target.forward import TreeNodes
+from drafter.target.kv_cache import KVCache
+from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree
-from drafter.verifiers.contract import Verified
 from tests.support.heads import make_head
 from tests.support.models import AdversarialDrafter, SpellingTokenizer, generate_reference, random_prompts, run_engine
 
@@ -143,7 +142,7 @@ def test_a_common_beginning_is_counted_in_tokens() -> None:
 def test_rows_that_are_watched_do_not_wait_for_a_long_prompt(
     tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr("drafter.engine.sequences.admission.CHUNK", 8)
+    monkeypatch.setattr("drafter.engine.admission.CHUNK", 8)
     engine = engine_of(tiny_base, slots=3)
     settings = SamplingParams(max_new_tokens=50, ignore_eos=True)
     first = engine.submit(Request([5], settings), stream=stream)
@@ -162,7 +161,7 @@ def test_rows_that_are_watched_do_not_wait_for_a_long_prompt(
 
 
 def test_prompts_that_enter_together_are_read_together(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drafter.engine.sequences.admission.CHUNK", 16)
+    monkeypatch.setattr("drafter.engine.admission.CHUNK", 16)
     prefill, sizes = tiny_base.prefill, []
 
     def counted(cache: KVCache, slot: int, prompts: Sequence[torch.Tensor], *rest: Any) -> torch.Tensor:
@@ -186,7 +185,7 @@ def test_prompts_that_enter_together_are_read_together(tiny_base: BaseModel, mon
 
 
 def test_requests_may_end_while_others_enter(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drafter.engine.sequences.admission.CHUNK", 8)
+    monkeypatch.setattr("drafter.engine.admission.CHUNK", 8)
     drafter = make_head(tiny_base, "ctc").drafter(tiny_base, 4)
     engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(slots=8, nodes=4))
 
@@ -213,7 +212,7 @@ def test_requests_may_end_while_others_enter(tiny_base: BaseModel, monkeypatch: 
 
 
 def test_cancelling_while_a_prompt_is_read_makes_room(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drafter.engine.sequences.admission.CHUNK", 8)
+    monkeypatch.setattr("drafter.engine.admission.CHUNK", 8)
     engine = engine_of(tiny_base, slots=2)
     settings = SamplingParams(max_new_tokens=9, ignore_eos=True)
     watched = engine.submit(Request([5], settings), stream=True)
@@ -232,7 +231,7 @@ def test_cancelling_while_a_prompt_is_read_makes_room(tiny_base: BaseModel, monk
 def test_a_failure_reaches_the_request_whose_prompt_is_read(
     tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drafter.engine.sequences.admission.CHUNK", 8)
+    monkeypatch.setattr("drafter.engine.admission.CHUNK", 8)
     engine = engine_of(tiny_base, slots=2)
     engine.submit(Request([5], SamplingParams(ignore_eos=True)), stream=True)
     engine.step()
@@ -472,7 +471,7 @@ def test_who_comes_while_a_step_drafts_enters_in_its_middle(
 def test_a_step_reads_no_more_of_prompts_because_it_drafts(
     tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drafter.engine.sequences.admission.CHUNK", 8)
+    monkeypatch.setattr("drafter.engine.admission.CHUNK", 8)
     engine = Engine(tiny_base, AdversarialDrafter(0), SpellingTokenizer(), EngineConfig(slots=4, nodes=4))
     settings = SamplingParams(max_new_tokens=20, ignore_eos=True)
     engine.submit(Request([5], settings), stream=True)

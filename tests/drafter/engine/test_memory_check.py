@@ -9,20 +9,18 @@ import pytest
 import torch
 
 from drafter import devices
-from drafter.base.causal_lm import BaseModel
-from drafter.drafters.contract import Drafter
+from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.drafters.merged import MergedDrafter
-from drafter.drafters.ngram import NgramDrafter
-from drafter.drafters.none import PlainDecoding
-from drafter.engine import memory_check
-from drafter.engine.engine_config import EngineConfig
-from drafter.engine.loop import Engine
-from drafter.engine.memory_check import engine_sizes
-from drafter.engine.steps.cuda_graphs import StepShape
-from drafter.engine.steps.device_step import DeviceStep
-from drafter.engine.steps.graph_step import whole_step
-from drafter.engine.steps.outcome import StepOutcome
+from drafter.engine import warm_up as memory_check
+from drafter.engine.config import EngineConfig
+from drafter.engine.cuda_graph import StepShape
+from drafter.engine.engine import Engine
+from drafter.engine.runners import whole_step
+from drafter.engine.step import DeviceStep, StepOutcome
+from drafter.engine.warm_up import engine_sizes
 from drafter.errors import LoadError
+from drafter.methods.ngram.drafter import NgramDrafter
+from drafter.target.model import BaseModel
 from tests.support.heads import make_head
 from tests.support.models import SpellingTokenizer, random_model
 from tests.support.tapes import TapeRecorder
@@ -31,7 +29,7 @@ from tests.support.tapes import TapeRecorder
 @pytest.fixture(autouse=True)
 def asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
-    monkeypatch.setattr("drafter.engine.steps.cuda_graphs._CudaRecorder", TapeRecorder())
+    monkeypatch.setattr("drafter.engine.cuda_graph._CudaRecorder", TapeRecorder())
 
 
 def engine(base: BaseModel, drafter: Drafter, **config: Any) -> Engine:
@@ -42,7 +40,7 @@ def test_an_engine_that_does_not_fit_is_refused_and_told_what_would(
     tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(devices, "free_bytes", lambda device: 1100 << 20)
-    with caplog.at_level(logging.INFO, "drafter.engine.memory_check"):
+    with caplog.at_level(logging.INFO, "drafter.engine.warm_up"):
         engine(tiny_base, NgramDrafter(7), nodes=7)  # most of which is what 256 graphs are taken to need
         with pytest.raises(
             LoadError, match=r"an engine of 90,000 slots takes .* lower slots to [\d,]+ .*KV cache"

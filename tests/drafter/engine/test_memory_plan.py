@@ -9,15 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.drafters.ngram import NgramDrafter
-from drafter.engine.batch_state import BatchState
-from drafter.engine.engine_config import EngineConfig
-from drafter.engine.memory_check import _DEAREST, engine_sizes
-from drafter.engine.memory_plan import EngineSizes, plan_memory, slot_length, what_would_fit
-from drafter.engine.steps.device_step import DeviceStep
-from drafter.engine.steps.graph_step import step_shape, whole_step
-from drafter.stage_times import StageTimes
-from drafter.verifiers.exact import ExactVerifier
+from drafter.acceptance.exact import ExactVerifier
+from drafter.engine.batch import BatchState
+from drafter.engine.config import EngineConfig
+from drafter.engine.memory import EngineSizes, plan_memory, slot_length, what_would_fit
+from drafter.engine.runners import step_shape, whole_step
+from drafter.engine.step import DeviceStep
+from drafter.engine.warm_up import _DEAREST, engine_sizes
+from drafter.methods.ngram.drafter import NgramDrafter
+from drafter.statistics import StageTimes
 from tests.support.large_bases import LLAMA_8B, large_base
 from tests.support.live_memory import LiveMemory
 from tests.support.marks import slow_but

@@ -11,20 +11,18 @@ import pytest
 import torch
 
 from drafter import devices
-from drafter.base.causal_lm import BaseModel
-from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
-from drafter.drafters.memory import MemoryDrafter
+from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, PlainDecoding
 from drafter.drafters.merged import MergedDrafter
-from drafter.drafters.ngram import NgramDrafter
-from drafter.drafters.none import PlainDecoding
-from drafter.engine.engine_config import EngineConfig
-from drafter.engine.loop import Engine
-from drafter.engine.sequences.handle import Handle
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.engine.sequence import Handle
 from drafter.errors import NotFiniteError
-from drafter.heads.early_exit.exit_drafter import ExitDrafter
+from drafter.methods.early_exit.drafter import ExitDrafter
+from drafter.methods.memory.drafter import MemoryDrafter
+from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams
-from drafter.tree.token_tree import TokenTree
-from drafter.tree.trie import from_nodes
+from drafter.target.model import BaseModel
+from drafter.tree.token_tree import TokenTree, from_nodes
 from tests.support.heads import make_head
 from tests.support.marks import slow_but
 from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_model, random_prompts
@@ -79,7 +77,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Engines that look at each step's outcome at once, and engines that read it one step later, as on a GPU."""
     if request.param == "the host is behind":
         monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
-        monkeypatch.setattr("drafter.engine.steps.cuda_graphs._CudaRecorder", TapeRecorder())
+        monkeypatch.setattr("drafter.engine.cuda_graph._CudaRecorder", TapeRecorder())
     return str(request.param)
 
 

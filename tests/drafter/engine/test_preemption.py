@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from drafter.base.causal_lm import BaseModel
-from drafter.drafters.contract import Ask, DraftContext, Drafter
+from drafter.drafters.contract import Ask, DraftContext, Drafter, PlainDecoding
 from drafter.drafters.merged import MergedDrafter
-from drafter.drafters.none import PlainDecoding
-from drafter.engine.engine_config import EngineConfig
-from drafter.engine.loop import Engine
-from drafter.engine.sequences.handle import Handle
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.engine.sequence import Handle
 from drafter.requests import Generation, Request, SamplingParams
+from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 from tests.support.heads import make_head
 from tests.support.models import (
@@ -117,7 +116,7 @@ def test_rows_that_do_not_fit_are_decoded_later(family: str) -> None:
 
 def test_rows_come_back_when_memory_reaches_again(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """One by one, up to all slots; and where it never reaches for more, the engine lives on with what fits."""
-    monkeypatch.setattr("drafter.engine.sequences.row_limit._PAUSE", 2)
+    monkeypatch.setattr("drafter.engine.scheduler._PAUSE", 2)
     requests = requests_of(24)
     expected = run_engine(tiny_base, PlainDecoding(), requests, slots=1)
     monkeypatch.setattr(tiny_base, "verify", run_out(tiny_base.verify, {3}))
@@ -173,7 +172,7 @@ def test_memory_may_run_out_at_any_stage(
 
 
 def test_a_prompt_that_is_being_read_is_put_back_too(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drafter.engine.sequences.admission.CHUNK", 4)
+    monkeypatch.setattr("drafter.engine.admission.CHUNK", 4)
     requests = requests_of(6)
     requests[0] = replace(requests[0], prompt_ids=[5])
     requests[1] = replace(requests[1], prompt_ids=list(range(3, 33)))

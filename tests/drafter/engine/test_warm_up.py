@@ -5,16 +5,15 @@ import math
 import pytest
 import torch
 
-from drafter.base.causal_lm import BaseModel
-from drafter.base.paged_kv_cache import BLOCK, SPARE
-from drafter.drafters.contract import Drafter
-from drafter.drafters.ngram import NgramDrafter
-from drafter.drafters.none import PlainDecoding
-from drafter.engine.batch_state import BatchState
-from drafter.engine.steps.device_step import DeviceStep
+from drafter.acceptance.exact import ExactVerifier
+from drafter.drafters.contract import Drafter, PlainDecoding
+from drafter.engine.batch import BatchState
+from drafter.engine.step import DeviceStep
 from drafter.engine.warm_up import generate_texts, measure_steps
-from drafter.stage_times import StageTimes
-from drafter.verifiers.exact import ExactVerifier
+from drafter.methods.ngram.drafter import NgramDrafter
+from drafter.statistics import StageTimes
+from drafter.target.model import BaseModel
+from drafter.target.paged_kv_cache import BLOCK, SPARE
 from tests.support.models import generate_reference, random_model
 
 

@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from drafter.base.causal_lm import BaseModel
 from drafter.errors import LoadError
-from drafter.evaluation.measurement import Evaluation, Progress, differing_tokens, warm_up_request
+from drafter.evaluation.measurement import STAGES, Evaluation, Progress, differing_tokens, warm_up_request
 from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Arm, Plan
 from drafter.evaluation.questions import Question, QuestionError
 from drafter.evaluation.results import Results
-from drafter.evaluation.stages import STAGES
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import Provenance
 from drafter.requests import Request, SamplingParams
+from drafter.target.model import BaseModel
 from tests.support.heads import make_head
 from tests.support.models import EOS, VOCABULARY, SpellingTokenizer
 

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.report import main as make_again
-from drafter.evaluation.figures import figures
 from drafter.evaluation.plan import PLAIN, TRANSFORMERS, Arm
-from drafter.evaluation.report_files import write_report
-from drafter.evaluation.results import Cell, Results, Skipped, StageSums
-from drafter.evaluation.tables import category_table, page, speed_table, stage_table
+from drafter.evaluation.results import Cell, Results, Skipped, StageSums, figures
+from drafter.evaluation.tables import category_table, page, speed_table, stage_table, write_report
 from drafter.statistics import DecodeCounts, mean_rate, speedup
 
 HEAD = Arm("build/heads/ctc", "exact", 16)

@@ -13,22 +13,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.base.causal_lm import BaseModel
-from drafter.drafters.contract import Ask, DraftContext, Loan
-from drafter.drafters.none import PlainDecoding
+from drafter.ctc.head import CTCHead
+from drafter.drafters.contract import Ask, DraftContext, Loan, PlainDecoding
 from drafter.heads.checkpoint import load_head, save_head
 from drafter.heads.contract import Provenance, Tree
-from drafter.heads.ctc.ctc_head import CTCHead
-from drafter.heads.draft_batch import DraftBatch
-from drafter.heads.losses import hard_labels
+from drafter.heads.losses import DraftBatch, hard_labels
 from drafter.heads.registry import HEADS
 from drafter.requests import Request, SamplingParams
-from drafter.stage_times import StageTimes
-from drafter.training.optimiser import TorchOptimiser
+from drafter.statistics import StageTimes
+from drafter.target.model import BaseModel
+from drafter.training.loop import TorchOptimiser
 from drafter.training.settings import TrainingSettings
 from drafter.training.simulated_walk import simulated_beta
+from drafter.training.step import TrainingStep
 from drafter.training.targets import draft_batch
-from drafter.training.training_step import TrainingStep
 from tests.support.heads import (
     DEPTH,
     KINDS,
@@ -219,7 +217,7 @@ def test_a_prepared_search_finds_the_same_tree(
     assert isinstance(head, CTCHead)
     recent = torch.randint(0, tiny_base.vocab_size, (3, head.recent_tokens))
     expected = head.search(states, recent, tiny_base, 9, "exact")
-    monkeypatch.setattr("drafter.base.executors.prepacked._SMALL", 0)
+    monkeypatch.setattr("drafter.target.prepacked._SMALL", 0)
     check_same_trees(head.prepared_search(tiny_base, "exact")(states, recent, 9, 0.0), expected, DEPTH)
 
 

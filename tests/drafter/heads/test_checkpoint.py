@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafter.base.causal_lm import BaseModel
-from drafter.base.fingerprint import first_fingerprint
+from drafter.ctc.frames import CTCHeadConfig
+from drafter.ctc.head import CTCHead
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import load_head, save_head
 from drafter.heads.contract import Provenance
-from drafter.heads.ctc.ctc_config import CTCHeadConfig
-from drafter.heads.ctc.ctc_head import CTCHead
 from drafter.heads.registry import HEADS
+from drafter.target.architecture import first_fingerprint
+from drafter.target.model import BaseModel
 from tests.support.models import random_model
 
 
@@ -181,6 +181,6 @@ def test_a_hub_id_is_loaded_through_the_hub_library(
         asked.append((name, file))
         return str(saved / file)
 
-    monkeypatch.setattr("drafter.heads.head_files.hf_hub_download", download)
+    monkeypatch.setattr("drafter.heads.checkpoint.hf_hub_download", download)
     assert isinstance(load_head("org/head", tiny_base, HEADS), CTCHead)
     assert asked == [("org/head", "config.json"), ("org/head", "model.safetensors")]

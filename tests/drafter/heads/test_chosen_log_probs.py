@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from drafter.base.causal_lm import BaseModel
-from drafter.heads import chosen_log_probs as chosen
-from drafter.heads.chosen_log_probs import chosen_log_probs
+from drafter.heads import draft_vocabulary as chosen
+from drafter.heads.draft_vocabulary import chosen_log_probs
+from drafter.target.model import BaseModel
 
 
 @pytest.mark.parametrize("rows", [1, 3, 100])

@@ -10,24 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from drafter.base.causal_lm import BaseModel
-from drafter.drafters.none import PlainDecoding
+from drafter.ctc.frames import CTCHeadConfig
+from drafter.ctc.head import CTCHead
+from drafter.ctc.losses import prefix_loss
+from drafter.drafters.contract import PlainDecoding
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import load_head, save_head
 from drafter.heads.contract import DraftHead, Provenance
-from drafter.heads.ctc.ctc_config import CTCHeadConfig
-from drafter.heads.ctc.ctc_head import CTCHead
-from drafter.heads.ctc.ctc_losses import prefix_loss
-from drafter.heads.draft_batch import DraftBatch
 from drafter.heads.draft_vocabulary import DraftVocabulary, most_frequent
-from drafter.heads.eagle3.eagle3_head import Eagle3Head
-from drafter.heads.hydra import HydraHead
-from drafter.heads.losses import Labels
-from drafter.heads.medusa import MedusaHead
+from drafter.heads.losses import DraftBatch, Labels
 from drafter.heads.registry import HEADS, new_head
+from drafter.methods.eagle3.head import Eagle3Head
+from drafter.methods.hydra.head import HydraHead
+from drafter.methods.medusa.head import MedusaHead
 from drafter.requests import Request, SamplingParams
+from drafter.target.model import BaseModel
+from drafter.training.step import base_hidden_states
 from drafter.training.targets import draft_batch
-from drafter.training.training_step import base_hidden_states
 from tests.support.heads import DEPTH, KINDS, STATIC, VARIANTS, make_head, random_texts, sequence, text_loss
 from tests.support.models import random_prompts, run_engine
 from tests.support.trees import check_same_trees, check_slice_contract

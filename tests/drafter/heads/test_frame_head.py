@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafter.base.causal_lm import BaseModel
 from drafter.heads.contract import Tree
 from drafter.heads.frame_head import FrameHead, last_tokens
+from drafter.target.model import BaseModel
 from tests.support.heads import DEPTH, make_head
 
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafter.base.causal_lm import BaseModel
-from drafter.heads.hydra import HydraHead, HydraHeadConfig
-from drafter.heads.medusa import MedusaHead, MedusaHeadConfig
+from drafter.methods.hydra.head import HydraHead, HydraHeadConfig
+from drafter.methods.medusa.head import MedusaHead, MedusaHeadConfig
+from drafter.target.model import BaseModel
 from tests.support.heads import DEPTH, make_head, sequence, untrained_head
 from tests.support.trees import nodes
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from drafter.base.causal_lm import BaseModel
 from drafter.errors import LoadError
 from drafter.heads.registry import new_head
+from drafter.target.model import BaseModel
 
 
 def test_a_new_head_has_the_bases_sizes(tiny_base: BaseModel) -> None:

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from drafter.embedded import EMBEDDED_BASE
-from drafter.text.detokenizer import Detokenizer
+from drafter.text.streaming import Detokenizer
 
 
 class Watched:

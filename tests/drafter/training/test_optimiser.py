@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from drafter.base.causal_lm import BaseModel
 from drafter.errors import TrainingError
 from drafter.heads.contract import DraftHead
-from drafter.heads.draft_batch import DraftBatch
-from drafter.training.optimiser import TorchOptimiser
+from drafter.heads.losses import DraftBatch
+from drafter.target.model import BaseModel
+from drafter.training.loop import TorchOptimiser
 from drafter.training.settings import TrainingSettings
+from drafter.training.step import TrainingStep
 from drafter.training.targets import draft_batch
-from drafter.training.training_step import TrainingStep
 from tests.support.heads import DEPTH, random_texts, text_loss, untrained_head
 
 TEXTS = random_texts(4)

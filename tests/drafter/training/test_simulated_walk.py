@@ -3,14 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafter.base.causal_lm import BaseModel
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import mean_acceptance_length, total
-from drafter.training.optimiser import TorchOptimiser
+from drafter.target.model import BaseModel
+from drafter.training.loop import TorchOptimiser
 from drafter.training.settings import TrainingSettings
 from drafter.training.simulated_walk import accepted_depths, simulated_beta
+from drafter.training.step import TrainingStep
 from drafter.training.targets import RegeneratedText, draft_batch
-from drafter.training.training_step import TrainingStep
 from drafter.tree.token_tree import TokenTree
 from tests.support.heads import DEPTH, untrained_head
 from tests.support.models import random_prompts, run_engine

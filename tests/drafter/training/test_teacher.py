@@ -3,13 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafter.base.causal_lm import BaseModel
-from drafter.drafters.none import PlainDecoding
-from drafter.heads import chosen_log_probs
+from drafter.drafters.contract import PlainDecoding
+from drafter.heads import draft_vocabulary as chosen_log_probs
 from drafter.requests import Request, SamplingParams
-from drafter.training.targets import RegeneratedText, draft_batch
-from drafter.training.teacher import teacher_labels
-from drafter.training.training_step import base_hidden_states
+from drafter.target.model import BaseModel
+from drafter.training.step import base_hidden_states
+from drafter.training.targets import RegeneratedText, draft_batch, teacher_labels
 from tests.support.heads import make_head, random_texts
 from tests.support.models import random_prompts, run_engine
 

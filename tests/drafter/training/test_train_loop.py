@@ -2,11 +2,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from drafter.heads.draft_batch import DraftBatch
-from drafter.training.optimiser import Update
+from drafter.heads.losses import DraftBatch
+from drafter.training.loop import Update, train
 from drafter.training.settings import TrainingSettings
 from drafter.training.targets import draft_batch
-from drafter.training.train_loop import train
 from tests.support.heads import random_texts
 
 PART = draft_batch(random_texts(1), 4, 4)

@@ -8,16 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafter.base.causal_lm import BaseModel
-from drafter.base.hidden_states import LM_HEAD_INPUT
 from drafter.drafters.contract import Drafter
 from drafter.heads.contract import DraftHead
-from drafter.heads.draft_batch import DraftBatch
-from drafter.heads.losses import Labels, LossSum
+from drafter.heads.losses import DraftBatch, Labels, LossSum
+from drafter.target.forward import LM_HEAD_INPUT
+from drafter.target.model import BaseModel
 from drafter.training.settings import TrainingSettings
-from drafter.training.targets import draft_batch
-from drafter.training.teacher import teacher_labels
-from drafter.training.training_step import TrainingStep, base_hidden_states, training_layers
+from drafter.training.step import TrainingStep, base_hidden_states, training_layers
+from drafter.training.targets import draft_batch, teacher_labels
 from drafter.tree.token_tree import TokenTree
 from tests.support.heads import DEPTH, make_head, random_texts, text_loss
 

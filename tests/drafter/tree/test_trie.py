@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.tree.token_tree import PAD_TOKEN, TokenTree
-from drafter.tree.trie import from_nodes, from_paths, merge
+from drafter.tree.token_tree import PAD_TOKEN, TokenTree, from_nodes, from_paths, merge
 from tests.support.trees import FORK
 
 PENDING = torch.tensor([7])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.cluster.resources_config import ResourcesConfig
 from pipeline.cluster.shares import ActorResources, Cluster, Node, share_out
 from pipeline.errors import InputError
+from pipeline.settings import ResourcesConfig
 
 HEAD = Node(0, 0)
 

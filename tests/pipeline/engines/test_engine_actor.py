@@ -13,18 +13,17 @@ import pytest
 import ray
 
 from drafter import EngineConfig, SamplingParams, SpeculativeLM
+from drafter.acceptance.exact import ExactVerifier
 from drafter.errors import LoadError
-from drafter.verifiers.exact import ExactVerifier
 from pipeline.engines.engine_actor import EngineActor
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.engines.ledger import Ledger
-from pipeline.engines.limits_config import LimitsConfig
-from pipeline.engines.memory.memory_feed import OtherTexts
+from pipeline.engines.shared_texts import OtherTexts
 from pipeline.io.files import locate
-from pipeline.output.output_columns import RunTraits, columns_type, wanted_columns
-from pipeline.output.writing_config import WritingConfig
+from pipeline.output.columns import RunTraits, columns_type, wanted_columns
 from pipeline.progress.board import ProgressBoard
-from pipeline.staging.part_rows import unpack
+from pipeline.settings import LimitsConfig, WritingConfig
+from pipeline.staging.staging import unpack
 from tests.pipeline.conftest import untimed
 from tests.support.parts import request_part
 from tests.support.waiting import wait_until

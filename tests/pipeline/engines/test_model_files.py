@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.engines.model_files import folder_fingerprint, tensor_spans
+from pipeline.engines.models import folder_fingerprint, tensor_spans
 
 
 @pytest.fixture
@@ -27,9 +27,9 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("sampled", [False, True])
 def test_every_tensor_takes_part(folder: Path, monkeypatch: pytest.MonkeyPatch, sampled: bool) -> None:
     if sampled:
-        monkeypatch.setattr("pipeline.engines.model_files._WHOLE_BYTES", 100)
-        monkeypatch.setattr("pipeline.engines.model_files._BLOCK", 8)
-        monkeypatch.setattr("pipeline.engines.model_files._EVERY", 1000)
+        monkeypatch.setattr("pipeline.engines.models._WHOLE_BYTES", 100)
+        monkeypatch.setattr("pipeline.engines.models._BLOCK", 8)
+        monkeypatch.setattr("pipeline.engines.models._EVERY", 1000)
     weights = folder / "model.safetensors"
     tensors = load_file(weights)
     seen = {folder_fingerprint(folder)}
@@ -51,7 +51,7 @@ def test_where_the_folder_is_and_what_is_not_of_the_model_do_not_count(folder: P
 
 
 def test_a_large_file_that_is_damaged_still_has_a_fingerprint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.engines.model_files._WHOLE_BYTES", 100)
+    monkeypatch.setattr("pipeline.engines.models._WHOLE_BYTES", 100)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-50])
     before = folder_fingerprint(folder)

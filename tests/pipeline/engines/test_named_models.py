@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.engines.named_models import head_fingerprints, model_fingerprint
+from pipeline.engines.models import head_fingerprints, model_fingerprint
 from pipeline.errors import InputError
 from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run
 

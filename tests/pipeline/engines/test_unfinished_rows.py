@@ -5,10 +5,9 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pipeline.engines.ledger import SavedRow
-from pipeline.engines.unfinished_rows import delete_unfinished, read_unfinished, write_unfinished
+from pipeline.engines.ledger import SavedRow, delete_unfinished, read_unfinished, write_unfinished
 from pipeline.io.files import locate
-from pipeline.output.output_folder import OutputFolder
+from pipeline.output.folder import OutputFolder
 
 
 def test_saved_rows_come_back_and_none_leave_no_file(tmp_path: Path) -> None:

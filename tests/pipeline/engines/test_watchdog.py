@@ -6,7 +6,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from pipeline.engines.watchdog import watch
+from pipeline.engines.engine_actor import watch
 from tests.support.waiting import PATIENCE
 
 

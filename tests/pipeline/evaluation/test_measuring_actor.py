@@ -8,7 +8,7 @@ import pytest
 from drafter.errors import LoadError
 from pipeline.cluster.shares import ActorResources
 from pipeline.errors import InputError, JobError
-from pipeline.evaluation.measuring_actor import measuring
+from pipeline.evaluation.measuring import measuring
 
 
 class Counter:

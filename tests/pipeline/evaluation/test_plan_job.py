@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import InputError
-from pipeline.evaluation.plan_config import PlanConfig, parse_plan
+from pipeline.evaluation.config import PlanConfig, parse_plan
 from pipeline.evaluation.plan_job import main, plan
 from tests.pipeline.conftest import write_jsonl
 

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
+from drafter.acceptance.settings import VerifierSettings
 from drafter.evaluation.environment import comparable
-from drafter.evaluation.leniency.verifier_runs import VerifierRun
 from drafter.evaluation.questions import Question, read_questions
 from drafter.evaluation.results import write_json
+from drafter.evaluation.verifiers import VerifierRun
 from drafter.requests import Request
 from drafter.statistics import DecodeCounts
-from drafter.verifiers.verifier_settings import VerifierSettings
 from pipeline.cluster.shares import ActorResources
 from pipeline.errors import InputError
-from pipeline.evaluation import verifier_evaluation
-from pipeline.evaluation.evaluate_config import EvaluateConfig, named_verifier, parse_config
+from pipeline.evaluation import verifiers as verifier_evaluation
+from pipeline.evaluation.config import EvaluateConfig, named_verifier, parse_config
 from pipeline.evaluation.evaluate_job import main
-from pipeline.evaluation.verifier_evaluation import evaluate_verifiers
+from pipeline.evaluation.verifiers import evaluate_verifiers
 from tests.pipeline.conftest import JobRun, write_jsonl
 
 Evaluate = Callable[..., JobRun]

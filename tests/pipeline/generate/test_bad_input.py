@@ -15,12 +15,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from drafter.ctc.frames import CTCHeadConfig
+from drafter.ctc.head import CTCHead
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import Provenance
-from drafter.heads.ctc.ctc_config import CTCHeadConfig
-from drafter.heads.ctc.ctc_head import CTCHead
 from pipeline.cluster.shares import Cluster, Node
-from pipeline.generate.generate_job import main
+from pipeline.generate.job import main
 from tests.pipeline.conftest import Run, write_jsonl
 
 GOOD = [{"prompt": "how many", "id": 1}, {"prompt": "apples", "id": 2}]
@@ -256,7 +256,7 @@ def test_a_job_that_fails_is_code_1(monkeypatch: pytest.MonkeyPatch, capfd: pyte
     def failing(_: Any) -> None:
         raise JobError("disk\nfull")
 
-    monkeypatch.setattr("pipeline.generate.generate_job.generate", failing)
+    monkeypatch.setattr("pipeline.generate.job.generate", failing)
     assert main(["--input", "a", "--output", "b"]) == 1
     assert capfd.readouterr().err == "error: the job failed: disk full; submit it again to go on\n"
 

@@ -129,7 +129,7 @@ def test_writers_killed_at_every_step_of_a_commit(
     points = ("while writing", "before data", "after data")
     (tmp_path / "points").mkdir()
     files = fs.PyFileSystem(DeadlyFiles(str(tmp_path / "points"), points, kill_me))
-    monkeypatch.setattr("pipeline.generate.generate_job.locate", lambda uri: replace(locate(uri), filesystem=files))
+    monkeypatch.setattr("pipeline.generate.job.locate", lambda uri: replace(locate(uri), filesystem=files))
     prompts = [prompt if n % 5 else "" for n, prompt in enumerate(PROMPTS[:20])]
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts])
     done = run(source, "--writing.rows_per_file", 10)

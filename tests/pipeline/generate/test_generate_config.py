@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drafter.verifiers.verifier_settings import VerifierSettings
+from drafter.acceptance.settings import VerifierSettings
 from pipeline.errors import InputError
-from pipeline.generate.generate_config import GenerateConfig, parse_config
+from pipeline.generate.config import GenerateConfig, parse_config
 from tests.support.paths import ROOT
 
 

@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from drafter import EngineConfig, SpeculativeLM
-from pipeline.generate.row_sampling import row_seed
+from pipeline.generate.row_requests import row_seed
 from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run, untimed, write_jsonl
 
 QUESTIONS = ["how many apples", "how many pens does she have", "she", "does she have apples and pens " * 3]

@@ -8,8 +8,8 @@ import pytest
 
 from drafter.requests import DRAW
 from pipeline.errors import InputError
-from pipeline.generate.generate_config import GenerateConfig, parse_config
-from pipeline.generate.generate_job import check_verifier, open_output
+from pipeline.generate.config import GenerateConfig, parse_config
+from pipeline.generate.job import check_verifier, open_output
 from pipeline.generate.job_context import job_meaning
 from pipeline.io.listing import list_input
 from pipeline.io.prompt_source import BATCH, PromptSource

@@ -18,18 +18,15 @@ import pytest
 
 from drafter.requests import SamplingParams
 from pipeline.errors import ProblemType
-from pipeline.generate.row_requests import PromptSettings
-from pipeline.generate.row_sampling import row_seed
-from pipeline.generate.tokenising import make_requests
+from pipeline.generate.row_requests import PromptSettings, row_seed
+from pipeline.generate.streaming import make_requests
 from pipeline.io.column_types import stored_struct
 from pipeline.io.files import locate
 from pipeline.io.listing import list_input
 from pipeline.io.prompt_source import find_prompts
-from pipeline.io.reading_config import ReadingConfig
 from pipeline.output.part_files import error_table
-from pipeline.staging.part_rows import StagedParts, unpack
-from pipeline.staging.stage_files import StagingPlan, stage_files
-from pipeline.staging.staged_input import StagedInput
+from pipeline.settings import ReadingConfig
+from pipeline.staging.staging import StagedInput, StagedParts, StagingPlan, stage_files, unpack
 
 Kind = tuple[Any, ProblemType, str]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from drafter.requests import SamplingParams
 from pipeline.errors import RowError
-from pipeline.generate.row_sampling import row_sampling, row_seed
+from pipeline.generate.row_requests import row_sampling, row_seed
 
 DEFAULTS = SamplingParams(temperature=0.7, seed=3)
 

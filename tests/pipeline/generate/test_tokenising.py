@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerFast
 from drafter.requests import SamplingParams
 from pipeline.errors import RowError
 from pipeline.generate.row_requests import PromptSettings
-from pipeline.generate.tokenising import make_requests, refuse_endless
+from pipeline.generate.streaming import make_requests, refuse_endless
 from pipeline.io.prompt_source import PromptSource
-from pipeline.io.reading_config import ReadingConfig
-from pipeline.staging.row_problems import PROBLEM_TYPE
+from pipeline.settings import ReadingConfig
+from pipeline.staging.rows import PROBLEM_TYPE
 
 DEFAULTS = SamplingParams(temperature=0.7, seed=3)
 

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.engines.ledger import SavedRow
-from pipeline.engines.unfinished_rows import write_unfinished
+from pipeline.engines.ledger import SavedRow, write_unfinished
 from pipeline.io.files import locate
-from pipeline.output.output_columns import COLUMNS
-from pipeline.output.output_folder import OutputFolder
+from pipeline.output.columns import COLUMNS
+from pipeline.output.folder import OutputFolder
 from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Outcome, Run, untimed
 from tests.support.damage import Damage, cut, empty, files_below
 

@@ -17,8 +17,8 @@ import pytest
 from pyarrow import fs
 
 from pipeline.io.files import Location, is_copy, locate, mend, read_either, write_twice
-from pipeline.output.output_columns import TIMING_COLUMNS
-from pipeline.output.output_folder import OutputFolder
+from pipeline.output.columns import TIMING_COLUMNS
+from pipeline.output.folder import OutputFolder
 from tests.pipeline.conftest import Run
 from tests.support.damage import Damage, cut, empty, files_below
 from tests.support.waiting import wait_until

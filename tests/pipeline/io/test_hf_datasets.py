@@ -16,8 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import _registry
 
 from pipeline.errors import InputError
-from pipeline.io.hf_datasets import split_of
-from pipeline.io.listing import list_input
+from pipeline.io.listing import list_input, split_of
 from tests.support.staging import staged
 
 datasets.disable_progress_bars()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.io.path_patterns import is_pattern, pattern_base, pattern_regex
+from pipeline.io.files import is_pattern, pattern_base, pattern_regex
 
 
 @given(st.text("ab/.", max_size=8))

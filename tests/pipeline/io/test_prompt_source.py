@@ -10,7 +10,7 @@ import pytest
 from pipeline.errors import InputError
 from pipeline.io.listing import list_input
 from pipeline.io.prompt_source import PromptSource, find_prompts
-from pipeline.io.reading_config import ReadingConfig
+from pipeline.settings import ReadingConfig
 from tests.pipeline.conftest import write_jsonl
 
 

@@ -17,25 +17,25 @@ import ray
 import torch
 from safetensors import SafetensorError
 
-from drafter.base.causal_lm import BaseModel
-from drafter.base.loading import load_base
 from drafter.embedded import EMBEDDED_HEADS
-from drafter.engine.engine_config import EngineConfig
+from drafter.engine.config import EngineConfig
 from drafter.heads.checkpoint import load_head
 from drafter.heads.registry import HEADS
-from drafter.learning.contract import RowSample
-from drafter.learning.learner import Learner
-from drafter.learning.learner_settings import LearnerSettings
-from drafter.learning.starting_head import version_of
+from drafter.methods.learning.contract import RowSample
+from drafter.methods.learning.drafter import version_of
+from drafter.methods.learning.learner import Learner
+from drafter.methods.learning.settings import LearnerSettings
 from drafter.statistics import BatchChoice, MemberView
+from drafter.target.loading import load_base
+from drafter.target.model import BaseModel
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.io.files import locate
-from pipeline.learning.engine_beats import EngineBeat
+from pipeline.learning.beats import EngineBeat
+from pipeline.learning.config import LearningConfig
 from pipeline.learning.learner_actor import Answer, LearnerActor
 from pipeline.learning.learner_spec import LearnerSpec, beginning, put_head
-from pipeline.learning.learning_config import LearningConfig
-from pipeline.learning.learning_record import LearningRecord, Moment, read_record
-from pipeline.output.output_folder import OutputFolder
+from pipeline.learning.record import LearningRecord, Moment, read_record
+from pipeline.output.folder import OutputFolder
 from tests.support.waiting import PATIENCE, wait_until
 
 SETTINGS = LearnerSettings(

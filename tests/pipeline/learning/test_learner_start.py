@@ -9,18 +9,17 @@ from typing import Any, cast
 import pytest
 
 from drafter.embedded import EMBEDDED_HEADS
-from drafter.learning.contract import HeadVersion
+from drafter.methods.learning.contract import HeadVersion
 from pipeline.cluster.shares import Cluster, Node
 from pipeline.errors import InputError
-from pipeline.generate.generate_config import GenerateConfig, parse_config
+from pipeline.generate.config import GenerateConfig, parse_config
 from pipeline.io.files import locate
+from pipeline.learning.config import LearningConfig
 from pipeline.learning.job_learner import JobLearner, beside_learner, seconds_left, tokens_left
 from pipeline.learning.learner_spec import LearnerSpec, beginning, learner_spec, put_head
-from pipeline.learning.learning_config import LearningConfig
-from pipeline.learning.learning_record import LearningRecord
-from pipeline.output.output_folder import OutputFolder
-from pipeline.progress.job_progress import Progress
-from pipeline.progress.reports import LearningReport
+from pipeline.learning.record import LearningRecord
+from pipeline.output.folder import OutputFolder
+from pipeline.progress.board import LearningReport, Progress
 from tests.support.paths import ROOT
 
 BOTH = ("--input", "a", "--output", "b")

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from drafter.errors import LoadError
-from drafter.learning.contract import EndedRow
-from drafter.learning.rows.sample_tap import SampleTap
 from drafter.llm import SpeculativeLM
-from pipeline.learning.engine_beats import EngineBeat
+from drafter.methods.learning.contract import EndedRow
+from drafter.methods.learning.rows import SampleTap
+from pipeline.learning.beats import EngineBeat
+from pipeline.learning.feed import LearningFeed
 from pipeline.learning.learner_actor import Answer
-from pipeline.learning.learning_feed import LearningFeed
 from tests.support.waiting import wait_until
 
 
@@ -124,7 +124,7 @@ def test_rows_go_and_versions_come(capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("local_ray")
 def test_no_other_rows_leave_before_the_learner_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.learning.learning_feed._ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr("pipeline.learning.feed._ANSWER_SECONDS", 0.05)
 
     class Slow:
         """A learner that has not answered yet."""
@@ -156,7 +156,7 @@ def test_no_other_rows_leave_before_the_learner_has_answered(monkeypatch: pytest
 
 @pytest.mark.usefixtures("local_ray")
 def test_a_learner_is_looked_for_until_it_is_there_and_again_when_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.learning.learning_feed._FIND_SECONDS", 0.0)
+    monkeypatch.setattr("pipeline.learning.feed._FIND_SECONDS", 0.0)
     engine = Engine()
     first, second = (ray.remote(num_cpus=0)(Teacher).remote() for _ in range(2))
     ray.get([first.rows.remote(), second.rows.remote()])  # both have begun

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter.learning.contract import HeadVersion
-from drafter.learning.payoff import Evaluation, Interval
-from pipeline.learning.learning_record import LearningRecord, Moment, Published, together
-from pipeline.report.learning_charts import learning_charts
+from drafter.methods.learning.contract import HeadVersion
+from drafter.methods.learning.payoff import Evaluation, Interval
+from pipeline.learning.record import LearningRecord, Moment, Published, together
+from pipeline.report.charts import learning_charts
 
 FOUND = Evaluation(seconds=4.0, steps=9, rows=3, candidate=1.5, published=1.0, better=True)
 

@@ -16,14 +16,13 @@ from drafter import EngineConfig, Generation, SamplingParams, SpeculativeLM
 from drafter.requests import TokenLogprob
 from drafter.statistics import DecodeCounts
 from pipeline.errors import InputError
-from pipeline.generate.row_sampling import row_seed
+from pipeline.generate.row_requests import row_seed
 from pipeline.io.listing import list_input
 from pipeline.io.prompt_source import BATCH, PromptSource, find_prompts
-from pipeline.io.reading_config import ReadingConfig
-from pipeline.openai.api_error import OpenAIError
+from pipeline.openai.answers import token_text
 from pipeline.openai.batch import answer_line, parse_line
-from pipeline.openai.response_body import token_text
-from pipeline.openai.strict_json import to_json
+from pipeline.openai.requests import OpenAIError, to_json
+from pipeline.settings import ReadingConfig
 from pipeline.staging.samples import sample_seed
 from tests.pipeline.conftest import Run, write_jsonl
 

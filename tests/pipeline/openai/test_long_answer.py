@@ -12,10 +12,15 @@ import pytest
 
 from drafter.requests import Generation, TokenLogprob
 from drafter.statistics import DecodeCounts
-from pipeline.openai.api_error import OpenAIError
-from pipeline.openai.long_answer import LogprobsOf, long_answer
-from pipeline.openai.parsed_request import ParsedRequest
-from pipeline.openai.response_body import chat_logprobs, chat_response, completion_logprobs, completion_response
+from pipeline.openai.answers import (
+    LogprobsOf,
+    chat_logprobs,
+    chat_response,
+    completion_logprobs,
+    completion_response,
+    long_answer,
+)
+from pipeline.openai.requests import OpenAIError, ParsedRequest
 
 
 def generation(tokens: int, logprob: float = -0.25) -> Generation:

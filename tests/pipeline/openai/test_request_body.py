@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.requests import SamplingParams
-from pipeline.openai.api_error import OpenAIError
-from pipeline.openai.request_body import parse_chat, parse_completion
+from pipeline.openai.requests import OpenAIError, parse_chat, parse_completion
 
 HELLO = [{"role": "user", "content": "Hello"}]
 

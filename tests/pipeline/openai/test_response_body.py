@@ -10,21 +10,13 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from drafter.base.loading import load_tokenizer
 from drafter.embedded import EMBEDDED_BASE
 from drafter.requests import Generation, TokenLogprob
 from drafter.statistics import DecodeCounts
-from pipeline.openai.api_error import OpenAIError
-from pipeline.openai.parsed_request import ParsedRequest
-from pipeline.openai.response_body import (
-    chat_logprobs,
-    chat_response,
-    completion_logprobs,
-    completion_response,
-    token_text,
-)
+from drafter.target.loading import load_tokenizer
+from pipeline.openai.answers import chat_logprobs, chat_response, completion_logprobs, completion_response, token_text
+from pipeline.openai.requests import OpenAIError, ParsedRequest, to_json
 from pipeline.openai.stream_events import event
-from pipeline.openai.strict_json import to_json
 
 
 def generation(text: str, tokens: int, prompt: int, accepted: int, drafted: int) -> Generation:

@@ -15,7 +15,7 @@ from pyarrow import fs
 
 from pipeline.io.files import Location, locate
 from pipeline.output.compaction import compact, merges
-from pipeline.output.output_folder import OutputFolder
+from pipeline.output.folder import OutputFolder
 from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run, read_rows, untimed
 
 PARTS = [f"00000-{number:06d}" for number in range(5)]

@@ -12,8 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from pipeline.io.files import locate
-from pipeline.output.openai_batch_results import write_batch
-from pipeline.output.output_folder import OutputFolder
+from pipeline.output.batch_results import write_batch
+from pipeline.output.folder import OutputFolder
 
 BODY = {"model": "gpt", "messages": [{"role": "user", "content": "x"}]}
 

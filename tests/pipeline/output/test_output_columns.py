@@ -9,15 +9,8 @@ import pytest
 
 from drafter.requests import Generation, Request, SamplingParams, Timing, TokenLogprob
 from drafter.statistics import DecodeCounts, statistics_columns
-from pipeline.output.output_columns import (
-    COLUMNS,
-    TIMING_COLUMNS,
-    RunTraits,
-    column_values,
-    columns_type,
-    wanted_columns,
-)
-from pipeline.output.writing_config import WritingConfig
+from pipeline.output.columns import COLUMNS, TIMING_COLUMNS, RunTraits, column_values, columns_type, wanted_columns
+from pipeline.settings import WritingConfig
 
 PLAIN = RunTraits(SamplingParams(), WritingConfig(), rows_have_settings=False)
 

@@ -8,9 +8,9 @@ import pytest
 from pyarrow import fs
 
 from pipeline.io.files import Location, locate
-from pipeline.output.output_folder import OutputFolder
+from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import PartsDatasink, commit_part
-from pipeline.staging.part_rows import pack
+from pipeline.staging.staging import pack
 from tests.pipeline.conftest import read_rows
 from tests.support.faults import DeadlyFiles
 from tests.support.parts import BAD_PROMPT, generated_rows

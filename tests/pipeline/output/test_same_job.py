@@ -9,10 +9,9 @@ import pytest
 
 from pipeline.errors import InputError
 from pipeline.io.files import locate
-from pipeline.output.output_folder import OutputFolder
-from pipeline.output.run_file import save_run
-from pipeline.output.same_job import check_output, take_output
-from pipeline.training.training_folder import TrainingFolder
+from pipeline.output.folder import OutputFolder
+from pipeline.output.run_file import check_output, save_run, take_output
+from pipeline.training.folder import TrainingFolder
 from tests.pipeline.conftest import Run, write_jsonl
 
 OURS, THEIRS = {"seed": 1, "sampling": {"top_k": 5}}, {"seed": 1, "sampling": {"top_k": 7}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.io.files import locate
-from pipeline.output.output_folder import OutputFolder
+from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import commit_part
 from pipeline.output.summary import histogram_lines, read_totals, summarise
 from tests.support.parts import BAD_PROMPT, generated_rows

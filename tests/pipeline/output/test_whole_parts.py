@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from pipeline.io.files import Location, locate
 from pipeline.output.compaction import compact
-from pipeline.output.output_folder import OutputFolder
-from pipeline.output.part_files import commit_part
-from pipeline.output.whole_parts import ResultFile, discard_torn, is_whole, torn_files
-from pipeline.staging.staged_input import Part
+from pipeline.output.folder import OutputFolder
+from pipeline.output.part_files import ResultFile, commit_part, discard_torn, is_whole, torn_files
+from pipeline.staging.staging import Part
 from tests.support.damage import Damage, cut, empty, files_below
 from tests.support.parts import BAD_PROMPT, generated_rows
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 
-from pipeline.progress.display import Bar, Lines, display
-from pipeline.progress.job_progress import Progress
+from pipeline.progress.board import Progress
+from pipeline.progress.watch import Bar, Lines, display
 
 
 def test_lines_without_a_terminal() -> None:

@@ -14,21 +14,18 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
-from drafter.engine.engine_config import EngineConfig
+from drafter.engine.config import EngineConfig
 from drafter.requests import SamplingParams
 from pipeline.engines.engine_actor import EngineActor
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.engines.ledger import Ledger
-from pipeline.engines.limits_config import LimitsConfig
-from pipeline.engines.memory.memory_feed import OtherTexts
-from pipeline.learning.learner_metrics import LearnerMetrics
-from pipeline.output.output_columns import RunTraits
-from pipeline.output.writing_config import WritingConfig
-from pipeline.progress.board import ProgressBoard
-from pipeline.progress.job_progress import Progress
+from pipeline.engines.shared_texts import OtherTexts
+from pipeline.learning.beats import LearnerMetrics
+from pipeline.output.columns import RunTraits
+from pipeline.progress.board import LearningReport, Progress, ProgressBoard
 from pipeline.progress.prometheus import JobMetrics
-from pipeline.progress.reports import LearningReport
-from pipeline.staging.part_rows import unpack
+from pipeline.settings import LimitsConfig, WritingConfig
+from pipeline.staging.staging import unpack
 from tests.support.parts import request_part
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE, wait_until

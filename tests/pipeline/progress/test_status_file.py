@@ -13,7 +13,7 @@ from drafter.statistics import BatchChoice, MemberView
 from pipeline.cluster.shares import ActorResources
 from pipeline.errors import JobError
 from pipeline.io.files import Location
-from pipeline.progress.job_progress import Progress
+from pipeline.progress.board import Progress
 from pipeline.progress.status_file import StatusFile
 from tests.pipeline.conftest import FinishedJob
 

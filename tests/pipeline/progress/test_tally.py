@@ -6,11 +6,8 @@ import time
 
 import pytest
 
-from pipeline.progress.board import ProgressBoard
-from pipeline.progress.display import line
-from pipeline.progress.job_progress import Progress
-from pipeline.progress.reports import EngineFacts, EngineReport, PartReport
-from pipeline.progress.tally import Tally
+from pipeline.progress.board import EngineFacts, EngineReport, PartReport, Progress, ProgressBoard, Tally
+from pipeline.progress.watch import line
 
 
 def engine(seconds: float = 1.0, active: int = 3) -> EngineReport:

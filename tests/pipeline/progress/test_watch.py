@@ -8,10 +8,7 @@ import signal
 import pytest
 import ray
 
-from pipeline.progress.board import ProgressBoard
-from pipeline.progress.job_progress import Progress
-from pipeline.progress.reports import EngineFacts, EngineReport, PartReport
-from pipeline.progress.tally import Tally
+from pipeline.progress.board import EngineFacts, EngineReport, PartReport, Progress, ProgressBoard, Tally
 from pipeline.progress.watch import ProgressWatch
 from tests.support.waiting import wait_until
 

@@ -11,7 +11,7 @@ import pyarrow.parquet
 
 from drafter.statistics import DecodeCounts, statistics_columns
 from pipeline.io.files import locate
-from pipeline.output.output_folder import OutputFolder
+from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import ERROR_SCHEMA
 
 BEGUN = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)

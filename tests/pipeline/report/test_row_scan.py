@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.report.row_scan import open_rows, read_errors, read_full, read_rows
+from pipeline.report.rows import open_rows, read_errors, read_full, read_rows
 from tests.pipeline.report.outputs import BEGUN, write_output
 
 

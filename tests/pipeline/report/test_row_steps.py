@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from drafter.embedded import EMBEDDED_BASE
-from pipeline.report.row_steps import Run, Step, steps_of, text_pieces
+from pipeline.report.rows import Run, Step, steps_of, text_pieces
 
 
 def test_a_step_is_its_accepted_run_and_the_token_after_it() -> None:

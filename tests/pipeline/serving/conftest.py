@@ -18,8 +18,8 @@ import httpx2
 import pytest
 
 from drafter import EngineConfig, SpeculativeLM
-from pipeline.cluster.ports import free_ports
-from pipeline.serving.replica.answers import Answers
+from pipeline.cluster.local_cluster import free_ports
+from pipeline.serving.answers import Answers
 from tests.pipeline.conftest import model as model  # the jobs' tests have one with a chat template
 from tests.support.local_endpoint import served
 from tests.support.paths import ROOT

@@ -17,10 +17,10 @@ import pytest
 from openai import OpenAI
 
 from drafter import SamplingParams, SpeculativeLM
-from drafter.base.loading import load_base
 from drafter.heads.checkpoint import load_head
 from drafter.heads.registry import HEADS
-from drafter.learning.starting_head import version_of
+from drafter.methods.learning.drafter import version_of
+from drafter.target.loading import load_base
 from tests.pipeline.serving.conftest import KEY, NAME, Endpoint, started
 from tests.support.waiting import PATIENCE, wait_until
 

@@ -6,13 +6,13 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from drafter.engine.engine_config import EngineSettings
+from drafter.engine.config import EngineSettings
 from pipeline.cluster.shares import Cluster, Node
 from pipeline.errors import InputError
 from pipeline.serving import application
-from pipeline.serving.ingress.keys import ENVIRONMENT
-from pipeline.serving.serve_config import ApplicationConfig, ServeConfig, parse_application, parse_config
-from pipeline.serving.serve_job import main
+from pipeline.serving.config import ApplicationConfig, ServeConfig, parse_application, parse_config
+from pipeline.serving.http.keys import ENVIRONMENT
+from pipeline.serving.job import main
 from tests.support.paths import ROOT
 
 
@@ -104,7 +104,7 @@ def test_a_mistake_costs_one_line(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "local")  # never somebody else's cluster
     monkeypatch.delenv(ENVIRONMENT, raising=False)
-    monkeypatch.setattr("pipeline.serving.serve_job.will_start", lambda: True)  # earlier tests may have started Ray
+    monkeypatch.setattr("pipeline.serving.job.will_start", lambda: True)  # earlier tests may have started Ray
     assert main(arguments) == 2
     error = capfd.readouterr().err.rstrip().rpartition("\n")[2]
     assert error.startswith("error: ")

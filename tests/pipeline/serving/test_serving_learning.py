@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import yaml
 
-from drafter.engine.engine_config import EngineSettings
+from drafter.engine.config import EngineSettings
 from pipeline.cluster.shares import Cluster, Node
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.errors import InputError
 from pipeline.learning.learner_spec import LearnerSpec
 from pipeline.serving.application import application
-from pipeline.serving.serve_config import ApplicationConfig, parse_application, parse_config
-from pipeline.serving.serve_job import check_models
-from pipeline.serving.serving_learning import ServingLearning
+from pipeline.serving.config import ApplicationConfig, ServingLearning, parse_application, parse_config
+from pipeline.serving.job import check_models
 from tests.support.paths import ROOT
 
 CLUSTER = Cluster((Node(4.0, 0.0),), may_grow=False)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from ray import serve
 
-from pipeline.cluster.ports import free_ports
-from pipeline.serving.serve_job import take_down
+from pipeline.cluster.local_cluster import free_ports
+from pipeline.serving.job import take_down
 
 
 class Nothing:

@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from pipeline.io.files import locate
 from pipeline.io.listing import list_input
 from pipeline.io.prompt_source import PromptSource
-from pipeline.io.reading_config import ReadingConfig
-from pipeline.staging.part_rows import StagedParts, pack, unpack
-from pipeline.staging.row_problems import problem_column
-from pipeline.staging.stage_files import StagingPlan, stage_files
-from pipeline.staging.staged_input import StagedInput
+from pipeline.settings import ReadingConfig
+from pipeline.staging.rows import problem_column
+from pipeline.staging.staging import StagedInput, StagedParts, StagingPlan, pack, stage_files, unpack
 from tests.pipeline.conftest import write_jsonl
 from tests.support.parts import BAD_PROMPT
 

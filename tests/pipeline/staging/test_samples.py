@@ -8,8 +8,8 @@ import pyarrow as pa
 import pytest
 
 from drafter import EngineConfig, SamplingParams, SpeculativeLM
-from pipeline.generate.row_sampling import row_sampling, row_seed
-from pipeline.staging.row_problems import PROBLEM_TYPE
+from pipeline.generate.row_requests import row_sampling, row_seed
+from pipeline.staging.rows import PROBLEM_TYPE
 from pipeline.staging.samples import expand, sample_seed
 from tests.pipeline.conftest import Run, write_jsonl
 from tests.support.staging import staged

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from pipeline.errors import InputError
-from pipeline.training.train_config import parse_config
+from pipeline.training.config import parse_config
 from tests.pipeline.training.conftest import Train
 
 GOOD = "--data a --output b"

@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drafter.base.loading import load_base
 from drafter.heads.checkpoint import load_head
 from drafter.heads.registry import HEADS
+from drafter.target.loading import load_base
 from tests.pipeline.conftest import Run, write_jsonl
 from tests.pipeline.training.conftest import Train, Training, arguments_of
 from tests.support.waiting import wait_until

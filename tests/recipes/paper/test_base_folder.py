@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from drafter.base.loading import load_base, load_tokenizer
+from drafter.target.loading import load_base, load_tokenizer
 from drafter.text.chat import render_chat
 from pipeline.errors import InputError
 from recipes.paper import base_folder

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafter.base.causal_lm import BaseModel
 from drafter.heads.registry import new_head
+from drafter.target.model import BaseModel
 from recipes.paper.gpu_hours import estimate, estimates_page, head_parameters
 from recipes.paper.head_settings import head_settings
 from recipes.paper.paper_config import HERE, parse_config

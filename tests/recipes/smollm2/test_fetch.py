@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drafter.base.loading import load_base, load_tokenizer
 from drafter.llm import SpeculativeLM
 from drafter.requests import SamplingParams
+from drafter.target.loading import load_base, load_tokenizer
 from pipeline.errors import InputError
 from recipes.smollm2 import dequantise
 from recipes.smollm2.__main__ import main

@@ -9,15 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drafter.base.loading import load_base
 from drafter.embedded import EMBEDDED_BASE
 from drafter.heads.checkpoint import is_head_of, save_head
 from drafter.heads.contract import Provenance
 from drafter.heads.registry import new_head
+from drafter.target.loading import load_base
 from pipeline.errors import InputError
-from pipeline.evaluation.evaluate_config import EvaluateConfig
-from pipeline.generate.generate_config import GenerateConfig
-from pipeline.training.train_config import TrainConfig
+from pipeline.evaluation.config import EvaluateConfig
+from pipeline.generate.config import GenerateConfig
+from pipeline.training.config import TrainConfig
 from recipes.smollm2 import demo, head
 from recipes.smollm2.__main__ import main
 from recipes.smollm2.fetch import NAME

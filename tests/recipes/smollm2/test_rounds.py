@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from pipeline.errors import InputError, JobError
-from pipeline.generate.generate_config import GenerateConfig
+from pipeline.generate.config import GenerateConfig
 from recipes.smollm2 import distil, rounds
 from recipes.smollm2.__main__ import main
 from recipes.smollm2.rounds import LAST_PROBLEM, PROBLEMS, Round, measured_questions, write_prompts

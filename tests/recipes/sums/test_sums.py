@@ -4,9 +4,9 @@ import json
 import random
 from pathlib import Path
 
-from drafter.base.loading import load_base, load_tokenizer
 from drafter.drafters.registry import load_drafter
-from pipeline.compare.scorers import last_number
+from drafter.target.loading import load_base, load_tokenizer
+from pipeline.report.against.scorers import last_number
 from recipes.sums.__main__ import TEST_PROBLEMS, main
 from recipes.sums.problems import Problem, problems, words
 from recipes.sums.training import Size, build_tokenizer

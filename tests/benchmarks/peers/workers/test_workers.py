@@ -13,8 +13,8 @@ from benchmarks.peers.contenders import PEERS, Contender, contenders
 from benchmarks.peers.worker_process import WorkerProcess
 from benchmarks.peers.workers.protocol import Settings, Work
 from benchmarks.speed import prompts_of
-from drafter.base.loading import load_tokenizer
 from drafter.embedded import EMBEDDED_BASE
+from drafter.target.loading import load_tokenizer
 from tests.support.paths import ROOT
 
 OWN = [one for one in contenders(["transformers"], "ctc") if one.environment is None]

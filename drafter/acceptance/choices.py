@@ -1,0 +1,230 @@
+"""The base's choice at a node: its logits are biased, penalised and filtered, and keyed noise picks a token.
+
+The noise depends on (seed, position, token) alone. So a sequence's tokens are a function of model, prompt and seed: the
+same with speculation and without, whatever the tree, the batch or the order. The stages follow one another as in
+transformers: logit bias, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafter.acceptance.filters import History, keep_probable, keep_ranked, penalise
+from drafter.acceptance.keyed_draw import draw, seed_key
+from drafter.devices import send
+from drafter.requests import SamplingParams
+from drafter.tree.token_tree import TokenTree
+
+_MOST_TOKENS = 1 << 31
+"""More than any vocabulary has: a larger top-k keeps all, as this does."""
+
+
+@dataclass
+class SamplingTable:
+    """Sampling settings of all slots, as tensors.
+
+    Args:
+        temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: `[S]` float64.
+        top_k: `[S]` int64.
+        biased_tokens: `[S, K]` int64 tokens with a bias; K is as wide as any request has needed.
+        biases: `[S, K]` float64, 0 in entries that are not used.
+        keys: `[S]` int64, the seeds' keys.
+        prompt_lengths: `[S]` int64 prompt tokens.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    biased_tokens: Tensor
+    biases: Tensor
+    keys: Tensor
+    prompt_lengths: Tensor
+
+    @classmethod
+    def empty(cls, slots: int, device: torch.device) -> SamplingTable:
+        """A table of greedy rows."""
+
+        def full(value: float) -> Tensor:
+            return torch.full((slots,), value, dtype=torch.float64, device=device)
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.long, device=device)
+
+        return cls(
+            temperature=full(0),
+            top_k=zeros(slots),
+            top_p=full(1),
+            min_p=full(0),
+            repetition_penalty=full(1),
+            presence_penalty=full(0),
+            frequency_penalty=full(0),
+            biased_tokens=zeros(slots, 0),
+            biases=zeros(slots, 0).double(),
+            keys=zeros(slots),
+            prompt_lengths=zeros(slots),
+        )
+
+    def set(self, slot: int, params: SamplingParams, prompt_length: int) -> None:
+        """Enter a request with a prompt of `prompt_length` tokens."""
+        self.temperature[slot] = params.temperature
+        self.top_k[slot] = min(params.top_k, _MOST_TOKENS)
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.repetition_penalty[slot] = params.repetition_penalty
+        self.presence_penalty[slot] = params.presence_penalty
+        self.frequency_penalty[slot] = params.frequency_penalty
+        self._set_biases(slot, dict(params.logit_bias))
+        self.prompt_lengths[slot] = prompt_length
+        self.keys[slot] = seed_key(params.seed)
+
+    def _set_biases(self, slot: int, biases: dict[int, float]) -> None:
+        if (missing := len(biases) - self.biases.shape[1]) > 0:
+            self.biased_tokens, self.biases = F.pad(self.biased_tokens, (0, missing)), F.pad(self.biases, (0, missing))
+        self.biased_tokens[slot], self.biases[slot] = 0, 0
+        if biases:
+            device = self.biases.device
+            self.biased_tokens[slot, : len(biases)] = send(torch.tensor(list(biases)), device)
+            self.biases[slot, : len(biases)] = send(torch.tensor(list(biases.values()), dtype=torch.float64), device)
+
+    def move(self, source: int, target: int) -> None:
+        """The row of slot `source` goes on in slot `target`."""
+        for tensor in vars(self).values():
+            tensor[target] = tensor[source]
+
+
+@dataclass(frozen=True)
+class SamplingMode:
+    """Which work a batch needs, known on the host; a stage that no row asks for is left out.
+
+    `mixed` says that some rows are random and some are not; `ranked` is top-k, `nucleus` top-p, `floored` min-p.
+    """
+
+    biased: bool
+    penalties: bool
+    random: bool
+    mixed: bool
+    ranked: bool
+    nucleus: bool
+    floored: bool
+
+    @property
+    def likeliest(self) -> bool:
+        """Whether all choices are the tokens with the largest logits."""
+        return not (self.biased or self.penalties or self.random)
+
+    @classmethod
+    def of(cls, params: list[SamplingParams]) -> SamplingMode:
+        """The union of what the rows need."""
+        drawn = [p for p in params if p.temperature > 0]
+        return cls(
+            biased=any(p.logit_bias for p in params),
+            penalties=any(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty for p in params),
+            random=bool(drawn),
+            mixed=0 < len(drawn) < len(params),
+            ranked=any(p.top_k > 0 for p in drawn),
+            nucleus=any(p.top_p < 1 for p in drawn),
+            floored=any(p.min_p > 0 for p in drawn),
+        )
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """How the R rows of a step choose their tokens.
+
+    Args:
+        table: Settings of all slots.
+        rows: The R slots.
+        mode: Which work they need.
+        tokens: `[R, L]` int64 prompt and output; entries past `lengths` are not looked at.
+        lengths: `[R]` int64 committed tokens.
+    """
+
+    table: SamplingTable
+    rows: slice
+    mode: SamplingMode
+    tokens: Tensor
+    lengths: Tensor
+
+
+class NodeChoices:
+    """The base's choices at nodes of the trees of a step.
+
+    Args:
+        logits: `[B, N, V]` by node id.
+        tree: `[B, N]`.
+        ancestors: `[B, N, N]` of the tree.
+        sampling: How the rows choose.
+    """
+
+    def __init__(self, logits: Tensor, tree: TokenTree, ancestors: Tensor, sampling: RowSampling) -> None:
+        self._logits, self._depths, self._lengths = logits, tree.depths, sampling.lengths
+        self._table, self._mode, self._slots = sampling.table, sampling.mode, sampling.rows.start or 0
+        self._history = None
+        if sampling.mode.penalties:
+            prompts = sampling.table.prompt_lengths[sampling.rows]
+            self._history = History(sampling.tokens, sampling.lengths, prompts, tree, ancestors, logits.shape[-1])
+
+    def at(self, rows: Tensor, nodes: Tensor) -> Tensor:
+        """Return the choice after a node of each row, `[R]` token ids.
+
+        Args:
+            rows: `[R]` rows of the step.
+            nodes: `[R]` node ids.
+        """
+        scores = self._scores(rows, nodes)
+        if not self._mode.random:
+            return scores.argmax(-1)
+        return self._chosen(rows, nodes, scores, self._tempered(rows, scores))
+
+    def with_log_probs(self, rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the choice after a node of each row, `[R]`, and the log-probabilities `[R, V]` that it is made by.
+
+        These are those after all of the stages; a row of temperature 0 has those of temperature 1.
+
+        Args:
+            rows: `[R]` rows of the step.
+            nodes: `[R]` node ids.
+        """
+        scores = self._scores(rows, nodes)
+        if not self._mode.random:
+            return scores.argmax(-1), scores.log_softmax(-1)
+        tempered = self._tempered(rows, scores)
+        return self._chosen(rows, nodes, scores, tempered), tempered.log_softmax(-1)
+
+    def _scores(self, rows: Tensor, nodes: Tensor) -> Tensor:
+        """Logits with biases and penalties, `[R, V]` float64."""
+        scores, table, slots = self._logits[rows, nodes].double(), self._table, self._slots + rows
+        if self._mode.biased:
+            scores = scores.scatter_add_(1, table.biased_tokens[slots], table.biases[slots])
+        if self._history is not None:
+            penalties = (table.repetition_penalty[slots], table.frequency_penalty[slots], table.presence_penalty[slots])
+            scores = penalise(scores, *self._history.before(rows, nodes), *penalties)
+        return scores
+
+    def _tempered(self, rows: Tensor, scores: Tensor) -> Tensor:
+        """Scores `[R, V]` after temperature, top-k, top-p and min-p, the largest of each row 0."""
+        table, mode, slots = self._table, self._mode, self._slots + rows
+        temperature = table.temperature[slots]
+        # The best score becomes 0 first, so that even the smallest temperature divides it to a number.
+        scores = (scores - scores.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1)[:, None]
+        if mode.ranked or mode.nucleus:
+            top_k, top_p = (table.top_k[slots] if mode.ranked else None), (table.top_p[slots] if mode.nucleus else None)
+            scores = keep_ranked(scores, top_k, top_p)
+        if mode.floored:
+            scores = keep_probable(scores, table.min_p[slots])
+        return scores
+
+    def _chosen(self, rows: Tensor, nodes: Tensor, scores: Tensor, tempered: Tensor) -> Tensor:
+        """The tokens `[R]` that `tempered` scores draw; the likeliest one of `scores` in a row of temperature 0."""
+        table, slots = self._table, self._slots + rows
+        places = self._lengths[rows] + self._depths[rows, nodes] + 1 - table.prompt_lengths[slots]
+        drawn = draw(tempered, table.keys[slots], places)
+        return torch.where(table.temperature[slots] > 0, drawn, scores.argmax(-1)) if self._mode.mixed else drawn

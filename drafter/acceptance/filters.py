@@ -1,0 +1,223 @@
+"""Thresholds among many numbers without sorting them, and without the host looking at any of them.
+
+A binary search reads all numbers once for each of their bits. Here a pass adds up what lies in each of thousands of
+intervals, which settles a dozen bits at once (a radix selection). Sums are of integers, so they are the same in any
+order, also in that of a GPU's atomic additions.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from drafter import devices
+from drafter.tree.token_tree import TokenTree
+
+_SETTLED = (63, 50, 37, 24, 12, 0)
+"""Bits that are not settled yet, before each pass and after the last."""
+PASSES = len(_SETTLED) - 1
+"""How often all numbers are read."""
+INTERVALS = sum(1 << (high - low) for high, low in pairwise(_SETTLED))
+"""Intervals of all passes."""
+
+
+def least_reaching(numbers: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
+    """Return the least threshold `[R, 1]` such that the numbers up to it have the wanted weight.
+
+    Three numbers 4, 7, 7 of weight 1 have a weight of 2 up to 7, and so of 3; of 4 they never have::
+
+        numbers [[4, 7, 7]]   weights [[1, 1, 1]]   wanted [[2]] → [[7]]   wanted [[4]] → [[2⁶³ − 1]]
+
+    Args:
+        numbers: `[R, V]` int64, not negative; anything else gives some threshold.
+        weights: `[R, V]` int64, not negative.
+        wanted: `[R, 1]` int64, above 0; a row that has not so much gets the largest threshold.
+    """
+    least = torch.zeros_like(wanted)
+    for high, low in pairwise(_SETTLED):
+        count = 1 << (high - low)
+        # The last interval has what is above all others, and the first one what is below, where anything can be:
+        # nothing is below 0, and the largest numbers leave no room to count from less.
+        below = (least > 0).long()
+        place = (numbers - (least - (below << low))).bitwise_right_shift_(low).clamp_(0, count + 1)
+        sums = torch.zeros(len(numbers), count + 2, dtype=torch.long, device=numbers.device)
+        short = (sums.scatter_add_(1, place, weights).cumsum(1) < wanted).sum(1, keepdim=True) - below
+        least = least + (short.clamp_(0, count - 1) << low)
+    return least
+
+
+# ---- Filters of sampling: which tokens top-k, top-p and min-p keep, each by a threshold on the scores.
+
+_FEW = 1024
+"""Scores of a row that are sorted at first."""
+_SUM_BITS = 62
+"""Bits of the largest sum of a row's masses."""
+_MORE_THAN_ALL = 2**63 - 1
+
+
+def keep_ranked(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """Return scores of the tokens that top-k and then top-p keep, -inf elsewhere. Ties at a threshold are kept.
+
+    Top-p keeps a token if those with larger scores have less than `top_p` of the probability that top-k leaves.
+
+    Args:
+        scores: `[R, V]` float64 after temperature; a row's largest is 0.
+        top_k: `[R]`, 0 keeps all; None where all rows do.
+        top_p: `[R]` in (0, 1]; 1 keeps all; None where all rows do.
+    """
+    if top_k is not None:
+        top_k = torch.where(top_k > 0, top_k, scores.shape[-1]).clamp_max(scores.shape[-1])[:, None]
+    if top_p is not None:
+        top_p = top_p[:, None]
+    if devices.is_asynchronous(scores.device):
+        return scores.masked_fill(scores < _searched(scores, top_k, top_p), -torch.inf)
+    lowest, enough = _sorted(scores, top_k, top_p, min(_FEW, scores.shape[-1]))
+    if not enough:
+        lowest, _ = _sorted(scores, top_k, top_p, scores.shape[-1])
+    return scores.masked_fill(scores < lowest, -torch.inf)
+
+
+def keep_probable(scores: Tensor, min_p: Tensor) -> Tensor:
+    """Return scores of the tokens with at least `min_p` `[R]` times the best one's probability, -inf elsewhere.
+
+    Args:
+        scores: `[R, V]` after temperature; a row's largest is 0.
+        min_p: `[R]` in [0, 1].
+    """
+    return scores.masked_fill(scores < min_p[:, None].log(), -torch.inf)
+
+
+def _sorted(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None, count: int) -> tuple[Tensor, bool]:
+    """Return the lowest scores that are kept, `[R, 1]`, and whether the best `count` scores were enough to know."""
+    best, places = scores.topk(count)
+    lowest = torch.full_like(best[:, :1], -torch.inf)
+    known = torch.ones_like(lowest, dtype=torch.bool)
+    if top_k is not None:
+        all_ranks = top_k == scores.shape[-1]
+        lowest = best.gather(1, top_k.clamp_max(count) - 1).masked_fill(all_ranks, -torch.inf)
+        known = all_ranks | (top_k <= count)
+    if top_p is not None:
+        masses = _masses(scores)
+        if top_k is not None:
+            masses = masses.masked_fill(scores < lowest, 0)
+        leading = masses.gather(1, places)
+        kept = leading.cumsum(1) - leading < _wanted(masses, top_p)
+        # If even the last of these is kept, there may be more, but for those that top-k leaves out.
+        known &= (top_p >= 1) | ~kept[:, -1:] | (best[:, -1:] <= lowest)
+        probable = best.masked_fill(~kept, torch.inf).amin(1, keepdim=True)
+        lowest = torch.where(top_p >= 1, lowest, torch.maximum(lowest, probable))
+    return lowest, bool(known.all())
+
+
+def _searched(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """Return the lowest scores that are kept, `[R, 1]`, without looking at any number."""
+    # Among numbers that are not negative the bits have the order of the numbers.
+    below = scores.abs().view(torch.int64)
+    furthest = None
+    if top_k is not None:
+        furthest = least_reaching(below, torch.ones_like(top_k).expand_as(below), top_k)
+    if top_p is not None:
+        masses = _masses(scores)
+        if furthest is not None:
+            masses.masked_fill_(below > furthest, 0)
+        probable = least_reaching(below, masses, _wanted(masses, top_p))
+        furthest = probable if furthest is None else torch.minimum(furthest, probable)
+    assert furthest is not None, "nothing is to be left out"
+    return -furthest.view(torch.float64)  # not a number in a row that keeps all: nothing is below it
+
+
+def _masses(scores: Tensor) -> Tensor:
+    """Return probabilities `[R, V]` int64, up to a factor such that no sum of a row overflows."""
+    return scores.exp().mul_(2.0 ** (_SUM_BITS - scores.shape[-1].bit_length())).long()
+
+
+def _wanted(masses: Tensor, top_p: Tensor) -> Tensor:
+    """Return the mass `[R, 1]` that top-p wants of the masses `[R, V]`; more than there is where it wants all."""
+    total = masses.sum(1, keepdim=True)
+    return torch.where(top_p < 1, torch.minimum((top_p * total).ceil().long(), total), _MORE_THAN_ALL)
+
+
+# ---- Penalties on tokens that have come before: what counts at a node is the row's text and the way down the tree to it.
+
+
+class History:
+    """The tokens before each choice in the trees of B rows.
+
+    Args:
+        tokens: `[B, L]` the rows' tokens; entries past `lengths` are not looked at.
+        lengths: `[B]` committed tokens of each row, those before the tree.
+        prompt_lengths: `[B]`; the output begins there.
+        tree: `[B, N]`.
+        ancestors: `[B, N, N]` of the trees.
+        vocabulary: V.
+    """
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        prompt_lengths: Tensor,
+        tree: TokenTree,
+        ancestors: Tensor,
+        vocabulary: int,
+    ) -> None:
+        position = torch.arange(tokens.shape[1], device=tokens.device)
+        in_text = position < lengths[:, None]
+        in_output = in_text & (position >= prompt_lengths[:, None])
+        self._seen, self._said = (_occurrences(tokens, counted, vocabulary) for counted in (in_text, in_output))
+        self._real = tree.tokens >= 0
+        # The root may be the prompt's last token.
+        self._is_output = self._real & (lengths[:, None] + tree.depths >= prompt_lengths[:, None])
+        self._own = tree.tokens.clamp_min(0)
+        self._ancestors = ancestors
+
+    def before(self, rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how often each token came before the choice at a node.
+
+        Args:
+            rows: `[R]` rows.
+            nodes: `[R]` a node of each.
+
+        Returns:
+            `[R, V]` float64, in prompt and output; and the same in the output alone.
+        """
+        own, path = self._own[rows], self._ancestors[rows, nodes]
+        seen = self._seen[rows].scatter_add_(1, own, (path & self._real[rows]).double())
+        said = self._said[rows].scatter_add_(1, own, (path & self._is_output[rows]).double())
+        return seen, said
+
+
+def _occurrences(tokens: Tensor, counted: Tensor, vocabulary: int) -> Tensor:
+    """Return how often each token is at a counted place, `[B, V]` float64.
+
+    Args:
+        tokens: `[B, L]`.
+        counted: `[B, L]` bool.
+        vocabulary: V.
+    """
+    found = counted.new_zeros(len(tokens), vocabulary, dtype=torch.float64)
+    return found.scatter_add_(1, tokens, counted.double())
+
+
+def penalise(
+    scores: Tensor, seen: Tensor, said: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+) -> Tensor:
+    """Return scores `[R, V]` after three penalties, in this order.
+
+    *Repetition* (Keskar et al. 2019, CTRL): scores of tokens of prompt and output are divided where positive and
+    multiplied where negative. *Frequency* and *presence* (OpenAI): a token that the output has `c > 0` times loses
+    `c · frequency + presence`.
+
+    Args:
+        scores: `[R, V]` float64.
+        seen: `[R, V]` how often each token is in prompt and output.
+        said: `[R, V]` how often it is in the output.
+        repetition: `[R]`, 1 for none.
+        frequency: `[R]`, 0 for none.
+        presence: `[R]`, 0 for none.
+    """
+    repetition, frequency, presence = (setting[:, None] for setting in (repetition, frequency, presence))
+    repeated = torch.where(scores < 0, scores * repetition, scores / repetition)
+    return torch.where(seen > 0, repeated, scores) - (frequency * said + presence * (said > 0))

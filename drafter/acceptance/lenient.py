@@ -1,0 +1,116 @@
+"""What lenient verifiers ask the base about every node of a tree: its choice, its certainty, its price of the draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafter.acceptance.choices import NodeChoices, RowSampling
+from drafter.acceptance.contract import Accepted, Verified
+from drafter.tree.token_tree import TokenTree
+
+
+@dataclass(frozen=True)
+class NodeViews:
+    """The base's view of the nodes of B trees.
+
+    Args:
+        choices: `[B, N]` the base's choice after each node.
+        log_probs: `[B, N]` its log-probability of each node's token at the node's parent; 0 for the root.
+        entropy: `[B, N]` its uncertainty after each node, in nats.
+    """
+
+    choices: Tensor
+    log_probs: Tensor
+    entropy: Tensor
+
+
+def node_views(verified: Verified, sampling: RowSampling, entropy: Callable[[Tensor], Tensor]) -> NodeViews:
+    """Look at the nodes one after another: all of them at once would be `[B, N, V]` in fp64.
+
+    Args:
+        verified: The trees and the base's logits.
+        sampling: How the rows choose tokens.
+        entropy: Of log-probabilities `[B, V]`, `[B]`.
+    """
+    tree = verified.tree
+    rows = torch.arange(len(tree.tokens), device=tree.tokens.device)
+    asked = NodeChoices(verified.logits, tree, verified.ancestors, sampling)
+    prices = torch.zeros(tree.tokens.shape, dtype=torch.float64, device=rows.device)
+    choices, certainties = [], []
+    for node in range(tree.size):
+        choice, log_probs = asked.with_log_probs(rows, torch.full_like(rows, node))
+        choices.append(choice)
+        certainties.append(entropy(log_probs))
+        prices = torch.where(tree.parents == node, log_probs.gather(1, tree.tokens.clamp_min(0)), prices)
+    prices[:, 0].fill_(0)
+    return NodeViews(torch.stack(choices, 1), prices, torch.stack(certainties, 1))
+
+
+def shannon_entropy(log_probs: Tensor) -> Tensor:
+    """Return `−Σ p log p` `[R]` in nats of log-probabilities `[R, V]`, of which some may be -inf."""
+    return -(log_probs.exp() * log_probs.clamp_min(torch.finfo(log_probs.dtype).min)).sum(-1)
+
+
+def leading_entropy(log_probs: Tensor, count: int = 3) -> Tensor:
+    """Return `−Σ p log p` `[R]` over the `count` most probable tokens of `[R, V]`, whose `p` are not scaled up."""
+    return shannon_entropy(log_probs.topk(min(count, log_probs.shape[-1]), dim=-1).values)
+
+
+# ---- The walk down a draft tree where a node may be accepted although the base would have chosen another token.
+
+
+def lenient_walk(tree: TokenTree, choices: Tensor, lenient: Tensor, log_probs: Tensor, depth: int) -> Accepted:
+    """Descend from the root along acceptable nodes.
+
+    Root 7 with children 3 and 5, and 4 below 3; the base chooses 6 at the root and 4 at node 1. Both children of the
+    root are lenient ones, and the walk goes deepest by the first::
+
+        tokens  [7, 3, 5, 4]   parents [0, 0, 0, 1]   choices [6, 4, 1, 9]
+        path    [0, 1, 3]      tokens  [3, 4, 9]      count 2   lenient [True, False, False]
+
+    Args:
+        tree: `[B, N]` nodes.
+        choices: `[B, N]` the base's choice after each node, by node id.
+        lenient: `[B, N]` bool: nodes that may be accepted whatever the base chose at their parent.
+        log_probs: `[B, N]` the base's log-probability of each node's token at its parent; the root's is not read.
+        depth: D: no node lies deeper.
+    """
+    batch, nodes = tree.tokens.shape
+    ids = torch.arange(nodes, device=choices.device).expand(batch, nodes)
+    is_draft = (ids > 0) & (tree.tokens >= 0)
+    exact = is_draft & (tree.tokens == choices.gather(1, tree.parents))
+    allowed = exact | (is_draft & lenient)
+    # What a child is worth to its parent: nodes of the walk from it on; if it is exact, more than any number of them.
+    bonus, worth, best = depth + 1, torch.zeros_like(ids), torch.zeros_like(ids)
+    for level in range(depth, 0, -1):
+        here = allowed & (tree.depths == level)
+        worth = torch.where(here, exact * bonus + 1 + best % bonus, worth)
+        best = best.scatter_reduce(1, tree.parents, torch.where(here, worth, 0), "amax")
+    following = _child(tree.parents, allowed & (worth == best.gather(1, tree.parents)), log_probs, ids)
+    node, places = ids[:, :1], [ids[:, :1]]
+    alive, count = torch.ones_like(node, dtype=torch.bool), torch.zeros_like(node)
+    for _ in range(depth):
+        child = following.gather(1, node)
+        alive = alive & (child < nodes)
+        node = torch.where(alive, child, node)
+        count = count + alive
+        places.append(torch.where(alive, child, 0))
+    path = torch.cat(places, 1)
+    after = torch.cat([path[:, 1:], path.new_zeros(batch, 1)], 1)
+    drafted = torch.arange(depth + 1, device=path.device) < count
+    tokens = torch.where(drafted, tree.tokens.gather(1, after), choices.gather(1, path))
+    return Accepted(path, tokens, count[:, 0], drafted & ~exact.gather(1, after))
+
+
+def _child(parents: Tensor, candidates: Tensor, log_probs: Tensor, ids: Tensor) -> Tensor:
+    """The most probable candidate among each node's children, `[B, N]` node ids; N where a node has none."""
+    nodes = ids.shape[1]
+    # A log-probability may be -inf, which must still be told from no candidate.
+    price = torch.where(candidates, log_probs.clamp_min(torch.finfo(log_probs.dtype).min), -torch.inf)
+    most = torch.full_like(price, -torch.inf).scatter_reduce(1, parents, price, "amax")
+    chosen = candidates & (price == most.gather(1, parents))
+    return torch.full_like(ids, nodes).scatter_reduce(1, parents, torch.where(chosen, ids, nodes), "amin")

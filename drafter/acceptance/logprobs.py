@@ -1,0 +1,65 @@
+"""Log-probabilities of generated tokens: the base's own, of its logits before penalties, bias and temperature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafter.acceptance.contract import Accepted
+from drafter.devices import send
+from drafter.requests import TokenLogprob
+
+
+@dataclass(frozen=True)
+class PathLogprobs:
+    """Log-probabilities along the paths of R rows, on the device. Entries past an accepted path mean nothing.
+
+    Args:
+        chosen: `[R, D + 1]` float32, of the base's choice at each node of the path.
+        top_tokens: `[R, D + 1, K]` the most probable tokens there, falling.
+        top: `[R, D + 1, K]` float32, of those.
+    """
+
+    chosen: Tensor
+    top_tokens: Tensor
+    top: Tensor
+
+    def to_host(self) -> PathLogprobs:
+        """The same on the host, once what is queued is done."""
+        return PathLogprobs(*(tensor.to("cpu", non_blocking=True) for tensor in vars(self).values()))
+
+    def read(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[TokenLogprob]]:
+        """On the host, for each row.
+
+        Args:
+            tokens: The tokens that each row was given, at most D + 1.
+            counts: How many of the most probable ones each row wants, at most K.
+        """
+        rows = zip(tokens, counts, self.chosen.tolist(), self.top_tokens.tolist(), self.top.tolist(), strict=True)
+        return [
+            [
+                TokenLogprob(token, logprob, tuple(zip(best[:count], values[:count], strict=True)))
+                for token, logprob, best, values in zip(row, chosen, top_tokens, top, strict=False)
+            ]
+            for row, count, chosen, top_tokens, top in rows
+        ]
+
+
+def path_logprobs(logits: Tensor, accepted: Accepted, rows: Sequence[int], count: int) -> PathLogprobs:
+    """Log-softmax in fp32 at the nodes that were walked: of `[R, D + 1, V]` logits, never of all nodes'.
+
+    Args:
+        logits: `[B, N, V]` the base's, by node id.
+        accepted: The paths of all rows.
+        rows: The R rows that want them.
+        count: K, how many of the most probable tokens.
+    """
+    row = send(torch.tensor(rows), logits.device)
+    on_path = logits[row[:, None], accepted.path[row]].float()
+    normaliser = on_path.logsumexp(-1, keepdim=True)
+    top, top_tokens = on_path.topk(min(count, on_path.shape[-1]))
+    chosen = on_path.gather(2, accepted.tokens[row][..., None]) - normaliser
+    return PathLogprobs(chosen[..., 0], top_tokens, top - normaliser)

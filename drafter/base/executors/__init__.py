@@ -1,1 +1,0 @@
-"""Ways to run the base's forward."""

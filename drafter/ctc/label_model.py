@@ -1,0 +1,226 @@
+"""Label model of a CTC head's frames: what each frame emits after a path."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from drafter.ctc.frames import CTCFrames
+from drafter.native.library import (
+    JointLayerStruct,
+    JointStruct,
+    LabelTableStruct,
+    PackedWeights,
+    SearchStruct,
+    UnsuitableError,
+    library,
+)
+from drafter.target.model import BaseModel
+from drafter.tree.token_tree import TokenTree
+
+
+class FrameLattice:
+    """`LabelModel` that computes with the head as it is. The state of a path is its last `c` tokens, in the base's ids.
+
+    Args:
+        head: A head with a label context.
+        base: Lends its embedding and LM head.
+        states: `[B, F, d]` frame states.
+        recent: `[B, c]` last tokens of each text, the pending token last.
+    """
+
+    def __init__(self, head: CTCFrames, base: BaseModel, states: Tensor, recent: Tensor) -> None:
+        self._head, self._base, self._recent = head, base, recent
+        self._states = states
+        self._frame_terms: Tensor = head.joint_frames(states)
+
+    def start(self) -> Tensor:
+        """Return the last tokens of the text."""
+        return self._recent
+
+    def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
+        """See `LabelModel.extend`."""
+        return shifted(state, self._head.base_tokens(tokens))
+
+    def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """See `LabelModel.score`."""
+        head = self._head
+        states = head.norm(head.joint(self._states[rows, first:stop], self._terms(first, stop, rows, state)))
+        shares = head.output(self._base).lm_head(states).softmax(-1, dtype=torch.float32)
+        return shares, head.blank(states)[..., 0].float().sigmoid()
+
+    def _terms(self, first: int, stop: int, rows: Tensor, state: Tensor) -> Tensor:
+        """First layer of the joint network before its activation, `[M, stop - first, joint_size]`."""
+        return self._frame_terms[rows, first:stop] + self._head.label_terms(self._base, state)[:, None]
+
+
+def shifted(state: Tensor, tokens: Tensor) -> Tensor:
+    """Return last labels `[M, c]` in which one of `tokens` `[M]`, as the newest, takes the place of the oldest."""
+    return torch.cat([state[:, 1:], tokens[:, None]], 1)
+
+
+# ---- A CTC head's label model that reads the LM head once a draft, for all frames, and not once for each level of a tree.
+
+_SMALLER = 2
+"""So many times as small as the LM head the factor must be, or reading the frames' logits again makes up for it."""
+
+
+@dataclass(frozen=True)
+class LabelFactor:
+    """What the LM head makes of the joint network's output weights.
+
+    Args:
+        logits: `[R + 1, V]`: `(W·c(O))ᵀ`, then `W·β`.
+    """
+
+    logits: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, head: CTCFrames, base: BaseModel) -> LabelFactor:
+        """Compute it of the present weights."""
+        spans = _centred(head, head.joint_spans.T)
+        return cls(head.output(base).lm_head(torch.cat([spans, head.norm.bias[None]])))
+
+
+def is_factored(head: CTCFrames, base: BaseModel) -> bool:
+    """Whether the logits can be factored, and a level then reads less."""
+    spans = head.joint_spans
+    return head.output(base).lm_head_bias is None and _SMALLER * (spans.shape[1] + 1) <= len(spans)
+
+
+class FactoredLattice(FrameLattice):
+    """`LabelModel` that gives what `FrameLattice` gives, but for rounding.
+
+    It is for a search that extends all paths of a level: they come by row, as many of each row.
+
+    Args:
+        head: A head with a label context, whose LM head has no bias.
+        base: Lends its embedding and LM head.
+        states: `[B, F, d]` frame states.
+        recent: `[B, c]` last tokens of each text, the pending token last.
+        factor: Of the head.
+    """
+
+    def __init__(self, head: CTCFrames, base: BaseModel, states: Tensor, recent: Tensor, factor: LabelFactor) -> None:
+        super().__init__(head, base, states, recent)
+        self._factor = factor
+        self._frame_logits = head.output(base).lm_head(_centred(head, states))
+
+    def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """See `LabelModel.score`."""
+        head, frames = self._head, stop - first
+        told, activations = head.joint_activations(
+            self._states[rows, first:stop], self._terms(first, stop, rows, state)
+        )
+        scale = (told.float().var(-1, correction=0, keepdim=True) + head.norm.eps).rsqrt().to(told)
+        known = torch.cat([*(layer * scale for layer in activations), torch.ones_like(scale)], -1)
+        # A row's paths share its frames: each of them takes, of the frames' logits, those of its own frame.
+        own = torch.eye(frames, device=scale.device, dtype=scale.dtype) * scale
+        logits = (known.flatten(0, 1) @ self._factor.logits).unflatten(0, (len(self._states), -1))
+        logits.baddbmm_(own.view(*logits.shape[:2], frames), self._frame_logits[:, first:stop])
+        shares = logits.view(len(rows), frames, -1).softmax(-1, dtype=torch.float32)
+        return shares, head.blank(head.norm(told))[..., 0].float().sigmoid()
+
+
+def _centred(head: CTCFrames, states: Tensor) -> Tensor:
+    """`c(x)` of states `[..., d]`."""
+    return head.norm.weight * (states - states.mean(-1, keepdim=True))
+
+
+# ---- The lattice search of a CTC head on a CPU: our own C++ code, one call a step.
+
+MOST_ENTRIES = 1 << 25
+"""Numbers of the largest table of label terms, which then takes 128 MiB."""
+
+
+class NativeSearch:
+    """Searches with a head whose weights no longer change.
+
+    Args:
+        head: A head with a label context, in fp32 on a CPU.
+        base: Lends its embedding and LM head.
+        beam: Prefixes kept at each depth.
+
+    Raises:
+        BuildError: The library cannot be compiled here.
+        UnsuitableError: Its weights are elsewhere, or its table of label terms would be too large.
+    """
+
+    @torch.no_grad()
+    def __init__(self, head: CTCFrames, base: BaseModel, beam: int) -> None:
+        config, output = head.config, head.output(base)
+        self._head, self._base, self._beam = head, base, beam
+        self._tokens = len(output.lm_head_weight)
+        entries = config.label_context * self._tokens * config.joint_size
+        if entries > MOST_ENTRIES:
+            raise UnsuitableError(
+                f"its table of label terms would have {entries} numbers: train it with a smaller label_context, "
+                "joint_size or draft_vocab_size"
+            )
+        self._weights = weights = PackedWeights()
+        layers = (JointLayerStruct * len(head.joint_layers))()
+        for struct, layer in zip(layers, head.joint_layers, strict=True):
+            norm, inner, _, out = layer.children()
+            assert isinstance(norm, nn.LayerNorm)
+            assert isinstance(inner, nn.Linear)
+            assert isinstance(out, nn.Linear)
+            struct.norm_weight, struct.norm_bias = weights.address(norm.weight), weights.address(norm.bias)
+            struct.inner, struct.out = weights.matrix(inner.weight, inner.bias), weights.matrix(out.weight)
+        self._joint = JointStruct(
+            frames=weights.matrix(head.joint_frames.weight, head.joint_frames.bias),
+            out=weights.matrix(head.joint_out.weight),
+            layers=layers,
+            norm_weight=weights.address(head.norm.weight),
+            norm_bias=weights.address(head.norm.bias),
+            blank_weight=weights.address(head.blank.weight),
+            blank_bias=weights.address(head.blank.bias),
+            head=weights.matrix(output.lm_head_weight, output.lm_head_bias),
+            layer_count=len(layers),
+            terms=config.joint_size,
+            hidden=config.hidden_size,
+        )
+        # [joint_size, c, d]
+        self._label_weights = head.joint_labels.weight.unflatten(1, (config.label_context, -1))
+        self._table = self._terms(head.base_tokens(torch.arange(self._tokens)))
+
+    def __call__(self, states: Tensor, recent: Tensor, size: int, least: float) -> TokenTree:
+        """Return trees `[B, size]` in draft ids; see `frame_head.Search`."""
+        config = self._head.config
+        rows, frames, _ = states.shape
+        states, pending = states.contiguous(), recent[:, -1].contiguous()
+        known = recent.flatten()
+        # A text may have tokens that are never drafted, so a table of the drafted ones does not have all of its own.
+        recent_terms = self._table[:, known] if self._head.vocabulary is None else self._terms(known)
+        recent_terms = recent_terms.contiguous()
+        tokens, parents, depths = (torch.empty(rows, size, dtype=torch.long) for _ in range(3))
+        log_probs = torch.empty(rows, size)
+        search = SearchStruct(
+            labels=LabelTableStruct(
+                self._table.data_ptr(), recent_terms.data_ptr(), config.label_context, self._tokens, len(known)
+            ),
+            states=states.data_ptr(),
+            rows=rows,
+            frames=frames,
+            band=config.band,
+            depth=config.depth,
+            size=size,
+            beam=self._beam,
+            least=least,
+            pending=pending.data_ptr(),
+            tokens=tokens.data_ptr(),
+            parents=parents.data_ptr(),
+            depths=depths.data_ptr(),
+            log_probs=log_probs.data_ptr(),
+            threads=torch.get_num_threads(),
+        )
+        library().drafter_search(ctypes.byref(self._joint), ctypes.byref(search))
+        return TokenTree(tokens, parents, depths, log_probs)
+
+    def _terms(self, tokens: Tensor) -> Tensor:
+        """Return what each token adds at each place of the last labels, `[c, N, joint_size]`."""
+        labels = self._head.label_norm(self._base.embed(tokens))
+        return torch.stack([labels.float() @ weights.T for weights in self._label_weights.unbind(1)])

@@ -1,0 +1,221 @@
+"""The contract between the lattice search and a head: frames that know the path so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from drafter import devices
+from drafter.tree.token_tree import TokenTree, from_nodes, root_only
+
+
+class LabelModel(Protocol):
+    """Distributions of frames after paths. The paths of all rows come in one list; a path's state is a row of it."""
+
+    def start(self) -> Tensor:
+        """Return the state `[B, ...]` of the empty path of each row."""
+
+    def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the distributions of frames `first..stop-1` (from 0) after M paths.
+
+        Args:
+            first: The first frame.
+            stop: The frame after the last.
+            rows: `[M]` row of the batch that each path belongs to.
+            state: `[M, ...]` state of each path.
+
+        Returns:
+            Shares of the V tokens that may be drafted, fp32 `[M, stop - first, V]`, which sum to 1, and the blank's
+            probability `[M, stop - first]`. The tokens share the probability that is left.
+        """
+
+    def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
+        """Return the state `[M, ...]` of paths that are each one of `tokens` `[M]` longer.
+
+        Tokens are known by the place of their share, as in the trees that the search makes.
+        """
+
+
+# ---- The best trie under frames that know the path so far: each frame emits one new token, or a blank.
+
+LATTICE_BEAM = 10
+"""Prefixes of each depth that heads keep in a lattice search, because each costs a forward of their network."""
+
+
+@torch.no_grad()
+def best_lattice_trie(
+    model: LabelModel,
+    pending: Tensor,
+    frames: int,
+    band: int,
+    depth: int,
+    size: int,
+    beam: int | None = None,
+    least: float = 0.0,
+) -> TokenTree:
+    """Find the `size`-node trie of the most probable prefixes.
+
+    Args:
+        model: Gives each token's probability after a path.
+        pending: `[B]` tokens of the roots.
+        frames: T, number of frames.
+        band: Number of frames that may hold a label.
+        depth: Longest prefix.
+        size: Nodes of each tree, root included.
+        beam: Prefixes kept at each depth. None keeps as many as the tree could hold, which makes the search exact.
+        least: On a CPU, prefixes of no higher probability are not extended.
+
+    Returns:
+        Trees `[B, size]`; rows with fewer possible prefixes are padded.
+    """
+    paths = _roots(model, len(pending), pending.device)
+    levels: list[_Level] = []
+    for level in range(min(depth, frames)):
+        keep = min(size - 1 - level, beam or size)
+        if keep < 1:
+            break
+        emissions = _emissions(model, range(level, min(level + band, frames)), paths)
+        levels.append(_best_of_rows(emissions, paths, len(pending), keep))
+        chosen = None if devices.is_asynchronous(pending.device) else _promising(levels, size, least)
+        if chosen is not None and not len(chosen):
+            break
+        paths = _extended(model, paths, emissions, levels[-1], chosen)
+    if not levels:
+        return root_only(pending)
+    tokens, parents, probs = (
+        torch.cat(parts, 1) for parts in zip(*((one.tokens, one.parents, one.probs) for one in levels), strict=True)
+    )
+    widths = [one.tokens.shape[1] for one in levels]
+    depths = [torch.full((width,), at, device=pending.device) for at, width in enumerate(widths, start=1)]
+    return from_nodes(pending, tokens, parents, torch.cat(depths), probs.log(), size)
+
+
+@dataclass(frozen=True)
+class _Paths:
+    """The paths of one level that the next level extends: M of the B · W there are, by row.
+
+    Args:
+        rows: `[M]` row of each path.
+        places: `[M]` place of each path among the B · W; None if M is all of them.
+        width: W.
+        nodes: `[M]` index of its last node among all candidates of its row; -1 for the root.
+        probs: `[M]` prefix probability of the path.
+        arrival: One `[M]` for each frame of the band: the mass that arrives at the frame with the path's last token.
+            Frames past the end of the list have none.
+        state: `[M, ...]` state of the label model.
+        before: Candidates of each row at this level and the levels above.
+    """
+
+    rows: Tensor
+    places: Tensor | None
+    width: int
+    nodes: Tensor
+    probs: Tensor
+    arrival: Sequence[Tensor]
+    state: Tensor
+    before: int
+
+
+@dataclass(frozen=True)
+class _Emissions:
+    """What the first K frames of a band emit after each of M paths.
+
+    Args:
+        masses: K times `[M]`: probability that the path is complete before the frame and that the frame emits a token.
+        shares: `[M, K, V]`: each token's share of that mass.
+    """
+
+    masses: Sequence[Tensor]
+    shares: Tensor
+
+
+@dataclass(frozen=True)
+class _Level:
+    """The candidates of one depth.
+
+    Args:
+        tokens: `[B, K]` last token of each candidate.
+        parents: `[B, K]` index of its parent among all candidates of the row; -1 for the root.
+        probs: `[B, K]` its prefix probability; 0 where a row has fewer candidates.
+        paths: `[B, K]` the path that it extends.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    probs: Tensor
+    paths: Tensor
+
+
+def _roots(model: LabelModel, batch: int, device: torch.device) -> _Paths:
+    """Return the empty path of each row. All its mass arrives before the first frame."""
+    rows, whole = torch.arange(batch, device=device), torch.ones(batch, device=device)
+    return _Paths(rows, None, 1, torch.full_like(rows, -1), whole, [whole], model.start(), before=0)
+
+
+def _emissions(model: LabelModel, band: range, paths: _Paths) -> _Emissions:
+    """Run the recursion over a band: a blank leaves mass to the next frame, a token takes it away."""
+    # All frames are scored at once: few large kernels take less time than many small ones.
+    shares, blanks = model.score(band.start, band.stop, paths.rows, paths.state)
+    masses: list[Tensor] = []
+    reached = paths.arrival[0]
+    for place, blank in enumerate(blanks.unbind(1), start=1):
+        masses.append(reached * (1.0 - blank))
+        reached = reached * blank
+        if place < len(paths.arrival):
+            reached = reached + paths.arrival[place]
+    return _Emissions(masses, shares)
+
+
+def _best_of_rows(emissions: _Emissions, paths: _Paths, batch: int, keep: int) -> _Level:
+    """Find the best continuations of each row: first the best of each path, because that is far less to sort."""
+    # One product reads the shares once.
+    scores = torch.bmm(torch.stack(list(emissions.masses), 1)[:, None], emissions.shares)[:, 0]
+    best, names = scores.topk(min(keep, scores.shape[1]))
+    options = best.shape[1]
+    path_at = torch.arange(batch * paths.width, device=best.device)
+    if paths.places is not None:
+        best = best.new_zeros(batch * paths.width, options).index_copy_(0, paths.places, best)
+        path_at = torch.zeros_like(path_at).index_copy_(0, paths.places, torch.arange(len(names), device=best.device))
+    by_row = best.view(batch, -1)
+    probs, index = by_row.topk(min(keep, by_row.shape[1]))
+    row = torch.arange(batch, device=index.device)[:, None]
+    path = path_at[row * paths.width + index // options]
+    # Rounding must not lift a sure token above the token before it.
+    probs = torch.minimum(probs, paths.probs[path])
+    return _Level(names[path, index % options], paths.nodes[path], probs, path)
+
+
+def _promising(levels: Sequence[_Level], size: int, least: float) -> Tensor:
+    """Return which nodes of the last level may have children in the tree, as places in it `[B * K]`.
+
+    They are in the best tree of all candidates so far: no other node can have a child in a tree of that size.
+    """
+    last = levels[-1].probs
+    wanted = last > least
+    found = torch.cat([level.probs for level in levels], 1)
+    if found.shape[1] >= size - 1:
+        wanted &= last > found.topk(size - 1).values[:, -1:]
+    return wanted.flatten().nonzero()[:, 0]
+
+
+def _extended(model: LabelModel, paths: _Paths, emissions: _Emissions, level: _Level, chosen: Tensor | None) -> _Paths:
+    """Return the paths to the `chosen` candidates of a level; to all for None."""
+    batch, width = level.paths.shape
+    nodes = (paths.before + torch.arange(width, device=level.paths.device)).repeat(batch)
+    path, token, probs = level.paths.flatten(), level.tokens.flatten(), level.probs.flatten()
+    if chosen is not None:
+        path, token, probs, nodes = path[chosen], token[chosen], probs[chosen], nodes[chosen]
+    return _Paths(
+        rows=paths.rows[path],
+        places=chosen,
+        width=width,
+        nodes=nodes,
+        probs=probs,
+        arrival=[mass[path] * emissions.shares[path, at, token] for at, mass in enumerate(emissions.masses)],
+        state=model.extend(paths.state.index_select(0, path), token),
+        before=paths.before + width,
+    )

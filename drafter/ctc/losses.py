@@ -1,0 +1,202 @@
+"""Losses over draft frames, by the recursions of `drafter.ctc.prefix_search` in log space.
+
+All of them read only the columns of the labels and of the blank, take `T` small steps, and are differentiable. A prefix
+that the frames cannot reach is masked: `u` labels need `u` frames, and one more for each adjacent repeat. Without the
+mask, single unreachable prefixes would swamp the loss.
+
+With labels `v_k` of weight `q_k` instead of one target, a term `log(π(y_1..u) / π(y_1..u−1))` of the prefix losses
+becomes `Σ_k q_k log(π(y_1..u−1, v_k) / π(y_1..u−1))`: the labels are what should follow the text `y_1..u−1`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from drafter.heads.losses import Labels, LossSum, hard_labels
+
+IMPOSSIBLE = -1e30
+"""Log-probability of the impossible. It is finite because the gradient of `logaddexp(-inf, -inf)` is NaN."""
+
+
+def reachable(targets: Tensor, lengths: Tensor, frames: int) -> Tensor:
+    """Return which prefixes of the targets CTC can emit, `[N, U]` bool.
+
+    Args:
+        targets: `[N, U]` labels.
+        lengths: `[N]` number of valid labels.
+        frames: T.
+    """
+    position = torch.arange(1, targets.shape[1] + 1, device=targets.device)
+    repeats = _repeats(targets).long().cumsum(1)
+    return (position <= lengths[:, None]) & (position + repeats <= frames)
+
+
+def ctc_loss(log_probs: Tensor, targets: Tensor, lengths: Tensor) -> tuple[LossSum, Tensor]:
+    """Return the paper's loss `−log P(Y|X)`: the frames collapse to exactly the target (Graves et al. 2006).
+
+    Args:
+        log_probs: `[N, T, V + 1]`, blank last.
+        targets: `[N, U]` labels; any valid id past a row's length.
+        lengths: `[N]` number of valid labels.
+
+    Returns:
+        The sum over rows, each of weight 1, and `masked` `[N]` bool: rows that do not count, because they have no
+        target or need more than `T` frames.
+    """
+    frames, labels = log_probs.shape[1], targets.shape[1]
+    position = torch.arange(1, labels + 1, device=targets.device)
+    reached = torch.where(position <= lengths[:, None], reachable(targets, lengths, frames), True).all(1)
+    counted = reached & (lengths > 0)
+    n, b, _ = _recursion(log_probs, targets)
+    complete = torch.logaddexp(b[:, -1], n[:, -1]).gather(1, lengths[:, None])[:, 0]
+    return LossSum(-torch.where(counted, complete, 0.0).sum(), counted.sum().to(log_probs.dtype)), ~counted
+
+
+def prefix_loss(
+    log_probs: Tensor, targets: Tensor, lengths: Tensor, decay: float = 0.8, labels: Labels | None = None
+) -> LossSum:
+    """Return `−Σ_u decay^u · log(π(y_1..u) / π(y_1..u−1))`.
+
+    A token is accepted only if the whole prefix before it is, so the loss is made of prefix probabilities. Without
+    blanks it is depth-weighted cross-entropy.
+
+    Args:
+        log_probs: `[N, T, V + 1]`, blank last.
+        targets: `[N, U]` the text; any valid id past a row's length.
+        lengths: `[N]` number of valid targets.
+        decay: Weight of a place relative to the place before it.
+        labels: `[N, U, K]` what should follow each prefix of the text; None for the text itself.
+    """
+    frames = log_probs.shape[1]
+    labels = labels or hard_labels(targets)
+    n, b, prefixes = _recursion(log_probs, targets)
+    before = torch.cat([torch.zeros_like(prefixes[:, :1]), prefixes[:, :-1]], 1)
+    reached = torch.cat([lengths[:, None] > 0, reachable(targets, lengths, frames)[:, :-1]], 1)
+    position = torch.arange(1, targets.shape[1] + 1, device=targets.device)
+    reached = reached & (position <= lengths[:, None])
+
+    # A label may arrive at any frame. After the same label it arrives only through a blank.
+    last = torch.cat([torch.full_like(targets[:, :1], -1), targets[:, :-1]], 1)[:, :, None]
+    again = labels.tokens == last
+    waiting = torch.where(again[:, None], b[:, :-1, :-1, None], torch.logaddexp(b, n)[:, :-1, :-1, None])
+    index = labels.tokens.flatten(1)[:, None].expand(-1, frames, -1)
+    emit = log_probs.gather(2, index).view(waiting.shape)
+    scores = (waiting + emit).logsumexp(1)
+    repeats = _repeats(targets).long()
+    needed = (position + repeats.cumsum(1) - repeats)[:, :, None] + again
+    return _conditional(scores, before, reached, needed <= frames, labels.probs, decay)
+
+
+def lattice_prefix_loss(
+    emit: Tensor,
+    blank: Tensor,
+    lengths: Tensor,
+    frames: int,
+    decay: float = 0.8,
+    choices: tuple[Tensor, Tensor] | None = None,
+) -> LossSum:
+    """Return `prefix_loss` for frames that know the last labels (`best_lattice_trie`), within a band.
+
+    Entry `[n, u, i]` (from 0) belongs to frame `u + 1 + i`, before which `u` labels were emitted.
+
+    Args:
+        emit: `[N, U, B]` log-probability that the frame emits label `u + 1` of the text.
+        blank: `[N, U, B]` log-probability that it emits a blank.
+        lengths: `[N]` number of valid labels.
+        frames: T; entries of frames beyond it do not count.
+        decay: As in `prefix_loss`.
+        choices: Labels, if they are not the text itself: log-probabilities `[N, U, B, K]` that the frame emits each
+            label, and the labels' weights `[N, U, K]`.
+    """
+    masses, prefixes = lattice_prefixes(emit, blank, frames)
+    scores, probs = prefixes[..., None], torch.ones_like(prefixes)[..., None]
+    if choices is not None:
+        label_emit, probs = choices
+        scores = (masses + _in_time(emit, frames))[..., None] + label_emit
+        scores = scores.logsumexp(2)
+    before = torch.cat([torch.zeros_like(prefixes[:, :1]), prefixes[:, :-1]], 1)
+    position = torch.arange(1, emit.shape[1] + 1, device=emit.device)
+    reached = (position <= lengths[:, None]) & (position <= frames)
+    return _conditional(scores, before, reached, torch.ones_like(probs, dtype=torch.bool), probs, decay)
+
+
+def lattice_prefixes(emit: Tensor, blank: Tensor, frames: int) -> tuple[Tensor, Tensor]:
+    """Run the recursion of `best_lattice_trie` along a text, with the arguments of `lattice_prefix_loss`.
+
+    Returns:
+        Log-probability `[N, U, B]` that exactly `u` labels of the text were emitted before frame `u + 1 + i`, and
+        `log π` `[N, U]` of each prefix of the text.
+    """
+    count, labels, band = emit.shape
+    emit = emit + _in_time(emit, frames)
+    arrival = torch.cat([emit.new_zeros(count, 1), emit.new_full((count, band - 1), IMPOSSIBLE)], 1)
+    masses, prefixes = [], []
+    for u in range(labels):
+        mass = [arrival[:, 0]]
+        for i in range(1, band):
+            mass.append(torch.logaddexp(arrival[:, i], mass[-1] + blank[:, u, i - 1]))
+        masses.append(torch.stack(mass, 1))
+        arrival = masses[-1] + emit[:, u]
+        prefixes.append(arrival.logsumexp(1))
+    return torch.stack(masses, 1), torch.stack(prefixes, 1)
+
+
+def _in_time(emit: Tensor, frames: int) -> Tensor:
+    """Return 0 for entries `[U, B]` of frames that exist, and `IMPOSSIBLE` for the others."""
+    _, labels, band = emit.shape
+    frame = torch.arange(labels, device=emit.device)[:, None] + torch.arange(1, band + 1, device=emit.device)
+    return torch.where(frame > frames, IMPOSSIBLE, 0.0)
+
+
+def _repeats(targets: Tensor) -> Tensor:
+    """Return which labels equal the label before them, `[N, U]` bool."""
+    same = targets[:, 1:] == targets[:, :-1]
+    return torch.cat([torch.zeros_like(targets[:, :1], dtype=torch.bool), same], 1)
+
+
+def _recursion(log_probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the recursion of `drafter.ctc.prefix_search` along a text.
+
+    Returns:
+        `n` and `b` `[N, T + 1, U + 1]`, before each frame and after the last: log-probability that the frames so far
+        collapse to the first `u` labels and end in the last of them (`n`) or in a blank (`b`). And `log π` `[N, U]` of
+        each prefix of the text.
+    """
+    count, frames, symbols = log_probs.shape
+    emit = log_probs.gather(2, targets[:, None].expand(-1, frames, -1))
+    blank = log_probs[:, :, symbols - 1]
+    barred = torch.where(_repeats(targets), IMPOSSIBLE, 0.0)
+    never = emit.new_full((count, 1), IMPOSSIBLE)
+    b = torch.cat([torch.zeros_like(never), never.expand(-1, targets.shape[1])], 1)
+    n = never.expand(-1, targets.shape[1] + 1)
+    ns, bs, arrivals = [n], [b], []
+    for j in range(frames):
+        first = emit[:, j] + torch.logaddexp(b[:, :-1], n[:, :-1] + barred)
+        b = blank[:, j, None] + torch.logaddexp(b, n)
+        n = torch.cat([never, torch.logaddexp(first, emit[:, j] + n[:, 1:])], 1)
+        arrivals.append(first)
+        ns.append(n)
+        bs.append(b)
+    return torch.stack(ns, 1), torch.stack(bs, 1), torch.stack(arrivals).logsumexp(0)
+
+
+def _conditional(
+    scores: Tensor, before: Tensor, reached: Tensor, possible: Tensor, probs: Tensor, decay: float
+) -> LossSum:
+    """Return `−Σ_k q_k (log π_k − log π_before)`, weighted by depth, over labels and prefixes that can be reached.
+
+    Args:
+        scores: `[N, U, K]` log prefix probability of the text before a place with each label after it.
+        before: `[N, U]` log prefix probability of the text before the place alone.
+        reached: `[N, U]` bool: the frames can reach the text before the place.
+        possible: `[N, U, K]` bool: they can reach the label after it.
+        probs: `[N, U, K]` weights of the labels.
+        decay: Weight of a place relative to the place before it.
+    """
+    counted = reached[..., None] & possible
+    probs = probs * counted
+    terms = torch.where(counted, scores - before[..., None], 0.0)
+    depth = torch.arange(scores.shape[1], device=scores.device, dtype=scores.dtype)
+    weights = (decay**depth)[:, None] * probs
+    return LossSum(-(weights * terms).sum(), weights.sum())

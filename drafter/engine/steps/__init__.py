@@ -1,1 +1,0 @@
-"""One decoding step: its stages on the device, how the host runs them, and what it is told."""

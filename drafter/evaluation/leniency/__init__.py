@@ -1,1 +1,0 @@
-"""What verifiers that accept more than equality gain, and what they cost in quality."""

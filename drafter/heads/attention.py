@@ -1,0 +1,430 @@
+"""Rotary positions of attention heads (Su et al. 2021, arXiv 2104.09864), halves of a head paired as in Llama."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drafter import devices
+from drafter.drafters.contract import DraftContext
+from drafter.heads.context_reader import CacheShape, ContextReader, Entries
+from drafter.heads.frame_head import DraftModule, FrameReader
+from drafter.native.build import BuildError
+from drafter.native.library import (
+    FrameLayersStruct,
+    FrameLayerStruct,
+    FramesStruct,
+    LayerNormStruct,
+    PackedWeights,
+    UnsuitableError,
+    library,
+)
+from drafter.target.attention import Prefix, parts_of, prefix_attention_agrees, prefix_attention_on
+from drafter.target.model import BaseModel
+from drafter.target.prepacked import prepack
+
+SCALINGS = ("default", "linear", "llama3")
+"""Kinds of scaled frequencies that `scaled_rates` knows, by the names of transformers' configurations."""
+
+
+def rotary_rates(theta: float, size: int, device: torch.device) -> Tensor:
+    """Return the angles a position turns by, `[size / 2]` float64, of heads of `size` numbers."""
+    half = size // 2
+    return theta ** (-torch.arange(half, device=device, dtype=torch.float64) / half)
+
+
+def scaled_rates(rates: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    """Return rates as a configuration's `rope_scaling` changes them.
+
+    Args:
+        rates: `[D / 2]`.
+        scaling: Has `rope_type` (or `type`), one of `SCALINGS`, and the numbers that it needs.
+
+    Raises:
+        ValueError: The kind is unknown, or a number is missing.
+    """
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    try:
+        match kind:
+            case "default":
+                return rates
+            case "linear":
+                return rates / float(scaling["factor"])
+            case "llama3":
+                return _llama3(rates, scaling)
+    except KeyError as error:
+        raise ValueError(f"rope_scaling {kind!r} needs {error.args[0]!r}") from error
+    raise ValueError(f"rope_scaling {kind!r} is not known: known are {', '.join(SCALINGS)}")
+
+
+def _llama3(rates: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    """Slow rates are divided by the factor, fast ones stay, and those between are mixed (Llama 3.1)."""
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    turns = float(scaling["original_max_position_embeddings"]) * rates / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return kept * rates + (1.0 - kept) * rates / float(scaling["factor"])
+
+
+def rotation_table(rates: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """Return cosine and signed sine (first half negative) of positions `0..length-1`, `[length, 2, D]`."""
+    angles = torch.arange(length, device=rates.device)[:, None] * rates
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)], 1).to(dtype)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn heads to their positions.
+
+    Args:
+        heads: `[..., D]`.
+        cos: Broadcastable to it.
+        sin: Broadcastable to it, the first half negative.
+    """
+    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
+
+
+# ---- The layers of the attention draft module: the one forward that training and decoding share.
+
+Memory = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(layer, new keys `[B, S, H, D]`, new values) → all keys and values to attend to; see `FrameLayer.forward`."""
+
+
+class FrameLayer(nn.Module):
+    """Pre-norm attention from the frames to context and frames, then a gated MLP on the frames.
+
+    The context passes every layer unchanged. A layer only takes keys and values from it.
+    """
+
+    def __init__(self, width: int, num_heads: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        # LayerNorm instead of RMSNorm: on a CPU it is one kernel instead of five.
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.gate_up = nn.Linear(width, 2 * intermediate_size, bias=False)
+        self.down = nn.Linear(intermediate_size, width, bias=False)
+
+    def project(self, entries: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values `[B, S, H, D]`, queries and keys rotated to their positions.
+
+        Args:
+            entries: `[B, S, d]`.
+            cos: `[B, S, 1, 1, D]`.
+            sin: `[B, S, 1, 1, D]`, the first half negative.
+        """
+        qkv = self.qkv(self.attention_norm(entries)).unflatten(2, (3, self.num_heads, -1))
+        queries, keys = rotate(qkv[:, :, :2], cos, sin).unbind(2)
+        return queries, keys, qkv[:, :, 2]
+
+    def forward(self, frames: Tensor, queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | Prefix) -> Tensor:
+        """Return the frames `[B, F, d]` after the layer.
+
+        Args:
+            frames: `[B, F, d]`.
+            queries: `[B, F, H, D]`.
+            keys: `[C, S', H, D]`. If `C` is not `B`, the frames are those of C texts, one text after another.
+                `[S · L, H, D]` where a prefix is seen.
+            values: As `keys`.
+            seen: A mask, broadcastable to `[C, 1, B·F/C, S']`, or the first positions of each of C texts.
+        """
+        if isinstance(seen, Prefix):
+            queries = queries.reshape(len(seen.lengths), -1, *queries.shape[2:])
+            mixed, _ = seen.read(queries, keys, values, queries.shape[-1] ** -0.5)
+        else:
+            queries = queries.reshape(keys.shape[0], -1, *queries.shape[2:])
+            mixed = F.scaled_dot_product_attention(
+                queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=seen
+            ).transpose(1, 2)
+        frames = frames + self.out(mixed.reshape(frames.shape))
+        gate, up = self.gate_up(self.mlp_norm(frames)).chunk(2, -1)
+        return frames + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+class AttentionLayers(nn.Module):
+    """Frames that attend to the whole text and to each other, or to those before them alone.
+
+    Args:
+        width: d.
+        num_frames: T.
+        num_layers: Transformer layers.
+        num_heads: Attention heads of a layer; each has an even width.
+        intermediate_size: Inner width of the gated MLP.
+        rope_theta: Base of the rotary positions.
+        causal: Whether a frame attends to no later frame.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        num_frames: int,
+        num_layers: int,
+        num_heads: int,
+        intermediate_size: int,
+        rope_theta: float,
+        causal: bool = False,
+    ) -> None:
+        super().__init__()
+        self.causal = causal
+        self.width, self.num_frames, self.num_heads, self.rope_theta = width, num_frames, num_heads, rope_theta
+        self.embedding_norm = nn.LayerNorm(width)
+        self.hidden_norm = nn.LayerNorm(width)
+        self.fusion = nn.Linear(2 * width, width, bias=False)
+        self.slots = nn.Parameter(0.5 * torch.randn(num_frames, width))
+        self.layers = nn.ModuleList(FrameLayer(width, num_heads, intermediate_size) for _ in range(num_layers))
+
+    def fuse(self, embeddings: Tensor, hidden_before: Tensor) -> Tensor:
+        """Return fused entries `[..., d]` of embeddings `e(x_i)` `[..., d]` and hidden states `h_{i-1}` `[..., d]`."""
+        return self.fusion(torch.cat([self.embedding_norm(embeddings), self.hidden_norm(hidden_before)], -1))  # type: ignore[no-any-return]
+
+    def rotation(self, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Return cosine and signed sine (first half negative) of positions `0..length-1`, `[length, 2, D]`."""
+        return rotation_table(rotary_rates(self.rope_theta, self.width // self.num_heads, device), length, dtype)
+
+    def frames(
+        self, context: Tensor, starts: Tensor, count: int, rotation: Tensor, seen: Tensor | Prefix, memory: Memory
+    ) -> Tensor:
+        """Return the last states of the first F frames of each anchor, `[B, A, F, d]`, before any output norm.
+
+        Args:
+            context: `[B, W, d]` fused entries whose keys and values are not in the memory yet.
+            starts: `[B, A, d]` fused entry of the pending token of each anchor. In decoding B is 1: the entries of all
+                rows come in one list, and the rows are its anchors.
+            count: F.
+            rotation: `[B, W + A·F, 2, D]` cosine and signed sine at the entries' positions, context first.
+            seen: bool, broadcastable to `[C, 1, B·A·F/C, S']`: what each frame may attend to among what `memory`
+                returns, which belongs to C texts. Or, where all frames of a text see the same, how much of it.
+            memory: Takes a layer's new keys and values, returns the keys and values to attend to.
+        """
+        frames = (starts[:, :, None] + self.slots[:count]).flatten(1, 2)
+        cos, sin = rotation[:, :, None, None].unbind(4)
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, FrameLayer)
+            queries, keys, values = layer.project(torch.cat([context, frames], 1), cos, sin)
+            frames = layer(frames, queries[:, context.shape[1] :], *memory(index, keys, values), seen)
+        return frames.view(frames.shape[0], starts.shape[1], count, -1)
+
+    def remember(self, context: Tensor, rotation: Tensor, store: Callable[[int, Tensor, Tensor], None]) -> None:
+        """Store the keys and values of entries for later frames.
+
+        Args:
+            context: `[B, W, d]` fused entries.
+            rotation: `[B, W, 2, D]` cosine and signed sine at their positions.
+            store: Takes a layer and its keys and values `[B, W, H, D]`.
+        """
+        cos, sin = rotation[:, :, None, None].unbind(4)
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, FrameLayer)
+            store(index, *layer.project(context, cos, sin)[1:])
+
+
+# ---- The attention draft module in decoding: frames behind a KV cache of the fused context.
+
+
+class AttentionReader(ContextReader, FrameReader):
+    """Reads each sequence's new tokens into the cache and computes the frames.
+
+    Args:
+        module: The layers, on the base's device and in its dtype.
+        base: Lends its embedding.
+        fresh: Tokens that an ordinary step adds to a sequence at most.
+    """
+
+    def __init__(self, module: AttentionLayers, base: BaseModel, fresh: int) -> None:
+        size = module.width // module.num_heads
+        super().__init__(base, fresh, CacheShape(len(module.layers), module.num_heads, size, module.num_frames))
+        self._module = module
+        attend = prefix_attention_on(base.device, base.dtype)
+        # Where all frames of a text see the same of it, they need no mask if something reads to its end.
+        proved = (
+            attend is not None
+            and not module.causal
+            and prefix_attention_agrees(attend, module.num_heads, size, base.device, base.dtype)
+        )
+        self._attend, self.bounded = (attend, False) if proved else (None, True)
+
+    def _rotation_table(self, length: int) -> Tensor:
+        return self._module.rotation(length, self._base.device, self._base.dtype)
+
+    def read(self, context: DraftContext, count: int | None = None) -> Tensor:
+        """Read the new entries and return the first `count` frames, or all, `[B, F, d]`."""
+        module, rows = self._module, context.tokens.shape[0]
+        frames = count or module.num_frames
+        entries, ends = self._recent(rows)
+        positions, fused = self._fused(context, entries)
+        ahead = context.lengths[:, None] + torch.arange(1, frames + 1, device=positions.device)
+        # The frames' own keys and values go behind the pending token's, where later entries overwrite them.
+        places = torch.cat(
+            [positions + entries.slots * self._length, (ahead + self._slot[:rows, None] * self._length).flatten()]
+        )
+        seen: Tensor | Prefix
+        if self._attend is not None:
+            parts = parts_of(rows, module.num_heads, frames, self._length)
+            seen, texts = Prefix(context.lengths + (frames + 1), self._length, parts, self._attend), self._cache
+        else:
+            texts = self._texts(rows, context.longest + 1 + frames)
+            last = ahead if module.causal else ahead[:, -1:]
+            seen = (self._place[: texts.shape[3]] <= last[:, :, None])[:, None]
+
+        def memory(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            self._store(places, layer, keys, values)
+            return texts[layer, 0], texts[layer, 1]
+
+        rotation = self._rotation[torch.cat([positions, ahead.flatten()])]
+        return module.frames(fused[None], fused[None, ends], frames, rotation[None], seen, memory)[0]
+
+    def _remember(self, context: DraftContext, entries: Entries) -> None:
+        """Read entries without computing frames after them."""
+        positions, fused = self._fused(context, entries)
+        store = partial(self._store, positions + entries.slots * self._length)
+        self._module.remember(fused[None], self._rotation[positions][None], store)
+
+    def _fused(self, context: DraftContext, entries: Entries) -> tuple[Tensor, Tensor]:
+        """Return the positions `[E]` of entries and the fused entries `[E, d]`."""
+        positions, embeddings, hidden = self._inputs(context, entries)
+        return positions, self._module.fuse(embeddings, hidden)
+
+
+# ---- The attention draft module in decoding on a CPU: its layers by our own C++ code, one call a step.
+
+
+class NativeAttentionReader(AttentionReader):
+    """An `AttentionReader` for weights that no longer change, in fp32 on a CPU.
+
+    Args:
+        module: The layers.
+        base: Lends its embedding.
+        fresh: Tokens that an ordinary step adds to a sequence at most.
+
+    Raises:
+        BuildError: The library cannot be compiled here.
+        UnsuitableError: Its weights are elsewhere, its frames causal, or its heads of a size that the library does not
+            have.
+    """
+
+    def __init__(self, module: AttentionLayers, base: BaseModel, fresh: int) -> None:
+        super().__init__(module, base, fresh)
+        if module.causal:
+            raise UnsuitableError("the library has no frames that leave out later ones")
+        size = module.width // module.num_heads
+        if not library().drafter_takes_heads_of(size):
+            raise UnsuitableError(f"the library has no attention for heads of {size} numbers")
+        self._weights = weights = PackedWeights()
+        layers = (FrameLayerStruct * len(module.layers))()
+        for struct, layer in zip(layers, module.layers, strict=True):
+            assert isinstance(layer, FrameLayer)
+            struct.attention_norm, struct.mlp_norm = self._norm(layer.attention_norm), self._norm(layer.mlp_norm)
+            struct.qkv, struct.output = weights.matrix(layer.qkv.weight), weights.matrix(layer.out.weight)
+            struct.gate_up = weights.gated(layer.gate_up.weight)
+            struct.down = weights.after_gate(layer.down.weight)
+        self._struct = FrameLayersStruct(
+            layers=layers,
+            embedding_norm=self._norm(module.embedding_norm),
+            hidden_norm=self._norm(module.hidden_norm),
+            fusion=weights.matrix(module.fusion.weight),
+            slots=weights.address(module.slots),
+            layer_count=len(layers),
+            width=module.width,
+            heads=module.num_heads,
+            head_size=size,
+            intermediate=layers[0].down.inputs,
+            scale=size**-0.5,
+        )
+
+    def open(self, slots: int, length: int) -> None:
+        """Allocate the cache."""
+        super().open(slots, length)
+        half = self._rotation.shape[2] // 2
+        self._struct.cosines = self._weights.address(self._rotation[:, 0, :half])
+        self._struct.sines = self._weights.address(self._rotation[:, 1, half:])
+
+    def read(self, context: DraftContext, count: int | None = None) -> Tensor:
+        """Read the new entries and return the first `count` frames, or all, `[B, F, d]`."""
+        frames = count or self._module.num_frames
+        entries, ends = self._recent(len(context.tokens))
+        return self._run(context, entries, ends, frames)
+
+    def _remember(self, context: DraftContext, entries: Entries) -> None:
+        self._run(context, entries, entries.slots[:0], 0)
+
+    def _run(self, context: DraftContext, entries: Entries, ends: Tensor, frames: int) -> Tensor:
+        """Read entries, and return frames `[B, F, d]` after those of `ends` `[B]`."""
+        hidden = context.hidden
+        assert hidden is not None
+        assert hidden.dtype == torch.float32
+        assert hidden.stride()[1:] == (self._module.width, 1)
+        # On a CPU the host knows all lengths, and numpy takes less time than PyTorch to index with a few numbers.
+        slots = entries.slots.numpy()
+        positions = (np.array(context.host_lengths)[slots] - entries.back.numpy()).clip(0)
+        embeddings = self._base.embed(torch.from_numpy(context.tokens.numpy()[slots, positions])).float().contiguous()
+        states = torch.empty(len(ends), frames, self._module.width)
+        asked = FramesStruct(
+            cache=self._cache.data_ptr(),
+            slots=len(self._cached),
+            length=self._length,
+            embeddings=embeddings.data_ptr(),
+            hidden=hidden.data_ptr(),
+            hidden_stride=hidden.stride(0),
+            slot=slots.ctypes.data,
+            position=positions.ctypes.data,
+            entries=len(slots),
+            ends=ends.data_ptr(),
+            rows=len(ends),
+            frames=frames,
+            states=states.data_ptr(),
+            threads=torch.get_num_threads(),
+        )
+        library().drafter_frames(ctypes.byref(self._struct), ctypes.byref(asked))
+        return states
+
+    def _norm(self, norm: nn.LayerNorm) -> LayerNormStruct:
+        return LayerNormStruct(self._weights.address(norm.weight), self._weights.address(norm.bias))
+
+
+# ---- The attention draft module (Wen, Gui, Feng 2024, arXiv 2412.00061, section 3.1).
+
+_log = logging.getLogger(__name__)
+
+
+class AttentionModule(AttentionLayers, DraftModule):
+    """Frames that attend to the whole text and to each other; see `AttentionLayers`."""
+
+    def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor, count: int | None = None) -> Tensor:
+        """Return frames `[B, A, F, d]`; see `DraftModule.forward`."""
+        batch, length, _ = embeddings.shape
+        frames = count or self.num_frames
+        before = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], 1)
+        context = self.fuse(embeddings, before)
+        starts = context.gather(1, anchors[:, :, None].expand(-1, -1, context.shape[-1]))
+        place = torch.arange(length, device=anchors.device)
+        own = torch.arange(1, frames + 1, device=anchors.device)
+        positions = torch.cat([place.expand(batch, -1), (anchors[:, :, None] + own).flatten(1)], 1)
+        rotation = self.rotation(length + frames, hidden.device, context.dtype)[positions]
+        sees_context = (place <= anchors[:, :, None]).repeat_interleave(frames, 1)
+        anchor = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(frames)
+        sees_frames = anchor[:, None] == anchor
+        if self.causal:
+            number = own.repeat(anchors.shape[1])
+            sees_frames = sees_frames & (number <= number[:, None])
+        mask = torch.cat([sees_context, sees_frames.expand(batch, -1, -1)], 2)[:, None]
+        return self.frames(context, starts, frames, rotation, mask, lambda _, keys, values: (keys, values))
+
+    def reader(self, base: BaseModel, fresh: int) -> FrameReader:
+        """Return a reader with a KV cache of every slot's fused context."""
+        if not devices.is_asynchronous(base.device) and base.dtype == torch.float32:
+            try:
+                return NativeAttentionReader(self, base, fresh)
+            except (BuildError, UnsuitableError) as reason:
+                _log.warning("the head drafts without the native library, which is slower: %s", reason)
+        prepack(self)
+        return AttentionReader(self, base, fresh)

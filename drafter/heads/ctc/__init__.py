@@ -1,1 +1,0 @@
-"""The CTC head: frames that are read by CTC, or as a lattice that knows the last labels."""

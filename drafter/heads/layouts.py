@@ -1,0 +1,61 @@
+"""Which published layout a head is in."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from torch import Tensor
+
+from drafter.errors import LoadError, shown
+from drafter.heads.published import Json, PublicHead
+from drafter.methods.eagle3.published import is_eagle3, read_eagle3
+from drafter.methods.hydra.published import is_hydra, read_hydra
+from drafter.methods.medusa.published import is_medusa, read_medusa
+from drafter.target.model import BaseModel
+
+_log = logging.getLogger(__name__)
+
+
+def public_config(file: Path) -> Json | None:
+    """Return a `config.json` if it is that of a published head; None if it is one of ours, or nobody's."""
+    try:
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None  # who reads it as one of ours says what is wrong
+    if not isinstance(config, dict) or "algorithm" in config:
+        return None
+    known = is_eagle3(config) or is_medusa(config) or is_hydra(config)
+    return config if known or "speculators_model_type" in config else None
+
+
+def read_public(name: str, config: Json, tensors: dict[str, Tensor], base: BaseModel) -> PublicHead:
+    """Return a published head.
+
+    Args:
+        name: The head, for messages.
+        config: From `public_config`.
+        tensors: Its weights.
+        base: The base that it is to draft for.
+
+    Raises:
+        LoadError: It belongs to another base, or is of a kind that cannot be run.
+    """
+    if is_eagle3(config):
+        found = read_eagle3(name, config, tensors, base, len(base.layers.modules))
+    elif is_medusa(config):
+        found = read_medusa(name, config, tensors, base)
+    elif is_hydra(config):
+        found = read_hydra(name, config, tensors, base)
+    else:
+        kind = config["speculators_model_type"]
+        raise LoadError(f"draft head {name!r} is a speculators head of kind {shown(kind)}: only 'eagle3' can be loaded")
+    made_for = found.made_for
+    if made_for is not None and not isinstance(made_for, str):
+        raise LoadError(f"draft head {name!r}: its config.json names the base {shown(made_for)}, which is no text")
+    if made_for and Path(made_for).name.lower() != Path(base.name).name.lower():
+        _log.warning(
+            "draft head %r was made for %r and has the sizes of %r, which it drafts for", name, made_for, base.name
+        )
+    return found

@@ -1,0 +1,137 @@
+"""What a published head says of itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from drafter.errors import LoadError, shown
+from drafter.target.model import BaseModel
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PublicHead:
+    """A published head in our terms.
+
+    Args:
+        layout: Whose layout it is in.
+        algorithm: A key of `HEADS`.
+        fields: Of its configuration.
+        tensors: Its weights by our names.
+        made_for: Hub id or path of its base, if it says so.
+    """
+
+    layout: str
+    algorithm: str
+    fields: dict[str, Any]
+    tensors: dict[str, Tensor]
+    made_for: str | None
+
+
+def number(name: str, config: Json, key: str, default: float | None = None) -> int | float:
+    """Return a number of a published configuration.
+
+    Raises:
+        LoadError: It is missing and has no default, or is no number.
+    """
+    value = config.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise LoadError(f"draft head {name!r}: its config.json says {key} = {shown(value)}, which is no number")
+    return value
+
+
+def count(name: str, config: Json, key: str, default: int | None = None) -> int:
+    """Return how many of something a published configuration says there are.
+
+    Raises:
+        LoadError: It is missing and has no default, or is no integer above 0.
+    """
+    value = number(name, config, key, default)
+    if not isinstance(value, int) or value < 1:
+        raise LoadError(
+            f"draft head {name!r}: its config.json says {key} = {shown(value)}, which is no integer above 0"
+        )
+    return value
+
+
+def group(name: str, config: Json, key: str) -> Json:
+    """Return a part of a published configuration; empty if it is missing or null.
+
+    Raises:
+        LoadError: It is something else than named values.
+    """
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise LoadError(f"draft head {name!r}: its config.json says {key} = {shown(value)}, which are no named values")
+    return value
+
+
+def refuse_other_base(name: str, base: BaseModel, made_for: str | None, sizes: Mapping[str, int]) -> None:
+    """Raise `LoadError` if a head of these `sizes` (`hidden_size`, `vocab_size`) cannot draft for `base`."""
+    for what, size in sizes.items():
+        if size != getattr(base, what):
+            whose = f"the base {made_for!r}" if made_for else "another base"
+            raise LoadError(
+                f"draft head {name!r} belongs to {whose}, not to {base.name!r}: its {what} is {size:,}, and "
+                f"that of the base {getattr(base, what):,}; load the base that it was trained for"
+            )
+
+
+def refuse_other_embeddings(name: str, base: BaseModel, embeddings: Tensor) -> None:
+    """Raise `LoadError` unless a head's copy `[V, d]` of the token embeddings is the base's, up to rounding."""
+    own = base.embed(torch.arange(base.vocab_size, device=base.device)).cpu().float()
+    if embeddings.shape != own.shape or bool(((embeddings.float() - own).abs() > 0.01 * own.abs().amax()).any()):
+        raise LoadError(
+            f"draft head {name!r} does not belong to {base.name!r}: the token embeddings that it was trained with are "
+            "others; load the base that it was trained for"
+        )
+
+
+# ---- A base's token embeddings, read from its files without loading the rest of it.
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def base_embeddings(model: str, config: Any, *, trust_remote_code: bool = False) -> Tensor | None:
+    """Return the token embeddings `[V, d]`; None if they cannot be told from the other tensors of the model's files.
+
+    Args:
+        model: Hub id or folder.
+        config: Its configuration, of transformers.
+        trust_remote_code: Run modeling code that comes with it.
+    """
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    wanted = skeleton.get_input_embeddings().weight
+    name = next((name for name, one in skeleton.named_parameters() if one is wanted), None)
+    index = _file(model, _INDEX)
+    shard = _WEIGHTS if index is None else json.loads(index.read_bytes())["weight_map"].get(name)
+    file = None if shard is None else _file(model, shard)
+    if file is None or name is None:
+        return None
+    with safe_open(file, "pt") as tensors:
+        return tensors.get_tensor(name) if name in tensors.keys() else None  # noqa: SIM118 - it is no mapping
+
+
+def _file(model: str, name: str) -> Path | None:
+    if (folder := Path(model).expanduser()).is_dir():
+        return folder / name if (folder / name).is_file() else None
+    try:
+        return Path(hf_hub_download(model, name))
+    except (OSError, ValueError):
+        return None

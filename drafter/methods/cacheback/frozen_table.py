@@ -1,0 +1,252 @@
+"""What a search for drafts asks of a table of n-grams."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from drafter.errors import LoadError, first_line
+
+Gram = tuple[int, ...]
+
+
+class Table(ABC):
+    """From *leaders*, the last tokens of a text, to *followers*, tokens that have come after them.
+
+    Attributes:
+        leader_length: Tokens of a leader.
+    """
+
+    leader_length: int
+
+    @abstractmethod
+    def followers(self, leader: Gram) -> Iterator[Gram]:
+        """The followers of a leader, likeliest first."""
+
+
+# ---- How often token n-grams occur in a corpus, counted in bounded memory.
+
+Grams = npt.NDArray[np.int32]
+Counts = npt.NDArray[np.int64]
+
+
+class NgramCounts:
+    """Counts the n-grams of texts.
+
+    At most `most` of them are kept, the most frequent ones, each time that as many occurrences have come (after Lossy
+    Counting, Manku and Motwani 2002): what falls out and comes again is counted from then on, so a count is never too
+    high. Where no more than `most` different ones occur, counts are exact.
+
+    Args:
+        most: N-grams that are kept; twice as many are held for a moment, at 24 bytes and as much again for sorting.
+        length: Tokens of an n-gram, of which the first is the leader.
+    """
+
+    def __init__(self, most: int, length: int = 4) -> None:
+        self._most, self._length = most, length
+        self._grams: Grams = np.empty((0, length), np.int32)
+        self._counts: Counts = np.empty(0, np.int64)
+        self._new: list[Grams] = []
+        self._waiting = 0
+        self.tokens = 0
+        """Tokens of all texts."""
+
+    def __len__(self) -> int:
+        """N-grams that are kept."""
+        self._merge()
+        return len(self._counts)
+
+    def add(self, text: Sequence[int]) -> None:
+        """Count the n-grams of a text."""
+        self.tokens += len(text)
+        tokens = np.asarray(text, np.int32)
+        for start in range(0, len(tokens) - self._length + 1, self._most):  # a text may be longer than the memory
+            piece = tokens[start : start + self._most + self._length - 1]
+            self._new.append(np.lib.stride_tricks.sliding_window_view(piece, self._length))
+            self._waiting += len(self._new[-1])
+            if self._waiting >= self._most:
+                self._merge()
+
+    def table(self, leaders: int, followers: int) -> FrozenTable:
+        """Return the most frequent n-grams as a table.
+
+        Args:
+            leaders: Leaders at most: those that occur most often.
+            followers: Followers of a leader at most: those that occur most often after it.
+        """
+        self._merge()
+        # N-grams are sorted, so those of a leader stand together.
+        tokens, starts = np.unique(self._grams[:, 0], return_index=True)
+        totals = np.add.reduceat(self._counts, starts) if len(starts) else self._counts
+        kept = np.sort(np.argsort(-totals, kind="stable")[:leaders])
+        leader = np.searchsorted(tokens, self._grams[:, 0])  # of each n-gram
+        order = np.lexsort((-self._counts, leader))
+        rank = np.arange(len(order)) - starts[leader[order]] if len(order) else order
+        chosen = order[(rank < followers) & np.isin(leader[order], kept)]
+        sizes = np.bincount(leader[chosen], minlength=len(tokens))[kept]
+        offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        return FrozenTable(tokens[kept], offsets, self._grams[chosen, 1:])
+
+    def _merge(self) -> None:
+        """Add up what has come to what is kept, and keep the most frequent."""
+        if not self._new:
+            return
+        grams = np.concatenate([self._grams, *self._new])
+        counts = np.concatenate([self._counts, np.ones(self._waiting, np.int64)])
+        self._new, self._waiting = [], 0
+        order = np.lexsort(grams.T[::-1])
+        grams, counts = grams[order], counts[order]
+        starts = np.flatnonzero(np.concatenate([[True], (grams[1:] != grams[:-1]).any(1)]))
+        grams, counts = grams[starts], np.add.reduceat(counts, starts)
+        if len(counts) > self._most:
+            kept = np.sort(np.argsort(-counts, kind="stable")[: self._most])
+            grams, counts = grams[kept], counts[kept]
+        self._grams, self._counts = grams, counts
+
+
+# ---- A table of n-grams that does not change: what follows each token in a corpus, most frequent first.
+
+FORMAT = "drafter-ngram-table-1"
+_KINDS = {"leaders": (1, np.int32), "offsets": (1, np.int64), "continuations": (2, np.int32)}
+"""Dimensions and types of the arrays."""
+_HINT = "make one with python -m jobs.cache"
+
+
+@dataclass(frozen=True)
+class FrozenTable(Table):
+    """What has followed which token.
+
+    Args:
+        leaders: `[L]` int32 tokens with followers, rising.
+        offsets: `[L + 1]` int64 where the followers of each begin, and where the last ones end.
+        continuations: `[F, U]` int32 what has followed, of each leader most frequent first.
+    """
+
+    leaders: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int64]
+    continuations: npt.NDArray[np.int32]
+    leader_length: int = field(default=1, init=False)
+
+    def __len__(self) -> int:
+        """Leaders there are."""
+        return len(self.leaders)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table."""
+        return self.leaders.nbytes + self.offsets.nbytes + self.continuations.nbytes
+
+    def followers(self, leader: Gram) -> Iterator[Gram]:
+        """The followers of a leader, most frequent first."""
+        if not leader:  # the beginning of a text
+            return
+        place = int(self.leaders.searchsorted(leader[0]))
+        if place < len(self.leaders) and self.leaders[place] == leader[0]:
+            yield from map(tuple, self.continuations[self.offsets[place] : self.offsets[place + 1]].tolist())
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Whose token ids a table is of.
+
+    Args:
+        digest: See `vocabulary_digest`.
+        size: Token ids are below it.
+    """
+
+    digest: str
+    size: int
+
+
+def table_bytes(table: FrozenTable, vocabulary: Vocabulary, provenance: Mapping[str, Any]) -> bytes:
+    """Return a table's file.
+
+    Args:
+        table: The table.
+        vocabulary: Of the tokeniser that made its token ids.
+        provenance: Where it comes from, as plain values.
+    """
+    metadata = {
+        "format": FORMAT,
+        "vocabulary": vocabulary.digest,
+        "vocab_size": str(vocabulary.size),
+        "provenance": json.dumps(provenance),
+    }
+    arrays = {name: np.ascontiguousarray(getattr(table, name), kind) for name, (_, kind) in _KINDS.items()}
+    return bytes(save(arrays, metadata))
+
+
+def read_metadata(path: str | Path) -> dict[str, str]:
+    """Read a table's metadata.
+
+    Raises:
+        LoadError: There is no table, or the file is another one.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise LoadError(f"no table of n-grams at {str(path)!r}: there is no such file; {_HINT}")
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            metadata = dict(opened.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise LoadError(f"{str(path)!r} is no table of n-grams: {first_line(error)}; {_HINT}") from error
+    if metadata.get("format") != FORMAT or not {"vocabulary", "vocab_size", "provenance"} <= metadata.keys():
+        raise LoadError(
+            f"{str(path)!r} is no table of n-grams of this release: it has the format {metadata.get('format')!r}, not "
+            f"{FORMAT!r}; {_HINT}"
+        )
+    return metadata
+
+
+def load_table(path: str | Path, vocabulary: Vocabulary) -> FrozenTable:
+    """Load a table for a base whose tokeniser has this vocabulary.
+
+    Raises:
+        LoadError: There is no table, it is damaged, or its token ids are another tokeniser's.
+    """
+    metadata = read_metadata(path)
+    if metadata["vocabulary"] != vocabulary.digest:
+        raise LoadError(
+            f"table {str(path)!r} is of another tokeniser ({metadata['vocab_size']} tokens, digest "
+            f"{metadata['vocabulary']}, not {vocabulary.digest}): {_HINT} for this model"
+        )
+    try:
+        with safe_open(Path(path).expanduser(), framework="numpy") as opened:
+            arrays = {name: opened.get_tensor(name) for name in _KINDS}
+        table = FrozenTable(**arrays)
+        _check(table, vocabulary.size)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise LoadError(f"table {str(path)!r} is damaged: {first_line(error)}; {_HINT}") from error
+    return table
+
+
+def _check(table: FrozenTable, vocab_size: int) -> None:
+    """Raise `ValueError` for a table that is not what it should be: a search would fail in the middle of a job."""
+    for name, (dimensions, kind) in _KINDS.items():
+        array = getattr(table, name)
+        if array.ndim != dimensions or array.dtype != kind:
+            raise ValueError(f"{name} is {array.dtype} of {array.ndim} dimensions")
+    offsets, followers = table.offsets, table.continuations
+    if (
+        len(offsets) != len(table) + 1
+        or offsets[0] != 0
+        or offsets[-1] != len(followers)
+        or (np.diff(offsets) < 0).any()
+    ):
+        raise ValueError("its offsets do not fit its leaders and followers")
+    if (np.diff(table.leaders) <= 0).any():
+        raise ValueError("its leaders do not rise")
+    if not followers.shape[1]:
+        raise ValueError("its followers are empty")
+    for tokens in (table.leaders, followers):
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+            raise ValueError(f"it has token ids outside of 0 to {vocab_size - 1}")

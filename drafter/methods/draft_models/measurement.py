@@ -1,0 +1,263 @@
+"""What a stack's plan needs, measured on a sample of prompts; and what the stacks that it names then really take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import asdict, dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from drafter import devices
+from drafter.drafters.contract import Drafter, PlainDecoding
+from drafter.drafters.names import kind_and_rest, leaf_names
+from drafter.drafters.registry import TRAINING_FREE, load_drafter
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.errors import LoadError
+from drafter.evaluation.decoders import decode_all
+from drafter.evaluation.questions import Prompt
+from drafter.evaluation.results import write_json
+from drafter.methods.draft_models.drafter import ModelDrafter
+from drafter.methods.draft_models.planning import Expectation, Levels, acceptance_of, block_of, compare_stacks
+from drafter.methods.draft_models.stack import LOWER_NODES, StackedDrafter, load_draft_model
+from drafter.requests import Request
+from drafter.target.model import BaseModel
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a stack took.
+
+    Args:
+        levels: Names of its drafters, from the lowest on; none is plain decoding.
+        tokens: Tokens a row of a step.
+        per_token: Seconds for each token, without the base's prefills.
+    """
+
+    levels: tuple[str, ...]
+    tokens: float
+    per_token: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A plan beside the truth.
+
+    Args:
+        measured: What the plan rests on.
+        expected: The stacks that may be best, the best first.
+        taken: What the first of them, and plain decoding, took on prompts that the plan has not seen.
+    """
+
+    measured: Levels
+    expected: list[Expectation]
+    taken: list[Measured]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Decoding of some requests.
+
+    Args:
+        drafting: Seconds of drafting, a step.
+        rest: Seconds of the rest of a step; prefills are no part of it.
+        rows: Rows of a step, on average.
+        row_steps: Steps of all rows.
+        tokens: New tokens.
+    """
+
+    drafting: float
+    rest: float
+    rows: float
+    row_steps: int
+    tokens: int
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step."""
+        return self.drafting + self.rest
+
+
+class StackPlanning:
+    """Measures drafters, plans the best stack of them, and measures it.
+
+    Args:
+        base: The base model.
+        tokenizer: The base's tokeniser.
+        names: Drafters that need no training, and `model:…`.
+        nodes: Draft nodes that the base verifies.
+        slots: Requests decoded together.
+
+    Raises:
+        LoadError: A drafter is of another kind, or cannot be loaded.
+    """
+
+    def __init__(self, base: BaseModel, tokenizer: Any, names: Sequence[str], nodes: int, slots: int) -> None:
+        self._base, self._tokenizer, self._nodes, self._slots = base, tokenizer, nodes, slots
+        for name in names:
+            if kind_and_rest(name)[0] != "model" and not set(leaf_names(name)) <= TRAINING_FREE.keys() - {"none"}:
+                raise LoadError(
+                    f"drafter {name!r} cannot be planned with: use model:PATH_OR_HUB_ID, "
+                    f"{', '.join(sorted(TRAINING_FREE.keys() - {'none'}))}, or several of these joined by '+'"
+                )
+        self._models = {name: load_draft_model(kind_and_rest(name)[1], base) for name in names if _is_model(name)}
+        # A model stands above cheaper ones only. Other drafters do not stand above anything.
+        self._names = sorted(names, key=lambda name: _parameters(self._models[name]) if name in self._models else 0)
+
+    def run(self, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Generator[str, None, Comparison]:
+        """Measure, plan, and measure the planned stack. Yields what is measured next.
+
+        Args:
+            prompts: The sample that the plan rests on.
+            held_out: Other prompts, which the planned stack and plain decoding are measured on.
+        """
+        levels = yield from self._measure(prompts)
+        expected = compare_stacks(levels)
+        requests = [prompt.request for prompt in held_out]
+        taken = []
+        for stack in dict.fromkeys([expected[0].levels, ()]):
+            yield f"taking the time of {stack_name(stack)}"
+            run = self._decode(self._stack(stack), requests)
+            tokens = _tokens(run)
+            taken.append(Measured(stack, tokens, run.step / (tokens * run.rows)))
+        return Comparison(levels, expected, taken)
+
+    def _measure(self, prompts: Sequence[Prompt]) -> Generator[str, None, Levels]:
+        names, count = self._names, len(self._names)
+        requests = [prompt.request for prompt in prompts]
+        yield "measuring plain decoding"
+        plain = self._decode(PlainDecoding(), requests)
+        blocks, drafting = [0.0] * count, [0.0] * count
+        acceptance, pricing = ([[empty] * (count + 1) for _ in names] for empty in (0.0, inf))
+        for place, name in enumerate(names):
+            yield f"measuring {name} for the base"
+            drafter = self._stack((name,))
+            run = self._decode(drafter, requests)
+            blocks[place], drafting[place] = float(drafter.spec.max_depth), self._drafting(run, plain)
+            acceptance[place][-1] = acceptance_of(_tokens(run), blocks[place])
+            pricing[place][-1] = run.step - drafting[place]
+        models = [place for place, name in enumerate(names) if name in self._models]
+        for below, above in ((lower, model) for model in models for lower in range(model)):
+            stack = (names[below], names[above])
+            yield f"measuring {stack_name(stack)}"
+            run = self._decode(self._stack(stack), requests)
+            # What the model passes on counts as so many of its own tokens as give the base as much.
+            passed = block_of(_tokens(run), acceptance[above][-1], blocks[below] + 1.0)
+            acceptance[below][above] = acceptance_of(passed, blocks[below])
+            pricing[below][above] = max(self._drafting(run, plain) - drafting[below], 0.0)
+        return Levels(names, blocks, drafting, acceptance, pricing, plain.step, plain.rows)
+
+    def _drafting(self, run: _Run, plain: _Run) -> float:
+        """Return the seconds of drafting, a step. On a GPU a step's parts have no times of their own."""
+        return max(run.step - plain.step, 0.0) if devices.is_asynchronous(self._base.device) else run.drafting
+
+    def _stack(self, levels: Sequence[str]) -> Drafter:
+        """Return the drafter that consists of these levels, as `stack:…` names it.
+
+        Its lowest level drafts each text from that text alone: the sample is decoded more than once.
+        """
+        if not levels:
+            return PlainDecoding()
+        nodes = self._nodes * LOWER_NODES ** (len(levels) - 1)
+        model = self._models.get(levels[0])
+        drafter: Drafter = (
+            load_drafter(levels[0], self._base, nodes, isolated=True)
+            if model is None
+            else ModelDrafter(model, self._base, nodes)
+        )
+        for name in levels[1:]:
+            nodes //= LOWER_NODES
+            drafter = StackedDrafter(drafter, self._models[name], self._base, nodes)
+        return drafter
+
+    def _decode(self, drafter: Drafter, requests: Sequence[Request]) -> _Run:
+        longest = max(len(one.prompt_ids) + one.sampling.max_new_tokens for one in requests)
+        slots = min(self._slots, len(requests))
+        config = EngineConfig(slots, max_length=longest, nodes=self._nodes, max_queue=len(requests))
+        engine = Engine(self._base, drafter, self._tokenizer, config)
+        decode_all(engine, requests[:slots])  # the first steps are slower
+        before = engine.state()
+        decode_all(engine, requests)
+        after = engine.state()
+        steps = max(after.steps - before.steps, 1)
+        spent = {
+            stage: (seconds - before.stage_seconds[stage]) / steps for stage, seconds in after.stage_seconds.items()
+        }
+        drafting = spent["draft"] + spent["tree"]
+        return _Run(
+            drafting,
+            sum(spent.values()) - drafting - spent["prefill"],
+            (after.row_steps - before.row_steps) / steps,
+            after.row_steps - before.row_steps,
+            after.output_tokens - before.output_tokens,
+        )
+
+
+def stack_name(levels: Sequence[str]) -> str:
+    """Return a stack's name as `--drafter` takes it."""
+    if len(levels) < 2:
+        return levels[0] if levels else "none"
+    return "stack:" + ">".join(levels)
+
+
+def _is_model(name: str) -> bool:
+    return kind_and_rest(name)[0] == "model" and len(leaf_names(name)) == 1
+
+
+def _parameters(model: BaseModel) -> int:
+    return sum(parameter.numel() for parameter in model.model.parameters())
+
+
+def _tokens(run: _Run) -> float:
+    """Return the tokens a row of a step."""
+    return run.tokens / max(run.row_steps, 1)
+
+
+# ---- A comparison of stacks as a table and as JSON.
+
+STACKS_FILE = "stacks.json"
+TABLE_FILE = "stacks.md"
+
+
+def stack_table(found: Comparison) -> str:
+    """Return the stacks that were compared, the best first, and beside them what some took on held-out prompts."""
+    taken = {one.levels: one for one in found.taken}
+    lines = [
+        "| drafter | expected ms a token | tokens a step | ms a step | measured ms a token | difference | tokens |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in found.expected:
+        measured = taken.get(one.levels)
+        cells = [""] * 3
+        if measured is not None:
+            difference = measured.per_token / one.per_token - 1.0
+            cells = [f"{1000 * measured.per_token:.2f}", f"{difference:+.0%}", f"{measured.tokens:.2f}"]
+        numbers = [f"{1000 * one.per_token:.2f}", f"{one.tokens:.2f}", f"{1000 * one.seconds:.2f}", *cells]
+        lines.append(f"| `{stack_name(one.levels)}` | {' | '.join(numbers)} |")
+    return "\n".join(lines)
+
+
+def acceptance_table(found: Comparison) -> str:
+    """Return the share of each drafter's tokens that each model accepts."""
+    levels = found.measured
+    models = [place for place in range(len(levels.names)) if any(math.isfinite(row[place]) for row in levels.pricing)]
+    heads = [f"`{levels.names[place]}`" for place in models]
+    lines = [f"| drafted by | {' | '.join([*heads, 'the base'])} |", "|---" * (len(models) + 2) + "|"]
+    for name, accepted, priced in zip(levels.names, levels.acceptance, levels.pricing, strict=True):
+        cells = [f"{accepted[place]:.2f}" if math.isfinite(priced[place]) else "" for place in [*models, -1]]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def write_stacks(found: Comparison, environment: dict[str, Any], folder: Path) -> list[Path]:
+    """Write `stacks.json` and `stacks.md` to `folder`; return the files."""
+    values = asdict(found)
+    pricing = values["measured"]["pricing"]
+    values["measured"]["pricing"] = [[one if math.isfinite(one) else None for one in row] for row in pricing]
+    write_json(
+        folder / STACKS_FILE, {"environment": environment, "best": stack_name(found.expected[0].levels)} | values
+    )
+    (folder / TABLE_FILE).write_text(f"{stack_table(found)}\n\n{acceptance_table(found)}\n", encoding="utf-8")
+    return [folder / STACKS_FILE, folder / TABLE_FILE]

@@ -1,0 +1,210 @@
+"""`stack:A>model:B`: drafters one above another (hierarchical speculative decoding, HSD, arXiv 2510.19705).
+
+The lower drafter's tree goes through the model above it in one forward. That model gives each node its own probability,
+adds its own best continuations, and passes on the best of all. The base verifies what is left, so nothing of this can
+change a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftMemory, DraftSpec, Ids, Loan
+from drafter.drafters.names import kind_and_rest, merged_names, model_and_device, stack_levels
+from drafter.errors import LoadError
+from drafter.methods.draft_models.drafter import ModelDrafter
+from drafter.methods.draft_models.text_reader import TextReader, difference
+from drafter.target.loading import load_base, load_tokenizer, pick_device
+from drafter.target.model import BaseModel
+from drafter.tree.token_tree import TokenTree, from_nodes
+
+LOWER_NODES = 2
+"""Nodes that the lower drafter is asked for, for each one that is passed on."""
+_OWN_CHILDREN = 4
+"""Continuations that the model adds after the pending token and after each node."""
+
+
+class StackedDrafter(Drafter):
+    """Lets a draft model price, cut and extend the trees of a lower drafter.
+
+    Args:
+        lower: Proposes; it may be a stack itself. It should have `LOWER_NODES` times as many nodes.
+        model: The draft model above it, with the base's tokeniser, on any device.
+        base: The base that they draft for.
+        nodes: Draft nodes of the largest tree.
+
+    Raises:
+        LoadError: The lower drafter drafts in the base's own KV cache.
+    """
+
+    def __init__(self, lower: Drafter, model: BaseModel, base: BaseModel, nodes: int) -> None:
+        if lower.spec.shared_layers:
+            raise LoadError(
+                "the base's own layers cannot draft for a stack: the base's KV cache has no room for its trees"
+            )
+        self.lower = lower
+        spec, depth = lower.spec, min(lower.spec.max_depth + 1, nodes)
+        self._reader = TextReader(model, base, depth + 1)
+        self.spec = DraftSpec(
+            nodes,
+            depth,
+            hidden_layers=spec.hidden_layers,
+            graph_safe=spec.graph_safe and model.device == base.device,
+            lossless_only=spec.lossless_only,
+            bytes_per_token=spec.bytes_per_token
+            + (sum(model.kv_bytes_per_token) if model.device == base.device else 0),
+        )
+        self._device = model.device
+
+    def open(self, loan: Loan) -> None:
+        """Open the lower drafter, and allocate the model's KV cache."""
+        self._times = loan.times
+        self.lower.open(loan)
+        self._reader.open(loan.slots, loan.length, self.lower.spec.max_nodes)
+
+    def enter(self, slot: int, text: Ids) -> None:
+        """Tell both."""
+        self.lower.enter(slot, text)
+        self._reader.enter(slot)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy in both."""
+        self.lower.copy(source, target, length)
+        self._reader.copy(source, target, length)
+
+    def move(self, source: int, target: int) -> None:
+        """Move in both."""
+        self.lower.move(source, target)
+        self._reader.move(source, target)
+
+    def clear(self, slot: int) -> None:
+        """Clear both."""
+        self.lower.clear(slot)
+        self._reader.clear(slot)
+
+    def prepare(self, context: DraftContext) -> None:
+        """Prepare both."""
+        self.lower.prepare(context)
+        self._reader.prepare(context)
+
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        """Let the lower drafter propose, run the model over its nodes, and return the best `[B, 1 + ask.nodes]`."""
+        wanted = min(LOWER_NODES * ask.nodes, self.lower.spec.max_nodes)
+        drafted = self.lower.propose(context, Ask(wanted, ask.least_probability / LOWER_NODES))
+        here = TokenTree(*(part.to(self._device) for part in vars(drafted).values()))
+        tree = reprice(here, self._reader.read(context, here), _OWN_CHILDREN, self.spec.max_depth, ask.nodes + 1)
+        self._times.mark("draft")
+        return TokenTree(*(part.to(context.tokens.device) for part in vars(tree).values()))
+
+    def observe(self, committed: Committed) -> None:
+        """Tell the lower drafter; the model reads what it must by itself."""
+        self.lower.observe(committed)
+
+    @property
+    def memory(self) -> DraftMemory:
+        """That of the lower drafter."""
+        return self.lower.memory
+
+    def remember(self, texts: Sequence[Sequence[int] | npt.NDArray[np.int32]]) -> None:
+        """Tell the lower drafter."""
+        self.lower.remember(texts)
+
+
+def reprice(tree: TokenTree, log_probs: Tensor, own: int, depth: int, size: int) -> TokenTree:
+    """Return the best trees under a model's own probabilities, out of a tree's nodes and the model's continuations.
+
+    Args:
+        tree: `[B, N]` what was drafted, root included.
+        log_probs: `[B, N, V]` of the token after each node.
+        own: How many of the model's best children each node gets.
+        depth: No node of the result lies deeper.
+        size: Nodes of each resulting tree, root included.
+    """
+    count = tree.size
+    place = tree.parents * log_probs.shape[2] + tree.tokens.clamp(0, log_probs.shape[2] - 1)
+    conditional = log_probs.flatten(1).gather(1, place)
+    conditional = torch.where(tree.tokens >= 0, conditional, -torch.inf)
+    conditional[:, 0].zero_()
+    # All paths are summed in the same order, so that rounding never puts a child above its parent.
+    paths = torch.where(tree.ancestors(), conditional[:, None], 0.0).sum(2)
+    best, tokens = log_probs.topk(min(own, log_probs.shape[2]))
+    each = best.shape[2]
+    is_child = (tree.parents[:, None, 1:] == torch.arange(count, device=tokens.device)[:, None]) & (
+        tree.tokens[:, None, 1:] >= 0
+    )
+    known = ((tree.tokens[:, None, None, 1:] == tokens[..., None]) & is_child[:, :, None]).any(3)
+    own_paths = torch.where(known, -torch.inf, paths[:, :, None] + best).flatten(1)
+    own_parents = (torch.arange(count, device=tokens.device) - 1).repeat_interleave(each)
+    candidates = torch.cat([paths[:, 1:], own_paths], 1)
+    depths = torch.cat([tree.depths[:, 1:], (tree.depths + 1).repeat_interleave(each, 1)], 1)
+    return from_nodes(
+        tree.tokens[:, 0],
+        torch.cat([tree.tokens[:, 1:], tokens.flatten(1)], 1),
+        torch.cat([tree.parents[:, 1:] - 1, own_parents.expand(len(tokens), -1)], 1),
+        depths,
+        candidates.masked_fill(depths > depth, -torch.inf),
+        size,
+    )
+
+
+# ---- Draft models and stacks of them by name.
+
+
+def load_draft_model(name: str, base: BaseModel) -> BaseModel:
+    """Load a draft model for `base`, with the base's dtype if it is on the base's device.
+
+    Args:
+        name: `PATH_OR_HUB_ID` or `PATH_OR_HUB_ID@DEVICE`; by default it is on the base's device.
+        base: The base that it drafts for.
+
+    Raises:
+        LoadError: It cannot be loaded, or has another tokeniser than the base.
+    """
+    path, device = model_and_device(name)
+    if not path:
+        raise LoadError("drafter model: has no name: use model:PATH_OR_HUB_ID")
+    different = difference(load_tokenizer(path), load_tokenizer(base.name))
+    if different is not None:
+        raise LoadError(
+            f"draft model {path!r} has another tokenizer than {base.name}: {different}; use a model of the same family"
+        )
+    target = base.device if device is None else pick_device(device)
+    return load_base(path, dtype=base.dtype if target == base.device else "auto", device=target)
+
+
+def load_model_drafter(name: str, base: BaseModel, nodes: int) -> Drafter:
+    """Load the drafter `model:NAME`; see `load_draft_model`.
+
+    Raises:
+        LoadError: The model cannot be used.
+    """
+    return ModelDrafter(load_draft_model(name, base), base, nodes)
+
+
+def load_stack(levels: str, base: BaseModel, nodes: int, load: Callable[[str, int], Drafter]) -> Drafter:
+    """Load the drafter `stack:LEVELS`.
+
+    Args:
+        levels: `LOWER>model:A`, or more levels, from the lowest on; those above the lowest are draft models.
+        base: The base that they draft for.
+        nodes: Draft nodes of the largest tree that the base gets.
+        load: Loads the drafter of a name for a number of draft nodes.
+
+    Raises:
+        LoadError: A level is missing, or cannot be used.
+    """
+    lower, *models = stack_levels(levels)
+    kinds = [kind_and_rest(model) for model in models]
+    one_each = all(kind == "model" and rest for kind, rest in kinds) and all(len(merged_names(m)) == 1 for m in models)
+    if not lower or not models or not one_each:
+        raise LoadError(f"no stack {levels!r}: use stack:LOWER>model:A, with one model in each level above the lowest")
+    counts = [nodes * LOWER_NODES ** (len(models) - place) for place in range(len(models) + 1)]
+    drafter = load(lower, counts[0])
+    for (_, name), count in zip(kinds, counts[1:], strict=True):
+        drafter = StackedDrafter(drafter, load_draft_model(name, base), base, count)
+    return drafter

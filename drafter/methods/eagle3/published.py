@@ -1,0 +1,183 @@
+"""EAGLE-3 heads as SafeAILab/EAGLE, SpecForge and speculators publish them.
+
+All three have the same tensors, but call the decoder layer `midlayer` or `layers.0`, and may say different things in
+`config.json`: SafeAILab's own heads call themselves what their base is, such as `LlamaForCausalLM`, and one of them
+claims to have as many layers. `d2t` holds, for each draft id, its token minus the id; `t2d` says which tokens are
+drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafter.errors import LoadError, shown
+from drafter.heads.published import Json, PublicHead, count, group, number, refuse_other_base, refuse_other_embeddings
+from drafter.methods.eagle3.config import Eagle3HeadConfig, fused_layers
+from drafter.target.model import BaseModel
+
+_DEPTH = 7
+"""Levels of a tree where a configuration does not say: those that the published heads were trained for."""
+_LAYERS = ("midlayer.", "layers.0.")
+_UNREAD = {"t2d", "embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
+"""Tensors that follow from others, or are the base's."""
+
+
+def is_eagle3(config: Json) -> bool:
+    """Return whether `config` is that of a published EAGLE-3 head."""
+    if "speculators_model_type" in config:
+        return bool(config["speculators_model_type"] == "eagle3")
+    return "draft_vocab_size" in config
+
+
+def read_eagle3(name: str, config: Json, tensors: dict[str, Tensor], base: BaseModel, layers: int) -> PublicHead:
+    """Return a published head.
+
+    Args:
+        name: The head, for messages.
+        config: Its `config.json`.
+        tensors: Its weights.
+        base: The base that it is to draft for.
+        layers: How many layers the base has.
+
+    Raises:
+        LoadError: It belongs to another base, or is of a kind that cannot be run.
+    """
+    speculators = "speculators_model_type" in config
+    layer: Json = group(name, config, "transformer_layer_config") if speculators else config
+    made_for = _made_for(name, config)
+    sizes = {"hidden_size": count(name, layer, "hidden_size"), "vocab_size": count(name, layer, "vocab_size")}
+    refuse_other_base(name, base, made_for, sizes)
+    _refuse_unknown_kinds(name, config, layer, counts_layers=speculators)
+    if "embed_tokens.weight" in tensors:
+        refuse_other_embeddings(name, base, tensors["embed_tokens.weight"])
+    prefix = next((one for one in _LAYERS if f"{one}hidden_norm.weight" in tensors), _LAYERS[0])
+    heads = count(name, layer, "num_attention_heads")
+    fields: dict[str, Any] = {
+        **sizes,
+        "hidden_layers": _hidden_layers(name, config, layers),
+        "depth": _DEPTH,
+        "num_heads": heads,
+        "num_kv_heads": count(name, layer, "num_key_value_heads", heads),
+        "head_size": layer.get("head_dim"),
+        "intermediate_size": count(name, layer, "intermediate_size"),
+        "fusion_norm": "whole" if config.get("norm_before_fc") else "each" if config.get("fc_norm") else "none",
+        "qk_norm": f"{prefix}self_attn.q_norm.weight" in tensors,
+        "norm_before_residual": bool(config.get("norm_before_residual")),
+        "norm_output": bool(config.get("norm_output")),
+        "norm_eps": number(name, layer, "rms_norm_eps", 1e-6),
+        **_rope(name, layer),
+    }
+    drafted = count(name, config, "draft_vocab_size", sizes["vocab_size"])
+    fields["draft_vocab_size"] = drafted if drafted < sizes["vocab_size"] else None
+    return PublicHead(
+        "speculators" if speculators else "EAGLE", "eagle3", fields, _ours(name, tensors, fields, prefix), made_for
+    )
+
+
+def theirs(config: Eagle3HeadConfig, prefix: str) -> dict[str, tuple[str, ...]]:
+    """Return published names by ours. Where there are several, ours is theirs one below the other."""
+    each = [f"fc_norm.{place}.weight" for place in range(len(config.hidden_layers))]
+    norms = {"none": [], "whole": ["input_norm.weight"], "each": each}[config.fusion_norm]
+    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    names: dict[str, tuple[str, ...]] = {
+        **{f"fusion.norms.{place}.weight": (norm,) for place, norm in enumerate(norms)},
+        "fusion.linear.weight": ("fc.weight",),
+        "layer.token_norm.weight": (f"{prefix}input_layernorm.weight",),
+        "layer.hidden_norm.weight": (f"{prefix}hidden_norm.weight",),
+        "layer.qkv.weight": tuple(f"{attention}{one}_proj.weight" for one in "qkv"),
+        "layer.out.weight": (f"{attention}o_proj.weight",),
+        "layer.mlp_norm.weight": (f"{prefix}post_attention_layernorm.weight",),
+        "layer.gate_up.weight": (f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"),
+        "layer.down.weight": (f"{mlp}down_proj.weight",),
+        "norm.weight": ("norm.weight",),
+        "output_layer.weight": ("lm_head.weight",),
+    }
+    if config.qk_norm:
+        names["layer.query_norm.weight"] = (f"{attention}q_norm.weight",)
+        names["layer.key_norm.weight"] = (f"{attention}k_norm.weight",)
+    return names
+
+
+def _ours(name: str, tensors: Mapping[str, Tensor], fields: Json, prefix: str) -> dict[str, Tensor]:
+    try:
+        names = theirs(Eagle3HeadConfig(**fields), prefix)
+    except (TypeError, ValueError) as error:
+        raise LoadError(f"draft head {name!r}: {error}") from error
+    known = {one for parts in names.values() for one in parts} | _UNREAD | {"d2t"}
+    if unknown := sorted(set(tensors) - known):
+        raise LoadError(f"draft head {name!r} has a tensor {unknown[0]!r}, which no EAGLE-3 head that can be run has")
+    needed = [*(one for parts in names.values() for one in parts), *(["d2t"] if fields["draft_vocab_size"] else [])]
+    if missing := [one for one in needed if one not in tensors]:
+        raise LoadError(f"draft head {name!r}: tensor {missing[0]!r} is missing from its weights")
+    found = {ours: torch.cat([tensors[one] for one in parts]) for ours, parts in names.items()}
+    if fields["draft_vocab_size"]:
+        found["vocabulary.tokens"] = tensors["d2t"].long() + torch.arange(len(tensors["d2t"]))
+    return found
+
+
+def _made_for(name: str, config: Json) -> str | None:
+    verifier = group(name, group(name, config, "speculators_config"), "verifier")
+    return verifier.get("name_or_path") or config.get("base_model_name_or_path")
+
+
+def _hidden_layers(name: str, config: Json, layers: int) -> list[int]:
+    """Return the layers whose outputs are fused.
+
+    speculators counts the states between layers, the embeddings being 0; SpecForge counts layers by their outputs.
+    """
+    key = "eagle_aux_hidden_state_layer_ids"
+    states, outputs = config.get(key) or [], group(name, config, "eagle_config").get(key) or []
+    if not states and not outputs:
+        return list(fused_layers(layers))
+    ids = states or outputs
+    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+        raise LoadError(f"draft head {name!r}: its config.json says {key} = {shown(ids)}, which are no layers")
+    found = [state - 1 for state in states] if states else list(outputs)
+    if not all(0 <= one < layers for one in found):
+        raise LoadError(
+            f"draft head {name!r} reads hidden states {ids}, and a base of {layers} layers does not have "
+            "all of them, or they are its embeddings"
+        )
+    return found
+
+
+def _rope(name: str, layer: Json) -> dict[str, Any]:
+    parameters = group(name, layer, "rope_parameters")
+    scaling = group(name, layer, "rope_scaling") or {key: one for key, one in parameters.items() if key != "rope_theta"}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    theta = parameters.get("rope_theta", layer.get("rope_theta"))
+    return {
+        "rope_theta": float(number(name, {"rope_theta": theta}, "rope_theta", 10_000.0)),
+        "rope_scaling": None if kind == "default" else dict(scaling),
+    }
+
+
+def _refuse_unknown_kinds(name: str, config: Json, layer: Json, *, counts_layers: bool) -> None:
+    """Raise `LoadError` for what the layer cannot be.
+
+    Args:
+        name: The head, for messages.
+        config: Its `config.json`.
+        layer: The part of it that is the decoder layer's.
+        counts_layers: Whether what it says of the number of layers is of the head, and not of the base.
+    """
+    wanted = {
+        **({"num_hidden_layers": 1} if counts_layers else {}),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "partial_rotary_factor": 1.0,
+        "sliding_window": None,
+    }
+    for key, value in wanted.items():
+        if layer.get(key, value) != value:
+            raise LoadError(f"draft head {name!r} has {key} = {shown(layer[key])}, and only {value!r} can be run")
+    if config.get("target_hidden_size") not in (None, layer["hidden_size"]):
+        raise LoadError(
+            f"draft head {name!r} is of another width than its base: {layer['hidden_size']:,} and "
+            f"{config['target_hidden_size']:,}; only heads of the base's width can be run"
+        )

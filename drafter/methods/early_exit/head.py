@@ -1,0 +1,177 @@
+"""`exit`: early exit with a trained imitation network (FastVLM's self-speculation, arXiv 2510.22641).
+
+The base's first N layers draft as in `exit_drafter`. A small network makes the state behind them and the base's final
+norm look like the last state, which the LM head reads. It sees one position at a time and has no memory, so that
+it adds nothing to what a sequence holds. The paper does not say how its network is made; here it is one gated
+perceptron beside a residual path, which starts as nothing: an untrained head drafts as `exit:N` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drafter.drafters.contract import Ask, DraftContext, Loan
+from drafter.errors import LoadError
+from drafter.heads.contract import DraftHead, Tree, check_sizes
+from drafter.heads.draft_vocabulary import chosen_log_probs, likeliest_logits
+from drafter.heads.losses import DraftBatch, Labels, LossSum
+from drafter.methods.early_exit.drafter import DEPTH, ExitDrafter
+from drafter.statistics import StageTimes
+from drafter.target.forward import TreeNodes
+from drafter.target.model import BaseModel
+from drafter.target.prepacked import prepack
+from drafter.tree.token_tree import TokenTree
+
+_TAUGHT = 32
+"""The base's likeliest tokens, from whose probabilities the network learns."""
+_AT_ONCE = 16
+"""Positions of a text whose trees grow together."""
+
+
+@dataclass(frozen=True)
+class ExitHeadConfig:
+    """Shape of an exit and of its imitation network.
+
+    Args:
+        hidden_size: d, width of the base's hidden states.
+        vocab_size: V, size of the base's vocabulary.
+        layers: N, how many of the base's first layers draft.
+        depth: U, draft tokens of a path at most.
+        inner_size: Width of the network's hidden layer.
+        rejected_weight: Weight in training of a position where the exit, as it is then, would draft another token than
+            the base chooses; other positions have the weight 1. So what is rejected is learnt first.
+
+    Raises:
+        ValueError: A size is below 1, or the weight is negative.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    layers: int
+    depth: int = DEPTH
+    inner_size: int = 1024
+    rejected_weight: float = 3.0
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "hidden_size", "vocab_size", "layers", "depth", "inner_size")
+        if not self.rejected_weight >= 0:
+            raise ValueError(f"rejected_weight must be at least 0, not {self.rejected_weight}")
+
+
+class ImitationNetwork(nn.Module):
+    """`h + W_down (SiLU(W_gate h) · W_up h)`. `W_down` starts at zero.
+
+    Args:
+        width: d.
+        inner_size: Width of the hidden layer.
+    """
+
+    def __init__(self, width: int, inner_size: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, inner_size, bias=False)
+        self.up = nn.Linear(width, inner_size, bias=False)
+        self.down = nn.Linear(inner_size, width, bias=False)
+        nn.init.zeros_(self.down.weight)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return imitations `[..., d]` of last states, of exit states `[..., d]`, in their dtype."""
+        read = states.to(self.gate.weight.dtype)
+        return states + self.down(F.silu(self.gate(read)) * self.up(read)).to(states.dtype)  # type: ignore[no-any-return]
+
+
+class ExitHead(DraftHead):
+    """An imitation network behind the base's first layers."""
+
+    algorithm = "exit"
+    config_class = ExitHeadConfig
+    config: ExitHeadConfig
+
+    def __init__(self, config: ExitHeadConfig) -> None:
+        super().__init__(config)
+        self.network = ImitationNetwork(config.hidden_size, config.inner_size)
+
+    def start_from(self, base: BaseModel) -> None:
+        """Refuse a base of fewer layers; the network starts as nothing.
+
+        Raises:
+            LoadError: The base has fewer layers.
+        """
+        if self.config.layers > base.num_layers:
+            raise LoadError(
+                f"draft head 'exit': {base.name} has {base.num_layers} layers, so layers cannot be {self.config.layers}"
+            )
+
+    def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
+        """Return the loss of the anchors, each of which is a position whose next token is to be drafted.
+
+        At a position it is the sum of three terms: one minus the cosine between the imitation and the base's last
+        state; the cross-entropy against the base's distribution there, over its likeliest tokens (distillation); and
+        the cross-entropy of the label. In drafting, the states are those of the path so far; here they are those of the
+        text, which are the same where the path is right.
+        """
+        real, config = batch.lengths > 0, self.config
+        index = batch.anchors[:, :, None].expand(-1, -1, config.hidden_size)
+        states = self.network(base.read_early(batch.tokens, config.layers).gather(1, index)[real])
+        last = hidden.gather(1, index)[real]
+        taught = likeliest_logits(base, last, min(_TAUGHT, config.vocab_size))
+        tokens = torch.cat([taught.tokens, labels.tokens[real][:, 0]], 1)
+        probs = torch.cat([taught.values.softmax(1), labels.probs[real][:, 0]], 1)
+        loss = 1.0 - F.cosine_similarity(states.float(), last.float(), dim=1)
+        loss = loss - (probs * chosen_log_probs(base, states, tokens)).sum(1)
+        rejected = likeliest_logits(base, states.detach(), 1).tokens != taught.tokens[:, :1]
+        weights = torch.where(rejected[:, 0], config.rejected_weight, 1.0)
+        return LossSum((weights * loss).sum(), weights.sum())
+
+    def drafter(self, base: BaseModel, nodes: int, tree: Tree = "exact") -> ExitDrafter:
+        """See `DraftHead.drafter`."""
+        _refuse_static(tree)
+        prepack(self.network)
+        return ExitDrafter(base, self.config.layers, nodes, self.config.depth, self.network)
+
+    @torch.no_grad()
+    def trees_at(
+        self, base: BaseModel, tokens: Tensor, hidden: Tensor, anchors: Tensor, size: int, tree: Tree = "exact"
+    ) -> TokenTree:
+        """Return trees `[B * A, size]` at `anchors` `[B, A]`; see `DraftHead.trees_at`.
+
+        They are grown as in decoding, on the keys and values of each text. `hidden` is not read.
+        """
+        _refuse_static(tree)
+        drafter = ExitDrafter(base, self.config.layers, size - 1, self.config.depth, self.network)
+        rows, length = min(_AT_ONCE, anchors.shape[1]), tokens.shape[1]
+        capacity = -(-(length + drafter.spec.scratch + 1) // 8) * 8
+        cache = base.new_cache(rows, capacity)
+        drafter.open(Loan(base, rows, capacity, cache, StageTimes()))
+        found = []
+        for text, places in zip(tokens, anchors.tolist(), strict=True):
+            base.exit_early(cache, _chain(text), self.config.layers)
+            for row in range(1, rows):
+                cache.copy(0, row, length)
+            # From the last place to the first: a tree overwrites the text behind its root, which no later one reads.
+            order = sorted(range(len(places)), key=lambda place: -places[place])
+            trees = []
+            for start in range(0, len(order), rows):
+                lengths = [places[place] for place in order[start : start + rows]]
+                some = text.expand(len(lengths), -1)
+                context = DraftContext(some, None, torch.tensor(lengths, device=text.device), lengths)
+                trees.append(drafter.propose(context, Ask(size - 1)))
+            back = torch.tensor(order, device=text.device).argsort()
+            found.append([torch.cat(parts)[back] for parts in zip(*(vars(one).values() for one in trees), strict=True)])
+        return TokenTree(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+
+def _chain(text: Tensor) -> TreeNodes:
+    """Return a whole text `[L]` as a tree without branches."""
+    length, device = len(text), text.device
+    ancestors = torch.ones(1, length, length, dtype=torch.bool, device=device).tril()
+    nothing = torch.zeros(1, dtype=torch.long, device=device)
+    return TreeNodes(text[None], nothing, torch.arange(length, device=device)[None], ancestors, length)
+
+
+def _refuse_static(tree: Tree) -> None:
+    if tree == "static":
+        raise ValueError("an exit head grows its trees node by node: it has the exact tree only")

@@ -1,0 +1,172 @@
+"""`hydra`: sequentially dependent heads (Ankner et al. 2024, arXiv 2402.05109).
+
+Head `u` sees the base's last hidden state and the embeddings of the pending token and of the `u - 1` tokens drafted
+after it on the path. With `prefix_attention` (Hydra++) the hidden state first attends to the whole text, through a
+transformer layer of its own. Hydra++ also has deeper heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drafter.ctc.lattice import LATTICE_BEAM, best_lattice_trie
+from drafter.heads.attention import AttentionModule
+from drafter.heads.contract import Tree, check_draft_vocab, check_sizes
+from drafter.heads.draft_vocabulary import chosen_log_probs
+from drafter.heads.frame_head import DraftModule, FrameHead, LastHidden, Search, last_tokens
+from drafter.heads.losses import DraftBatch, Labels, LossSum, cross_entropy
+from drafter.target.model import BaseModel
+from drafter.tree.token_tree import TokenTree
+
+
+@dataclass(frozen=True)
+class HydraHeadConfig:
+    """Shape of Hydra heads.
+
+    Args:
+        hidden_size: d, width of the base's hidden states.
+        vocab_size: V, size of the base's vocabulary.
+        depth: U, number of heads and of levels of a tree.
+        num_layers: Layers of each head's MLP: 1 for Hydra, 4 for Hydra++.
+        prefix_attention: Whether a transformer layer over the text comes before the heads, as in Hydra++.
+        num_heads: Attention heads of that layer; each has an even width.
+        intermediate_size: Inner width of that layer's gated MLP.
+        rope_theta: Base of that layer's rotary positions.
+        own_outputs: Whether heads are as their authors publish them: each has an output layer of its own, and a linear
+            map in place of the first layer's residual path, and there are no norms.
+        depth_decay: Weight of a head's loss relative to the head before it.
+        draft_vocab_size: Number of tokens that may be drafted, the most frequent ones; None for all.
+
+    Raises:
+        ValueError: The sizes do not fit together.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    depth: int = 6
+    num_layers: int = 1
+    prefix_attention: bool = False
+    num_heads: int = 4
+    intermediate_size: int = 704
+    rope_theta: float = 10_000.0
+    own_outputs: bool = False
+    depth_decay: float = 0.8
+    draft_vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "hidden_size", "vocab_size", "depth", "num_layers", "num_heads", "intermediate_size")
+        check_draft_vocab(self)
+        if self.prefix_attention and self.hidden_size % (2 * self.num_heads):
+            raise ValueError(f"hidden_size {self.hidden_size} does not split into {self.num_heads} heads of even width")
+
+
+class _Mlp(nn.Module):
+    """One head: from the state and the path's embeddings to a state.
+
+    Its layers are residual: the first one to the state or, if `mapped`, to a linear map of all that it reads.
+    """
+
+    def __init__(self, width: int, inputs: int, num_layers: int, mapped: bool) -> None:
+        super().__init__()
+        self.residual = nn.Linear(inputs * width, width) if mapped else None
+        self.first = nn.Linear(inputs * width, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers - 1))
+
+    def forward(self, state: Tensor, path: Tensor) -> Tensor:
+        """Return `[..., d]` for a state `[..., d]` and a path `[..., u · d]`."""
+        both = torch.cat([state, path], -1)
+        mixed = (state if self.residual is None else self.residual(both)) + F.silu(self.first(both))
+        for layer in self.layers:
+            mixed = mixed + F.silu(layer(mixed))
+        return mixed
+
+
+class HydraHead(FrameHead):
+    """Heads that each see the path so far."""
+
+    algorithm = "hydra"
+    config_class = HydraHeadConfig
+    config: HydraHeadConfig
+
+    def __init__(self, config: HydraHeadConfig) -> None:
+        super().__init__(config)
+        width = config.hidden_size
+        self.module: DraftModule = LastHidden()
+        if config.prefix_attention:
+            self.module = AttentionModule(width, 1, 1, config.num_heads, config.intermediate_size, config.rope_theta)
+        mapped = config.own_outputs
+        self.embedding_norm = nn.Identity() if mapped else nn.LayerNorm(width)
+        self.heads = nn.ModuleList(_Mlp(width, u + 2, config.num_layers, mapped) for u in range(config.depth))
+        self.norm = nn.Identity() if mapped else nn.LayerNorm(width)
+        ids = config.draft_vocab_size or config.vocab_size
+        self.outputs = nn.ModuleList(nn.Linear(width, ids) for _ in range(config.depth if mapped else 0))
+
+    def start_from(self, base: BaseModel) -> None:
+        """Output layers of the heads' own start as the base's LM head."""
+        with torch.no_grad():
+            for output in self.outputs:
+                assert isinstance(output, nn.Linear)
+                output.weight.copy_(self.output(base).lm_head_weight)
+                output.bias.zero_()
+
+    def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
+        """Return the depth-weighted cross-entropy of the heads along the text; see `DraftHead.forward`."""
+        told = self.draft_targets(batch, labels)
+        real = told.lengths > 0
+        state = self.module(base.embed(batch.tokens), hidden, batch.anchors)[real][:, 0]
+        text = torch.cat([last_tokens(batch.tokens, batch.anchors, 1)[real], batch.targets[real]], 1)
+        path = self.embedding_norm(base.embed(text)).flatten(1)
+        width = self.config.hidden_size
+        states = [head(state, path[:, : (u + 1) * width]) for u, head in enumerate(self.heads)]
+        labels = told.labels[real]
+        if self.outputs:
+            logits = torch.stack([output(one) for output, one in zip(self.outputs, states, strict=True)], 1)
+            log_probs = logits.float().log_softmax(-1).gather(2, labels.tokens)
+        else:
+            log_probs = chosen_log_probs(self.output(base), self.norm(torch.stack(states, 1)), labels.tokens)
+        return cross_entropy(log_probs, labels, told.lengths[real], self.config.depth_decay)
+
+    def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
+        """Return the best trie of the heads' conditionals, within a beam; see `FrameHead.search`."""
+        return self._search(states, recent, size, 0.0, base)
+
+    def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
+        """See `FrameHead.prepared_search`."""
+        self.prepack_search()
+        return partial(self._search, base=base)
+
+    def _search(self, states: Tensor, recent: Tensor, size: int, least: float, base: BaseModel) -> TokenTree:
+        depth = self.config.depth
+        return best_lattice_trie(
+            _Paths(self, base, states[:, 0], recent), recent[:, -1], depth, 1, depth, size, LATTICE_BEAM, least
+        )
+
+    def refuse_tree(self, tree: Tree) -> None:
+        """Raise `ValueError` for the static tree."""
+        if tree == "static":
+            raise ValueError("the static tree needs heads that do not depend on the path: Hydra's do")
+
+
+class _Paths:
+    """`LabelModel` of the heads. The state of a path is its tokens, in the base's ids, the root's first."""
+
+    def __init__(self, head: HydraHead, base: BaseModel, states: Tensor, recent: Tensor) -> None:
+        self._head, self._base, self._states, self._root = head, base, states, recent[:, -1:]
+
+    def start(self) -> Tensor:
+        return self._root
+
+    def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        path = self._head.embedding_norm(self._base.embed(state)).flatten(1)
+        states = self._head.norm(self._head.heads[first](self._states[rows], path))
+        output = self._head.outputs[first] if self._head.outputs else self._head.output(self._base).lm_head
+        shares = output(states)[:, None].float().softmax(-1)
+        return shares, torch.zeros(shares.shape[:2], device=shares.device)
+
+    def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
+        return torch.cat([state, self._head.base_tokens(tokens)[:, None]], 1)

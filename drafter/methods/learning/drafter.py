@@ -1,0 +1,245 @@
+"""What engines and their learner begin with: a head that there is, or a new one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafter import devices
+from drafter.devices import in_passing_thread
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Ids, Loan, Renewal
+from drafter.embedded import EMBEDDED_HEADS
+from drafter.errors import LoadError
+from drafter.heads.checkpoint import load_head
+from drafter.heads.contract import DraftHead, Provenance
+from drafter.heads.registry import HEADS, new_head
+from drafter.methods.learning.training import check_weights, load_weights
+from drafter.target.model import BaseModel
+from drafter.tree.token_tree import PAD_TOKEN, TokenTree, root_only
+
+# Frames that know a label learn about as fast and draft better, and their search is native on a CPU.
+_SETTINGS: dict[str, dict[str, Any]] = {"ctc": {"label_context": 1}}
+LEARNT = "learnt"
+"""Key of `Provenance.training` under which a learner says what it has done."""
+
+
+@dataclass(frozen=True)
+class StartingHead:
+    """A head by name, or the shape of a new one. All that learn together begin with the same.
+
+    Args:
+        folder: A head's folder or hub id, or the algorithm of an embedded head; None for a new head.
+        algorithm: Kind of a new head.
+        settings: Fields of a new head's configuration; none for those with which it learns fast.
+        seed: Of a new head's weights.
+        copied_from: Where the folder is a copy of, if it is one; for provenance.
+    """
+
+    folder: str | None = None
+    algorithm: str = "ctc"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    copied_from: str | None = None
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it drafts before it has learnt anything."""
+        return self.folder is not None
+
+    def load(self, base: BaseModel) -> DraftHead:
+        """Return the head in evaluation mode, on `base`'s device and in its dtype.
+
+        Raises:
+            LoadError: There is no such head or algorithm, it belongs to another base, or a new one has a draft
+                vocabulary, which is chosen by texts that are not there yet.
+        """
+        if self.folder is not None:
+            embedded = EMBEDDED_HEADS / self.folder
+            return load_head(embedded if embedded.is_dir() else self.folder, base, HEADS)
+        if self.settings.get("draft_vocab_size") is not None:
+            raise LoadError(
+                f"draft head {self.algorithm!r}: a draft_vocab_size is chosen by how often tokens occur, and a head "
+                "that starts from nothing has no texts yet: leave it out, or start from a trained head that has one"
+            )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            head = new_head(self.algorithm, base, self.settings or _SETTINGS.get(self.algorithm, {}))
+        head.provenance = Provenance(base.name, base.fingerprint)
+        return head.to(base.device, base.dtype).eval().requires_grad_(False)
+
+
+def version_of(head: DraftHead) -> int:
+    """Return the number of the version that a head was saved as by a learner; 0 for any other head."""
+    learnt = {} if head.provenance is None else head.provenance.training.get(LEARNT, {})
+    return int(learnt.get("version", 0))
+
+
+# ---- A drafter of a head whose weights may be replaced between two steps.
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A version that waits for a step.
+
+    Args:
+        number: Of the version.
+        drafter: Drafts with it; None where weights are copied into place.
+        weights: To copy into place.
+    """
+
+    number: int
+    drafter: Drafter | None
+    weights: Mapping[str, Tensor]
+
+
+class ChangingHead(Drafter):
+    """Drafts with the newest version of a head. Before the first one, a head that starts from nothing drafts nothing.
+
+    Args:
+        start: What the head begins with.
+        base: The base it drafts for.
+        nodes: Draft nodes of its largest trees.
+        in_place: Whether new weights are copied into place; by default where steps are recorded.
+
+    Raises:
+        LoadError: The head cannot be loaded.
+    """
+
+    def __init__(self, start: StartingHead, base: BaseModel, nodes: int, *, in_place: bool | None = None) -> None:
+        self._base, self._nodes = base, nodes
+        head = start.load(base)
+        self._in_place = devices.is_asynchronous(base.device) if in_place is None else in_place
+        # To decode with a head changes how its weights lie, so that later versions begin with a copy.
+        self._head = head if self._in_place else deepcopy(head)
+        self._own = self._head.state_dict()
+        self._tokens = None if head.vocabulary is None else head.vocabulary.tokens.cpu().clone()
+        self._number, self.drafts = version_of(head), start.drafts
+        self._gated = not start.drafts
+        self._drafter = head.drafter(base, nodes)
+        self.spec = self._drafter.spec
+        self._gate = torch.full((), self.drafts, device=base.device)
+        self._loan: Loan | None = None
+        self._lock = threading.Lock()
+        self._ready: _Ready | None = None
+        self._offered = self._number
+
+    @property
+    def version(self) -> int | None:
+        """Number of the version that drafts; None before there is one."""
+        return self._number if self.drafts else None
+
+    # ---- new weights
+
+    def offer(self, number: int, weights: Mapping[str, Tensor]) -> None:
+        """Make a version ready; see `Drafter.offer`."""
+        if number <= self._offered:
+            return
+        shapes = {name: own.shape for name, own in self._own.items()}
+        check_weights(weights, shapes, self._tokens, f"version {number} of the head")
+        ready = in_passing_thread(lambda: self._make_ready(number, weights))
+        loan = self._loan
+        if ready.drafter is not None and loan is not None:
+            ready.drafter.open(loan)  # outside the lock: no step waits for it
+        with self._lock:
+            if number > self._offered:
+                if ready.drafter is not None and loan is not self._loan and self._loan is not None:
+                    ready.drafter.open(self._loan)  # the engine has started meanwhile
+                self._ready, self._offered = ready, number
+
+    def renew(self) -> Renewal | None:
+        """Take the version that is ready."""
+        if self._ready is None:
+            return None
+        with self._lock:
+            ready, self._ready = self._ready, None
+        if ready.drafter is not None:
+            self._drafter = ready.drafter
+        else:
+            for name, tensor in ready.weights.items():
+                self._own[name].copy_(tensor, non_blocking=True)
+            self._head.weights_changed(self._base)
+            self._forget()
+        self._number, self.drafts = ready.number, True
+        self._gate.fill_(True)
+        return Renewal(ready.number)
+
+    def _make_ready(self, number: int, weights: Mapping[str, Tensor]) -> _Ready:
+        if self._in_place:
+            staged = {name: devices.staged(weights[name].to(own.dtype), own.device) for name, own in self._own.items()}
+            return _Ready(number, None, staged)
+        head = deepcopy(self._head)
+        load_weights(head, weights)
+        return _Ready(number, head.drafter(self._base, self._nodes), {})
+
+    def _forget(self) -> None:
+        """Let the drafter read all sequences again. Their texts are the engine's, and their slots stay."""
+        nothing = np.zeros(0, dtype=np.int64)
+        for slot in range(0 if self._loan is None else self._loan.slots):
+            self._drafter.enter(slot, nothing)
+
+    # ---- as any drafter of a head
+
+    def open(self, loan: Loan) -> None:
+        """Make room, also for a version that has come before."""
+        with self._lock:
+            self._loan = loan
+            self._drafter.open(loan)
+            if self._ready is not None and self._ready.drafter is not None:
+                self._ready.drafter.open(loan)
+
+    def enter(self, slot: int, text: Ids) -> None:
+        """Tell the drafter."""
+        self._drafter.enter(slot, text)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Tell the drafter."""
+        self._drafter.copy(source, target, length)
+
+    def move(self, source: int, target: int) -> None:
+        """Tell the drafter."""
+        self._drafter.move(source, target)
+
+    def clear(self, slot: int) -> None:
+        """Tell the drafter."""
+        self._drafter.clear(slot)
+
+    def prepare(self, context: DraftContext) -> None:
+        """Let the drafter read what is new to it: after a renewal, that is all."""
+        self._drafter.prepare(context)
+
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        """Trees `[B, 1 + ask.nodes]`; roots with padding behind them before the first version.
+
+        They are drafted then, too: what that costs is to be measured, and a recorded step must be the same later.
+        """
+        tree = self._drafter.propose(context, ask)
+        return _gated(tree, self._gate) if self._gated else tree
+
+    def observe(self, committed: Committed) -> None:
+        """Tell the drafter."""
+        self._drafter.observe(committed)
+
+
+def _gated(tree: TokenTree, gate: Tensor) -> TokenTree:
+    """Return the tree where `gate`, a bool scalar on its device, is true, and otherwise roots alone.
+
+    Nothing waits for the gate, and it may be recorded.
+    """
+    root = root_only(tree.tokens[:, 0])
+    width = (0, tree.size - 1)
+    closed = TokenTree(
+        F.pad(root.tokens, width, value=PAD_TOKEN),
+        F.pad(root.parents, width, value=0),
+        F.pad(root.depths, width, value=1),
+        F.pad(root.log_probs, width, value=-torch.inf),
+    )
+    parts = zip(vars(tree).values(), vars(closed).values(), strict=True)
+    return TokenTree(*(torch.where(gate, drafted, padding) for drafted, padding in parts))

@@ -1,0 +1,74 @@
+"""`ngram`: prompt lookup. What followed the last time these tokens were seen in this row? Needs no training.
+
+After Saxena 2023, *Prompt Lookup Decoding*, with several matches merged into a tree instead of one chain.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
+from drafter.tree.token_tree import PAD_TOKEN, TokenTree, from_paths
+
+_ORDER = 3
+_DISCOUNT = 0.4
+"""Weight of a match of one token less (the discount of Brants et al. 2007, *stupid backoff*)."""
+FADING = 0.85
+"""Share of prefixes that hold for one token more; the budget calibrates prices, so only their order matters."""
+
+
+class NgramDrafter(Drafter):
+    """Continuations of the most recent matches of the row's last one to three tokens.
+
+    Args:
+        nodes: Draft nodes of the largest tree.
+        depth: Tokens of a continuation.
+        matches: Continuations that a tree merges.
+    """
+
+    def __init__(self, nodes: int = 16, depth: int = 8, matches: int = 4) -> None:
+        self.spec = DraftSpec(nodes, depth)
+        self._matches = matches
+
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        """Trees `[B, 1 + ask.nodes]`; a row without a match gets a lone root."""
+        width = context.longest + 1
+        tokens, lengths = context.tokens[:, :width], context.lengths.clamp_max(context.longest)
+        paths, log_weight = lookup(tokens, lengths, self.spec.max_depth, self._matches)
+        fading = torch.arange(1, self.spec.max_depth + 1, device=tokens.device) * math.log(FADING)
+        prices = (log_weight[:, :, None] + fading).masked_fill(paths == PAD_TOKEN, -torch.inf)
+        return from_paths(context.pending, paths, prices, ask.nodes + 1)
+
+
+def lookup(tokens: Tensor, lengths: Tensor, depth: int, matches: int) -> tuple[Tensor, Tensor]:
+    """The continuations of the best earlier matches of each row's last tokens: longest match first, then newest.
+
+    Args:
+        tokens: `[B, L]`; `tokens[b, lengths[b]]` is the row's last token.
+        lengths: `[B]`.
+        depth: Tokens of a continuation, U.
+        matches: Continuations a row, P.
+
+    Returns:
+        Paths `[B, P, U]`, `PAD_TOKEN` past the row's text, and log weights `[B, P]`, -inf where there is no match.
+    """
+    batch, width = tokens.shape
+    index = torch.arange(width, device=tokens.device)
+    matched = torch.zeros_like(tokens)  # how many tokens, ending here, equal the row's last ones
+    alive = index < lengths[:, None]
+    for back in range(_ORDER):
+        suffix = tokens.gather(1, (lengths - back).clamp_min(0)[:, None])
+        shifted = tokens if back == 0 else torch.nn.functional.pad(tokens, (back, 0), value=PAD_TOKEN)[:, :width]
+        alive = alive & (shifted == suffix) & (lengths >= back)[:, None]
+        matched = matched + alive
+    score = matched * width + index
+    best, where = torch.where(matched > 0, score, -1).topk(min(matches, width), dim=1)
+    follow = where[:, :, None] + torch.arange(1, depth + 1, device=tokens.device)
+    known = (follow <= lengths[:, None, None]) & (best >= 0)[:, :, None]
+    paths = tokens.gather(1, follow.clamp_max(width - 1).flatten(1)).view(batch, -1, depth)
+    length = torch.div(best, width, rounding_mode="floor")
+    log_weight = (_ORDER - length) * math.log(_DISCOUNT)
+    return paths.masked_fill(~known, PAD_TOKEN), log_weight.masked_fill(best < 0, -torch.inf)

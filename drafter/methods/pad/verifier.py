@@ -1,0 +1,91 @@
+"""`pad`: a draft token is rejected only if it would make the answer worse, as far as a classifier can tell.
+
+Ziashahabi et al. 2025, *Reject Only Critical Tokens: Pivot-Aware Speculative Decoding* (PAD, arXiv 2511.00351).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from drafter.acceptance.choices import RowSampling, SamplingMode
+from drafter.acceptance.contract import Accepted, Verified, Verifier
+from drafter.acceptance.exact import ExactVerifier
+from drafter.acceptance.lenient import lenient_walk, node_views, shannon_entropy
+from drafter.errors import LoadError
+from drafter.methods.pad.classifier import PivotFeatures, load_classifier
+from drafter.requests import SamplingParams
+from drafter.target.model import BaseModel
+
+_LOG_FLOOR = math.log(1e-4)
+"""A token that the base finds less probable than 10⁻⁴ is never let pass."""
+_PLAIN = SamplingMode.of([SamplingParams()])
+
+
+class PadVerifier(Verifier):
+    """Accepts a draft token x that the base would not choose if P(pivot) ≤ σ and p(x) ≥ 10⁻⁴.
+
+    The classifier looks at the base's own distribution, on which it was trained, whatever a row's settings are. The
+    floor is of the distribution that the row draws from, so that what its settings forbid is never accepted. The paper
+    has the floor for tokens that are accepted exactly, too; those are the base's own choice, which would take the place
+    of a rejected one. On a tree see `lenient_walk`.
+
+    Args:
+        classifier: Folder of a classifier, made by `jobs.pivots` for the base.
+        sigma: σ. With 0 nothing is accepted that the base does not choose.
+
+    Raises:
+        ValueError: σ is not between 0 and 1.
+        LoadError: There is no classifier, or it is damaged.
+    """
+
+    name = "pad"
+    lossless = False
+
+    def __init__(self, classifier: str | Path | None = None, sigma: float = 0.5) -> None:
+        if not 0 <= sigma <= 1:
+            raise ValueError(f"sigma must be between 0 and 1, not {sigma:g}")
+        if classifier is None:
+            raise LoadError(
+                "the verifier pad needs a classifier: make one with python -m jobs.pivots, and give its folder as "
+                "verifier.classifier"
+            )
+        self._folder, self._sigma = str(classifier), sigma
+        self._log_sigma = math.log(sigma) if sigma > 0 else -math.inf
+        self._classifier, self._base = load_classifier(classifier)
+        self.hidden_layers = (self._classifier.layer,)
+
+    @property
+    def settings(self) -> Mapping[str, float]:
+        """σ."""
+        return {"sigma": self._sigma}
+
+    def open(self, base: BaseModel) -> None:
+        """Move the classifier to the base's device; see `Verifier.open`."""
+        if not base.has_fingerprint(self._base.fingerprint):
+            raise LoadError(
+                f"classifier {self._folder!r} was made for another base: for {self._base.name} "
+                f"({self._base.fingerprint}), not for {base.name} ({base.fingerprint}): make one for this base with "
+                "python -m jobs.pivots"
+            )
+        self._classifier.to(base.device)
+
+    def accept(self, verified: Verified, sampling: RowSampling) -> Accepted:
+        """Walk down each tree; see `Verifier.accept`."""
+        if verified.read is None or verified.tree.size == 1:
+            return ExactVerifier().accept(verified, sampling)
+        tree, plain = verified.tree, sampling.mode.likeliest
+        own = node_views(verified, replace(sampling, mode=_PLAIN), shannon_entropy)
+        views = own if plain else node_views(verified, sampling, shannon_entropy)
+        entropy = own.entropy.gather(1, tree.parents)
+        harmless = self._log_pivot(verified.read, entropy, own.log_probs.exp()) <= self._log_sigma
+        lenient = harmless & (views.log_probs >= _LOG_FLOOR)
+        return lenient_walk(tree, views.choices, lenient, views.log_probs, verified.depth)
+
+    def _log_pivot(self, hidden: Tensor, entropy: Tensor, probability: Tensor) -> Tensor:
+        """log P(pivot) `[B, N]` of the nodes."""
+        return self._classifier.log_pivot(PivotFeatures(hidden, entropy, probability))

@@ -1,1 +1,0 @@
-"""Searches for the best draft tree under a head's distributions."""

@@ -1,0 +1,170 @@
+"""What a model's configuration says: whether it can be a base, what its layers see, how long its texts may be."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from drafter.errors import LoadError
+
+_ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def refuse_unsupported(name: str, config: Any) -> None:
+    """Refuse architectures that a KV cache with a tree mask cannot decode, before their weights are read.
+
+    Args:
+        name: Of the model, for the message.
+        config: The model's whole configuration.
+
+    Raises:
+        LoadError: An encoder-decoder, a model with recurrent or linear-attention layers, or no causal LM at all.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise LoadError(
+            f"{name}: {config.model_type} is an encoder-decoder model; only decoder-only models can be a base"
+        )
+    text = config.get_text_config(decoder=True)
+    foreign = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION_KINDS)
+    if foreign:
+        raise LoadError(
+            f"{name}: {config.model_type} has {', '.join(foreign)} layers, whose state cannot be rolled back to an "
+            "accepted path; only softmax-attention models can be a base"
+        )
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(config, "auto_map", None):
+        raise LoadError(f"{name}: {config.model_type} is not a causal language model that transformers knows")
+
+
+def decoder_of(model: Any) -> nn.Module:
+    """The model without its LM head."""
+    decoder: nn.Module = model.get_decoder()
+    # Some models do not know their own decoder: they return the model itself.
+    if decoder is model and isinstance(inner := getattr(model, "model", None), nn.Module):
+        return inner
+    return decoder
+
+
+def max_positions(config: Any) -> int | None:
+    """Longest sequence, in tokens, that a batch can decode as each row by itself would; None if `config` does not say.
+
+    Args:
+        config: Of the decoder.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if "longrope" in (rope.get("rope_type"), rope.get("type")):
+        # Past this length the model scales the positions of a whole batch by its longest text: rows would depend on
+        # one another.
+        original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+        return int(original)
+    for field in ("max_position_embeddings", "n_positions", "seq_length"):
+        if getattr(config, field, None):
+            return int(getattr(config, field))
+    return None
+
+
+def attention_kinds(config: Any) -> dict[str, tuple[int | None, int | None]]:
+    """Window and chunk, in tokens, of each kind of attention in the model, by transformers' name of the kind.
+
+    Args:
+        config: Of the decoder.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds:
+        sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        kinds = {"sliding_attention" if sliding else "full_attention"}
+    return {
+        kind: (
+            config.sliding_window if kind == "sliding_attention" else None,
+            config.attention_chunk_size if kind == "chunked_attention" else None,
+        )
+        for kind in sorted(kinds)
+    }
+
+
+def whole_layers(config: Any) -> frozenset[int]:
+    """Layers, counted from 0, that see all of a text: their attention has no window and no chunks.
+
+    Args:
+        config: Of the decoder.
+    """
+    kinds = attention_kinds(config)
+    of_layers = getattr(config, "layer_types", None) or [next(iter(kinds))] * config.num_hidden_layers
+    return frozenset(number for number, kind in enumerate(of_layers) if kinds[kind] == (None, None))
+
+
+# ---- What tells one base from another, whatever precision it is loaded in.
+
+_SCHEME = "v2-"
+"""Fingerprints begin with it. Those of the first scheme are 16 hex digits and nothing else."""
+_SAMPLED = 1 << 14
+"""Largest number of values of a tensor that take part."""
+_TINY = 2.0**-16
+"""Values below this count as zero: fp16 does not hold them as exactly as bf16 does."""
+_SAMPLED_FIRST = 4096
+"""Number of values of the embedding that take part in the first scheme."""
+
+
+def fingerprint(model: nn.Module, sizes: Sequence[Any]) -> str:
+    """Return `v2-` and 16 hex digits of a model's shape and of values of each of its tensors.
+
+    All parameters and buffers that a checkpoint holds take part, in the order of the model's modules: all values of a
+    small tensor, and values at even distances of a large one. They are rounded to bf16, so that a base has one
+    fingerprint in fp32 and in bf16, and one that was saved in half precision also in fp16.
+
+    Args:
+        model: The model.
+        sizes: Values that tell its shape.
+    """
+    digest = hashlib.sha256(repr(list(sizes)).encode())
+    for tensor in model.state_dict().values():
+        if isinstance(tensor, Tensor):  # quantised layers may add what is none
+            digest.update(repr(list(tensor.shape)).encode())
+            digest.update(_bytes(_sample(tensor)))
+    return _SCHEME + digest.hexdigest()[:16]
+
+
+def is_of_first_scheme(given: str) -> bool:
+    """Return whether a fingerprint is of the first scheme; see `first_fingerprint`."""
+    return not given.startswith(_SCHEME)
+
+
+def first_fingerprint(model: nn.Module, embedding: Tensor, sizes: Sequence[Any]) -> str:
+    """Return a model's fingerprint of the first scheme, which draft heads and texts made by earlier releases name.
+
+    It covers a sample of the embedding, and all norms and biases. So it does not see that other weights have changed.
+
+    Args:
+        model: The model.
+        embedding: `[V, d]`.
+        sizes: Values that tell the model's shape.
+    """
+    digest = hashlib.sha256(repr(list(sizes)).encode())
+    flat = embedding.flatten()
+    # Clamped, because the last of these is rounded up where the embedding is large.
+    places = torch.linspace(0, flat.numel() - 1, _SAMPLED_FIRST).long().clamp_max(flat.numel() - 1)
+    vectors = [p.detach().flatten() for _, p in sorted(model.named_parameters()) if p.dim() == 1]
+    for tensor in [flat[places.to(flat.device)], *vectors]:
+        digest.update(tensor.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Return up to `_SAMPLED` values of a tensor, the first and the last among them."""
+    flat = tensor.detach().flatten()
+    if len(flat) <= _SAMPLED:
+        return flat
+    places = torch.arange(_SAMPLED, device=flat.device) * (len(flat) - 1) // (_SAMPLED - 1)
+    return flat[places]
+
+
+def _bytes(values: Tensor) -> bytes:
+    values = values.cpu()
+    if values.is_floating_point():
+        values = values.to(torch.bfloat16)
+        values = values.masked_fill(values.abs() < _TINY, 0.0).view(torch.int16)
+    return values.numpy().tobytes()

@@ -1,0 +1,114 @@
+"""Load a base and its tokeniser from the hub or a local folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from drafter.errors import LoadError, first_line
+from drafter.target.architecture import refuse_unsupported
+from drafter.target.model import BaseModel
+
+
+def load_base(
+    name_or_path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    device_map: str | dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> BaseModel:
+    """Load a base model; its weights must be safetensors.
+
+    Args:
+        name_or_path: Hub id or folder.
+        dtype: `auto`, or a floating-point dtype or its name.
+        device: `auto`, or a torch device. Not used with `device_map`.
+        device_map: As in transformers, for a base larger than one GPU.
+        trust_remote_code: Run modeling code that comes with the weights.
+
+    Raises:
+        LoadError: Not found, not readable, or not a model that can be decoded by trees.
+    """
+    name = str(name_or_path)
+    target = pick_device(device)
+    kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(name, **kwargs)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LoadError(
+            f"no base model at {name!r}: {first_line(error)} (give a folder with config.json, or a hub id)"
+        ) from error
+    refuse_unsupported(name, config)
+    kwargs |= {"dtype": pick_dtype(dtype, target), "use_safetensors": True}
+    if device_map is not None:
+        kwargs["device_map"] = device_map
+    # The fused kernels cannot cap attention scores.
+    if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
+        kwargs["attn_implementation"] = "eager"
+    try:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(name, **kwargs)
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error):
+                raise
+            model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="eager", **kwargs)
+        if device_map is None:
+            model = model.to(target)
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+        raise LoadError(f"base model {name!r} cannot be loaded: {first_line(error)}") from error
+    except Exception as error:  # safetensors raises a class of its own for a damaged file
+        if type(error).__module__.startswith("safetensors") or "Safetensor" in type(error).__name__:
+            raise LoadError(f"base model {name!r} has damaged weights: {first_line(error)}") from error
+        raise
+    return BaseModel(model, name)
+
+
+def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False, local_files_only: bool = False) -> Any:
+    """Load the tokeniser that belongs to a base.
+
+    Args:
+        name_or_path: Hub id or folder of the base.
+        trust_remote_code: Run code that comes with it.
+        local_files_only: Download nothing.
+
+    Raises:
+        LoadError: There is none to load.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(name_or_path), trust_remote_code=trust_remote_code, local_files_only=local_files_only
+        )
+    except Exception as error:  # tokenizers raises bare `Exception` for a damaged file
+        raise LoadError(f"no tokenizer at {str(name_or_path)!r}: {first_line(error)}") from error
+
+
+def pick_device(device: str | torch.device = "auto") -> torch.device:
+    """`auto` is the first GPU where there is one, the CPU otherwise.
+
+    Raises:
+        LoadError: There is no such device here.
+    """
+    if str(device) == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise LoadError(f"device {device!r} is not available here: {first_line(error)}") from error
+
+
+def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """`auto` is bf16 on a GPU and fp32 on a CPU, where bf16 is rarely faster.
+
+    Raises:
+        LoadError: Not the name of a floating-point dtype.
+    """
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise LoadError(f"dtype {dtype!r} is unknown: use auto, float32, bfloat16 or float16")
+    return found

@@ -1,0 +1,342 @@
+"""The base: any decoder-only softmax-attention causal LM of transformers, its own modeling code unforked.
+
+An executor runs its forwards. `self_check` proves at load that the model heeds masks and positions, and that a faster
+executor gives the numbers that the model's own code gives.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drafter import devices
+from drafter.errors import LoadError
+from drafter.native.build import BuildError
+from drafter.target.architecture import (
+    decoder_of,
+    fingerprint,
+    first_fingerprint,
+    is_of_first_scheme,
+    max_positions,
+    refuse_unsupported,
+)
+from drafter.target.attention import TREE_ATTENTION, prefix_attention_on, query_groups
+from drafter.target.forward import LM_HEAD_INPUT, DecoderLayers, Executor, TreeNodes
+from drafter.target.kv_cache import KVCache
+from drafter.target.model_code import ModelCode
+from drafter.target.native_decoder import NativeDecoder, NotLlamaLikeError, read_llama_like
+from drafter.target.paged_kv_cache import BLOCK, SPARE, PagedKVCache, blocks_of
+from drafter.target.prepacked import prepack
+from drafter.target.proof import attention_agrees, executors_agree, prove_tree_decoding, run_plainly, trees_agree
+
+_log = logging.getLogger(__name__)
+
+
+class BaseModel:
+    """A frozen base LM that verifies draft trees.
+
+    Args:
+        model: A transformers causal LM, on its device(s).
+        name: Hub id or path; goes into draft heads' configuration.
+        native: Whether the native executor runs it where that can be; otherwise the model's own code does.
+
+    Attributes:
+        decoder: The model without its LM head.
+        layers: The decoder's layers, and the hidden states between them.
+        dtype: Of the hidden states.
+        max_positions: Longest sequence that it decodes as the model by itself would; None if its configuration does not
+            say.
+        fingerprint: Tells bases apart by all of their tensors, but not in which precision they are loaded; see
+            `drafter.target.architecture`.
+
+    Raises:
+        LoadError: The model cannot be decoded by trees; the message names it and the reason.
+    """
+
+    def __init__(self, model: Any, name: str = "", *, native: bool = True) -> None:
+        self.name = name or model.config.name_or_path or type(model).__name__
+        refuse_unsupported(self.name, model.config)
+        if getattr(model, "_is_stateful", False):
+            raise LoadError(
+                f"{self.name}: {model.config.model_type} keeps a recurrent state that cannot be rolled back"
+            )
+        self.model = model.eval().requires_grad_(False)
+        if model.device.type == "cuda":
+            # It makes a plan for every new shape, which takes longer than most prompts; other kernels take masks, too.
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        self.config = model.config.get_text_config(decoder=True)
+        self._head: nn.Module = model.get_output_embeddings()
+        self._embedding: nn.Module = model.get_input_embeddings()
+        if self._head is None or self._embedding is None:
+            raise LoadError(f"{self.name}: {model.config.model_type} has no LM head")
+        self.decoder: nn.Module = decoder_of(model)
+        self.layers = DecoderLayers(self.decoder, self.config.num_hidden_layers, self.name)
+        self.dtype: torch.dtype = model.dtype
+        self.max_positions = max_positions(self.config)
+        self._model_code = ModelCode(model, self.decoder, self.layers, self.config, self.device)
+        self._executor: Executor = self._model_code
+        plain = run_plainly(self)
+        self._layer_shapes = plain.layer_shapes
+        prove_tree_decoding(self, plain)
+        if native:
+            self._executor = self._native() or self._model_code
+        # The native executor has weights of its own. What is left is the LM head, which draft heads call.
+        prepack(self.model if self._executor is self._model_code else self._head)
+        self._sizes = [model.config.model_type, self.config.num_hidden_layers, self.hidden_size, self.vocab_size]
+        self.fingerprint = fingerprint(self.model, self._sizes)
+
+    def _native(self) -> Executor | None:
+        """The native executor, if it can run this model and agrees with the model's own code."""
+        try:
+            native = NativeDecoder(read_llama_like(self.model, self.decoder, self.config))
+        except NotLlamaLikeError as reason:
+            _log.debug("%s runs by its own code: %s", self.name, reason)
+            return None
+        except BuildError as reason:
+            _log.warning("%s runs by its own code, which is slower than the native one: %s", self.name, reason)
+            return None
+        if not executors_agree(self, self._model_code, native):
+            _log.warning("%s runs by its own code: the native one gives other numbers", self.name)
+            return None
+        return native
+
+    # ---- what it is
+
+    def has_fingerprint(self, given: str) -> bool:
+        """Return whether `given` is this base's fingerprint, in the present scheme or in that of earlier releases."""
+        if is_of_first_scheme(given):
+            return given == first_fingerprint(self.model, self._embedding.weight, self._sizes)  # type: ignore[arg-type]
+        return given == self.fingerprint
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go and logits come from."""
+        return self._embedding.weight.device  # type: ignore[return-value]
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """All that it lies on."""
+        return {parameter.device for parameter in self.model.parameters()}
+
+    @property
+    def hidden_size(self) -> int:
+        """d, the width of the hidden states."""
+        return int(self._head.weight.shape[1])  # type: ignore[index]
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the number of logits."""
+        return int(self.config.vocab_size)
+
+    @property
+    def kv_bytes_per_token(self) -> list[int]:
+        """Bytes of keys and values of a position in each layer that has any."""
+        return [shape.bytes_per_token for shape in self._layer_shapes if shape is not None]
+
+    @property
+    def copies_of_kv(self) -> int:
+        """How many copies of a layer's keys and values attention over trees makes; 0 where it reads them in place.
+
+        A copy of blocks where rows grow is not counted; see `PagedKVCache`.
+        """
+        groups = query_groups(self.config)
+        return 0 if self._executor is not self._model_code or groups == self._model_code.query_groups else groups
+
+    @property
+    def num_layers(self) -> int:
+        """L, the number of its layers."""
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a sequence, as `generate` sees them."""
+        eos = self.model.generation_config.eos_token_id
+        eos = self.config.eos_token_id if eos is None else eos
+        return frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
+
+    # ---- what draft heads borrow
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Frozen token embeddings `[..., d]` of `tokens` `[...]`."""
+        return self._embedding(tokens)  # type: ignore[no-any-return]
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Frozen LM head: logits `[..., V]` of `hidden` `[..., d]`."""
+        weight = self._head.weight
+        assert isinstance(weight, Tensor)
+        logits: Tensor = self._head(hidden.to(weight.device)).to(hidden.device)
+        self._model_code.forget_head_input()
+        return logits
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """`[V, d]` weight of the frozen LM head."""
+        return self._head.weight  # type: ignore[return-value]
+
+    @property
+    def lm_head_bias(self) -> Tensor | None:
+        """`[V]` bias of the frozen LM head, if it has one."""
+        return getattr(self._head, "bias", None)
+
+    # ---- forwards
+
+    def compile(self) -> None:
+        """Run by the model's own code from now on, compiled; see `compiled`."""
+        self._model_code.compile()
+        self._executor = self._model_code
+
+    def allow_packing(self) -> bool:
+        """Make `verify` ready for packed trees, and say whether it is: some models have attention of their own."""
+        if self._executor is not self._model_code:
+            return True
+        if self.model.config._attn_implementation == "sdpa" and self.model._can_set_attn_implementation():
+            for groups in sorted({query_groups(self.config), 1}, reverse=True):
+                if attention_agrees(self, partial(self._attend, TREE_ATTENTION, groups)):
+                    self._read_in_parts()
+                    return True
+                self._attend("sdpa", 1)
+        return bool(self.model.config._attn_implementation == TREE_ATTENTION)
+
+    def _read_in_parts(self) -> None:
+        """Read committed positions to each row's own length, if something does here and gives the same numbers."""
+        attend, code = prefix_attention_on(self.device, self.dtype), self._model_code
+        if attend is None or not code.whole or len(self.devices) > 1 or None in self._layer_shapes:
+            return
+        if not trees_agree(self, partial(setattr, code, "prefix_attention", attend)):
+            _log.warning("%s reads all rows to one length, as flash attention gives other numbers", self.name)
+            code.prefix_attention = None
+
+    @property
+    def reads_to_length(self) -> bool:
+        """Whether all layers read each tree's committed positions to their end, wherever `TreeNodes.kv_length` is.
+
+        It is so in a cache whose rows have memory of their own.
+        """
+        code = self._model_code
+        every = len(code.whole) == self.config.num_hidden_layers
+        return self._executor is code and code.prefix_attention is not None and every
+
+    def _attend(self, implementation: str, groups: int) -> None:
+        """Let the model's layers call an attention of transformers, with masks for `groups` heads to a KV head."""
+        self.model.set_attn_implementation(implementation)
+        self._model_code.query_groups, self._model_code.packs = groups, implementation == TREE_ATTENTION
+
+    def new_cache(self, slots: int, length: int, memory: int | None = None) -> KVCache:
+        """A KV cache for `slots` rows of up to `length` positions.
+
+        Args:
+            slots: Rows.
+            length: Positions of a row.
+            memory: Bytes that it may take at most; if this is less than all rows of full length take, rows take memory
+                as they grow. By default there is memory for all.
+
+        Raises:
+            LoadError: A device has no room for it, or `memory` does not hold one row.
+        """
+        by_device: dict[torch.device, int] = {}
+        for shape in self._layer_shapes:
+            if shape is not None:
+                by_device[shape.device] = by_device.get(shape.device, 0) + shape.bytes_per_token
+        in_all = sum(by_device.values())
+        if memory is None or memory >= slots * length * in_all:
+            self._refuse_too_large(by_device, slots * length, f"{slots:,} slots of {length:,} positions")
+            return KVCache(self._layer_shapes, slots, length, self.device)
+        blocks = memory // (in_all * BLOCK) - SPARE
+        if blocks < blocks_of(length):
+            raise LoadError(
+                f"a KV cache of {memory / 2**30:,.2f} GiB holds {max(blocks, 0) * BLOCK:,} positions of {self.name}, "
+                f"and one request may need {length:,}: raise kv_gib or lower max_length"
+            )
+        positions = (blocks + SPARE) * BLOCK
+        self._refuse_too_large(by_device, positions, f"{positions:,} positions for all rows together")
+        return PagedKVCache(self._layer_shapes, slots, length, self.device, blocks)
+
+    def _refuse_too_large(self, sizes: dict[torch.device, int], positions: int, what: str) -> None:
+        """Raise `LoadError` if a device has no room for so many positions, each of so many bytes there."""
+        for device, size in sizes.items():
+            free, wanted = devices.free_bytes(device), size * positions
+            if free is not None and wanted > free:
+                raise LoadError(
+                    f"a KV cache of {what} takes {wanted / 2**30:,.1f} GiB beside {self.name}, and {device} has "
+                    f"{free / 2**30:,.1f} GiB left: lower slots or max_length, or kv_gib where it is set"
+                )
+
+    def prefill(
+        self,
+        cache: KVCache,
+        slot: int,
+        prompts: Sequence[Tensor],
+        starts: Sequence[int] = (0,),
+        hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,),
+    ) -> Tensor:
+        """Run prompts, or pieces of them, into slots in one forward; return their hidden states `[ΣP, K · d]`.
+
+        Args:
+            cache: Holds the committed positions on which each prompt follows.
+            slot: Where the first one goes to; the others follow it.
+            prompts: Each `[P]`, at least one token; several only where `allow_packing` says so.
+            starts: Position of each one's first token.
+            hidden_layers: Which K hidden states to return; see `DecoderLayers.take`.
+        """
+        return self._executor.prefill(cache, slot, prompts, starts, hidden_layers)
+
+    def prefill_last(
+        self,
+        cache: KVCache,
+        slot: int,
+        prompt: Tensor,
+        start: int = 0,
+        hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,),
+    ) -> tuple[Tensor, Tensor]:
+        """Run the last piece of one prompt; return the logits `[1, V]` after it and its hidden states `[P, K · d]`."""
+        return self._executor.prefill_last(cache, slot, prompt, start, hidden_layers)
+
+    def verify(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
+        """Run one forward over tree nodes. Rows are slots `0..B-1`; the nodes' KV goes behind the committed positions.
+
+        Args:
+            cache: Holds the committed positions of each row.
+            nodes: With a `packing` only where `allow_packing` says so.
+
+        Returns:
+            Logits `[B, N, V]` and hidden states `[B, N, K · d]`, both by node id.
+        """
+        # A copy, because what is compiled is of one layout, and a tree's leading part has another.
+        depths = nodes.depths.clone(memory_format=torch.contiguous_format)
+        return self._executor.verify(cache, replace(nodes, depths=depths))
+
+    @torch.no_grad()
+    def read_early(self, tokens: Tensor, layers: int) -> Tensor:
+        """Run only the first layers over known texts, and the final norm, without a cache.
+
+        Args:
+            tokens: `[B, L]`, padded on the right.
+            layers: How many of the first layers to run.
+
+        Returns:
+            The LM head's input `[B, L, d]`.
+        """
+        return self._model_code.read_early(tokens, layers)
+
+    def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int, first: int = 0) -> Tensor:
+        """Run only the first layers over tree nodes, and the final norm.
+
+        The nodes' KV of these layers goes behind the committed positions, where the next `verify` overwrites it. A tree
+        can so be run in parts: nodes before `first` have their KV there already.
+
+        Args:
+            cache: Holds the committed positions of each row.
+            nodes: All nodes; a `packing` is of those from `first` on.
+            layers: How many of the first layers to run.
+            first: Only nodes from this one on are run.
+
+        Returns:
+            The LM head's input `[B, N - first, d]`.
+        """
+        return self._executor.exit_early(cache, nodes, layers, first)

@@ -1,0 +1,147 @@
+"""One optimiser step on one device: forward, backward, clipping and AdamW."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from drafter.errors import TrainingError
+from drafter.heads.contract import DraftHead
+from drafter.heads.losses import DraftBatch
+from drafter.training.settings import TrainingSettings
+from drafter.training.step import TrainingStep
+
+
+@dataclass(frozen=True)
+class Update:
+    """Result of an optimiser step.
+
+    Args:
+        loss: Weighted mean over all workers and mean over micro-batches, in nats.
+        gradient_norm: Norm of the gradient before clipping.
+        learning_rate: Learning rate of the step.
+    """
+
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+
+
+class Optimiser(Protocol):
+    """Applies optimiser steps to the head's parameters. Models that are sharded need an implementation of their own."""
+
+    def update(self, parts: Sequence[DraftBatch]) -> Update:
+        """Apply one step: forward, backward, clip, update.
+
+        Args:
+            parts: This worker's share of each micro-batch of the step.
+
+        Raises:
+            TrainingError: The loss or its gradient is not finite. The parameters have not changed.
+        """
+
+
+def adamw(head: DraftHead, settings: TrainingSettings) -> torch.optim.AdamW:
+    """Return AdamW over the head's parameters. Its learning rate is set before each step."""
+    return torch.optim.AdamW(
+        head.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay
+    )
+
+
+def check_finite(step: int, loss: float, gradient_norm: float) -> None:
+    """Raise `TrainingError` if the loss or the gradient norm of step `step` (from 1) is not finite."""
+    if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
+        raise TrainingError(
+            f"step {step}: the loss is {loss:g} and its gradient's norm {gradient_norm:g}; "
+            "lower the learning rate, or train in fp32"
+        )
+
+
+class TorchOptimiser:
+    """`Optimiser` in this process.
+
+    Args:
+        step_of: Base and head, on one device.
+        settings: Learning rate and limits.
+    """
+
+    def __init__(self, step_of: TrainingStep, settings: TrainingSettings) -> None:
+        self._step_of, self._settings = step_of, settings
+        self._adamw = adamw(step_of.head, settings)
+        self.steps = 0
+
+    def update(self, parts: Sequence[DraftBatch]) -> Update:
+        """Apply one step; see `Optimiser.update`."""
+        rate = self._settings.learning_rate_at(self.steps)
+        loss = 0.0
+        for part in parts:
+            total, weight = self._step_of(part)
+            mean = total / weight.clamp_min(1e-9) / len(parts)
+            mean.backward()
+            loss += mean.item()
+        norm = torch.nn.utils.clip_grad_norm_(self._step_of.head.parameters(), self._settings.clip).item()
+        try:
+            check_finite(self.steps + 1, loss, norm)
+            for group in self._adamw.param_groups:
+                group["lr"] = rate
+            self._adamw.step()
+        finally:
+            self._adamw.zero_grad()
+        self.steps += 1
+        return Update(loss, norm, rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that `load_state_dict` takes."""
+        return {"adamw": self._adamw.state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the state, so that training goes on after its steps."""
+        self._adamw.load_state_dict(state["adamw"])
+        self.steps = state["steps"]
+
+
+# ---- The training loop: optimiser steps, and β on held-out texts every so many steps.
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """A step that was taken.
+
+    Args:
+        step: Its number, from 1.
+        update: Result of the optimiser.
+        beta: Held-out β by number of draft nodes if an evaluation followed the step.
+    """
+
+    step: int
+    update: Update
+    beta: dict[int, float] | None
+
+
+def train(
+    optimiser: Optimiser,
+    steps: Iterable[Sequence[DraftBatch]],
+    settings: TrainingSettings,
+    evaluate: Callable[[], dict[int, float]],
+    done: int = 0,
+) -> Iterator[StepDone]:
+    """Train from step `done + 1` to the last step. The caller logs and saves between the steps.
+
+    Args:
+        optimiser: An optimiser that has taken `done` steps.
+        steps: This worker's micro-batches of each step, from step `done + 1` on.
+        settings: Give the number of steps and the steps between evaluations.
+        evaluate: Measures held-out β by number of draft nodes.
+        done: Steps that were taken before.
+
+    Raises:
+        TrainingError: The loss is not finite.
+    """
+    for step, parts in zip(range(done + 1, settings.steps + 1), steps, strict=False):
+        update = optimiser.update(parts)
+        due = step % settings.evaluate_every == 0 or step == settings.steps
+        yield StepDone(step, update, evaluate() if due else None)

@@ -1,0 +1,180 @@
+"""The best tree of a model that must run over a node to know the node's children: an autoregressive drafter.
+
+Such a model keeps what it computed of a node (its keys and values) where it computed it. So nodes get *places* in the
+order in which they are run, which stay theirs; the tree's order, by probability, is found at the end.
+
+The tree grows level by level, one forward of the model a level. Only nodes that can have a child in the tree are run:
+the likeliest `beam` of a level. On a GPU the work is the same whatever the tensors hold, so it can be recorded as a
+graph, and the host never waits for a result. On a CPU, where each node costs time, only those nodes are run that are
+among the best of all so far, as no other can have a child in a tree of that size. With a beam as wide as the tree the
+search is exact: it finds the most probable prefixes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafter import devices
+from drafter.tree.token_tree import TokenTree, from_nodes, from_paths, root_only
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Nodes that have places, the root first. Those from place `first` on have not been run.
+
+    Args:
+        tokens: `[B, P]`; the root's where a row has fewer nodes.
+        depths: `[B, P]` below the root.
+        ancestors: `[B, P, P]` bool: entry `[b, i, j]` says that node `j` is node `i` or one of its ancestors.
+        first: Place of the first of the F = P - first nodes to run.
+        real: `[B, F]` bool: which of these exist; the others cost nothing where they can be left out.
+    """
+
+    tokens: Tensor
+    depths: Tensor
+    ancestors: Tensor
+    first: int
+    real: Tensor
+
+
+Conditionals = Callable[[Frontier], tuple[Tensor, Tensor]]
+"""Runs a frontier's F last nodes; returns the log-probabilities `[B, F, K]` of the K likeliest tokens after each of
+them, falling, and these tokens `[B, F, K]`. What it returns of nodes that are not real means nothing."""
+
+
+@torch.no_grad()
+def best_first_trie(
+    conditionals: Conditionals, pending: Tensor, depth: int, size: int, beam: int, least: float = 0.0
+) -> TokenTree:
+    """Grow trees of the most probable prefixes.
+
+    Args:
+        conditionals: The model. It is called at most `depth` times.
+        pending: `[B]` tokens of the roots.
+        depth: Longest prefix.
+        size: Nodes of each tree, root included.
+        beam: Nodes of a depth that are run at most; so `most_places(depth, beam)` is the largest P of a frontier.
+        least: On a CPU, prefixes of no higher probability are not extended.
+
+    Returns:
+        Trees `[B, size]`; rows with fewer possible prefixes are padded.
+    """
+    if size < 2:
+        return root_only(pending)
+    roots = pending[:, None]
+    everywhere = torch.ones_like(roots, dtype=torch.bool)
+    frontier = Frontier(roots, torch.zeros_like(roots), everywhere[:, :, None], 0, everywhere)
+    # Of the frontier's F last nodes: log prefix probability, and index among all candidates, -1 of the root.
+    reached, names = torch.zeros_like(roots, dtype=torch.float32), torch.full_like(roots, -1)
+    levels: list[tuple[Tensor, Tensor, Tensor]] = []
+    for level in range(1, min(depth, size - 1) + 1):
+        log_probs, tokens = conditionals(frontier)
+        children = log_probs.shape[2]
+        # Numbers that are not finite have no children; rounding must not lift a sure token above its parent.
+        scores = reached[:, :, None] + _finite(log_probs.float()).clamp_max(0.0)
+        scores = scores.masked_fill(~frontier.real[:, :, None], -torch.inf).flatten(1)
+        best, index = scores.topk(min(size - 1, scores.shape[1]))
+        parent = index // children
+        levels.append((tokens.flatten(1).gather(1, index), names.gather(1, parent), best))
+        width = min(beam, size - 1 - level, best.shape[1])
+        if level == depth or width < 1:
+            break
+        chosen = best[:, :width] > -torch.inf
+        if not devices.is_asynchronous(pending.device):
+            chosen &= _promising(levels, size, least)[:, :width]
+            width = int(chosen.sum(1).max())
+            if not width:
+                break
+        before = sum(one.shape[1] for one, _, _ in levels[:-1])
+        names = (before + torch.arange(width, device=pending.device)).expand(len(pending), -1)
+        reached = best[:, :width]
+        frontier = _extended(frontier, levels[-1][0][:, :width], parent[:, :width], chosen[:, :width], level)
+    tokens, parents, probs = (torch.cat(parts, 1) for parts in zip(*levels, strict=True))
+    depths = [torch.full_like(one[0], at) for at, (one, _, _) in enumerate(levels, start=1)]
+    return from_nodes(pending, tokens, parents, torch.cat(depths), probs, size)
+
+
+def _finite(log_probs: Tensor) -> Tensor:
+    """Return log-probabilities with -inf for what is no number, or infinite."""
+    return log_probs.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
+
+
+def most_places(depth: int, beam: int) -> int:
+    """Return how many nodes are run at most: the root, and a beam of each depth but the last."""
+    return 1 + (depth - 1) * beam
+
+
+def _promising(levels: list[tuple[Tensor, Tensor, Tensor]], size: int, least: float) -> Tensor:
+    """Return which of the last level's candidates may have children in the tree, `[B, C]`; they come first."""
+    last = levels[-1][2]
+    wanted = last > (math.log(least) if least > 0 else -math.inf)
+    found = torch.cat([one for _, _, one in levels], 1)
+    if found.shape[1] >= size - 1:
+        wanted &= last > found.topk(size - 1).values[:, -1:]
+    return wanted
+
+
+def _extended(frontier: Frontier, tokens: Tensor, parents: Tensor, real: Tensor, level: int) -> Frontier:
+    """Return a frontier with new last nodes `[B, W]`, whose `parents` are counted from the present frontier's first."""
+    places, width = frontier.tokens.shape[1], tokens.shape[1]
+    above = frontier.ancestors.gather(1, (frontier.first + parents)[:, :, None].expand(-1, -1, places))
+    themselves = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
+    ancestors = torch.cat([F.pad(frontier.ancestors, (0, width)), torch.cat([above, themselves], 2)], 1)
+    return Frontier(
+        torch.cat([frontier.tokens, torch.where(real, tokens, frontier.tokens[:, :1])], 1),
+        torch.cat([frontier.depths, torch.full_like(tokens, level)], 1),
+        ancestors,
+        places,
+        real,
+    )
+
+
+# ---- The exact best trie under independent distributions, one for each depth.
+
+
+def best_product_trie(log_probs: Tensor, pending: Tensor, size: int) -> TokenTree:
+    """Find the `size`-node trie of the most probable prefixes.
+
+    Args:
+        log_probs: `[B, U, V]` normalised log-probabilities of the token at each depth.
+        pending: `[B]` tokens of the roots.
+        size: Nodes of each tree, root included.
+    """
+    beam = size - 1
+    if beam < 1:
+        return root_only(pending)
+    batch, depth, vocabulary = log_probs.shape
+    best, names = log_probs.float().topk(min(beam, vocabulary), dim=2)
+    width = best.shape[2]
+    parent_probs = best.new_zeros(batch, 1)
+    tokens, parents, depths, levels, before = [], [], [], [], -1
+    for level in range(min(depth, beam)):
+        scores = (parent_probs[:, :, None] + best[:, level, None]).flatten(1)
+        kept, index = scores.topk(min(beam - level, scores.shape[1]))
+        tokens.append(names[:, level].gather(1, index % width))
+        parents.append(index // width + before)
+        depths.append(torch.full_like(index, level + 1))
+        levels.append(kept)
+        before = 0 if level == 0 else before + parent_probs.shape[1]
+        parent_probs = kept
+    return from_nodes(
+        pending, torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(depths, 1), torch.cat(levels, 1), size
+    )
+
+
+def likeliest_chain(log_probs: Tensor, pending: Tensor, size: int) -> TokenTree:
+    """Return the chain of each depth's likeliest token.
+
+    Args:
+        log_probs: `[B, U, V]` normalised log-probabilities of the token at each depth.
+        pending: `[B]` tokens of the roots.
+        size: Nodes of each chain, root included; a chain longer than U is padded.
+    """
+    best, names = log_probs[:, : size - 1].float().max(2)
+    return from_paths(pending, names[:, None], best.cumsum(1)[:, None], size)

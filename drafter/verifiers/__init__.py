@@ -1,1 +1,0 @@
-"""Verifiers: how the base's logits decide which draft tokens become output."""

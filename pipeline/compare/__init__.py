@@ -1,1 +1,0 @@
-"""Two outputs of the same prompts, side by side."""

@@ -1,0 +1,197 @@
+"""Models' folders: what tells one from another without loading it, and whether a file of weights is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from drafter.acceptance.settings import VerifierSettings
+from drafter.drafters.names import kind_and_rest, leaf_names, model_and_device
+from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
+from drafter.errors import one_line
+from pipeline.errors import InputError
+
+_SUFFIXES = (".json", ".jinja", ".safetensors", ".model", ".txt", ".py")
+"""Files of these kinds decide what a model computes, and which texts it is given."""
+_WHOLE_BYTES = 256 << 20
+"""A file of up to this size is hashed whole, which takes a fraction of a second."""
+_BLOCK, _EVERY = 4 << 10, 1 << 20
+"""Of each tensor of a larger file, so many bytes of every so many bytes are hashed."""
+_READERS = 16
+_BLOCKS_AT_ONCE = 256
+_LENGTH_BYTES = 8
+"""A file of safetensors begins with the length of its header."""
+
+Span = tuple[int, int]
+"""First byte and the one after the last."""
+
+
+def folder_fingerprint(folder: Path) -> str:
+    """Return `v2-` and 16 hex digits for a model's folder: of the names, sizes and contents of its files.
+
+    Files of weights that are too large to be hashed whole are sampled; every tensor takes part.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in _SUFFIXES and path.is_file():
+            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+            digest.update(_digest(path))
+    return f"v2-{digest.hexdigest()[:16]}"
+
+
+def file_fingerprint(file: Path) -> str:
+    """Return `v2-` and 16 hex digits for what is in a file; a large one is sampled as a model's are."""
+    return f"v2-{hashlib.sha256(_digest(file)).hexdigest()[:16]}"
+
+
+def tensor_spans(file: Any, size: int) -> list[Span]:
+    """Return where the tensors of a file of safetensors lie in it.
+
+    Args:
+        file: The file, opened at its beginning, as a stream of bytes.
+        size: Its size in bytes.
+
+    Raises:
+        ValueError: It is no such file, or not all of it is there.
+    """
+    begin = _LENGTH_BYTES + int.from_bytes(bytes(file.read(_LENGTH_BYTES)), "little")
+    if not _LENGTH_BYTES < begin <= size:
+        raise ValueError("its header is incomplete")
+    header = json.loads(bytes(file.read(begin - _LENGTH_BYTES)))
+    try:
+        places = [one["data_offsets"] for name, one in header.items() if name != "__metadata__"]
+        spans = sorted((begin + first, begin + end) for first, end in places)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError("its header is not that of safetensors") from error
+    if max((end for _, end in spans), default=begin) != size:
+        raise ValueError(f"it has {size} bytes, and its header says otherwise")
+    return spans
+
+
+def _digest(path: Path) -> bytes:
+    """Hash a file: all of it, or its header and blocks of each of its tensors."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= _WHOLE_BYTES:
+            return hashlib.file_digest(file, "sha256").digest()
+        try:
+            spans = tensor_spans(file, size)
+        except ValueError:  # what loads the model will say what is wrong; until then it is a file like others
+            spans = []
+        header = spans[0][0] if spans else 0
+        digest = hashlib.sha256(os.pread(file.fileno(), header, 0))
+        blocks = list(_blocks(spans or [(0, size)]))
+        groups = [blocks[first : first + _BLOCKS_AT_ONCE] for first in range(0, len(blocks), _BLOCKS_AT_ONCE)]
+
+        def read(group: list[Span]) -> bytes:
+            return b"".join(os.pread(file.fileno(), end - begin, begin) for begin, end in group)
+
+        with ThreadPoolExecutor(_READERS) as pool:
+            for content in pool.map(read, groups):
+                digest.update(content)
+        return digest.digest()
+
+
+def _blocks(spans: list[Span]) -> Iterator[Span]:
+    for begin, end in spans:
+        for place in range(begin, end, _EVERY):
+            yield place, min(place + _BLOCK, end)
+
+
+# ---- The models that a configuration names, found and told from others without loading them.
+
+_PATH_BEGINNINGS = ("/", "./", "../", "~")
+_CONFIG = "config.json"
+
+
+def model_name(model: str | None) -> str:
+    """Return the hub id or folder of the base that a configuration names; None is the embedded one."""
+    return model if model is not None else str(EMBEDDED_BASE)
+
+
+def model_fingerprint(name: str) -> str:
+    """Return what tells a base from others: the fingerprint of its folder, or its hub id and commit.
+
+    Raises:
+        InputError: There is no model at the path, or on the hub.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / _CONFIG).is_file():
+            raise InputError(f"model {name} is not a model's folder: it has no {_CONFIG}")
+        return folder_fingerprint(folder)
+    if folder.exists() or name.startswith(_PATH_BEGINNINGS) or name.count("/") > 1:
+        raise InputError(f"model {name} is not a folder with a model")
+    return _on_hub("model", name)
+
+
+def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:
+    """Return the fingerprints of draft heads, embedded ones included, draft models and tables that `drafter` names.
+
+    Raises:
+        InputError: There is no head or model at a path, or on the hub, or no table.
+    """
+    if drafter == "auto" and model is None:
+        drafter = "ctc"
+    found = {}
+    for name in leaf_names(drafter):
+        kind, rest = kind_and_rest(name)
+        if kind == "model":
+            found[name] = model_fingerprint(model_and_device(rest)[0])
+            continue
+        if kind == "cacheback":
+            found[name] = _table_fingerprint(name, rest)
+            continue
+        embedded = EMBEDDED_HEADS / name
+        folder = embedded if embedded.is_dir() else Path(name).expanduser()
+        if folder.is_dir():
+            if not (folder / _CONFIG).is_file():
+                raise InputError(f"drafter {name} is not a draft head's folder: it has no {_CONFIG}")
+            found[name] = folder_fingerprint(folder)
+        elif folder.exists() or name.startswith(_PATH_BEGINNINGS):
+            raise InputError(f"drafter {name} is not a folder with a draft head")
+        elif "/" in name:  # other drafters have names without
+            found[name] = _on_hub("drafter", name)
+    return found
+
+
+def classifier_fingerprints(verifier: VerifierSettings) -> dict[str, str]:
+    """Return the fingerprint of the classifier that a verifier's settings name, by its name; none if they name none.
+
+    Raises:
+        InputError: There is no such folder.
+    """
+    if verifier.classifier is None:
+        return {}
+    folder = Path(verifier.classifier).expanduser()
+    if not folder.is_dir():
+        raise InputError(f"verifier.classifier {verifier.classifier} is not a folder")
+    return {verifier.classifier: folder_fingerprint(folder)}
+
+
+def _table_fingerprint(name: str, path: str) -> str:
+    """Return what tells a table of n-grams from others."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise InputError(f"drafter {name} names no table: there is no file {path} (make one with python -m jobs.cache)")
+    return file_fingerprint(file)
+
+
+def _on_hub(what: str, name: str) -> str:
+    """Return a hub id with the commit that it stands for now, or in the local cache where the hub is not asked."""
+    from huggingface_hub import hf_hub_download  # most jobs need no hub, and do not wait for this import
+
+    try:
+        file = hf_hub_download(name, _CONFIG)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"{what} {name} is no folder, and as a hub id: {one_line(error)} (give a folder, or a hub id that this "
+            "machine can reach or has in its cache)"
+        ) from error
+    # The cache keeps each commit's files in a folder of its name.
+    return f"{name}@{Path(file).parent.name}"

@@ -1,0 +1,215 @@
+"""The texts of rows that are in a job's output already."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.parquet
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from drafter.drafters.contract import Drafter
+from drafter.drafters.text_queue import Text, TextQueue
+from drafter.errors import one_line
+from drafter.requests import Generation, Request
+from pipeline.io.files import Location
+from pipeline.progress.watch import Pulse
+
+_COLUMNS = ("prompt_token_ids", "token_ids")
+
+
+def earlier_texts(data: Location, tokens: int) -> list[Text]:
+    """Return prompts with their answers, oldest first: the newest ones that have up to `tokens` tokens together.
+
+    Files that cannot be read are left out: drafts are worth no failure.
+
+    Args:
+        data: The folder of the output's Parquet files.
+        tokens: Tokens of all texts together.
+    """
+    found: list[Text] = []
+    for text in _newest_first(data):
+        tokens -= len(text)
+        if tokens < 0:
+            break
+        found.append(text)
+    return found[::-1]
+
+
+def _newest_first(data: Location) -> Iterator[Text]:
+    try:
+        files = [info for info in data.children() if info.path.endswith(".parquet")]
+    except OSError as error:
+        print(f"{data.path} is not remembered: {one_line(error)}", file=sys.stderr, flush=True)
+        return
+    for info in sorted(files, key=lambda info: (info.mtime_ns or 0, info.path), reverse=True):
+        try:
+            with data.filesystem.open_input_file(info.path) as stream:
+                file = pa.parquet.ParquetFile(stream)
+                if not set(_COLUMNS) <= set(file.schema_arrow.names):
+                    continue
+                for group in reversed(range(file.num_row_groups)):
+                    yield from _texts(file.read_row_group(group, list(_COLUMNS)))[::-1]
+        except (OSError, pa.ArrowException) as error:  # it may also have been merged into another one meanwhile
+            print(f"{info.path} is not remembered: {one_line(error)}", file=sys.stderr, flush=True)
+
+
+def _texts(rows: pa.Table) -> list[Text]:
+    """Return each row's prompt and answer as one text."""
+    prompts, answers = (_split(rows[name]) for name in _COLUMNS)
+    return [np.concatenate(parts) for parts in zip(prompts, answers, strict=True)]
+
+
+def _split(column: pa.ChunkedArray) -> list[npt.NDArray[np.int32]]:
+    lengths = pa.compute.fill_null(pa.compute.list_value_length(column), 0).to_numpy()
+    flat = pa.compute.list_flatten(column).to_numpy().astype(np.int32)
+    return np.split(flat, np.cumsum(lengths)[:-1]) if len(lengths) else []
+
+
+# ---- What the engines of a node have said lately: an actor beside them, from which each takes what the others said.
+
+_KEPT_TOKENS = 1 << 18
+"""Far more than the engines of a node say between two looks."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """How far an engine has looked.
+
+    Args:
+        life: Name of the process that it has looked in.
+        number: Number of the next text.
+    """
+
+    life: str
+    number: int
+
+
+class NodeTexts:
+    """Keeps what engines have said, the newest of it; a Ray actor, but nothing in it needs Ray.
+
+    Args:
+        capacity: Tokens that are kept.
+    """
+
+    def __init__(self, capacity: int = _KEPT_TOKENS) -> None:
+        self._capacity, self._life = capacity, uuid.uuid4().hex
+        self._kept: deque[tuple[int, str, Text]] = deque()
+        self._tokens = self._said = 0
+
+    def exchange(self, engine: str, said: Sequence[Text], seen: Seen | None) -> tuple[list[Text], Seen]:
+        """Keep what an engine has said, and return what the others have said since it looked last.
+
+        Args:
+            engine: Its name.
+            said: What it has said since then.
+            seen: What the last call returned; an engine that has not looked yet gets nothing.
+        """
+        first = seen.number if seen is not None and seen.life == self._life else self._said
+        others = [text for number, who, text in self._kept if number >= first and who != engine]
+        for text in said:
+            self._kept.append((self._said, engine, text))
+            self._said += 1
+            self._tokens += len(text)
+        while self._tokens > self._capacity:
+            self._tokens -= len(self._kept.popleft()[2])
+        return others, Seen(self._life, self._said)
+
+
+def texts_of_node(run: str) -> Any:
+    """Return the `NodeTexts` actor of this node and job; it is made where there is none.
+
+    Args:
+        run: The job's name: its output.
+    """
+    node = ray.get_runtime_context().get_node_id()
+    name = f"texts-{hashlib.sha256(run.encode()).hexdigest()[:16]}-{node}"
+    here = NodeAffinitySchedulingStrategy(node, soft=False)
+    options = {"num_cpus": 0, "name": name, "get_if_exists": True, "scheduling_strategy": here}
+    return ray.remote(**options)(NodeTexts).remote()
+
+
+# ---- Tells an engine's drafter what other processes have decoded, in threads of its own.
+
+_PULSE_SECONDS = 1.0
+_ANSWER_SECONDS = 10.0
+_UNTOLD_TOKENS = 1 << 16
+"""Tokens that wait to be told to the other engines; older ones are dropped."""
+
+
+@dataclass(frozen=True)
+class OtherTexts:
+    """What an engine can learn from beside its own rows.
+
+    Args:
+        data: The folder of the job's finished rows; None to read none.
+        shared: Whether there may be other engines of the job on its node.
+    """
+
+    data: Location | None
+    shared: bool
+
+
+class MemoryFeed:
+    """Feeds a drafter.
+
+    Args:
+        drafter: Of an engine that has been made.
+        others: What there is to learn from.
+        run: The job's name.
+        connect: Returns an actor handle for a job's name.
+    """
+
+    def __init__(
+        self, drafter: Drafter, others: OtherTexts, run: str, connect: Callable[[str], Any] = texts_of_node
+    ) -> None:
+        self._drafter, self._others, self._run, self._connect = drafter, others, run, connect
+        self._name = uuid.uuid4().hex
+        self._said = TextQueue(_UNTOLD_TOKENS)
+        self._actor: Any = None
+        self._seen: Seen | None = None
+        self._pulse = Pulse(_PULSE_SECONDS, self.exchange)
+
+    def start(self) -> None:
+        """Begin, if there is something to learn from and the drafter has use for it."""
+        if self._drafter.memory.room:
+            threading.Thread(target=self.refill, name="refill", daemon=True).start()
+            if self._others.shared:
+                self._pulse.start()
+
+    def finished(self, generation: Generation, request: Request) -> None:
+        """Let the node's other engines know of a row that has just finished."""
+        if self._others.shared and self._drafter.memory.room:
+            self._said.put([[*request.prompt_ids, *generation.token_ids]])
+
+    def refill(self) -> None:
+        """Remember the rows that the output has already."""
+        if self._others.data is not None:
+            self._drafter.remember(earlier_texts(self._others.data, self._drafter.memory.room))
+
+    def exchange(self) -> None:
+        """Tell what has been said here, and remember what has been said by others; nothing where nobody answers."""
+        try:
+            if self._actor is None:
+                self._actor = self._connect(self._run)
+            said = self._said.take(_UNTOLD_TOKENS)
+            call = self._actor.exchange.remote(self._name, said, self._seen)
+            texts, self._seen = ray.get(call, timeout=_ANSWER_SECONDS)
+        except ray.exceptions.GetTimeoutError:
+            return  # it is still being started, or has much to do; without this handle Ray would end it
+        except (ray.exceptions.RayError, ValueError):  # it has died, or is being made by another engine
+            self._actor = None
+            return
+        if texts:
+            self._drafter.remember(texts)

@@ -1,0 +1,238 @@
+"""The configuration of an evaluation job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from drafter.acceptance.settings import VerifierSettings
+from drafter.embedded import EMBEDDED_HEADS
+from drafter.evaluation.plan import Nodes, Plan
+from drafter.heads.contract import Tree
+from pipeline.command_line import at_least, make_parser, parse
+from pipeline.errors import InputError
+from pipeline.generate.config import LoadingConfig
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """An evaluation. Settings that take "one or a list" are measured in all combinations.
+
+    Args:
+        output: Folder for the results. It is new, empty, or the output of an earlier submission of the same job.
+        model: Base model, as a hub id or folder; by default the embedded demonstration model.
+        drafters: One or a list, as `jobs.generate` takes them: draft heads' folders, `ctc`, `ngram`, `ctc+ngram`. By
+            default the embedded heads for the embedded model, and `ngram` for any other.
+        trees: One or a list. `exact` is the best trie under the drafter's distributions, `static` the published fixed
+            tree; drafters that have no static tree are left out there.
+        nodes: One or a list: number of draft tokens verified in a step. `auto` adapts to what pays on the machine.
+        batches: One or a list: number of requests decoded together.
+        temperatures: One or a list: sampling temperatures.
+        questions: Question files by name: JSON lines with `turns` (MT-bench's format) or `question` (GSM8K's).
+        questions_per_file: Number of questions to take, spread evenly over each file; null takes all.
+        samples: Answers to each question, each with a seed of its own, above temperature 0.
+        rounds: How often everything is timed.
+        max_new_tokens: Longest answer.
+        compile: Compile the base's forward, as `engine.compile` of `jobs.generate` does.
+        transformers: Measure `transformers.generate` as well, which may take several times as long as any other arm.
+        verifiers: One or a list: verifiers to measure beside exact decoding instead of trees: `fly`, `typical`, and
+            `pad:classifier=FOLDER`. A setting such as `fly:theta=0.3,window=4` is measured alone, otherwise several.
+        scorer: What an answer is worth, for `verifiers`: `number`, `string`, `json`, or `FILE.py:function`.
+        target: Key of the questions with the right answer, for a built-in scorer.
+        keep: Find the fastest setting of each verifier that keeps this share of exact decoding's utility, by a search
+            between the settings that are measured anyway.
+        loading: How the models are loaded.
+        gpus: Number of GPUs to use; by default 1 where there are any.
+    """
+
+    output: str
+    model: str | None = None
+    drafters: list[str] | str | None = None
+    trees: list[Tree] | Tree = field(default_factory=lambda: list(Plan.trees))
+    nodes: list[Nodes] | Nodes = field(default_factory=lambda: list(Plan.nodes))
+    batches: list[int] | int = field(default_factory=lambda: list(Plan.batches))
+    temperatures: list[float] | float = field(default_factory=lambda: list(Plan.temperatures))
+    questions: dict[str, str] = field(
+        default_factory=lambda: {"chat": "data/chat-prompts/questions.jsonl", "gsm8k": "data/gsm8k/test.jsonl"}
+    )
+    questions_per_file: int | None = 8
+    samples: int = Plan.samples
+    rounds: int = Plan.rounds
+    max_new_tokens: int = Plan.max_new_tokens
+    compile: bool = Plan.compile
+    transformers: bool = Plan.transformers
+    verifiers: list[str] | str | None = None
+    scorer: str | None = None
+    target: str | None = None
+    keep: float | None = None
+    loading: LoadingConfig = field(default_factory=LoadingConfig)
+    gpus: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.output.strip():
+            raise InputError("output is empty")
+        if not self.questions:
+            raise InputError("questions must name at least one file")
+        at_least("questions_per_file", self.questions_per_file, 1)
+        at_least("gpus", self.gpus, 0)
+        if self.verifiers is None and (self.scorer is not None or self.keep is not None):
+            raise InputError("scorer and keep are of verifiers: name some, or leave these out")
+        if self.verifiers is not None and self.scorer is None:
+            raise InputError("verifiers are measured by what answers are worth: name a scorer")
+        if self.verifiers is not None and self.samples != 1:
+            raise InputError("samples are of an evaluation of drafters: leave them out, or leave verifiers out")
+        if self.keep is not None and not 0 < self.keep <= 1:
+            raise InputError(f"keep must be more than 0 and at most 1, not {self.keep:g}")
+        self.lenient_verifiers()
+        try:
+            self.plan()
+        except ValueError as error:
+            raise InputError(str(error)) from error
+
+    def lenient_verifiers(self) -> tuple[VerifierSettings, ...]:
+        """Return the verifiers that are measured.
+
+        Raises:
+            InputError: A name or a setting is unknown.
+        """
+        return () if self.verifiers is None else tuple(map(named_verifier, _each(self.verifiers)))
+
+    def plan(self) -> Plan:
+        """Return what is measured.
+
+        Raises:
+            ValueError: A value is out of range.
+        """
+        default = embedded_heads() if self.model is None else ("ngram",)
+        return Plan(
+            drafters=default if self.drafters is None else _each(self.drafters),
+            trees=_each(self.trees),
+            nodes=_each(self.nodes),
+            batches=_each(self.batches),
+            temperatures=_each(self.temperatures),
+            samples=self.samples,
+            rounds=self.rounds,
+            max_new_tokens=self.max_new_tokens,
+            compile=self.compile,
+            transformers=self.transformers,
+        )
+
+
+def named_verifier(text: str) -> VerifierSettings:
+    """Return the settings of a lenient verifier that are written as `NAME` or `NAME:setting=value,setting=value`.
+
+    Raises:
+        InputError: There is no such verifier or setting, or the value is no number.
+    """
+    name, _, rest = text.partition(":")
+    kinds = get_type_hints(VerifierSettings)
+    known = [one for one in get_args(kinds.pop("name")) if one != "exact"]
+    if name not in known:
+        raise InputError(f"verifiers: no lenient verifier {name!r}: there are {', '.join(known)}")
+    settings: dict[str, Any] = {}
+    for pair in filter(None, rest.split(",")):
+        setting, _, value = pair.partition("=")
+        try:
+            settings[setting] = get_args(kinds[setting])[0](value)  # each is its type, or None
+        except KeyError as error:
+            raise InputError(f"verifiers: {text}: there is no setting {setting!r}") from error
+        except ValueError as error:
+            raise InputError(f"verifiers: {text}: {setting} must be a number, not {value!r}") from error
+    return VerifierSettings(name, **settings)  # type: ignore[arg-type]
+
+
+def embedded_heads() -> tuple[str, ...]:
+    """Return the names of the embedded base's draft heads."""
+    return tuple(sorted(folder.name for folder in EMBEDDED_HEADS.iterdir() if (folder / "config.json").is_file()))
+
+
+def _each(value: list[T] | T) -> tuple[T, ...]:
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+_DESCRIPTION = """\
+Measure what drafters gain: β, γ, acceptance by depth and time by stage, side by side with plain decoding and
+transformers.generate in one run.
+
+The job writes to --output: results.json (raw counts and seconds), table.md and plots. Submit the same command
+again to resume the job where it stopped.
+
+  python -m jobs.evaluate --output build/evaluation
+  python -m jobs.evaluate --drafters build/heads/ctc --output build/evaluation
+  python -m jobs.evaluate --model MODEL --drafters '[HEAD, ngram]' --nodes '[16, auto]' --batches '[1, 4, 16]' \\
+      --questions '{mt-bench: question.jsonl}' --questions_per_file null --output out
+  python -m jobs.evaluate --verifiers '[fly, "pad:classifier=pivots/verifier"]' --scorer number --target answer \\
+      --keep 0.99 --questions '{gsm8k: test.jsonl}' --questions_per_file 500 --output out"""
+
+
+def parse_config(arguments: Sequence[str] | None = None) -> EvaluateConfig:
+    """Return the evaluation that a command line asks for; see `command_line.parse`."""
+    return parse(EvaluateConfig, make_parser(EvaluateConfig, "jobs.evaluate", "--output DIR", _DESCRIPTION), arguments)
+
+
+# ---- The configuration of a planning job.
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """A plan of the best stack of drafters.
+
+    Args:
+        output: Folder for the results; what an earlier plan has written there is replaced.
+        drafters: A list of drafters that may be levels of a stack: `model:` and a model's folder or hub id; or, as the
+            lowest level alone, `cacheback`, `ngram`, `memory`, or several of these joined by `+`.
+        model: Base model, as a hub id or folder; by default the embedded demonstration model.
+        questions: A sample of the job's prompts: JSON lines with `turns` (MT-bench's format) or `question` (GSM8K's).
+        questions_per_file: Number of questions to take, spread evenly over the file; null takes all. The plan rests on
+            every other one; what it expects is compared with what the others take.
+        nodes: Draft tokens that the base verifies in a step; by default as many as can pay on the device.
+        batch: Number of requests decoded together.
+        temperature: Sampling temperature.
+        max_new_tokens: Longest answer.
+        loading: How the base is loaded.
+        gpus: Number of GPUs to use; by default 1 where there are any.
+    """
+
+    output: str
+    drafters: list[str]
+    model: str | None = None
+    questions: str = "data/gsm8k/test.jsonl"
+    questions_per_file: int | None = 16
+    nodes: int | None = None
+    batch: int = 1
+    temperature: float = 0.0
+    max_new_tokens: int = 64
+    loading: LoadingConfig = field(default_factory=LoadingConfig)
+    gpus: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.output.strip():
+            raise InputError("output is empty")
+        if not self.drafters or len(set(self.drafters)) < len(self.drafters):
+            raise InputError(f"drafters must be at least one name, none of them twice, not {self.drafters}")
+        at_least("questions_per_file", self.questions_per_file, 2)
+        for name in ("nodes", "batch", "max_new_tokens"):
+            at_least(name, getattr(self, name), 1)
+        at_least("gpus", self.gpus, 0)
+        if not 0 <= self.temperature < math.inf:
+            raise InputError(f"temperature must be finite and at least 0, not {self.temperature}")
+
+
+_plan_config_DESCRIPTION = """\
+Find the stack of drafters with the lowest expected time a token, from how much of each other's drafts the models accept
+and what their forwards cost, measured on a sample of prompts. What the best stack takes is measured on others.
+
+The job prints what it compared, and writes it to --output: stacks.json and stacks.md. The best stack's name goes to
+--drafter of jobs.generate and jobs.serve.
+
+  python -m jobs.plan --model MODEL --drafters '[cacheback, "model:SMALL", "model:SMALLER"]' --questions sample.jsonl \\
+      --output plan"""
+
+
+def parse_plan(arguments: Sequence[str] | None = None) -> PlanConfig:
+    """Return the plan that a command line asks for; see `command_line.parse`."""
+    return parse(PlanConfig, make_parser(PlanConfig, "jobs.plan", "--output DIR", _plan_config_DESCRIPTION), arguments)

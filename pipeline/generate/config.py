@@ -1,0 +1,120 @@
+"""The configuration of a generation job, and its command line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import yaml
+from jsonargparse import ArgumentParser
+
+from drafter.acceptance.settings import VerifierSettings
+from drafter.engine.config import EngineSettings
+from drafter.requests import SamplingParams
+from pipeline.command_line import make_parser, parse
+from pipeline.errors import InputError
+from pipeline.learning.config import LearningConfig
+from pipeline.settings import LimitsConfig, ReadingConfig, ResourcesConfig, WritingConfig
+
+
+@dataclass(frozen=True)
+class LoadingConfig:
+    """How the models are loaded.
+
+    Args:
+        dtype: Type of the weights; `auto` is bf16 on a GPU and fp32 on a CPU.
+        device: Where the models run; `auto` is the GPU where there is one, otherwise the CPU.
+        device_map: As in transformers, for a base that is larger than one GPU.
+        trust_remote_code: Run the modeling code that comes with the weights.
+    """
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+    device_map: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """A generation job.
+
+    Args:
+        input: A file, a folder, a pattern (`data/**/*.jsonl`), or a URI such as `s3://bucket/folder` or
+            `hf://datasets/owner/name`.
+        output: Folder or URI for the results: a new or empty one, or that of an earlier submission of the same job.
+        model: Base model: hub id or folder; by default the embedded demonstration model.
+        drafter: What proposes tokens: `none`, `ngram`, `memory`, `cacheback`, `cacheback:` and a table of
+            `jobs.cache`, `exit:N`, a draft head's folder or hub id, `ctc` (the embedded head), `model:` and a draft
+            model's, several of these joined by `+`, `long:N:DRAFTER`, `stack:LOWER>model:A`, or `auto`.
+        verifier: Which draft tokens become output; by default those that plain decoding would give.
+        learning: A draft head that learns from the rows while the job runs.
+        reading: How rows become prompts.
+        loading: How the models are loaded.
+        sampling: How tokens are chosen.
+        engine: How much an engine does at once.
+        resources: What of the cluster the job takes.
+        limits: What is given up, and when.
+        writing: How results are written.
+    """
+
+    input: str
+    output: str
+    model: str | None = None
+    drafter: str = "auto"
+    verifier: VerifierSettings = field(default_factory=VerifierSettings)
+    learning: LearningConfig = field(default_factory=LearningConfig)
+    reading: ReadingConfig = field(default_factory=ReadingConfig)
+    loading: LoadingConfig = field(default_factory=LoadingConfig)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    writing: WritingConfig = field(default_factory=WritingConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("input", "output", "drafter"):
+            if not getattr(self, name).strip():
+                raise InputError(f"{name} is empty")
+        if (self.resources.gpus_per_actor or 0) > 1 and self.loading.device_map is None:
+            raise InputError(
+                f"an engine would use one of resources.gpus_per_actor = {self.resources.gpus_per_actor:g} GPUs: "
+                "set loading.device_map to auto, or take 1"
+            )
+
+        self.learning.check_beside(self.drafter, self.verifier, self.engine)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the configuration as plain values, for YAML and JSON."""
+        values = dataclasses.asdict(self)
+        values["sampling"]["stop"] = list(self.sampling.stop)
+        values["sampling"]["logit_bias"] = [list(pair) for pair in values["sampling"]["logit_bias"]]
+        return values
+
+    def as_yaml(self) -> str:
+        """Return the configuration as a file that `--config` takes."""
+        return str(yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True))
+
+
+_DESCRIPTION = """\
+Generate a text for every row of a dataset, by speculative decoding that never changes the tokens.
+
+Rows are read from --input, results written to --output: data/ (one row a prompt, with acceptance
+statistics), errors/ (rows that could not be generated, and why) and run.json (what was run).
+Submitting the same command again goes on where the job stopped.
+
+  python -m jobs.generate --input prompts.jsonl --output out
+  python -m jobs.generate --input 'data/*.parquet' --reading.prompt_column question --output out \\
+      --model meta-llama/Llama-3.2-1B-Instruct --sampling.temperature 0.7
+  python -m jobs.generate --config examples/demo.yaml --output elsewhere"""
+
+
+def generate_parser(job: str = "jobs.generate", description: str = _DESCRIPTION) -> ArgumentParser:
+    """Make the command line of the generation job, or of the same job by another name."""
+    return make_parser(GenerateConfig, job, "--input PATH --output DIR", description)
+
+
+def parse_config(arguments: Sequence[str] | None = None) -> GenerateConfig:
+    """Read the configuration of the generation job from a command line; see `command_line.parse`."""
+    return parse(GenerateConfig, generate_parser(), arguments)

@@ -1,0 +1,148 @@
+"""The generation job's entry, and all checks that need neither a cluster nor a loaded model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from pyarrow import fs
+
+from pipeline.command_line import parse, run_job
+from pipeline.engines.models import classifier_fingerprints, head_fingerprints, model_fingerprint, model_name
+from pipeline.errors import InputError
+from pipeline.generate.config import GenerateConfig, generate_parser, parse_config
+from pipeline.generate.job_context import JobContext, job_meaning
+from pipeline.io.files import locate
+from pipeline.io.listing import list_input
+from pipeline.io.prompt_source import PromptSource, find_prompts
+from pipeline.learning.config import NEW, SHIPPED
+from pipeline.output.folder import OutputFolder
+from pipeline.output.run_file import check_output, mend_run, save_run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the job that a command line asks for, and return its exit code; see `run_job`."""
+    return run_job(lambda given: generate(parse_config(given)), arguments)
+
+
+def generate(config: GenerateConfig) -> None:
+    """Run a job to its end; then all of its rows are in the output.
+
+    Raises:
+        InputError: The configuration or the input cannot be used.
+        JobError: The job failed on the way.
+        JobStopped: The job was told to stop.
+    """
+    reading = config.reading
+    listing = list_input(config.input, reading.format, reading.split, reading.subset)
+    prompts = find_prompts(listing, reading)
+    if prompts.kind == "openai":
+        refuse_settings_of_requests(config)
+    base = model_fingerprint(model_name(config.model))
+    check_tokenizer(config, prompts)
+    check_verifier(config)
+    heads = head_fingerprints(config.model, config.drafter) | classifier_fingerprints(config.verifier)
+    if config.learning.enabled and config.learning.head not in (SHIPPED, NEW):
+        heads |= head_fingerprints(config.model, config.learning.head)
+    meaning = job_meaning(config, listing, prompts, base, heads)
+    job = JobContext(config, listing, prompts, open_output(config, meaning), meaning)
+    print(config.as_yaml(), end="", file=sys.stderr, flush=True)
+    from pipeline.generate.submission import run  # Ray takes seconds to import: no check waits for it
+
+    run(job)
+
+
+def refuse_settings_of_requests(config: GenerateConfig) -> None:
+    """Refuse settings that the requests of an OpenAI batch bring themselves.
+
+    Raises:
+        InputError: Such a setting.
+    """
+    reading = config.reading
+    given = {
+        "reading.prompt_column": reading.prompt_column is not None,
+        "reading.messages_column": reading.messages_column is not None,
+        "reading.id_column": reading.id_column is not None,
+        "reading.chat": reading.chat is not None,
+        "reading.samples": reading.samples > 1,
+        "sampling.temperature": config.sampling.temperature > 0,
+    }
+    for name, is_set in given.items():
+        if is_set:
+            raise InputError(
+                f"input {config.input} is an OpenAI batch, whose requests say it themselves: leave out {name}"
+            )
+
+
+def check_tokenizer(config: GenerateConfig, prompts: PromptSource) -> None:
+    """Load the base's tokeniser, to see that it can be loaded and has a chat template where one is needed.
+
+    Raises:
+        InputError: It cannot, or has none.
+    """
+    from drafter.errors import LoadError
+    from drafter.target.loading import load_tokenizer  # torch takes seconds to import: no check before waits for it
+
+    name = model_name(config.model)
+    try:
+        tokenizer = load_tokenizer(name, trust_remote_code=config.loading.trust_remote_code)
+    except LoadError as error:
+        raise InputError(str(error)) from error
+    if (prompts.kind == "messages" or config.reading.chat) and tokenizer.chat_template is None:
+        raise InputError(f"model {name} has no chat template: give text prompts, with reading.chat false")
+
+
+def check_verifier(config: GenerateConfig) -> None:
+    """See that there is such a verifier, and that it defines what the sampling settings ask for.
+
+    Raises:
+        InputError: It is not, or does not.
+    """
+    from drafter.acceptance.registry import make_verifier
+    from drafter.errors import LoadError, RequestError
+
+    try:
+        make_verifier(config.verifier).refuse(config.sampling)
+    except (LoadError, RequestError) as error:
+        raise InputError(str(error)) from error
+
+
+def open_output(config: GenerateConfig, meaning: dict[str, Any]) -> OutputFolder:
+    """Open the output's folder: make a new one, or go on with that of an earlier submission of the same job.
+
+    Raises:
+        InputError: It holds something else or another job's results, or cannot be written to.
+    """
+    output = OutputFolder(locate(config.output))
+    source = locate(config.input)
+    if f"{output.root.path}/".startswith(f"{source.path}/") and source.filesystem.equals(output.root.filesystem):
+        raise InputError(f"output {config.output} lies in the input: results would become input")
+    check_output(config.output, output, meaning)
+    output.create()
+    if output.run_file.type == fs.FileType.File:
+        mend_run(output.run_file)
+    else:
+        save_run(output.run_file, config.as_dict(), meaning, state="running")
+    return output
+
+
+# ---- The distillation job: the generation job, with defaults for text that a draft head learns from.
+
+_DESCRIPTION = """\
+Let the base answer prompts itself, to get the text that its draft head learns from.
+
+This is jobs.generate with longer answers by default: the same input, output and settings, and
+submitting the same command again goes on where the job stopped. jobs.train takes the output.
+
+  python -m jobs.distill --input prompts.jsonl --output distilled
+  python -m jobs.distill --input prompts.jsonl --output distilled-sampled --sampling.temperature 0.8
+  python -m jobs.distill --config examples/distill.yaml"""
+_DEFAULTS = {"sampling.max_new_tokens": 1024}
+
+
+def parse_config(arguments: Sequence[str] | None = None) -> GenerateConfig:
+    """Read the configuration of the distillation job from a command line; see `command_line.parse`."""
+    parser = generate_parser("jobs.distill", _DESCRIPTION)
+    parser.set_defaults(_DEFAULTS)
+    return parse(GenerateConfig, parser, arguments)

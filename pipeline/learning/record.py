@@ -1,0 +1,201 @@
+"""What a learner has done and what that has brought: `learning.json` in the output, and what the next decision needs.
+
+Nothing here needs Ray: measurements come in, the course comes out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from drafter.errors import one_line
+from drafter.methods.learning.contract import HeadVersion
+from drafter.methods.learning.payoff import Balance, Course, Evaluation, Interval, curve_of, decide, gain_by_beta
+from pipeline.output.folder import OutputFolder
+from pipeline.progress.board import LearnerState, LearningReport
+
+_MOST_MOMENTS = 480
+"""Moments that are kept; when there are more, each two neighbours become one."""
+_MOST_FOUND = 1000
+"""Measurements and versions that are kept, of each the newest: a job may go on for weeks."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A version that was published.
+
+    Args:
+        at: When, in seconds since 1970.
+        number: Its number.
+        beta: Its β on held-out rows.
+        beta_before: That of the version before on the same rows; 1.0 where there was none.
+    """
+
+    at: float
+    number: int
+    beta: float
+    beta_before: float
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Some seconds of decoding.
+
+    Args:
+        at: When they ended, in seconds since 1970.
+        seconds: How long.
+        tokens: New tokens of all engines.
+        row_steps: Decode steps of all engines, counted once for each row that took part.
+        learned: Seconds of them in which the learner was at work.
+        version: The newest version by then; None before the first one.
+    """
+
+    at: float
+    seconds: float
+    tokens: int
+    row_steps: int
+    learned: float
+    version: int | None
+
+    def with_next(self, later: Moment) -> Moment:
+        """Return both as one."""
+        return Moment(
+            later.at,
+            self.seconds + later.seconds,
+            self.tokens + later.tokens,
+            self.row_steps + later.row_steps,
+            self.learned + later.learned,
+            later.version,
+        )
+
+
+@dataclass
+class LearningRecord:
+    """Grows while a job runs; later submissions go on with it.
+
+    Args:
+        balance: What learning has cost and saved.
+        evaluations: What was measured on held-out rows, the newest, in order.
+        versions: What was published, likewise.
+        moments: How decoding went, in order.
+        course: Whether the learner works now, and why. It is decided anew in each process.
+        gain: How many times its first β a head that was given has now.
+        beta_before: β of decoding before the first version.
+    """
+
+    balance: Balance = field(default_factory=Balance)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    versions: list[Published] = field(default_factory=list)
+    moments: list[Moment] = field(default_factory=list)
+    course: Course = field(default_factory=Course)
+    gain: float = 1.0
+    beta_before: float = 0.0
+
+    def evaluated(self, found: Evaluation) -> None:
+        """Enter a measurement."""
+        self.evaluations = [*self.evaluations, found][-_MOST_FOUND:]
+
+    def published(self, version: HeadVersion, at: float) -> None:
+        """Enter a version."""
+        found = Published(at, version.number, version.beta, version.beta_before)
+        self.versions = [*self.versions, found][-_MOST_FOUND:]
+        self.gain *= gain_by_beta(version.beta, version.beta_before)
+
+    def decoded(self, interval: Interval, at: float) -> None:
+        """Enter some seconds of decoding, which ended at `at`, in seconds since 1970."""
+        self.balance = self.balance.after(interval)
+        if not self.versions:
+            self.beta_before = self.balance.beta
+        if not interval.tokens:
+            return
+        number = self.versions[-1].number if self.versions else None
+        learned = interval.seconds if interval.learned else 0.0
+        self.moments.append(Moment(at, interval.seconds, interval.tokens, interval.row_steps, learned, number))
+        self.moments = together(self.moments, _MOST_MOMENTS)
+
+    def decide(self, tokens_left: float, *, must_pay: bool) -> Course:
+        """Decide on the next interval, and return what was decided."""
+        if must_pay:
+            self.course = decide(self.course, self.balance, tokens_left, curve_of(self.evaluations))
+        else:
+            self.course = Course(True, "it learns to the end, whether that pays or not")
+        return self.course
+
+    def report(self, state: LearnerState, reason: str, **progress: Any) -> LearningReport:
+        """Return what is made known of it.
+
+        Args:
+            state: What the learner does.
+            reason: Why.
+            progress: Further fields of the report.
+        """
+        return LearningReport(
+            state=state,
+            reason=reason,
+            version=self.versions[-1].number if self.versions else None,
+            beta=self.evaluations[-1].candidate if self.evaluations else None,
+            published_beta=self.versions[-1].beta if self.versions else None,
+            versions=len(self.versions),
+            taken_seconds=self.balance.taken,
+            saved_seconds=self.balance.saved,
+            **progress,
+        )
+
+    def as_json(self) -> str:
+        """Return all that later submissions and reports need."""
+        kept = {
+            "balance": asdict(self.balance),
+            "evaluations": _dicts(self.evaluations),
+            "versions": _dicts(self.versions),
+            "moments": _dicts(self.moments),
+            "gain": self.gain,
+            "beta_before": self.beta_before,
+        }
+        return json.dumps(kept, indent=1) + "\n"
+
+    @classmethod
+    def of_json(cls, text: str) -> LearningRecord:
+        """Return the record that `as_json` wrote.
+
+        Raises:
+            ValueError, TypeError, KeyError: It did not.
+        """
+        kept = json.loads(text)
+        return cls(
+            Balance(**kept["balance"]),
+            [Evaluation(**one) for one in kept["evaluations"]],
+            [Published(**one) for one in kept["versions"]],
+            [Moment(**one) for one in kept["moments"]],
+            gain=kept["gain"],
+            beta_before=kept["beta_before"],
+        )
+
+    def begun_anew(self, *, shares: bool) -> LearningRecord:
+        """Return it for another process; see `Balance.begun_anew`."""
+        return replace(self, balance=self.balance.begun_anew(shares=shares))
+
+
+def read_record(output: OutputFolder) -> LearningRecord:
+    """Return the record of earlier processes, or a new one where there is none that can be read."""
+    try:
+        return LearningRecord.of_json(output.learning_file.read_text())
+    except FileNotFoundError:
+        return LearningRecord()
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        print(f"the learner's record is begun anew: {one_line(error)}", file=sys.stderr, flush=True)
+        return LearningRecord()
+
+
+def together(moments: list[Moment], most: int) -> list[Moment]:
+    """Return moments of which there are at most so many: each two neighbours become one, until that is so."""
+    while len(moments) > most:
+        pairs = zip(moments[::2], moments[1::2], strict=False)
+        moments = [one.with_next(later) for one, later in pairs] + (moments[-1:] if len(moments) % 2 else [])
+    return moments
+
+
+def _dicts(some: Sequence[Any]) -> list[dict[str, Any]]:
+    return [asdict(one) for one in some]

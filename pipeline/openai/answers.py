@@ -1,0 +1,278 @@
+"""An extension of OpenAI's schema: what became of the draft. It is in answers only where it was asked for.
+
+A body asks with `"speculation": true` (`extra_body` of OpenAI's Python client). The answer then has `speculation`
+beside the fields of OpenAI's schema: in a chunk of a stream, what its step did; in the last chunk of a choice, and for
+each choice of an answer that is not streamed, the statistics of the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from drafter.requests import Generation, TokenDelta, TokenLogprob
+from drafter.statistics import statistics_columns
+from pipeline.openai.requests import ParsedRequest, bad_request, not_finite, to_json
+
+FIELD = "speculation"
+
+
+def wants_speculation(body: Any) -> bool:
+    """Take the extension out of a body, and return whether it was asked for.
+
+    Raises:
+        OpenAIError: It is neither true nor false.
+    """
+    value = body.pop(FIELD, None) if isinstance(body, dict) else None
+    if value is not None and not isinstance(value, bool):
+        raise bad_request(f"Invalid '{FIELD}': it must be true or false.", FIELD, "invalid_type")
+    return bool(value)
+
+
+def step_statistics(delta: TokenDelta) -> dict[str, Any]:
+    """Return what one decode step did: its new tokens, and how many of them were drafted."""
+    return {"tokens": len(delta.token_ids), "accepted": delta.accepted}
+
+
+def generation_statistics(generation: Generation) -> dict[str, Any]:
+    """Return the counts and ratios of the generation job's rows, and seconds since the request was submitted."""
+    timing = generation.timing
+    return {
+        "num_output_tokens": len(generation.token_ids),
+        **statistics_columns(generation.counts),
+        "seconds_queued": timing.queued,
+        "seconds_to_first_token": timing.first_token,
+        "seconds": timing.total,
+    }
+
+
+def lossless_mark(*generations: Generation) -> dict[str, Any]:
+    """Return the mark of an answer whose tokens may differ from plain decoding's; nothing for any other.
+
+    It is in every such answer, asked for or not.
+    """
+    marked = [generation for generation in generations if not generation.lossless]
+    if not marked:
+        return {}
+    lenient = sum(len(generation.lenient) for generation in marked)
+    return {"lossless": False, "verifier": marked[0].verifier, "lenient_tokens": lenient}
+
+
+# ---- The bodies of answers: what was generated, in OpenAI's schema.
+
+TokenText = Callable[[int], str]
+"""Gives the text of a token by itself."""
+_IMPOSSIBLE = -9999.0
+"""OpenAI's log-probability of a token that is too unlikely for a number; JSON has no minus infinity."""
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+    """Return the text of a token inside a text, which may begin with a space; `\ufffd` stands for half a character."""
+    # Tokenisers that put words together leave out the space before the first one, so the second one tells.
+    once, twice = (str(tokenizer.decode([token] * times, clean_up_tokenization_spaces=False)) for times in (1, 2))
+    return twice[len(once) :]
+
+
+def chat_response(
+    request: ParsedRequest, generations: Sequence[Generation], name: str, created: int, token_text: TokenText
+) -> dict[str, Any]:
+    """Return the body that answers a request to `/v1/chat/completions`.
+
+    Args:
+        request: What was asked for; the answer names the same model.
+        generations: One for each choice, in order.
+        name: The answer's `id`.
+        created: Seconds since 1970.
+        token_text: Used where log-probabilities were asked for.
+
+    Raises:
+        OpenAIError: A log-probability is not a number.
+    """
+    choices = [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": generation.text, "refusal": None},
+            "logprobs": chat_logprobs(generation.logprobs, token_text),
+            "finish_reason": generation.finish_reason,
+        }
+        for index, generation in enumerate(generations)
+    ]
+    return _response("chat.completion", request, choices, generations, name, created)
+
+
+def completion_response(
+    request: ParsedRequest, generations: Sequence[Generation], name: str, created: int, token_text: TokenText
+) -> dict[str, Any]:
+    """Return the body that answers a request to `/v1/completions`; see `chat_response`."""
+    choices = [
+        {
+            "index": index,
+            "text": generation.text,
+            "logprobs": completion_logprobs(generation.logprobs, token_text),
+            "finish_reason": generation.finish_reason,
+        }
+        for index, generation in enumerate(generations)
+    ]
+    return _response("text_completion", request, choices, generations, name, created)
+
+
+def _response(
+    kind: str,
+    request: ParsedRequest,
+    choices: list[dict[str, Any]],
+    generations: Sequence[Generation],
+    name: str,
+    created: int,
+) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": kind,
+        "created": created,
+        "model": request.model,
+        "choices": choices,
+        "usage": usage(generations, request.n),
+        "system_fingerprint": None,
+    }
+
+
+def usage(generations: Sequence[Generation], n: int = 1) -> dict[str, Any]:
+    """Return the numbers of tokens that went in and came out.
+
+    A prompt counts once, whatever its number of choices. Draft tokens stand where OpenAI has those of a predicted
+    output: accepted ones are part of the text, rejected ones were verified for nothing.
+
+    Args:
+        generations: `n` of each prompt, one prompt after the other.
+        n: Choices of a prompt.
+    """
+    prompt = sum(generation.prompt_tokens for generation in generations[::n])
+    output = sum(len(generation.token_ids) for generation in generations)
+    accepted = sum(generation.counts.num_accepted_draft_tokens for generation in generations)
+    drafted = sum(generation.counts.num_draft_tokens for generation in generations)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        },
+    }
+
+
+def chat_logprobs(
+    logprobs: Sequence[TokenLogprob] | None, token_text: TokenText, _offset: int = 0
+) -> dict[str, Any] | None:
+    """Return log-probabilities as a choice of a chat, or a chunk of one, has them; see `completion_logprobs`.
+
+    Raises:
+        OpenAIError: One is not a number.
+    """
+    if logprobs is None:
+        return None
+
+    def described(token: int, logprob: float) -> dict[str, Any]:
+        text = token_text(token)
+        # A token of half a character has no text by itself, and so no bytes that are known.
+        known = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": _number(logprob), "bytes": known}
+
+    return {
+        "content": [
+            {**described(one.token_id, one.logprob), "top_logprobs": [described(*other) for other in one.top]}
+            for one in logprobs
+        ],
+        "refusal": None,
+    }
+
+
+def completion_logprobs(
+    logprobs: Sequence[TokenLogprob] | None, token_text: TokenText, offset: int = 0
+) -> dict[str, Any] | None:
+    """Return log-probabilities as a choice of a text completion, or a chunk of one, has them.
+
+    Args:
+        logprobs: Of each token; None where they were not asked for.
+        token_text: Gives their texts.
+        offset: Where in the choice's text the chunk begins.
+
+    Raises:
+        OpenAIError: One is not a number.
+    """
+    if logprobs is None:
+        return None
+    texts = [token_text(one.token_id) for one in logprobs]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [_number(one.logprob) for one in logprobs],
+        "top_logprobs": [{token_text(token): _number(logprob) for token, logprob in one.top} for one in logprobs],
+        "text_offset": offsets,
+    }
+
+
+def _number(logprob: float) -> float:
+    """Return a log-probability as JSON can have it.
+
+    Raises:
+        OpenAIError: It is not a number, because the base's forward has overflowed.
+    """
+    if logprob == -math.inf:
+        return _IMPOSSIBLE
+    if not math.isfinite(logprob):
+        raise not_finite()
+    return logprob
+
+
+# ---- An answer with log-probabilities, written piece by piece: as a whole it may be a hundred megabytes of JSON.
+
+LogprobsOf = Callable[[Sequence[TokenLogprob], TokenText, int], dict[str, Any] | None]
+"""Gives the log-probabilities of some tokens as a choice has them; the number says where in its text they begin."""
+_SLICE = 64
+"""Tokens of a piece, which takes a few milliseconds at most."""
+
+
+def long_answer(
+    body: dict[str, Any], generations: Sequence[Generation], logprobs_of: LogprobsOf, token_text: TokenText
+) -> Iterator[str]:
+    """Yield the pieces of an answer's JSON text.
+
+    Args:
+        body: The answer, without log-probabilities.
+        generations: One for each of its choices, with log-probabilities.
+        logprobs_of: Puts them in the answer's schema.
+        token_text: Gives the texts of tokens.
+
+    Raises:
+        OpenAIError: A log-probability is not a number.
+    """
+    head = _open({name: value for name, value in body.items() if name != "choices"}) + '"choices":['
+    for choice, generation in zip(body["choices"], generations, strict=True):
+        head += _open({name: value for name, value in choice.items() if name != "logprobs"}) + '"logprobs":'
+        lists: dict[str, list[str]] = defaultdict(list)
+        others: dict[str, Any] = {}
+        offset = 0
+        tokens = generation.logprobs or []
+        for start in range(0, max(len(tokens), 1), _SLICE):
+            some = tokens[start : start + _SLICE]
+            for name, value in (logprobs_of(some, token_text, offset) or {}).items():
+                if isinstance(value, list):
+                    lists[name].append(to_json(value)[1:-1])
+                else:
+                    others[name] = value
+            offset += sum(len(token_text(one.token_id)) for one in some)
+            yield head
+            head = ""
+        joined = (f"{to_json(name)}:[{','.join(parts)}]" for name, parts in lists.items())
+        head += _open(others) + ",".join(joined) + "}},"
+    yield head.removesuffix(",") + "]}"
+
+
+def _open(value: dict[str, Any]) -> str:
+    """Return the JSON text of an object that goes on."""
+    return to_json(value)[:-1] + ("," if value else "")

@@ -1,0 +1,439 @@
+"""JSON as the standard has it: Python alone would write NaN and infinities, which other readers refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import TypeIs
+
+from drafter.errors import RequestError
+from drafter.requests import LONGEST_STOP, SamplingParams
+
+
+def to_json(value: Any) -> str:
+    """Return a value as compact JSON text.
+
+    Raises:
+        ValueError: It has a number that is not finite.
+    """
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+# ---- OpenAI's shape of an error.
+
+NOT_FINITE = "not_finite"
+"""Code of the error for a model that overflows; asked again, it would overflow again."""
+_LONGEST_SHOWN = 80
+"""Characters of a value that a message quotes."""
+
+
+class OpenAIError(Exception):
+    """A request that cannot be answered, in words that OpenAI's clients know.
+
+    Args:
+        status: HTTP status; 400 for a mistake in the request.
+        message: What is wrong, and with what.
+        param: The parameter that is wrong, as a path such as `messages[0].content`; None for the request as a whole.
+        code: OpenAI's name for this kind of error.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        """Return the body of the HTTP response."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def bad_request(message: str, param: str | None, code: str) -> OpenAIError:
+    """Return the error for a mistake in a request's body."""
+    return OpenAIError(400, message, param, code)
+
+
+def missing(param: str) -> OpenAIError:
+    """Return the error for a parameter that must be there."""
+    return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+
+
+def not_finite() -> OpenAIError:
+    """Return the error for a request that the model computes no finite numbers for."""
+    message = "The model's numbers are not finite for this request: its activations overflow."
+    return OpenAIError(500, message, code=NOT_FINITE)
+
+
+def shown(value: Any) -> str:
+    """Return a value of a request as a message quotes it: JSON, and its beginning if it is long."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 1] + "…"
+
+
+# ---- What a body asks for, checked and in the engine's terms.
+
+Messages = list[dict[str, Any]]
+Prompt = str | list[int] | Messages
+"""A text, token ids, or chat messages."""
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """What a body asks for.
+
+    Args:
+        model: The model's name in the body.
+        prompts: What to continue: one prompt, or several for a text completion with a list of prompts.
+        settings: The fields of `SamplingParams` that the body decides. A body that does not give the temperature asks
+            for OpenAI's default of 1; what else it leaves out is not here.
+        n: Choices of each prompt.
+        stream: Whether tokens are sent as they come.
+        include_usage: Whether a stream ends with the usage.
+    """
+
+    model: str
+    prompts: tuple[Prompt, ...]
+    settings: dict[str, Any]
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False
+
+    @property
+    def choices(self) -> int:
+        """Number of texts to generate: `n` of the first prompt, then `n` of the next."""
+        return self.n * len(self.prompts)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has log-probabilities."""
+        return self.settings.get("logprobs") is not None
+
+    def sampling(self, defaults: SamplingParams) -> SamplingParams:
+        """Return the settings of one text: `defaults`, changed by what the body decides.
+
+        Raises:
+            OpenAIError: A value that the engine does not take.
+        """
+        try:
+            return dataclasses.replace(defaults, **self.settings)
+        except RequestError as error:
+            param = str(error).split()[0]
+            raise bad_request(f"Invalid value: {error}", param, "invalid_value") from error
+
+
+def is_messages(prompt: Prompt) -> TypeIs[Messages]:
+    """Return whether a prompt is chat messages."""
+    return isinstance(prompt, list) and isinstance(prompt[0], dict)
+
+
+# ---- What is to be continued: the messages of a chat, and the prompts of a text completion.
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""Roles as a chat template knows them; `developer` is OpenAI's newer name for `system`."""
+_MESSAGE_FIELDS = {"role", "content", "name"}
+_TOKENS = 2**31
+"""Token ids are below this."""
+
+
+def chat_messages(messages: list[dict[str, Any]]) -> Messages:
+    """Return messages as a chat template takes them: known roles, contents of text.
+
+    Raises:
+        OpenAIError: A message has a field, a role or a content that is not supported.
+    """
+    return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+
+
+def _message(message: dict[str, Any], path: str) -> dict[str, Any]:
+    given = {name: value for name, value in message.items() if value is not None and value != []}
+    for name in given:
+        if name not in _MESSAGE_FIELDS:
+            where = f"{path}.{name}"
+            raise bad_request(f"Unsupported parameter: '{where}' is not supported.", where, "unsupported_parameter")
+    role, name = given.get("role"), given.get("name", "")
+    if not isinstance(role, str) or role not in _ROLES:
+        message_ = f"Invalid '{path}.role': it must be one of {', '.join(_ROLES)}, not {shown(role)}."
+        raise bad_request(message_, f"{path}.role", "invalid_value")
+    if not isinstance(name, str):
+        raise bad_request(f"Invalid '{path}.name': it must be text.", f"{path}.name", "invalid_type")
+    content = _text(given.get("content"), f"{path}.content")
+    return {"role": _ROLES[role], "content": content, **({"name": name} if name else {})}
+
+
+def _text(content: Any, path: str) -> str:
+    """Return a message's content: text, or text parts, which become lines."""
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise missing(path)
+    if not isinstance(content, list):
+        message = f"Invalid '{path}': it must be text or a list of parts, not {shown(content)}."
+        raise bad_request(message, path, "invalid_type")
+    return "\n".join(_part(part, f"{path}[{place}]") for place, part in enumerate(content))
+
+
+def _part(part: Any, path: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text":
+        message = f"Unsupported value: '{path}' can only be a part of type \"text\", not {shown(kind)}."
+        raise bad_request(message, path, "unsupported_value")
+    if not isinstance(part.get("text"), str):
+        raise bad_request(f"Invalid '{path}.text': it must be text.", f"{path}.text", "invalid_type")
+    return str(part["text"])
+
+
+def completion_prompts(value: Any) -> tuple[Prompt, ...]:
+    """Return the prompts of a text completion: a text, texts, the token ids of one prompt, or those of several.
+
+    Raises:
+        OpenAIError: It is none of these.
+    """
+    if isinstance(value, str) or _is_tokens(value):
+        return (value,)
+    several = value if isinstance(value, list) else []
+    if several and (all(isinstance(one, str) for one in several) or all(map(_is_tokens, several))):
+        return tuple(several)
+    message = f"Invalid 'prompt': it must be text, a list of texts, or (lists of) token ids, not {shown(value)}."
+    raise bad_request(message, "prompt", "invalid_type")
+
+
+def _is_tokens(value: Any) -> bool:
+    return (
+        isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token < _TOKENS for token in value)
+    )
+
+
+# ---- What the body of a chat or text completion asks of the engine.
+
+_SEEDS = 2**63
+MOST_STOPS = 4
+"""OpenAI's limit; rows of other formats may have more."""
+MOST_BIASES = 1024
+"""Tokens of `logit_bias`; each is checked for each choice."""
+_COMPLETION_TOKENS = 16
+"""OpenAI's default of `max_tokens` for text completions."""
+
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "prompt_cache_retention": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""OpenAI's parameters that are not supported, each with the values that ask for nothing."""
+
+
+def parse_chat(body: dict[str, Any]) -> ParsedRequest:
+    """Return what the body of a request to `/v1/chat/completions` asks for.
+
+    Raises:
+        OpenAIError: A parameter is missing, unknown, not supported or wrong.
+    """
+    parsed = _validated(ChatBody, body)
+    if parsed.max_tokens is not None and parsed.max_completion_tokens is not None:
+        raise _contradiction("Set 'max_tokens' or 'max_completion_tokens', not both.", "max_tokens")
+    if parsed.top_logprobs is not None and not parsed.logprobs:
+        raise _contradiction("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
+    settings = parsed.settings()
+    if parsed.max_completion_tokens is not None:
+        settings["max_new_tokens"] = parsed.max_completion_tokens
+    if parsed.logprobs:
+        settings["logprobs"] = parsed.top_logprobs or 0
+    return parsed.request((chat_messages(parsed.messages),), settings)
+
+
+def parse_completion(body: dict[str, Any]) -> ParsedRequest:
+    """Return what the body of a request to `/v1/completions` asks for.
+
+    Raises:
+        OpenAIError: A parameter is missing, unknown, not supported or wrong.
+    """
+    parsed = _validated(CompletionBody, body)
+    settings = {"max_new_tokens": _COMPLETION_TOKENS, **parsed.settings()}
+    if parsed.logprobs is not None:
+        settings["logprobs"] = parsed.logprobs
+    return parsed.request(completion_prompts(parsed.prompt), settings)
+
+
+class StreamOptions(BaseModel):
+    """`stream_options` of a body."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+
+
+class Body(BaseModel):
+    """What the bodies of chat and text completions share; ranges are OpenAI's."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, ge=0, le=1)
+    n: int = Field(1, ge=1, le=128)
+    seed: int | None = None
+    stop: Any = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    # These say whose request it is, and nothing about its answer.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """Return the fields of `SamplingParams` that both kinds of body decide alike."""
+        found: dict[str, Any] = {"temperature": self.temperature}
+        if self.top_p == 0:  # the smallest set that reaches nothing: one token
+            found["top_k"] = 1
+        elif self.top_p < 1:
+            found["top_p"] = self.top_p
+        if self.max_tokens is not None:
+            found["max_new_tokens"] = self.max_tokens
+        if self.seed is not None:
+            found["seed"] = self.seed % _SEEDS  # OpenAI's may be negative
+        if self.stop is not None:
+            found["stop"] = _stop(self.stop)
+        for name in ("presence_penalty", "frequency_penalty"):
+            if getattr(self, name):
+                found[name] = getattr(self, name)
+        if self.logit_bias:
+            found["logit_bias"] = _logit_bias(self.logit_bias)
+        return found
+
+    def request(self, prompts: tuple[Prompt, ...], settings: dict[str, Any]) -> ParsedRequest:
+        """Return what the body asks for.
+
+        Args:
+            prompts: What to continue.
+            settings: The fields of `SamplingParams` that the body decides.
+
+        Raises:
+            OpenAIError: The options of a stream are set, but no stream is asked for.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise _contradiction("'stream_options' needs 'stream' to be true.", "stream_options")
+        include_usage = self.stream_options is not None and self.stream_options.include_usage
+        return ParsedRequest(self.model, prompts, settings, self.n, self.stream, include_usage)
+
+
+class ChatBody(Body):
+    """The body of a chat completion."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class CompletionBody(Body):
+    """The body of a text completion."""
+
+    prompt: Any
+    logprobs: int | None = Field(None, ge=0, le=5)
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def _validated(kind: type[AnyBody], body: dict[str, Any]) -> AnyBody:
+    """Return a body whose parameters are known, supported and of the right type."""
+    if not isinstance(body, dict):
+        raise bad_request("The body of the request is not a JSON object.", None, "invalid_type")
+    given = {name: value for name, value in body.items() if value is not None}
+    for name in [name for name in given if name in _UNSUPPORTED]:
+        value = given.pop(name)
+        if not any(type(value) is type(harmless) and value == harmless for harmless in _UNSUPPORTED[name]):
+            raise _unsupported(name, value)
+    options = given.get("stream_options")
+    if isinstance(options, dict):
+        given["stream_options"] = {name: value for name, value in options.items() if _asks_for_something(name, value)}
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise _refusal(error) from error
+
+
+def _asks_for_something(option: str, value: Any) -> bool:
+    """Return whether an option of `stream_options` is set to more than nothing."""
+    return value is not None and not (option == "include_obfuscation" and value is False)
+
+
+def _refusal(error: ValidationError) -> OpenAIError:
+    """Return the first of pydantic's complaints in OpenAI's words."""
+    first = error.errors(include_url=False)[0]
+    path = _path(first["loc"])
+    if first["type"] == "missing":
+        return missing(path)
+    if first["type"] == "extra_forbidden":
+        return bad_request(f"Unknown parameter: '{path}'.", path, "unknown_parameter")
+    code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
+    found = "" if ", not " in first["msg"] else f", not {shown(first['input'])}"
+    return bad_request(f"Invalid '{path}': {first['msg']}{found}.", path, code)
+
+
+def _unsupported(name: str, value: Any) -> OpenAIError:
+    harmless = _UNSUPPORTED[name]
+    if not harmless or harmless == ([],):
+        return bad_request(f"Unsupported parameter: '{name}' is not supported.", name, "unsupported_parameter")
+    only = " or ".join(json.dumps(one) for one in harmless)
+    message = f"Unsupported value: '{name}' can only be {only}, not {shown(value)}."
+    return bad_request(message, name, "unsupported_value")
+
+
+def _contradiction(message: str, param: str) -> OpenAIError:
+    return bad_request(message, param, "invalid_parameter_combination")
+
+
+def _path(places: tuple[int | str, ...]) -> str:
+    path = ""
+    for place in places:
+        path += f"[{place}]" if isinstance(place, int) else f".{place}" if path else place
+    return path
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        message = f"Invalid 'stop': it must be a non-empty string or a list of such, not {shown(value)}."
+        raise bad_request(message, "stop", "invalid_value")
+    if len(texts) > MOST_STOPS:
+        message = f"Invalid 'stop': up to {MOST_STOPS} strings are allowed, not {len(texts)}."
+        raise bad_request(message, "stop", "array_above_max_length")
+    if (longest := max(map(len, texts), default=0)) > LONGEST_STOP:
+        message = f"Invalid 'stop': a string may have up to {LONGEST_STOP} characters, not {longest}."
+        raise bad_request(message, "stop", "string_above_max_length")
+    return tuple(texts)
+
+
+def _logit_bias(value: dict[str, float]) -> dict[int, float]:
+    if len(value) > MOST_BIASES:
+        message = f"Invalid 'logit_bias': up to {MOST_BIASES} tokens are allowed, not {len(value)}."
+        raise bad_request(message, "logit_bias", "object_above_max_properties")
+    for token, bias in value.items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10) or not -100 <= bias <= 100:
+            message = f"Invalid 'logit_bias': token ids with numbers of -100 to 100, not {shown({token: bias})}."
+            raise bad_request(message, "logit_bias", "invalid_value")
+    return {int(token): bias for token, bias in value.items()}

@@ -1,0 +1,129 @@
+"""The results of an OpenAI batch, in OpenAI's own format: written at the end, from the committed rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import pyarrow.parquet
+
+from drafter.requests import Generation
+from drafter.statistics import DecodeCounts
+from pipeline.errors import ProblemType
+from pipeline.io.files import Location
+from pipeline.openai.answers import token_text
+from pipeline.openai.batch import answer_line, failure_line, parse_line, refusal_line
+from pipeline.openai.requests import OpenAIError, not_finite, to_json
+from pipeline.output.columns import logprobs_of
+from pipeline.output.folder import OutputFolder
+from pipeline.staging.samples import row_name
+from pipeline.staging.staging import StagedInput
+
+_ROWS = 256
+_REFUSED: tuple[ProblemType, ...] = ("BadRequest", "BadPrompt", "BadSampling", "Refused")
+"""Errors of the request itself, which OpenAI would have answered with status 400."""
+
+Row = dict[str, Any]
+
+
+def write_batch(output: OutputFolder, staged: StagedInput, tokenizer: Callable[[], Any]) -> None:
+    """Write `batch_output.jsonl`, and `batch_errors.jsonl` if there are errors; each appears as a whole.
+
+    The lines are in the order of the input. Writing them again gives the same lines.
+
+    Args:
+        output: A job's folder, all of whose rows are committed.
+        staged: The job's input.
+        tokenizer: Loads the base's tokeniser; called only where answers have log-probabilities.
+    """
+    created = staged.created
+    load = cache(tokenizer)
+    lines = _lines(output, staged, created, cache(lambda token: token_text(load(), token)))
+    with ExitStack() as files:
+        answers = files.enter_context(output.batch_output.open_whole())
+        errors = None
+        for line in lines:
+            if line["response"] is not None and line["response"]["status_code"] == 200:
+                stream = answers
+            else:
+                stream = errors = errors or files.enter_context(output.batch_errors.open_whole())
+            stream.write(to_json(line).encode() + b"\n")
+
+
+def _lines(
+    output: OutputFolder, staged: StagedInput, created: int, text: Callable[[int], str]
+) -> Iterator[dict[str, Any]]:
+    for _, rows in groupby(_committed(output, staged), key=lambda row: row_name(row["request_id"])):
+        choices = list(rows)
+        failed = [row for row in choices if "error_type" in row]
+        if failed:
+            yield _error_line(failed[0], created)
+        else:
+            yield answer_line(choices[0], [_generation(row) for row in choices], created, text)
+
+
+def _committed(output: OutputFolder, staged: StagedInput) -> Iterator[Row]:
+    """Read finished rows and errors together, in the order of the input."""
+    finished, errors = _rows(output.data), _rows(output.errors)
+    row, error = next(finished, None), next(errors, None)
+    for name in staged.request_ids():
+        if row is not None and row["request_id"] == name:
+            yield row
+            row = next(finished, None)
+        elif error is not None and error["request_id"] == name:
+            yield error
+            error = next(errors, None)
+        else:
+            raise RuntimeError(f"row {name} is neither in the output nor among the errors")
+
+
+def _rows(folder: Location) -> Iterator[Row]:
+    for info in folder.children():
+        if info.path.endswith(".parquet"):
+            with folder.filesystem.open_input_file(info.path) as stream:
+                for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(_ROWS):
+                    yield from batch.to_pylist()
+
+
+def _generation(row: Row) -> Generation:
+    counts = DecodeCounts(
+        num_output_tokens=row["num_output_tokens"],
+        num_draft_tokens=row["num_draft_tokens"],
+        num_accepted_draft_tokens=row["num_accepted_draft_tokens"],
+    )
+    return Generation(
+        row["request_id"],
+        row["token_ids"],
+        row["text"],
+        row["finish_reason"],
+        row["num_prompt_tokens"],
+        counts,
+        logprobs_of(row["logprobs"]),
+        verifier=row.get("verifier", "exact"),
+        lossless=row.get("lossless", True),
+        lenient=row.get("lenient_positions", []),
+    )
+
+
+def _error_line(row: Row, created: int) -> dict[str, Any]:
+    place = row_name(row["request_id"])
+    try:
+        line = json.loads(row["input"])
+        custom_id = line["custom_id"]
+    except (ValueError, TypeError, KeyError):  # the line is not a record
+        line, custom_id = {}, None
+    if not isinstance(custom_id, str) or not custom_id:
+        return failure_line(None, place, created, "invalid_line", f"{place}: {row['message']}")
+    if row["error_type"] == "NotFinite":
+        return refusal_line(custom_id, created, not_finite())
+    if row["error_type"] not in _REFUSED:
+        return failure_line(custom_id, place, created, row["error_type"], row["message"])
+    try:
+        parse_line(line)
+    except OpenAIError as error:
+        return refusal_line(custom_id, created, error)
+    return refusal_line(custom_id, created, OpenAIError(400, row["message"]))

@@ -1,0 +1,165 @@
+"""The column of log-probabilities: for each generated token, its own and those of the most probable tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+
+from drafter.requests import Generation, Request, SamplingParams, TokenLogprob
+from drafter.statistics import draft_acceptance_rate, mean_acceptance_length
+from pipeline.settings import WritingConfig
+
+_TOKEN = [("token_id", pa.int64()), ("logprob", pa.float64())]
+LOGPROBS_TYPE = pa.list_(pa.struct([*_TOKEN, ("top", pa.list_(pa.struct(_TOKEN)))]))
+"""Arrow type of the column."""
+
+
+def logprobs_value(logprobs: list[TokenLogprob] | None) -> list[dict[str, Any]] | None:
+    """Return the column's value for a row with these log-probabilities."""
+    if logprobs is None:
+        return None
+    return [
+        {
+            "token_id": one.token_id,
+            "logprob": one.logprob,
+            "top": [{"token_id": token, "logprob": logprob} for token, logprob in one.top],
+        }
+        for one in logprobs
+    ]
+
+
+def logprobs_of(value: list[dict[str, Any]] | None) -> list[TokenLogprob] | None:
+    """Return the log-probabilities that a value of the column stands for."""
+    if value is None:
+        return None
+    return [
+        TokenLogprob(
+            one["token_id"], one["logprob"], tuple((other["token_id"], other["logprob"]) for other in one["top"])
+        )
+        for one in value
+    ]
+
+
+# ---- The columns that generation adds to a row, each declared in one place: `COLUMNS`.
+
+
+@dataclass(frozen=True)
+class RunTraits:
+    """What decides which optional columns a run's output has.
+
+    Args:
+        sampling: The run's sampling settings.
+        writing: How the run's results are written.
+        rows_have_settings: Whether a row may bring sampling settings of its own.
+        lossless: Whether the engine's verifier is lossless; otherwise every row is marked.
+        learning: Whether a head learns from the rows, so that rows are drafted with different versions of it.
+    """
+
+    sampling: SamplingParams
+    writing: WritingConfig
+    rows_have_settings: bool
+    lossless: bool = True
+    learning: bool = False
+
+
+def _always(run: RunTraits) -> bool:
+    return True
+
+
+def _leniently(run: RunTraits) -> bool:
+    return not run.lossless
+
+
+@dataclass(frozen=True)
+class OutputColumn:
+    """A column that generation adds to a row.
+
+    Args:
+        name: Its name.
+        type: Its Arrow type.
+        value: What a finished request puts there.
+        wanted: Whether a run's output has the column.
+        repeatable: Whether a row that is generated again has the same value.
+    """
+
+    name: str
+    type: pa.DataType
+    value: Callable[[Generation, Request], Any]
+    wanted: Callable[[RunTraits], bool] = _always
+    repeatable: bool = True
+
+
+def slot_seconds(generation: Generation) -> float:
+    """Return how long a request was in its slot, with its prefill and any wait after a preemption."""
+    timing = generation.timing
+    return timing.total - timing.queued if timing.queued is not None else 0.0
+
+
+_TEXT, _INTEGER, _FLOAT, _INTEGERS = pa.string(), pa.int64(), pa.float64(), pa.list_(pa.int64())
+
+COLUMNS = (
+    OutputColumn("text", _TEXT, lambda g, r: g.text),
+    OutputColumn("prompt_token_ids", _INTEGERS, lambda g, r: list(r.prompt_ids)),
+    OutputColumn("token_ids", _INTEGERS, lambda g, r: g.token_ids),
+    OutputColumn("finish_reason", _TEXT, lambda g, r: g.finish_reason),
+    OutputColumn("num_prompt_tokens", _INTEGER, lambda g, r: g.prompt_tokens),
+    OutputColumn("num_output_tokens", _INTEGER, lambda g, r: len(g.token_ids)),
+    OutputColumn("seed", _INTEGER, lambda g, r: r.sampling.seed),
+    OutputColumn("num_decode_steps", _INTEGER, lambda g, r: g.counts.num_decode_steps),
+    OutputColumn("num_spec_steps", _INTEGER, lambda g, r: g.counts.num_spec_steps),
+    OutputColumn("num_draft_tokens", _INTEGER, lambda g, r: g.counts.num_draft_tokens),
+    OutputColumn("num_accepted_draft_tokens", _INTEGER, lambda g, r: g.counts.num_accepted_draft_tokens),
+    OutputColumn("acceptance_histogram", _INTEGERS, lambda g, r: g.counts.acceptance_histogram),
+    OutputColumn(
+        "per_step_accepted",
+        _INTEGERS,
+        lambda g, r: g.counts.per_step_accepted,
+        wanted=lambda run: run.writing.per_step_accepted,
+    ),
+    OutputColumn("mean_acceptance_length", _FLOAT, lambda g, r: mean_acceptance_length(g.counts)),
+    OutputColumn("draft_acceptance_rate", _FLOAT, lambda g, r: draft_acceptance_rate(g.counts)),
+    OutputColumn("generation_seconds", _FLOAT, lambda g, r: slot_seconds(g), repeatable=False),
+    OutputColumn("finished_at", pa.timestamp("ms", "UTC"), lambda g, r: datetime.now(UTC), repeatable=False),
+    OutputColumn(
+        "logprobs",
+        LOGPROBS_TYPE,
+        lambda g, r: logprobs_value(g.logprobs),
+        wanted=lambda run: run.sampling.logprobs is not None or run.rows_have_settings,
+    ),
+    OutputColumn(
+        "drafter_version",
+        _INTEGER,
+        lambda g, r: g.drafter_versions[-1] if g.drafter_versions else None,
+        wanted=lambda run: run.learning,
+        repeatable=False,
+    ),
+    OutputColumn("lossless", pa.bool_(), lambda g, r: g.lossless, wanted=_leniently),
+    OutputColumn("verifier", _TEXT, lambda g, r: g.verifier, wanted=_leniently),
+    OutputColumn("num_lenient_tokens", _INTEGER, lambda g, r: len(g.lenient), wanted=_leniently),
+    OutputColumn("lenient_positions", _INTEGERS, lambda g, r: g.lenient, wanted=_leniently),
+)
+"""All columns, in the order of the output; `g` is the generation and `r` its request."""
+
+TIMING_COLUMNS = tuple(column.name for column in COLUMNS if not column.repeatable)
+"""Names of the columns that differ when a row is generated again."""
+
+
+def wanted_columns(run: RunTraits) -> tuple[OutputColumn, ...]:
+    """Return the columns that a run's output has."""
+    return tuple(column for column in COLUMNS if column.wanted(run))
+
+
+def columns_type(columns: Sequence[OutputColumn] = COLUMNS) -> pa.StructType:
+    """Return the Arrow type of what a finished request adds to its row."""
+    return pa.struct([(column.name, column.type) for column in columns])
+
+
+def column_values(
+    generation: Generation, request: Request, columns: Sequence[OutputColumn] = COLUMNS
+) -> dict[str, Any]:
+    """Return what a request that has just finished adds to its row."""
+    return {column.name: column.value(generation, request) for column in columns}

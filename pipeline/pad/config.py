@@ -1,0 +1,204 @@
+"""The configuration of the job that makes a classifier for `pad`, and its command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from drafter.engine.config import EngineSettings
+from drafter.errors import one_line
+from drafter.requests import SamplingParams
+from pipeline.command_line import at_least, make_parser, parse
+from pipeline.errors import InputError
+from pipeline.generate.config import GenerateConfig, LoadingConfig
+from pipeline.io.files import Location, locate
+from pipeline.output.folder import RUN_FILE
+from pipeline.settings import ReadingConfig, ResourcesConfig, WritingConfig
+
+
+@dataclass(frozen=True)
+class PivotsConfig:
+    """The labelling of rejected draft tokens.
+
+    Args:
+        input: Prompts, as `jobs.generate` takes them.
+        output: Folder for the results: a new or empty one, or that of an earlier submission of the same job.
+        scorer: What an answer is worth: `number`, `string`, `json`, or `FILE.py:function`; see `jobs.compare`. None is
+            worth less than 0.
+        target: Column with the right answer, for a built-in scorer.
+        model: Base model: hub id or folder; by default the embedded demonstration model.
+        drafter: Whose rejected tokens are labelled; as `jobs.generate` takes it.
+        tokens_per_prompt: Rejected tokens of each prompt that are labelled, drawn by their places.
+        rollouts: Answers that are generated with a rejected token, and as many without.
+        temperature: Their temperature.
+        held_out: Share of the prompts that the classifier does not learn from; it is measured on them.
+        rounds: How often the decoding of the held-out prompts is timed.
+        reading: How rows become prompts.
+        loading: How the models are loaded.
+        sampling: How the base answers, and where its answers end. Rows may have only a temperature, a seed and a number
+            of tokens of their own.
+        engine: How much an engine does at once.
+        resources: What of the cluster the job takes.
+        writing: How rows are written.
+    """
+
+    input: str
+    output: str
+    scorer: str
+    target: str | None = None
+    model: str | None = None
+    drafter: str = "auto"
+    tokens_per_prompt: int = 8
+    rollouts: int = 20
+    temperature: float = 0.7
+    held_out: float = 0.25
+    rounds: int = 1
+    reading: ReadingConfig = field(default_factory=ReadingConfig)
+    loading: LoadingConfig = field(default_factory=LoadingConfig)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
+    writing: WritingConfig = field(default_factory=WritingConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("input", "output", "scorer", "drafter"):
+            if not getattr(self, name).strip():
+                raise InputError(f"{name} is empty")
+        if self.drafter == "none":
+            raise InputError("drafter none drafts nothing that could be rejected: name another")
+        if "://" in self.output:
+            raise InputError(f"output {self.output} must be a folder of this machine or of a disk that all share")
+        for name in ("tokens_per_prompt", "rollouts", "rounds"):
+            at_least(name, getattr(self, name), 1)
+        if self.rollouts > 128:
+            raise InputError(f"rollouts must be at most 128, not {self.rollouts}")
+        at_least("temperature", self.temperature, 0, above=True)
+        if self.temperature > 2:
+            raise InputError(f"temperature must be at most 2, not {self.temperature:g}")
+        if not 0 < self.held_out < 1:
+            raise InputError(f"held_out must be between 0 and 1, not {self.held_out:g}")
+
+    def answers(self, output: str) -> GenerateConfig:
+        """Return the generation job that answers the prompts exactly."""
+        return GenerateConfig(
+            self.input,
+            output,
+            self.model,
+            self.drafter,
+            reading=self.reading,
+            loading=self.loading,
+            sampling=self.sampling,
+            engine=self.engine,
+            resources=self.resources,
+            writing=self.writing,
+        )
+
+    def continuations(self, lines: str, output: str) -> GenerateConfig:
+        """Return the generation job that continues texts: the requests of an OpenAI batch, which bring temperatures.
+
+        Args:
+            lines: The batch.
+            output: Folder for the results.
+        """
+        reading = ReadingConfig(format="openai")
+        sampling = replace(self.sampling, temperature=0.0, logprobs=None)
+        return replace(self.answers(output), input=lines, reading=reading, sampling=sampling)
+
+
+_DESCRIPTION = """\
+Make a classifier for the verifier pad: which draft tokens may pass though the base would not choose them.
+
+The base answers the prompts. Each rejected draft token is a question: texts are continued with it and
+without it, and scored. A token that makes answers worse is a pivot. A classifier learns to tell pivots
+from the base's hidden state.
+
+The job writes to --output: labels.parquet, verifier/ (for --verifier pad --verifier.classifier), pivots.json,
+and plots: ROC, and utility against speed. Submitting the same command again goes on where the job stopped.
+
+  python -m jobs.pivots --input gsm8k.jsonl --reading.prompt_column question --scorer number --target answer \\
+      --output pivots
+  python -m jobs.pivots --input prompts.jsonl --scorer score.py:is_right --model MODEL --drafter HEAD --output pivots"""
+
+
+def parse_config(arguments: Sequence[str] | None = None) -> PivotsConfig:
+    """Read the configuration from a command line; see `command_line.parse`."""
+    parser = make_parser(PivotsConfig, "jobs.pivots", "--input PATH --scorer NAME --output DIR", _DESCRIPTION)
+    return parse(PivotsConfig, parser, arguments)
+
+
+# ---- The output folder of the job that makes a classifier for `pad`.
+
+
+@dataclass(frozen=True)
+class PivotsFolder:
+    """Where everything is.
+
+    Args:
+        path: The output that was asked for, on a local disk or one that all machines share.
+    """
+
+    path: Path
+
+    @property
+    def root(self) -> Location:
+        """The output."""
+        return locate(str(self.path))
+
+    @property
+    def run_file(self) -> Location:
+        """What the job is, and whether it has finished."""
+        return self.root / RUN_FILE
+
+    @property
+    def answers(self) -> Path:
+        """Output of the generation job that answers the prompts exactly."""
+        return self.path / "answers"
+
+    @property
+    def tokens(self) -> Path:
+        """Rejected tokens of the answers; a row of `REJECTION_TYPE` for each."""
+        return self.path / "rejected.parquet"
+
+    @property
+    def requests(self) -> Path:
+        """The texts that are continued: an OpenAI batch."""
+        return self.path / "continuations.jsonl"
+
+    @property
+    def continuations(self) -> Path:
+        """Output of the generation job that continues them."""
+        return self.path / "continuations"
+
+    @property
+    def labels(self) -> Path:
+        """What each rejected token does to answers."""
+        return self.path / "labels.parquet"
+
+    @property
+    def verifier(self) -> Path:
+        """The classifier."""
+        return self.path / "verifier"
+
+    @property
+    def results(self) -> Path:
+        """What was found, as JSON."""
+        return self.path / "pivots.json"
+
+    def create(self) -> None:
+        """Create the folder.
+
+        Raises:
+            InputError: It cannot be created.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"output {self.path} cannot be used: {one_line(error)}") from error
+
+    def has_results(self) -> bool:
+        """Return whether rejected tokens have been found: all that comes after is made of them."""
+        return self.tokens.is_file()
+
+    def forget_job(self) -> None:
+        """Delete nothing: what there may be is the answers' job, which knows whose it is."""

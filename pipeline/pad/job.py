@@ -1,0 +1,104 @@
+"""The entry of the job that makes a classifier for `pad`.
+
+It is a chain of jobs, each of which goes on where it stopped: the base answers the prompts exactly; rejected tokens of
+the answers are noted; texts are continued with and without each of them; the continuations are scored; a classifier is
+trained; and held-out prompts are decoded under `pad`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pipeline.command_line import command_of, run_job
+from pipeline.engines.models import file_fingerprint, head_fingerprints, model_fingerprint, model_name
+from pipeline.generate.job import generate
+from pipeline.io.files import locate
+from pipeline.io.listing import input_fingerprints, list_input
+from pipeline.output.run_file import check_output, read_run, save_run
+from pipeline.pad.config import PivotsConfig, PivotsFolder, parse_config
+from pipeline.report.against.scorers import make_scorer, scorer_file
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the job that a command line asks for; see `run_job` for what it returns."""
+    command = command_of("jobs.pivots", arguments)
+    return run_job(lambda given: pivots(parse_config(given), command), arguments)
+
+
+def pivots(config: PivotsConfig, command: str) -> None:
+    """Run a job to its end.
+
+    Args:
+        config: What to do.
+        command: The command line to repeat it, for the record.
+
+    Raises:
+        InputError: The configuration, the input, the models or the output cannot be used.
+        JobError: The job failed on the way.
+        JobStopped: The job was told to stop.
+    """
+    scorer, folder = make_scorer(config.scorer, config.target), PivotsFolder(Path(config.output).expanduser())
+    meaning = job_meaning(config)
+    check_output(config.output, folder, meaning)
+    folder.create()
+    if is_finished(folder):
+        print(f"{folder.results} is there: the job has finished", flush=True)
+        return
+    save_run(folder.run_file, asdict(config), meaning, state="running", command=command)
+    generate(config.answers(str(folder.answers)))
+    # Torch and Ray take seconds to import: mistakes in the configuration are told before.
+    from pipeline.pad.steps import PivotSteps
+
+    steps = PivotSteps(config, folder, scorer)
+    if not folder.tokens.is_file():
+        steps.find_tokens()
+    if not folder.requests.is_file():
+        steps.write_requests()
+    generate(config.continuations(str(folder.requests), str(folder.continuations)))
+    labels, base = steps.label()
+    found = steps.learn(labels, base, command)
+    text = json.dumps(found.as_dict(), indent=1, ensure_ascii=False) + "\n"
+    plots = found.write_plots(folder.path)
+    locate(str(folder.results)).write_text(text)
+    save_run(folder.run_file, asdict(config), meaning, state="finished", command=command)
+    print("\n".join(found.lines()))
+    files = [folder.labels, folder.verifier, folder.results, *plots]
+    print("written:  " + ", ".join(map(str, files)), flush=True)
+
+
+def job_meaning(config: PivotsConfig) -> dict[str, Any]:
+    """Return all that decides the labels.
+
+    Raises:
+        InputError: The input or a model is not there.
+    """
+    file, reading, answers = scorer_file(config.scorer), config.reading, config.answers("answers").as_dict()
+    listing = list_input(config.input, reading.format, reading.split, reading.subset)
+    return {
+        "input": input_fingerprints(listing),
+        "model": model_fingerprint(model_name(config.model)),
+        "drafter": config.drafter,
+        "heads": head_fingerprints(config.model, config.drafter),
+        "dtype": config.loading.dtype,
+        "reading": answers["reading"],
+        "sampling": answers["sampling"],
+        "max_length": config.engine.max_length,
+        "scorer": config.scorer if file is None else file_fingerprint(file),
+        "target": config.target,
+        "tokens_per_prompt": config.tokens_per_prompt,
+        "rollouts": config.rollouts,
+        "temperature": config.temperature,
+        "held_out": config.held_out,
+    }
+
+
+def is_finished(folder: PivotsFolder) -> bool:
+    """Return whether an earlier submission came to the end, and all that it made is there."""
+    if not folder.run_file.exists:
+        return False
+    made = (folder.labels, folder.results, folder.verifier / "config.json")
+    return bool(read_run(folder.run_file)["state"] == "finished") and all(file.is_file() for file in made)

@@ -1,0 +1,262 @@
+"""Rows generated again without drafts, and where they differ from what an output says. Runs on a worker."""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import nsmallest
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+
+from drafter.drafters.contract import PlainDecoding
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.errors import LoadError
+from drafter.evaluation.decoders import decode_all
+from drafter.requests import Request, SamplingParams
+from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.model import BaseModel
+from pipeline.cluster.ray_cluster import connect
+from pipeline.cluster.shares import share_out
+from pipeline.engines.models import model_name
+from pipeline.errors import InputError
+from pipeline.evaluation.measuring import measured
+from pipeline.generate.row_requests import row_sampling
+from pipeline.openai.batch import parse_line
+from pipeline.output.folder import OutputFolder
+from pipeline.report.against.pairs import first_difference
+from pipeline.report.output_files import open_output, read_run_of
+from pipeline.report.rows import open_rows, unreadable
+from pipeline.settings import ResourcesConfig
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a text has at a place.
+
+    Args:
+        token: The token; None where the text has ended.
+        text: It as text.
+        logit: The base's logit of it there; None where there is no token.
+    """
+
+    token: int | None
+    text: str
+    logit: float | None
+
+
+@dataclass(frozen=True)
+class AuditDifference:
+    """Where an output's row is not what plain decoding gives.
+
+    Args:
+        name: The row's name.
+        place: The first token that differs.
+        said: What the output has there.
+        plain: What plain decoding chooses there.
+    """
+
+    name: str
+    place: int
+    said: Choice
+    plain: Choice
+
+
+def plain_differences(
+    model: str,
+    loading: Mapping[str, Any],
+    engine: Mapping[str, Any],
+    fingerprint: str | None,
+    rows: Sequence[RepeatedRow],
+    threads: int,
+) -> Iterator[AuditDifference]:
+    """Generate rows by plain decoding, and yield where they differ.
+
+    Args:
+        model: Hub id or folder of the base.
+        loading: How it was loaded: further arguments of `load_base`.
+        engine: The engine's settings; see `EngineSettings`.
+        fingerprint: Of the base that made the output; None where it is not known.
+        rows: The rows.
+        threads: CPU threads.
+
+    Raises:
+        LoadError: The base cannot be loaded, or is another one.
+    """
+    torch.set_num_threads(threads)
+    base = load_base(model, **loading)
+    if fingerprint is not None and not base.has_fingerprint(fingerprint):
+        raise LoadError(
+            f"{model} is not the base that made the output (its weights are {base.fingerprint}, those of the output "
+            f"{fingerprint}): have that base where the output's run.json names it"
+        )
+    tokenizer = load_tokenizer(model, trust_remote_code=bool(loading["trust_remote_code"]))
+    config = EngineConfig(**engine, max_queue=len(rows))
+    _, found = decode_all(Engine(base, PlainDecoding(), tokenizer, config), [row.request for row in rows])
+    for row, plain in zip(rows, found, strict=True):
+        place = first_difference(row.token_ids, plain.token_ids)
+        if place is not None:
+            logits = _logits(base, [*row.request.prompt_ids, *row.token_ids[:place]])
+            said, chosen = (_choice(tokens, place, logits, tokenizer) for tokens in (row.token_ids, plain.token_ids))
+            yield AuditDifference(row.request.request_id, place, said, chosen)
+
+
+@torch.inference_mode()
+def _logits(base: BaseModel, tokens: Sequence[int]) -> Tensor:
+    """The base's logits `[V]` after a text, by one forward over it."""
+    text = torch.tensor(tokens, device=base.device)
+    logits, _ = base.prefill_last(base.new_cache(1, len(tokens) + 1), 0, text)
+    return logits[0].float().cpu()
+
+
+def _choice(tokens: Sequence[int], place: int, logits: Tensor, tokenizer: Any) -> Choice:
+    if place >= len(tokens):
+        return Choice(None, "", None)
+    token = tokens[place]
+    return Choice(token, tokenizer.decode([token]), float(logits[token]))
+
+
+# ---- Which rows of an output are generated again, and what each of them asked for.
+
+_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+_BATCH_COLUMNS = {"custom_id", "method", "url", "body"}
+"""Rows with these are lines of an OpenAI batch, whose requests bring their own settings."""
+
+
+@dataclass(frozen=True)
+class RepeatedRow:
+    """A row that is generated again.
+
+    Args:
+        request: What it asked for.
+        token_ids: What the output says came of it.
+    """
+
+    request: Request
+    token_ids: list[int]
+
+
+def share_of(text: str) -> float:
+    """Return the share of rows that a text asks for, such as `1%` or `0.01`.
+
+    Raises:
+        InputError: It is not more than 0 and at most all of them.
+    """
+    percent = _PERCENT.fullmatch(text.strip())
+    try:
+        share = float(percent[1]) / 100 if percent else float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise InputError(f"--sample must be a share of the rows such as 1% or 0.01, not {text!r}")
+    return share
+
+
+def rows_to_repeat(output: OutputFolder, run: Mapping[str, Any], share: float) -> Iterator[RepeatedRow]:
+    """Draw rows of an output by their names, at least one, so that each audit of it draws the same ones.
+
+    Args:
+        output: The output.
+        run: Its `run.json`.
+        share: Of its finished rows.
+
+    Raises:
+        InputError: The rows cannot be read.
+    """
+    dataset = open_rows(output)
+    try:
+        names = dataset.to_table(columns=["request_id"])["request_id"].to_pylist()
+        count = math.ceil(share * len(names))
+        drawn = nsmallest(count, names, key=lambda name: (zlib.crc32(name.encode()), name))
+        rows = dataset.to_table(filter=pc.field("request_id").isin(drawn)).to_pylist()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise unreadable(output, error) from error
+    config = run["config"]
+    defaults, column = SamplingParams(**config["sampling"]), config["reading"]["sampling_column"]
+    for row in rows:
+        request = Request(row["prompt_token_ids"], _sampling(row, defaults, column), row["request_id"])
+        yield RepeatedRow(request, row["token_ids"])
+
+
+def _sampling(row: dict[str, Any], defaults: SamplingParams, column: str) -> SamplingParams:
+    """The settings that a row was generated with; log-probabilities change no token and are left out."""
+    if row.keys() >= _BATCH_COLUMNS:
+        settings = parse_line(row).sampling(defaults)
+    else:
+        settings = row_sampling(defaults, row["request_id"], row, column)
+    return replace(settings, seed=row["seed"], logprobs=None)
+
+
+# ---- The audit: some rows of an exact output are generated again, plainly, and must have the same tokens.
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What came of an audit.
+
+    Args:
+        rows: How many rows were generated again.
+        differences: One for each of them that differs.
+    """
+
+    rows: int
+    differences: list[AuditDifference]
+
+    def lines(self, uri: str) -> Iterator[str]:
+        """Say it in lines.
+
+        Args:
+            uri: The output.
+        """
+        same = self.rows - len(self.differences)
+        yield f"{uri}: {self.rows:,} rows generated again by plain decoding, {same:,} of them with the same tokens"
+        for one in self.differences:
+            where = f"row {one.name}, token {one.place}"
+            yield f"  {where}: the output has {_said(one.said)}, plain decoding {_said(one.plain)}"
+
+
+def audit(uri: str, share: float) -> Audit:
+    """Generate a share of an output's rows again, on the cluster's GPU if it has one.
+
+    Args:
+        uri: Folder or URI of the output.
+        share: Of its finished rows.
+
+    Raises:
+        InputError: The output is not exact, or cannot be read, or its base cannot be loaded.
+        JobError: The task failed.
+    """
+    output = open_output(uri)
+    run = read_run_of(output)
+    if not run.get("lossless", True):
+        raise InputError(
+            f"output {uri} was made by the verifier {run['verifier']}, which is not exact: leave out --sample"
+        )
+    rows, config = list(rows_to_repeat(output, run, share)), run["config"]
+    gpus = config["resources"]["gpus_per_actor"]
+    resources = share_out(ResourcesConfig(gpus_per_actor=gpus), connect(), what="audit", settings="the job's {}")
+    differences = measured(
+        resources,
+        plain_differences,
+        model_name(config["model"]),
+        config["loading"],
+        config["engine"],
+        run.get("base_fingerprint"),
+        rows,
+        resources.threads,
+        mistakes=(LoadError,),
+    )
+    return Audit(len(rows), list(differences))
+
+
+def _said(choice: Choice) -> str:
+    if choice.token is None:
+        return "ended"
+    return f"{choice.token} {choice.text!r} (logit {choice.logit:.6f})"

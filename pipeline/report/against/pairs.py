@@ -1,0 +1,194 @@
+"""Where two token sequences differ."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from heapq import nsmallest
+from itertools import zip_longest
+from typing import Any
+
+import pyarrow as pa
+
+from drafter.statistics import PairedSums
+from pipeline.output.folder import OutputFolder
+from pipeline.report.against.scorers import Scorer
+from pipeline.report.rows import open_rows, unreadable
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of tokens of one of two sequences.
+
+    Args:
+        start: Place of the first token.
+        stop: Place behind the last one.
+        differs: Whether the other sequence lacks them there.
+    """
+
+    start: int
+    stop: int
+    differs: bool
+
+
+def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
+    """Return the first place where two sequences differ, the end of the shorter one included; None if nowhere."""
+    for place, (ours, theirs) in enumerate(zip(first, second, strict=False)):
+        if ours != theirs:
+            return place
+    return None if len(first) == len(second) else min(len(first), len(second))
+
+
+def differing_spans(first: Sequence[int], second: Sequence[int]) -> tuple[list[Span], list[Span]]:
+    """Return both sequences as spans that they share and spans that they do not, by their longest common runs."""
+    ours, theirs = list[Span](), list[Span]()
+    for tag, start, stop, other_start, other_stop in SequenceMatcher(None, first, second, autojunk=False).get_opcodes():
+        for spans, begin, end in ((ours, start, stop), (theirs, other_start, other_stop)):
+            if begin < end:
+                spans.append(Span(begin, end, tag != "equal"))
+    return ours, theirs
+
+
+# ---- The rows of two outputs, in pairs of one name. Rows that wait for their other half are all that is in memory.
+
+Row = dict[str, Any]
+_BATCH_ROWS = 1024
+
+
+def rows_of(output: OutputFolder, columns: Sequence[str] | None) -> Iterator[Row]:
+    """Read an output's finished rows, in the order of its parts.
+
+    Args:
+        output: The output.
+        columns: Names of the columns to read; None for all.
+
+    Raises:
+        InputError: There are none, or they cannot be read.
+    """
+    names = None if columns is None else list(columns)
+    batches = open_rows(output).to_batches(columns=names, batch_size=_BATCH_ROWS)
+    while True:
+        try:
+            batch = next(batches, None)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise unreadable(output, error) from error
+        if batch is None:
+            return
+        yield from batch.to_pylist()
+
+
+@dataclass
+class RowPairs:
+    """Pairs of rows with the same `request_id`. Outputs of the same input have the same order, or nearly.
+
+    Args:
+        first: Rows of one output.
+        second: Rows of the other.
+        only_first: Rows that the other lacks, by name; complete once all pairs have been taken.
+        only_second: Rows that the first one lacks.
+    """
+
+    first: Iterator[Row]
+    second: Iterator[Row]
+    only_first: dict[str, Row] = field(default_factory=dict)
+    only_second: dict[str, Row] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[tuple[Row, Row]]:
+        for ours, theirs in zip_longest(self.first, self.second):
+            if ours is not None:
+                self.only_first[ours["request_id"]] = ours
+            if theirs is not None:
+                self.only_second[theirs["request_id"]] = theirs
+            for row in (ours, theirs):
+                name = None if row is None else row["request_id"]
+                if name in self.only_first and name in self.only_second:
+                    yield self.only_first.pop(name), self.only_second.pop(name)
+
+
+# ---- What two outputs of the same prompts have in common, and what each is worth.
+
+
+@dataclass(frozen=True)
+class DifferingRow:
+    """A row whose tokens differ.
+
+    Args:
+        first: The row in one output.
+        second: The row in the other.
+        place: The first token that differs.
+        scores: What the two are worth; None without a scorer.
+    """
+
+    first: Row
+    second: Row
+    place: int
+    scores: tuple[float, float] | None
+
+    @property
+    def name(self) -> str:
+        """The row's name."""
+        return str(self.first["request_id"])
+
+
+@dataclass
+class Comparison:
+    """Two outputs.
+
+    Args:
+        rows: Rows that both have.
+        identical: How many of them have the same tokens.
+        only_first: Rows that only the first output has.
+        only_second: Rows that only the second one has.
+        earliest: The differing row that differs first, by the place in its text; None if there is none.
+        shown: Some of the differing rows, drawn by their names.
+        utility: Sums of what the rows are worth; None without a scorer.
+    """
+
+    rows: int = 0
+    identical: int = 0
+    only_first: int = 0
+    only_second: int = 0
+    earliest: DifferingRow | None = None
+    shown: list[DifferingRow] = field(default_factory=list)
+    utility: PairedSums | None = None
+
+    @property
+    def differing(self) -> int:
+        """Rows whose tokens differ."""
+        return self.rows - self.identical
+
+
+def compare_rows(first: Iterator[Row], second: Iterator[Row], scorer: Scorer | None, examples: int) -> Comparison:
+    """Compare the rows of two outputs; only a few of them are in memory.
+
+    Args:
+        first: Rows of one output, with `request_id`, `token_ids` and what the scorer reads.
+        second: Rows of the other.
+        scorer: Says what a row is worth.
+        examples: How many differing rows to keep.
+
+    Raises:
+        InputError: The scorer cannot score a row.
+    """
+    result = Comparison(utility=None if scorer is None else PairedSums())
+    pairs = RowPairs(first, second)
+    for ours, theirs in pairs:
+        result.rows += 1
+        scores = None
+        if scorer is not None and result.utility is not None:
+            scores = (scorer(ours), scorer(theirs))
+            result.utility.add(*scores)
+        place = first_difference(ours["token_ids"], theirs["token_ids"])
+        if place is None:
+            result.identical += 1
+            continue
+        row = DifferingRow(ours, theirs, place, scores)
+        if result.earliest is None or place < result.earliest.place:
+            result.earliest = row
+        result.shown = nsmallest(
+            examples, [*result.shown, row], key=lambda one: (zlib.crc32(one.name.encode()), one.name)
+        )
+    result.only_first, result.only_second = len(pairs.only_first), len(pairs.only_second)
+    return result

@@ -1,0 +1,268 @@
+"""Whose requests a head may learn from: clients who agreed, told by their keys. Without a word nobody has."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from drafter.acceptance.settings import VerifierSettings
+from drafter.engine.config import EngineSettings
+from pipeline.command_line import at_least, make_parser, parse, parse_object
+from pipeline.errors import InputError
+from pipeline.generate.config import LoadingConfig
+from pipeline.learning.config import LearningConfig
+from pipeline.serving.http.keys import KeyRule, digests_in, may_ask
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Who has agreed.
+
+    Args:
+        everybody: Whether all clients have.
+        digests: Digests of the keys of those who have.
+    """
+
+    everybody: bool = False
+    digests: tuple[bytes, ...] = ()
+
+    def covers(self, authorization: str | None) -> bool:
+        """Whether the sender of a request with this `Authorization` header has agreed."""
+        return self.everybody or (bool(self.digests) and may_ask(authorization, self.digests))
+
+
+def read_agreement(learning: ServingLearning, digests: Sequence[bytes]) -> Agreement:
+    """Return who has agreed, by the configuration and a file of keys on this machine.
+
+    Args:
+        learning: The configuration.
+        digests: Digests of all keys that the endpoint knows; none where it answers everybody.
+
+    Raises:
+        InputError: The file cannot be read or has no keys, has a key that the endpoint does not know, or there are no
+            keys to tell clients by.
+    """
+    if not learning.enabled:
+        return Agreement()
+    if learning.agreed == EVERYBODY:
+        return Agreement(everybody=True)
+    name = f"learning.agreed {learning.agreed}"
+    if not digests:
+        raise InputError(
+            f"{name} is a file of keys, but the endpoint has none, and cannot tell clients apart: set keys_file, or "
+            f"learning.agreed to {EVERYBODY}"
+        )
+    found = digests_in(learning.agreed, name)
+    unknown = [place for place, digest in enumerate(found, start=1) if digest not in digests]
+    if unknown:
+        raise InputError(f"{name}: key {unknown[0]} is none of the endpoint's: leave it out, or add it to keys_file")
+    return Agreement(digests=found)
+
+
+# ---- The endpoint's settings `learning.*`: those of a job, whose text may be learnt from, and where the head is kept.
+
+NOBODY, EVERYBODY = "none", "all"
+
+
+@dataclass(frozen=True)
+class ServingLearning(LearningConfig):
+    """A draft head that learns from the requests of clients who agreed to that.
+
+    Args:
+        agreed: Whose requests are learnt from: `none`; `all`, where every client has agreed; or a file with the keys of
+            those who have, one on each line, to be found where the ingress runs.
+        folder: Where the head and all that learning needs to go on is kept: a folder of this endpoint's own, or a URI,
+            that the same place is behind on every machine.
+    """
+
+    agreed: str = NOBODY
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("agreed", "folder"):
+            value = getattr(self, name)
+            if value is not None and not value.strip():
+                raise InputError(f"learning.{name} is empty")
+        if not self.enabled:
+            return
+        if self.agreed == NOBODY:
+            raise InputError(
+                "learning is enabled, but nobody has agreed to be learnt from: set learning.agreed to a file with the "
+                "keys of those who have, or to all"
+            )
+        if self.folder is None:
+            raise InputError("learning is enabled, but there is no folder for the head: set learning.folder")
+
+
+# ---- The configuration of the endpoint: of the application that is served, and of the server around it.
+
+
+@dataclass(frozen=True)
+class LimitsConfig:
+    """What clients may ask for.
+
+    Args:
+        queue: Requests that may wait for a slot of a replica; further ones are told to try again later.
+        choices: Texts that one request may ask for: its prompts times its `n`.
+        body_bytes: Largest body of a request, in bytes.
+        connections: Connections that may be open; for a further one, that which has waited for its client the longest
+            is closed. Like `receive_seconds` it holds where `jobs.serve` starts the cluster itself; Ray Serve's own
+            proxy, which listens on others, has no such limits.
+        receive_seconds: Longest time in which a request may come, once it has begun, and in which a connection may
+            begin one.
+        seconds: Longest time a request may take; then it ends with an error. An update waits that long for open
+            streams.
+    """
+
+    queue: int = 64
+    choices: int = 16
+    body_bytes: int = 1 << 20
+    connections: int = 1000
+    receive_seconds: float = 30.0
+    seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("queue", "choices", "body_bytes", "connections"):
+            at_least(f"limits.{name}", getattr(self, name), 1)
+        for name in ("receive_seconds", "seconds"):
+            at_least(f"limits.{name}", getattr(self, name), 0, above=True)
+
+
+@dataclass(frozen=True)
+class ReplicasConfig:
+    """How many engines there are, and what each takes of the cluster.
+
+    Args:
+        min: Fewest replicas.
+        max: Most replicas; by default as many as `min`. Between the two, their number follows the requests.
+        gpus: GPUs of a replica, a fraction allowed; by default 1 where there are GPUs, otherwise 0.
+        cpus: CPU cores of a replica, and so its threads; by default 1 beside a GPU, otherwise a fair share.
+    """
+
+    min: int = 1
+    max: int | None = None
+    gpus: float | None = None
+    cpus: float | None = None
+
+    def __post_init__(self) -> None:
+        at_least("replicas.min", self.min, 1)
+        at_least("replicas.max", self.max, self.min)
+        at_least("replicas.gpus", self.gpus, 0)
+        at_least("replicas.cpus", self.cpus, 0, above=True)
+
+
+def _default_engine() -> EngineSettings:
+    """Return the endpoint's own default: clients' requests are shorter than the rows of a job, and more at a time."""
+    return EngineSettings(slots=32)
+
+
+@dataclass(frozen=True)
+class ApplicationConfig:
+    """What is served: the `args` of the application in a file for Ray Serve.
+
+    Args:
+        model: Base model: hub id or folder; by default the embedded demonstration model.
+        drafter: What proposes tokens: `none`, `ngram`, `memory`, `cacheback`, `exit:N`, a draft head's folder or hub
+            id, `ctc` (the embedded head), `model:` and a draft model's, several joined by `+`, `long:N:DRAFTER`,
+            `stack:LOWER>model:A`, or `auto`.
+        isolation: Draft no request from another one's text, as `memory` and `cacheback` would. Who may send many
+            requests can tell from how long answers take what others have been answered. Without it all clients must
+            trust each other.
+        verifier: Which draft tokens become output; by default those that plain decoding would give. Clients cannot
+            choose it.
+        learning: A draft head that learns from the requests of clients who agreed to that.
+        name: What clients call the model; by default as in `model`, or `embedded`.
+        plain: Serve the model a second time, without a drafter, as NAME-plain: to compare with.
+        keys: Whether clients must send a key: `required`, `none` (everybody is answered), or `auto`, which asks for one
+            unless `jobs.serve` listens on a loopback address and is given no keys.
+        keys_file: File with a key on each line, to be found where the ingress runs. Keys may also be in the ingress's
+            environment variable DRAFTER_API_KEYS, separated by commas.
+        special_tokens: Let the text of a special token in a chat message be that token; by default it is text.
+        loading: How the models are loaded.
+        engine: How much an engine does at once.
+        limits: What clients may ask for.
+        replicas: How many engines there are.
+    """
+
+    model: str | None = None
+    drafter: str = "auto"
+    isolation: bool = True
+    verifier: VerifierSettings = field(default_factory=VerifierSettings)
+    learning: ServingLearning = field(default_factory=ServingLearning)
+    name: str | None = None
+    plain: bool = False
+    keys: KeyRule = "auto"
+    keys_file: str | None = None
+    special_tokens: bool = False
+    loading: LoadingConfig = field(default_factory=LoadingConfig)
+    engine: EngineSettings = field(default_factory=_default_engine)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("model", "drafter", "name"):
+            value = getattr(self, name)
+            if value is not None and not value.strip():
+                raise InputError(f"{name} is empty")
+        if self.keys == "none" and self.keys_file is not None:
+            raise InputError("keys is none, but keys_file is set: leave one of the two out")
+        self.learning.check_beside(self.drafter, self.verifier, self.engine)
+
+    @property
+    def served_name(self) -> str:
+        """What clients call the model."""
+        return self.name or self.model or "embedded"
+
+
+@dataclass(frozen=True)
+class ServeConfig(ApplicationConfig):
+    """The endpoint.
+
+    Args:
+        host: Address to listen on; 0.0.0.0 for all of this machine's, which needs keys.
+        port: TCP port to listen on.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.port <= 65535:
+            raise InputError(f"port must be at least 1 and at most 65535, not {self.port}")
+
+    @property
+    def loopback(self) -> bool:
+        """Whether this machine alone can connect. A name other than localhost counts as reachable from elsewhere."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+_DESCRIPTION = """\
+Serve a model by OpenAI's API, with speculative decoding that never changes the tokens.
+
+Any client of OpenAI's works with http://HOST:PORT/v1, and a browser with http://HOST:PORT/.
+Joins the Ray cluster there is, or starts one here; ends in good order on Ctrl-C or SIGTERM.
+
+  python -m jobs.serve
+  python -m jobs.serve --model meta-llama/Llama-3.2-1B-Instruct --port 8080
+  python -m jobs.serve --replicas.max 4 --replicas.gpus 0.5 --host 0.0.0.0 --keys_file keys.txt"""
+
+
+def parse_config(arguments: Sequence[str] | None = None) -> ServeConfig:
+    """Return the endpoint that a command line asks for; see `command_line.parse`."""
+    return parse(ServeConfig, make_parser(ServeConfig, "jobs.serve", "", _DESCRIPTION), arguments)
+
+
+def parse_application(settings: Mapping[str, Any]) -> ApplicationConfig:
+    """Return the application that the `args` in a file for Ray Serve ask for.
+
+    Raises:
+        InputError: An unknown setting, or a value of the wrong type or out of range.
+    """
+    return parse_object(ApplicationConfig, make_parser(ApplicationConfig, "jobs.serve", "", _DESCRIPTION), settings)

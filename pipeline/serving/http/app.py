@@ -1,0 +1,297 @@
+"""Server-sent events over HTTP."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.security import HTTPBearer
+from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.core import Metric
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from pipeline.learning.beats import learner_families
+from pipeline.openai.answers import wants_speculation
+from pipeline.openai.requests import OpenAIError, ParsedRequest, parse_chat, parse_completion
+from pipeline.serving.config import Agreement, LimitsConfig
+from pipeline.serving.http import openapi
+from pipeline.serving.http.connections import LoopbackHosts
+from pipeline.serving.http.handles import Answer, Engines, LearnerHandle, Method, metrics_page
+from pipeline.serving.http.keys import may_ask
+from pipeline.serving.ingress.page import add_page
+from pipeline.serving.messages import Call, Failure, unavailable
+
+
+class EventStream(Response):
+    """Sends an answer as it comes.
+
+    When the client leaves, Ray Serve cancels the task that runs this, wherever it waits; the replica is told at once.
+
+    Args:
+        answer: An answer whose first reply is not a failure.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all events."""
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for events in self._answer:
+                await send({"type": "http.response.body", "body": events.encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._answer.cancel()
+
+
+# ---- A request's body: read up to a limit, and only if it is JSON.
+
+_DISCARDED = 16
+"""A body of up to this many times the limit is read to its end and thrown away, because many clients read the answer
+only then. For a larger one the connection is cut."""
+
+
+async def read_json(request: Request, limit: int) -> Any:
+    """Return the body of a request.
+
+    Args:
+        request: The request.
+        limit: Most bytes that it may have.
+
+    Raises:
+        OpenAIError: 413 for more bytes, 415 for another kind of content, 400 for what is not JSON, 408 if the rest of
+            it does not come.
+    """
+    # A web page may have a browser post any other kind of content to any address, this machine's own among them.
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise OpenAIError(415, "The Content-Type must be application/json.", code="unsupported_media_type")
+    body = bytearray()
+    size = 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size <= limit:
+                body += chunk
+            elif size > _DISCARDED * limit:
+                break
+    except ClientDisconnect as error:
+        raise OpenAIError(408, "The body has not come.", code="timeout") from error
+    if size > limit:
+        raise OpenAIError(413, f"The body is larger than {limit} bytes.", code="request_too_large")
+    return parse_json(bytes(body))
+
+
+def parse_json(body: bytes) -> Any:
+    """Return what JSON says, as the standard has it: UTF-8, no NaN or infinities, and text that can be encoded.
+
+    Raises:
+        OpenAIError: 400, it is not JSON.
+    """
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_number)
+        if b"\\u" in body:  # an escape can be half of a surrogate pair, which is not a character
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        raise OpenAIError(400, f"The body is not JSON: {_reason(error)}.", code="invalid_json") from error
+    return value
+
+
+def _number(text: str) -> float | int:
+    """Return a number; a whole one is an integer, because JSON does not tell 1.0 from 1 and some clients write 1.0."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _reason(error: Exception) -> str:
+    match error:
+        case json.JSONDecodeError():
+            return f"{error.msg} at line {error.lineno}, column {error.colno}"
+        case UnicodeDecodeError() | UnicodeEncodeError():
+            return "it is not valid UTF-8"
+        case RecursionError():
+            return "it is nested too deeply"
+        case _:
+            return "it has a number that cannot be read"
+
+
+# ---- The endpoint's HTTP: routes, keys, limits, and errors in OpenAI's shape.
+
+logger = logging.getLogger("ray.serve")
+
+
+def create_app(
+    engines: Engines,
+    digests: Sequence[bytes],
+    limits: LimitsConfig,
+    *,
+    loopback: bool,
+    agreement: Agreement | None = None,
+    learner: LearnerHandle | None = None,
+) -> FastAPI:
+    """Return the application.
+
+    Args:
+        engines: Who answers.
+        digests: Digests of the keys, see `pipeline.serving.http.keys`; none answers everybody.
+        limits: What clients may ask for.
+        loopback: Whether only this machine can connect; then requests for other hosts are refused.
+        agreement: Whose requests a head may learn from; by default nobody's.
+        learner: Learns from them; None where no head learns.
+    """
+    app = FastAPI(
+        title="drafter",
+        description="OpenAI's API over lossless speculative decoding.",
+        docs_url=None,  # FastAPI's own pages load scripts from elsewhere
+        redoc_url=None,
+    )
+    app.add_exception_handler(OpenAIError, _refused)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(Exception, _failed)
+    if loopback:
+        app.add_middleware(LoopbackHosts)
+
+    def check_key(request: Request) -> None:
+        if not may_ask(request.headers.get("authorization"), digests):
+            raise OpenAIError(401, "There is no such API key: send one as a bearer token.", code="invalid_api_key")
+
+    # The first checks nothing: it has the OpenAPI document say that a key is needed.
+    keyed = [Depends(HTTPBearer(auto_error=False)), Depends(check_key)] if digests else []
+    _add_generation(app, engines, keyed, limits, agreement or Agreement())
+    _add_models(app, engines, keyed)
+    _add_state(app, engines, keyed, learner)
+    if learner is not None:
+        _add_learning(app, keyed, learner)
+    add_page(app)
+    return app
+
+
+def _add_generation(
+    app: FastAPI, engines: Engines, keyed: list[Any], limits: LimitsConfig, agreement: Agreement
+) -> None:
+    async def answer(request: Request, method: Method, parse: Callable[[dict[str, Any]], ParsedRequest]) -> Response:
+        body = await read_json(request, limits.body_bytes)
+        speculation = wants_speculation(body)
+        parsed = parse(body)
+        if parsed.model not in engines.names:
+            raise _no_model(parsed.model)
+        if parsed.choices > limits.choices:
+            raise OpenAIError(400, f"At most {limits.choices} choices a request are allowed.", "n", "invalid_value")
+        may_teach = agreement.covers(request.headers.get("authorization"))
+        found = await engines.ask(method, Call(parsed, speculation, may_teach))
+        match found.first:
+            case Failure(status, error, headers):
+                return JSONResponse(error, status, headers)
+            case str() if not parsed.stream:
+                return Response(await found.whole(), media_type="application/json")
+        return EventStream(found)
+
+    @app.post("/v1/chat/completions", dependencies=keyed, **openapi.chat(engines.names, limits))
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        return await answer(request, "chat", parse_chat)
+
+    @app.post("/v1/completions", dependencies=keyed, **openapi.completions(engines.names, limits))
+    async def completions(request: Request) -> Response:
+        """Continue a text."""
+        return await answer(request, "completions", parse_completion)
+
+
+def _add_models(app: FastAPI, engines: Engines, keyed: list[Any]) -> None:
+    started = int(time.time())
+
+    def described(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": started, "owned_by": "drafter"}
+
+    @app.get("/v1/models", dependencies=keyed, **openapi.models())
+    async def list_models() -> Response:
+        """List the models."""
+        return JSONResponse({"object": "list", "data": [described(name) for name in engines.names]})
+
+    @app.get("/v1/models/{model:path}", dependencies=keyed, **openapi.model())
+    async def retrieve_model(model: str) -> Response:
+        """Describe one model."""
+        if model not in engines.names:
+            raise _no_model(model)
+        return JSONResponse(described(model))
+
+
+def _add_state(app: FastAPI, engines: Engines, keyed: list[Any], learner: LearnerHandle | None) -> None:
+    @app.get("/health", **openapi.health())
+    async def health() -> Response:
+        """Say whether every model has a replica that works."""
+        replicas = {name: len(found) for name, found in (await engines.snapshots()).items()}
+        if not all(replicas.values()):
+            raise unavailable()
+        return JSONResponse({"status": "ok", "replicas": replicas})
+
+    @app.get("/metrics", dependencies=keyed, **openapi.metrics())
+    async def metrics() -> Response:
+        """Give the metrics of all replicas, and of the learner, for Prometheus."""
+        snapshots: list[tuple[dict[str, str], Sequence[Metric]]] = [
+            ({"model": name, "replica": snapshot.replica}, snapshot.families)
+            for name, found in (await engines.snapshots()).items()
+            for snapshot in found
+        ]
+        report = None if learner is None else await learner.report()
+        if report is not None:
+            snapshots.append(({"model": engines.names[0]}, learner_families(report)))
+        return Response(metrics_page(snapshots), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_learning(app: FastAPI, keyed: list[Any], learner: LearnerHandle) -> None:
+    @app.get("/learning", dependencies=keyed, **openapi.learning())
+    async def learning() -> Response:
+        """Say what the learner does."""
+        report = await learner.report()
+        if report is None:
+            raise OpenAIError(503, "The learner does not answer at the moment.", code="learner_unavailable")
+        return JSONResponse(asdict(report))
+
+
+def _no_model(name: str) -> OpenAIError:
+    return OpenAIError(404, f"The model '{name[:100]}' does not exist.", "model", "model_not_found")
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, OpenAIError)
+    failure = Failure.of(error)
+    return JSONResponse(failure.body, failure.status, failure.headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = {
+        404: "There is nothing at this address.",
+        405: "This address does not take this method.",
+    }.get(error.status_code, "The request cannot be answered.")
+    told = OpenAIError(error.status_code, message)
+    return JSONResponse(told.body(), error.status_code, error.headers)
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    return await _refused(request, OpenAIError(400, "The request cannot be read."))
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    logger.exception("A request failed", exc_info=error)
+    return await _refused(request, OpenAIError(500, "The server had an error.", code="internal_error"))

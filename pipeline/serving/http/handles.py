@@ -1,0 +1,232 @@
+"""The endpoint's learner as the ingress sees it: asked what it does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+from pipeline.openai.requests import OpenAIError
+from pipeline.openai.stream_events import error_event
+from pipeline.progress.board import LearningReport
+from pipeline.serving.config import LimitsConfig
+from pipeline.serving.http.connections import limited_http
+from pipeline.serving.messages import Call, Reply, Snapshot, interrupted, overloaded, unavailable
+
+_REPORT_SECONDS = 5.0
+
+logger = logging.getLogger("ray.serve")
+
+
+class LearnerHandle:
+    """Asks the deployment that keeps the learner.
+
+    Args:
+        handle: Its handle.
+    """
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    async def report(self) -> LearningReport | None:
+        """Return what the learner does; None where nobody can say."""
+        try:
+            return await asyncio.wait_for(self._handle.report.remote(), _REPORT_SECONDS)
+        except Exception as error:  # whatever it is: Ray Serve starts it again, and nothing depends on it
+            logger.warning("The learner does not answer: %s", error)
+            return None
+
+
+# ---- The replicas as the ingress sees them: ask one for an answer, ask all for their metrics.
+
+Method = Literal["chat", "completions"]
+_TRIES = 3
+"""Replicas that are asked before a request is given up: one that died before it replied loses nothing, because another
+gives the same answer."""
+_SNAPSHOT_SECONDS = 5.0
+
+
+class Answer:
+    """What a replica replies, as it comes.
+
+    Args:
+        first: Its first reply.
+        rest: Its replies after that.
+    """
+
+    def __init__(self, first: Reply, rest: DeploymentResponseGenerator) -> None:
+        self.first = first
+        self._rest = rest
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        """Yield the events of a stream; the last one is an error if the replica dies on the way."""
+        try:
+            async for events in self._parts():
+                yield events
+        except OpenAIError as error:
+            yield error_event(error)
+
+    async def whole(self) -> str:
+        """Return the body of an answer that is not streamed.
+
+        Raises:
+            OpenAIError: The replica has died on the way.
+        """
+        try:
+            return "".join([part async for part in self._parts()])
+        finally:
+            self.cancel()
+
+    async def _parts(self) -> AsyncIterator[str]:
+        assert isinstance(self.first, str)
+        yield self.first
+        try:
+            async for part in self._rest:
+                yield part
+        except Exception as error:
+            logger.exception("A replica failed while it answered")
+            raise interrupted() from error
+
+    def cancel(self) -> None:
+        """Free what the answer holds in the replica; nothing happens if it is complete."""
+        self._rest.cancel()
+
+
+class Engines:
+    """Deployments of engines, by the name that clients call their model.
+
+    Args:
+        handles: The deployments' handles.
+    """
+
+    def __init__(self, handles: Mapping[str, DeploymentHandle]) -> None:
+        # Answers are small and many: they need not go through the object store.
+        self._handles = {name: handle.options(_by_reference=False) for name, handle in handles.items()}
+
+    @property
+    def names(self) -> list[str]:
+        """The models' names."""
+        return list(self._handles)
+
+    async def ask(self, method: Method, call: Call) -> Answer:
+        """Have a replica answer, and wait for its first reply.
+
+        Raises:
+            OpenAIError: There is no room, or no replica that works.
+        """
+        handle = self._handles[call.request.model].options(stream=True, method_name=method)
+        for _ in range(_TRIES):
+            replies = handle.remote(call)
+            try:
+                return Answer(await anext(replies), replies)
+            except BackPressureError as error:
+                raise overloaded() from error
+            except DeploymentUnavailableError as error:
+                raise unavailable() from error
+            except RayActorError:
+                logger.warning("A replica died before it answered: asking another")
+            except BaseException:
+                replies.cancel()
+                raise
+        raise unavailable()
+
+    async def snapshots(self) -> dict[str, list[Snapshot]]:
+        """Return the metrics of all replicas that answer, by the name of their model."""
+        found: dict[str, list[Snapshot]] = {}
+        for name, handle in self._handles.items():
+            try:
+                response = handle.broadcast("snapshot")
+                results: list[Any] = await response.results_async(timeout_s=_SNAPSHOT_SECONDS, return_exceptions=True)
+            except (DeploymentUnavailableError, TimeoutError):
+                results = []
+            for one in results:
+                if isinstance(one, Exception):
+                    logger.warning("A replica does not answer: %s", one)
+            found[name] = [one for one in results if isinstance(one, Snapshot)]
+        return found
+
+
+# ---- The metrics of all replicas as one page for Prometheus, which any ingress can give.
+
+
+def metrics_page(snapshots: Sequence[tuple[dict[str, str], Sequence[Metric]]]) -> bytes:
+    """Return the metrics of replicas, and of a learner, in Prometheus's text format.
+
+    Args:
+        snapshots: What each says, with the labels that tell it from others.
+    """
+    registry = CollectorRegistry()
+    registry.register(_Merged(snapshots))
+    return generate_latest(registry)
+
+
+class _Merged:
+    """Collects one family of each name, with the samples of all replicas."""
+
+    def __init__(self, snapshots: Sequence[tuple[dict[str, str], Sequence[Metric]]]) -> None:
+        self._snapshots = snapshots
+
+    def collect(self) -> Iterator[Metric]:
+        merged: dict[str, Metric] = {}
+        for labels, families in self._snapshots:
+            for family in families:
+                into = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                into.samples += [
+                    sample._replace(labels=sample.labels | labels)
+                    for sample in family.samples
+                    # The library adds when each counter was made: of no use, and as many samples again.
+                    if not sample.name.endswith("_created")
+                ]
+        yield from merged.values()
+
+
+# ---- Ray Serve's direct ingress, for a cluster that is started for the endpoint alone: the ingress listens on the port.
+
+
+def short_ways(port: int) -> dict[str, str]:
+    """Return environment variables that have the ingress listen on `port`, with no proxy in front of it.
+
+    They must be set before Ray is started and Ray Serve is imported. Serve's own proxy then needs another port.
+    """
+    return {
+        # Ingress and replicas talk to each other directly, without a thread between them.
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
+        "RAY_SERVE_ENABLE_HA_PROXY": "0",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(port),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(port + 1),  # exclusive
+        # A new ingress gets the port at once, even if the old one hangs: there is no proxy that has to notice first.
+        "RAY_SERVE_PORT_QUARANTINE_S": "0",
+        "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+    }
+
+
+def before_listening(limits: LimitsConfig) -> None:
+    """Change how Ray (2.60) has this process listen, which it has no settings for.
+
+    An ingress may share its port: for a minute the kernel keeps the connections of one that has died, and Ray would
+    think that another program has the port, and would not try it again. And connections are limited.
+
+    Args:
+        limits: Of connections.
+    """
+    from ray.serve._private import replica
+
+    listen = replica.start_asgi_http_server
+
+    async def listen_with_limits(*args: Any, **kwargs: Any) -> Any:
+        task, server = await listen(*args, **kwargs | {"enable_so_reuseport": True})
+        # The task has not begun: what it finds here is what it goes by.
+        server.config.http = limited_http(limits.connections, limits.receive_seconds)
+        server.config.ws = "none"
+        return task, server
+
+    replica.start_asgi_http_server = listen_with_limits

@@ -1,0 +1,196 @@
+"""What the OpenAPI document says of each route. Clients and fuzzers are made from it, so it must be true.
+
+The schemas of bodies come from the classes that check them, those of answers from OpenAI's own client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion
+from pydantic import BaseModel
+from starlette.responses import PlainTextResponse
+
+from drafter.requests import LONGEST_STOP
+from pipeline.openai.answers import FIELD
+from pipeline.openai.requests import MOST_BIASES, MOST_STOPS, Body, ChatBody, CompletionBody
+from pipeline.progress.board import LearningReport
+from pipeline.serving.config import LimitsConfig
+
+
+class ErrorDetail(BaseModel):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+class ModelList(BaseModel):
+    """The list of all models."""
+
+    object: str
+    data: list[Model]
+
+
+class Health(BaseModel):
+    """How many replicas each model has."""
+
+    status: str
+    replicas: dict[str, int]
+
+
+_MEANING = {
+    400: "The request cannot be used.",
+    401: "There is no such key.",
+    404: "There is no such model.",
+    408: "The request took too long.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    429: "There is no room for now.",
+    503: "There is no replica that works, for now.",
+}
+_RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer", "minimum": 0}}}
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": ["system", "developer", "user", "assistant"]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]},
+        "name": {"type": ["string", "null"]},
+    },
+    "required": ["role", "content"],
+    "additionalProperties": False,
+}
+_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT = {"type": "string", "minLength": 1}
+_PROMPT = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}, _TOKENS]}
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+_STOP_TEXT = _TEXT | {"maxLength": LONGEST_STOP}
+_STOP = {"anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": MOST_STOPS}]}
+_LOGIT_BIAS = {
+    "type": "object",
+    "maxProperties": MOST_BIASES,
+    "propertyNames": {"pattern": "^[0-9]+$"},
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+}
+
+
+def chat(models: Sequence[str], limits: LimitsConfig) -> dict[str, Any]:
+    """Return the description of `/v1/chat/completions`."""
+    body = _body(ChatBody, models, limits, messages={"type": "array", "items": _MESSAGE, "minItems": 1})
+    body["not"] = {
+        "required": ["max_tokens", "max_completion_tokens"],
+        "properties": {name: {"type": "integer"} for name in ("max_tokens", "max_completion_tokens")},
+    }
+    body["allOf"].append(_needs("top_logprobs", "integer", "logprobs"))
+    return _generation(ChatCompletion, body)
+
+
+def completions(models: Sequence[str], limits: LimitsConfig) -> dict[str, Any]:
+    """Return the description of `/v1/completions`."""
+    return _generation(Completion, _body(CompletionBody, models, limits, prompt=_PROMPT))
+
+
+def models() -> dict[str, Any]:
+    """Return the description of `/v1/models`."""
+    return {"responses": {200: {"model": ModelList}, **_errors(401)}}
+
+
+def model() -> dict[str, Any]:
+    """Return the description of `/v1/models/{model}`."""
+    return {"responses": {200: {"model": Model}, **_errors(401, 404), "4XX": {"model": ErrorBody}}}
+
+
+def health() -> dict[str, Any]:
+    """Return the description of `/health`."""
+    return {"responses": {200: {"model": Health}, **_errors(503)}}
+
+
+def metrics() -> dict[str, Any]:
+    """Return the description of `/metrics`."""
+    return {"response_class": PlainTextResponse, "responses": _errors(401)}
+
+
+def learning() -> dict[str, Any]:
+    """Return the description of `/learning`."""
+    return {"responses": {200: {"model": LearningReport}, **_errors(401, 503)}}
+
+
+def _generation(kind: type[BaseModel], body: dict[str, Any]) -> dict[str, Any]:
+    success = {
+        "model": kind,
+        "description": "The answer, or with `stream` its chunks as server-sent events.",
+        "content": {"text/event-stream": {"schema": _EVENT}},
+    }
+    content = {"required": True, "content": {"application/json": {"schema": body}}}
+    return {
+        "responses": {200: success, **_errors(400, 401, 404, 408, 413, 415, 429, 503)},
+        "openapi_extra": {"requestBody": content},
+    }
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {
+        status: {"model": ErrorBody, "description": _MEANING[status]}
+        | ({"headers": _RETRY_AFTER} if status in (429, 503) else {})
+        for status in statuses
+    }
+
+
+def _body(
+    kind: type[Body], models: Sequence[str], limits: LimitsConfig, **properties: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the schema of a request's body: pydantic's own, with what pydantic cannot say.
+
+    Args:
+        kind: The class that checks the body.
+        models: Names of models that may be asked for.
+        limits: What clients may ask for.
+        properties: Schemas of properties that are checked elsewhere.
+    """
+    schema = kind.model_json_schema()
+    definitions = schema.pop("$defs")
+    given: dict[str, Any] = schema["properties"] | properties
+    given |= {
+        "model": {"enum": list(models)},
+        "n": {"type": "integer", "minimum": 1, "maximum": limits.choices},
+        "stop": _STOP,
+        "logit_bias": _LOGIT_BIAS,
+        "stream_options": definitions["StreamOptions"],
+        FIELD: {"type": "boolean", "description": "Say what became of the draft."},
+    }
+    required = schema["required"]
+    schema["properties"] = {
+        # A property that is null is not set.
+        name: value if name in required or "null" in str(value) else {"anyOf": [value, {"type": "null"}]}
+        for name, value in given.items()
+    }
+    return schema | {"allOf": [_needs("stream_options", "object", "stream")]}
+
+
+def _needs(name: str, kind: str, other: str) -> dict[str, Any]:
+    """Return a schema by which a property may be set only where another one is true.
+
+    Args:
+        name: The property.
+        kind: Its JSON type where it is set.
+        other: The property that must be true.
+    """
+    return {
+        "if": {"required": [name], "properties": {name: {"type": kind}}},
+        "then": {"required": [other], "properties": {other: {"const": True}}},
+    }

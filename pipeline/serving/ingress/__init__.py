@@ -1,1 +1,0 @@
-"""What speaks HTTP: routes, keys, limits, the page; it holds no model."""

@@ -1,0 +1,189 @@
+"""The endpoint's entry: what is checked before a cluster is touched, and the server's life."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from drafter.acceptance.registry import make_verifier
+from drafter.errors import LoadError, one_line
+from drafter.target.loading import load_tokenizer
+from pipeline.cluster.local_cluster import free_ports
+from pipeline.cluster.ray_cluster import connect, will_start
+from pipeline.command_line import run_job
+from pipeline.engines.models import head_fingerprints, model_fingerprint, model_name
+from pipeline.errors import InputError, JobError
+from pipeline.io.files import locate, make_folders
+from pipeline.learning.config import NEW, SHIPPED
+from pipeline.serving.config import EVERYBODY, ServeConfig, ServingLearning, parse_config, read_agreement
+from pipeline.serving.http.handles import short_ways
+from pipeline.serving.http.keys import ENVIRONMENT, read_keys, settle
+
+_NAME = "drafter"
+_POLL_SECONDS = 0.2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve what a command line asks for until a signal; see `run_job` for what it returns."""
+    return run_job(lambda given: serve_until_signal(parse_config(given)), arguments)
+
+
+def serve_until_signal(config: ServeConfig) -> None:
+    """Serve until SIGINT or SIGTERM, then let open requests end and take the application down.
+
+    Raises:
+        InputError: The configuration, the keys or the models cannot be used.
+        JobError: The server cannot be started.
+    """
+    config = replace(config, keys=settle(config.keys, config.keys_file, loopback=config.loopback))
+    own_cluster = will_start()
+    if own_cluster:  # the ingress will run here, with the same keys: a mistake in them is told at once
+        read_agreement(config.learning, read_keys(config.keys_file, config.keys))
+    check_models(config)
+    start(config, own_cluster=own_cluster)
+    print(f"serving {config.served_name} at http://{config.host}:{config.port}", flush=True)
+    if config.keys != "required":
+        unless = "" if own_cluster else f", unless the cluster's machines have {ENVIRONMENT}"
+        hint = f"everybody may ask{unless}: set --keys_file or {ENVIRONMENT} to ask for keys"
+        print(hint, file=sys.stderr, flush=True)
+    if config.learning.enabled:
+        print(
+            f"a head learns from {learnt_from(config.learning)}, and is kept in {config.learning.folder}",
+            file=sys.stderr,
+        )
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):  # not before Ray has set its own
+        signal.signal(number, lambda *_: stop.set())
+    stop.wait()
+    stop.clear()
+    print("stopping: open requests may end; a second signal ends them", file=sys.stderr, flush=True)
+    take_down(stop)
+
+
+def start(config: ServeConfig, *, own_cluster: bool) -> None:
+    """Start the endpoint, and wait until it answers.
+
+    Args:
+        config: What is served, and where.
+        own_cluster: Whether there is no cluster to join, so that one is started for the endpoint alone.
+
+    Raises:
+        InputError: The address, the keys or the models cannot be used.
+        JobError: The server cannot be started.
+    """
+    proxy_port = config.port
+    if own_cluster:
+        check_port(config)
+        os.environ.update(short_ways(config.port))
+        proxy_port = next(port for port in free_ports(2) if port != config.port)
+    cluster = connect()
+    from ray import serve  # which reads the environment as it is imported
+
+    from pipeline.serving.application import application
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    try:
+        serve.start(http_options={"host": config.host, "port": proxy_port})
+        check_address(config.host, proxy_port)
+        serve.run(application(config, cluster, loopback=config.loopback), name=_NAME, route_prefix="/", blocking=False)
+    except InputError:
+        raise
+    except Exception as error:  # Ray raises bare ones
+        refusal = re.search(r"(?:InputError|LoadError): (.+)", f"{error}\n{deployment_messages()}")
+        take_down(threading.Event())
+        if refusal:
+            raise InputError(refusal[1]) from error
+        raise JobError(f"the endpoint cannot be started: {one_line(error)}") from error
+
+
+def learnt_from(learning: ServingLearning) -> str:
+    """Return whose requests a head learns from, for people."""
+    if learning.agreed == EVERYBODY:
+        return "the requests of all clients"
+    return f"the requests of clients whose keys are in {learning.agreed}"
+
+
+def take_down(at_once: threading.Event) -> None:
+    """Take the endpoint's application down, and wait until its requests have ended.
+
+    Ray Serve stays: on a cluster that was there before, it may have applications of others. A cluster of the endpoint's
+    own ends with this process.
+
+    Args:
+        at_once: Ends the waiting once it is set.
+    """
+    from ray import serve
+
+    if _NAME in serve.status().applications:
+        serve.delete(_NAME, _blocking=False)  # the other way gives up after a minute
+    while _NAME in serve.status().applications and not at_once.wait(_POLL_SECONDS):
+        pass
+
+
+def deployment_messages() -> str:
+    """Return what Ray Serve says of the endpoint's deployments: where one failed, with the traceback of its error."""
+    from ray import serve
+
+    with suppress(Exception):  # there may be no application yet, and the error of the start is what counts
+        application = serve.status().applications[_NAME]
+        return "\n".join(deployment.message for deployment in application.deployments.values())
+    return ""
+
+
+def check_port(config: ServeConfig) -> None:
+    """Check that the address can be listened on.
+
+    Raises:
+        InputError: It cannot.
+    """
+    try:
+        socket.create_server((config.host, config.port)).close()
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(f"{config.host}:{config.port} cannot be listened on: {reason}; choose another port") from error
+
+
+def check_address(host: str, port: int) -> None:
+    """Check that Ray Serve listens where it was told to: one that runs already stays where it is.
+
+    Raises:
+        InputError: It listens elsewhere, where perhaps others can ask than was meant.
+    """
+    from ray.serve.context import _get_global_client
+
+    options = _get_global_client().http_config
+    if (options.host, options.port) != (host, port):
+        raise InputError(
+            f"Ray Serve runs on this cluster already, and listens on {options.host}:{options.port}: "
+            "set --host and --port to these, or end it with `serve shutdown`"
+        )
+
+
+def check_models(config: ServeConfig) -> None:
+    """Check what can be checked of the models without loading them.
+
+    Raises:
+        InputError: They are not there, or are not models; there is no such verifier; or the folder of a head that
+            learns cannot be written to.
+    """
+    name, learning = model_name(config.model), config.learning
+    model_fingerprint(name)
+    head_fingerprints(config.model, config.drafter)
+    if learning.enabled and learning.folder is not None:
+        if learning.head not in (SHIPPED, NEW):
+            head_fingerprints(config.model, learning.head)
+        folder = locate(learning.folder)
+        make_folders(folder, [folder], folder, "learning.folder")
+    try:
+        make_verifier(config.verifier)
+        load_tokenizer(name, trust_remote_code=config.loading.trust_remote_code)
+    except LoadError as error:
+        raise InputError(str(error)) from error

@@ -1,0 +1,136 @@
+"""The settings `resources.*`: what a job takes of the cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.command_line import at_least
+from pipeline.errors import InputError
+
+
+@dataclass(frozen=True)
+class ResourcesConfig:
+    """What the job takes of the cluster.
+
+    Args:
+        min_actors: Engines to start with.
+        max_actors: Most engines. By default, on a cluster, as many as there is work and room for; on one machine, one
+            for each GPU (or share of one), or `min_actors` where there is no GPU.
+        gpus_per_actor: GPUs of an engine, a fraction allowed. By default 1 where there are GPUs, or where nothing can
+            run yet; otherwise 0. Set it for a cluster that has only CPUs now and is to get GPUs.
+        cpus_per_actor: CPU cores of an engine, and so its threads. By default at most 1 beside a GPU; otherwise all
+            cores of a node but half a core, divided among the node's engines. Lowered a little where engines would
+            leave no core of a node to anything else.
+    """
+
+    min_actors: int = 1
+    max_actors: int | None = None
+    gpus_per_actor: float | None = None
+    cpus_per_actor: float | None = None
+
+    def __post_init__(self) -> None:
+        at_least("resources.min_actors", self.min_actors, 1)
+        if self.max_actors is not None:
+            at_least("resources.max_actors", self.max_actors, self.min_actors)
+        at_least("resources.gpus_per_actor", self.gpus_per_actor, 0)
+        if self.gpus_per_actor is not None and self.gpus_per_actor > 1 and self.gpus_per_actor % 1:
+            raise InputError(f"resources.gpus_per_actor must be whole above 1, not {self.gpus_per_actor:g}")
+        at_least("resources.cpus_per_actor", self.cpus_per_actor, 0, above=True)
+
+
+# ---- The settings `limits.*`: when a row, a step or a stop is given up.
+
+
+@dataclass(frozen=True)
+class LimitsConfig:
+    """What is given up, and when.
+
+    Args:
+        row_attempts: A row that was in an engine at this many deaths of its process is set aside with an error; at the
+            last ones it had the engine to itself.
+        row_seconds: A row that an engine has had for this long gets an error; by default there is no limit.
+        step_seconds: A step of an engine that takes longer than this hangs, and the engine's process is ended.
+        drain_seconds: After SIGTERM, rows that have begun may go on for this long.
+    """
+
+    row_attempts: int = 4
+    row_seconds: float | None = None
+    step_seconds: float = 600.0
+    drain_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        at_least("limits.row_attempts", self.row_attempts, 2)
+        at_least("limits.row_seconds", self.row_seconds, 0, above=True)
+        at_least("limits.step_seconds", self.step_seconds, 0, above=True)
+        at_least("limits.drain_seconds", self.drain_seconds, 0)
+
+
+# ---- The settings `writing.*`: how results are written.
+
+
+@dataclass(frozen=True)
+class WritingConfig:
+    """How results are written.
+
+    Args:
+        rows_per_file: Rows of an output file; also what is committed at once and done again after a failure.
+        per_step_accepted: Write how many draft tokens each step of a row accepted.
+        compact_mb: At the end, merge files of results until each has this many megabytes; by default they stay as they
+            are.
+    """
+
+    rows_per_file: int = 128
+    per_step_accepted: bool = True
+    compact_mb: float | None = None
+
+    def __post_init__(self) -> None:
+        at_least("writing.rows_per_file", self.rows_per_file, 1)
+        at_least("writing.compact_mb", self.compact_mb, 0, above=True)
+
+
+# ---- The settings `reading.*`: how rows of the input become prompts.
+
+Format = Literal["jsonl", "parquet", "csv", "text", "arrow"]
+"""Formats of input files."""
+
+
+@dataclass(frozen=True)
+class ReadingConfig:
+    """How rows become prompts.
+
+    Args:
+        format: Format of the input files. `auto` goes by their names (.jsonl, .parquet, .csv, .txt, .arrow; also .gz
+            and the like) and recognises JSON lines that are an OpenAI batch; `openai` says that they are one.
+        split: Which split of a Hugging Face dataset, such as `train`; by default the only one.
+        subset: Which subset of a Hugging Face dataset; by default the only one, or `default`.
+        prompt_column: Column of text prompts; by default `prompt`, if `messages_column` is not set either.
+        messages_column: Column of chat messages: a list of {role, content}, or that list as JSON text.
+        id_column: Column whose value names a row, each value once; by default a row is named by its file and line.
+        sampling_column: Column with a row's own sampling settings: an object, or that object as JSON text.
+        chat: Send a text prompt as a user's message through the chat template; by default wherever the model has one.
+        special_tokens: Let the text of a special token in a chat message be that token; by default it is text.
+        skip: Leave out this many rows at the beginning.
+        limit: Take at most this many rows.
+        samples: Texts to generate for each row, each with its own seed, in rows named `ID#0`, `ID#1`, ….
+    """
+
+    format: Literal["auto", "jsonl", "parquet", "csv", "text", "arrow", "openai"] = "auto"
+    split: str | None = None
+    subset: str | None = None
+    prompt_column: str | None = None
+    messages_column: str | None = None
+    id_column: str | None = None
+    sampling_column: str = "sampling"
+    chat: bool | None = None
+    special_tokens: bool = False
+    skip: int = 0
+    limit: int | None = None
+    samples: int = 1
+
+    def __post_init__(self) -> None:
+        if self.prompt_column is not None and self.messages_column is not None:
+            raise InputError("reading.prompt_column and reading.messages_column are both set: a row has one prompt")
+        at_least("reading.skip", self.skip, 0)
+        at_least("reading.limit", self.limit, 1)
+        at_least("reading.samples", self.samples, 1)

@@ -1,0 +1,387 @@
+"""The staged input: a list of parts, each a Parquet file of named rows.
+
+A part is what one call of an engine takes, what one write commits and what a failure redoes. Names and contents of the
+parts follow from the input alone, so that every submission sees the same ones.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.parquet
+import ray
+from ray.data.block import BlockMetadata
+from ray.data.datasource import Datasource, ReadTask
+
+from pipeline.errors import InputError
+from pipeline.io.column_types import known_type, stored_struct, unify_fields
+from pipeline.io.files import Location, mend, read_either, write_twice
+from pipeline.io.listing import InputFile, InputListing
+from pipeline.io.prompt_source import PromptSource, check_types
+from pipeline.io.reading import parquet_rows, read_file
+from pipeline.settings import ReadingConfig
+from pipeline.staging.rows import named_rows, with_row_type, with_samples
+from pipeline.staging.samples import SEED_COLUMN, row_name
+
+_READERS = 16
+
+STAGED_LIST = "parts.json"
+"""Lists the staged parts. It is written last: where it is, staging is complete."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A staged file.
+
+    Args:
+        name: Its name without the suffix; the files of its results have the same.
+        rows: How many rows it holds.
+        nbytes: Their size in memory; 0 where nobody needs it.
+    """
+
+    name: str
+    rows: int
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class StagedInput:
+    """The staged rows of an input.
+
+    Args:
+        folder: Holds one file for each part, with the columns `request_id`, `place` (file and line), `row` (a struct of
+            the input's columns) and `problem`.
+        parts: The files.
+        row_type: The type that holds every `row`.
+        rows_per_part: Rows of each part but the last of a task; 0 where the input will not be staged again.
+    """
+
+    folder: Location
+    parts: tuple[Part, ...]
+    row_type: pa.StructType
+    rows_per_part: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of all parts."""
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def created(self) -> int:
+        """When the input was staged, in seconds since 1970."""
+        return int((self.folder / STAGED_LIST).info.mtime_ns // 10**9)
+
+    def without(self, committed: Collection[str]) -> list[Part]:
+        """Return the parts whose names are not in `committed`."""
+        return [part for part in self.parts if part.name not in committed]
+
+    def file(self, part: Part) -> Location:
+        """Return where a part is."""
+        return self.folder / f"{part.name}.parquet"
+
+    def damaged(self, parts: Iterable[Part]) -> list[Part]:
+        """Return those of these parts whose file is not there, or not as a whole."""
+        parts = list(parts)
+        with ThreadPoolExecutor(_READERS) as pool:
+            rows = pool.map(parquet_rows, map(self.file, parts))
+            return [part for part, found in zip(parts, rows, strict=True) if found != part.rows]
+
+    def request_ids(self) -> Iterator[str]:
+        """Read the `request_id` of every row, in order."""
+        for part in self.parts:
+            table = pa.parquet.read_table(
+                self.file(part).path, columns=["request_id"], filesystem=self.folder.filesystem
+            )
+            yield from table["request_id"].to_pylist()
+
+    def save(self) -> None:
+        """Write the list of parts: from now on the input is staged."""
+        row_type = base64.b64encode(pa.schema(list(self.row_type)).serialize().to_pybytes()).decode()
+        parts = [[part.name, part.rows, part.nbytes] for part in self.parts]
+        saved = {"row_type": row_type, "rows_per_part": self.rows_per_part, "parts": parts}
+        write_twice(self.folder / STAGED_LIST, json.dumps(saved))
+
+    @classmethod
+    def load(cls, folder: Location) -> StagedInput | None:
+        """Read what an earlier submission staged; None if it did not complete it, or if its list is lost."""
+        try:
+            saved = read_either(folder / STAGED_LIST, _parse)
+        except (FileNotFoundError, ValueError):
+            return None
+        schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(saved["row_type"])))
+        parts = tuple(Part(*part) for part in saved["parts"])
+        return cls(folder, parts, pa.struct(list(schema)), saved["rows_per_part"])
+
+
+def mend_list(folder: Location) -> None:
+    """Write the list of parts again from its copy, if it is damaged and the copy is not."""
+    mend(folder / STAGED_LIST, _parse)
+
+
+def _parse(text: str) -> dict[str, Any]:
+    saved: dict[str, Any] = json.loads(text)
+    if not isinstance(saved, dict) or not {"row_type", "rows_per_part", "parts"} <= saved.keys():
+        raise ValueError("it is no list of parts")
+    return saved
+
+
+# ---- A part on its way through Ray Data: one row of the dataset, which holds the part's rows as a list.
+
+
+def pack(parts: Iterable[tuple[str, pa.Table]]) -> pa.Table:
+    """Make a block of parts, given by their names and rows."""
+    return pa.concat_tables([_packed(name, rows) for name, rows in parts])
+
+
+def _packed(name: str, rows: pa.Table) -> pa.Table:
+    structs = pa.StructArray.from_arrays([column.combine_chunks() for column in rows.columns], fields=list(rows.schema))
+    return pa.table({"part": [name], "rows": pa.ListArray.from_arrays([0, len(structs)], structs)})
+
+
+def unpack(block: pa.Table) -> Iterator[tuple[str, pa.Table]]:
+    """Read the names and rows of the parts in a block."""
+    for name, rows in zip(block["part"].to_pylist(), block["rows"], strict=True):
+        yield name, pa.Table.from_struct_array(rows.values)
+
+
+class StagedParts(Datasource):
+    """Ray Data's view of some staged parts: one read task and one block for each.
+
+    A part's rows have the columns `request_id`, `row` and `problem`.
+
+    Args:
+        staged: The staged input.
+        parts: The parts to read.
+    """
+
+    def __init__(self, staged: StagedInput, parts: list[Part]) -> None:
+        super().__init__()
+        self._staged, self._parts = staged, parts
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        """Return None: the size is not known."""
+        return None
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
+    ) -> list[ReadTask]:
+        """Return one task for each part, whatever the parallelism asked for."""
+        return [
+            ReadTask(
+                # A task is sent with what it reads, and not with the list of all parts.
+                partial(_read_part, part.name, self._staged.file(part), self._staged.row_type),
+                BlockMetadata(num_rows=1, size_bytes=None, input_files=None, exec_stats=None),
+            )
+            for part in self._parts
+        ]
+
+
+def _read_part(name: str, file: Location, row_type: pa.StructType) -> list[pa.Table]:
+    rows = pa.parquet.read_table(file.path, columns=["request_id", "row", "problem"], filesystem=file.filesystem)
+    return [pack([(name, with_row_type(rows, row_type))])]
+
+
+# ---- Some files of the input become parts: a task that runs on a worker.
+
+PART_BYTES = 32 << 20
+"""A part closes before it has more bytes than this; one row may have more. Ray Data's blocks have up to 128 MiB, and
+what is generated comes on top."""
+
+
+@dataclass(frozen=True)
+class StagingPlan:
+    """What every task of staging needs to know.
+
+    Args:
+        folder: Where the parts go.
+        reading: How rows become prompts.
+        prompts: Where the prompts are.
+        rows_per_part: Rows of each part but the last of a task, and those that close by their bytes.
+        part_bytes: A part with several rows has at most this many bytes.
+    """
+
+    folder: Location
+    reading: ReadingConfig
+    prompts: PromptSource
+    rows_per_part: int
+    part_bytes: int = PART_BYTES
+
+
+def stage_files(listing: InputListing, group: str, plan: StagingPlan) -> tuple[list[Part], list[pa.Field]]:
+    """Stage the files of `listing` as parts named after `group`.
+
+    Returns:
+        The parts, and the fields that hold every row of them, before `stored_struct`.
+
+    Raises:
+        InputError: A file is damaged, or lacks a column.
+    """
+    parts: list[Part] = []
+    fields: list[list[pa.Field]] = []
+    for table in cut(_rows(listing, plan), plan.rows_per_part, plan.part_bytes):
+        part = Part(f"{group}-{len(parts):06d}", table.num_rows, table.nbytes)
+        row_type = table.schema.field("row").type
+        with (plan.folder / f"{part.name}.parquet").open_whole() as stream:
+            pa.parquet.write_table(with_row_type(table, stored_struct(row_type)), stream, compression="zstd")
+        parts.append(part)
+        fields.append([field.with_type(known_type(field.type)) for field in row_type])
+    return parts, unify_fields(fields)
+
+
+def _rows(listing: InputListing, plan: StagingPlan) -> Iterator[pa.Table]:
+    """Read the named rows of all files, without those that `skip` and `limit` leave out."""
+    prompts, skip, left = plan.prompts, plan.reading.skip, plan.reading.limit
+    text_column = {"text": prompts.column, "openai": prompts.id_column}.get(prompts.kind)
+    json_column = prompts.column if prompts.kind == "openai" else plan.reading.sampling_column
+    for file in listing.files:
+        for chunk in read_file(
+            listing.filesystem, file, plan.rows_per_part, text_column, json_column, integer_column=SEED_COLUMN
+        ):
+            check_types(file, chunk.columns.schema, prompts)
+            rows = named_rows(file, chunk, prompts.id_column)
+            skipped, skip = skip, max(skip - rows.num_rows, 0)
+            rows = rows.slice(skipped)
+            rows_taken = rows if left is None else rows.slice(0, left)
+            yield from with_samples(rows_taken, prompts, plan.reading.samples, plan.part_bytes)
+            if left is not None:
+                left -= rows.num_rows
+                if left <= 0:
+                    return
+
+
+def cut(tables: Iterable[pa.Table], most_rows: int, most_bytes: int) -> Iterator[pa.Table]:
+    """Cut the same rows to tables of `most_rows` rows, or of fewer, where another row would make it too large.
+
+    Args:
+        tables: The rows, however they come.
+        most_rows: Rows of a table.
+        most_bytes: Bytes of a table; one that has a single row may have more.
+    """
+    held: list[pa.Table] = []
+    rows = size = 0
+    for table in tables:
+        while table.num_rows:
+            fitting = _fitting(table, most_rows - rows, most_bytes - size)
+            if fitting or not held:
+                held.append(table.slice(0, fitting or 1))
+                rows, size = rows + held[-1].num_rows, size + held[-1].nbytes
+                table = table.slice(held[-1].num_rows)
+            if table.num_rows or rows == most_rows:
+                yield _concatenate(held)
+                held, rows, size = [], 0, 0
+    if held:
+        yield _concatenate(held)
+
+
+def _fitting(table: pa.Table, most_rows: int, most_bytes: int) -> int:
+    """Return how many rows at the beginning of a table are within both limits."""
+    table = table.slice(0, most_rows)
+    if table.nbytes <= most_bytes:
+        return int(table.num_rows)
+    sizes = np.cumsum([table.slice(row, 1).nbytes for row in range(table.num_rows)])
+    return int(np.searchsorted(sizes, most_bytes, side="right"))
+
+
+def _concatenate(tables: list[pa.Table]) -> pa.Table:
+    """Concatenate tables, with their rows brought to one type."""
+    row_type = pa.struct(unify_fields(list(table.schema.field("row").type) for table in tables))
+    return pa.concat_tables([with_row_type(table, row_type) for table in tables]).combine_chunks()
+
+
+# ---- The input is staged on the cluster's workers, before anything is generated.
+
+_GROUP_BYTES = 256 << 20
+"""One task stages about this much of the input."""
+_TASK_CPUS = 0.5
+_EXAMPLES = 3
+"""Ids that an error shows."""
+
+
+def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None = None) -> StagedInput:
+    """Stage an input.
+
+    Args:
+        listing: The input's files.
+        plan: How it is staged.
+        before: What an earlier submission staged, where some of its files are damaged and all are to be written again.
+
+    Raises:
+        InputError: A file is damaged or lacks a column, an id stands for several rows, there are no rows, or the parts
+            are not those that were staged before.
+    """
+    plan.folder.make_folder()
+    task = ray.remote(num_cpus=_TASK_CPUS, max_retries=-1)(stage_files)
+    # `skip` and `limit` count rows over all files, so one task has to read them all.
+    groups = [list(listing.files)] if plan.reading.limit or plan.reading.skip else _groups(listing.files)
+    work = [
+        task.remote(InputListing(listing.filesystem, tuple(files)), f"{index:05d}", plan)
+        for index, files in enumerate(groups)
+    ]
+    try:
+        done = ray.get(work)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, InputError):
+            raise error.cause from None
+        raise
+    parts = tuple(part for parts, _ in done for part in parts)
+    if not parts:
+        raise InputError("the input has no rows")
+    if before is not None:
+        if [(part.name, part.rows) for part in parts] != [(part.name, part.rows) for part in before.parts]:
+            raise InputError(
+                f"the staged input in {plan.folder.path} is damaged, and the input is no longer what was staged: "
+                "choose another output"
+            )
+        return before
+    row_type = stored_struct(unify_fields(fields for _, fields in done))
+    staged = StagedInput(plan.folder, parts, row_type, plan.rows_per_part)
+    if plan.prompts.id_column is not None:
+        _refuse_shared_ids(staged, plan)
+    staged.save()
+    return staged
+
+
+def _groups(files: Iterable[InputFile]) -> list[list[InputFile]]:
+    """Group consecutive files, so that a task has enough to do."""
+    groups: list[list[InputFile]] = []
+    size = _GROUP_BYTES
+    for file in files:
+        if size >= _GROUP_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(file)
+        size += file.size
+    return groups
+
+
+def _refuse_shared_ids(staged: StagedInput, plan: StagingPlan) -> None:
+    """Refuse ids that stand for several rows.
+
+    Raises:
+        InputError: Such ids; it names some of them and their rows.
+    """
+    paths, filesystem = [staged.file(part).path for part in staged.parts], staged.folder.filesystem
+    ids = pa.parquet.read_table(paths, columns=["request_id"], filesystem=filesystem)["request_id"]
+    counts = pa.compute.value_counts(ids)
+    shared = counts.filter(pa.compute.greater(counts.field("counts"), 1)).field("values")
+    if not len(shared):
+        return
+    expanded = plan.prompts.kind == "openai" or plan.reading.samples > 1
+    named = pa.parquet.read_table(paths, columns=["request_id", "place"], filesystem=filesystem)
+    places: dict[str, list[str]] = {}
+    for row in named.filter(pa.compute.is_in(named["request_id"], shared)).to_pylist():
+        lines = places.setdefault(row_name(row["request_id"]) if expanded else row["request_id"], [])
+        if row["place"] not in lines:
+            lines.append(row["place"])
+    examples = "; ".join(f"{name!r}: {', '.join(lines)}" for name, lines in list(places.items())[:_EXAMPLES])
+    column = plan.prompts.id_column
+    raise InputError(f"column {column!r} does not name rows: {len(places)} ids stand for several rows ({examples})")

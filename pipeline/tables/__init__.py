@@ -1,1 +1,0 @@
-"""Tables of n-grams of a corpus, for the drafter `cacheback`."""

@@ -1,0 +1,217 @@
+"""Everything that a training step changes."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray.train
+from pyarrow import fs
+from ray.train import Checkpoint, CheckpointUploadMode
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafter.errors import one_line
+from pipeline.io.files import Location
+from pipeline.training.board import refusals
+from pipeline.training.metrics import Record
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Names of AdamW's moments of a parameter."""
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """A head and its optimiser after some steps, gathered from all workers.
+
+    Args:
+        steps: Number of steps taken.
+        weights: The head's weights by name, in float32, and its draft vocabulary, on the CPU.
+        moments: AdamW's moments by name of the moment and name of the parameter.
+    """
+
+    steps: int
+    weights: dict[str, Tensor]
+    moments: dict[str, dict[str, Tensor]]
+
+
+# ---- Checkpoints: the head's weights, AdamW's moments and the evaluations, as safetensors and JSON without pickles.
+
+_TENSORS = "state.safetensors"
+_PROGRESS = "progress.json"
+_WEIGHTS = "weights"
+_SNAPSHOT = "checkpoint_manager_snapshot.json"
+
+Show = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run between two steps.
+
+    Args:
+        state: Everything that a step changes.
+        records: Metrics of the steps and evaluations so far.
+    """
+
+    state: TrainingState
+    records: list[Record]
+
+
+def report(saved: SavedRun | None, step: int, folder: Location, board: Any) -> None:
+    """Give a checkpoint to Ray Train, which uploads it while training goes on. Every worker calls this.
+
+    Args:
+        saved: The run on the first worker; None on the others.
+        step: Number of steps taken.
+        folder: Where checkpoints are kept.
+        board: A `TrainingBoard` actor, which is told if the disk is full.
+    """
+
+    def keep(made: Checkpoint, name: str) -> Checkpoint:
+        with refusals(board):
+            return upload(Path(made.path), folder / name)
+
+    checkpoint = None
+    if saved is not None:
+        local = Path(tempfile.mkdtemp(prefix="checkpoint-"))
+        write(saved, local)
+        checkpoint = Checkpoint.from_directory(local)
+    ray.train.report(
+        {"step": step},
+        checkpoint,
+        checkpoint_dir_name=checkpoint_name(step),
+        checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+        checkpoint_upload_fn=keep,
+    )
+
+
+def write(saved: SavedRun, folder: Path) -> None:
+    """Write a checkpoint to a local folder."""
+    groups = {_WEIGHTS: saved.state.weights, **saved.state.moments}
+    tensors = {f"{group}/{name}": value for group, some in groups.items() for name, value in some.items()}
+    save_file(tensors, folder / _TENSORS)
+    progress = {"steps": saved.state.steps, "records": saved.records}
+    (folder / _PROGRESS).write_text(json.dumps(progress))
+
+
+def read(folder: Path) -> SavedRun:
+    """Read what `write` wrote.
+
+    Raises:
+        SafetensorError, ValueError, KeyError: A file is damaged.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in load_file(folder / _TENSORS).items():
+        group, _, name = key.partition("/")
+        groups.setdefault(group, {})[name] = value
+    progress = json.loads((folder / _PROGRESS).read_text())
+    state = TrainingState(progress["steps"], groups[_WEIGHTS], {moment: groups[moment] for moment in MOMENTS})
+    return SavedRun(state, progress["records"])
+
+
+def upload(local: Path, target: Location) -> Checkpoint:
+    """Copy a checkpoint to where it is kept. The small progress file comes last and makes it complete."""
+    target.make_folder()
+    for name in (_TENSORS, _PROGRESS):
+        (target / name).copy_from(local / name)
+    return Checkpoint(target.path, target.filesystem)
+
+
+def restore(folder: Location, is_first: bool, agree: Callable[[str | None], str | None], show: Show) -> SavedRun | None:
+    """Return the run to go on with: that of the newest checkpoint that can be read. All workers return the same one.
+
+    Args:
+        folder: Where checkpoints are kept.
+        is_first: Whether this is the first worker, which chooses.
+        agree: Returns to all workers what the first one gives.
+        show: Shows the user a line about a checkpoint that is damaged.
+
+    Returns:
+        None for a new run.
+    """
+    saved, chosen = None, None
+    for name in reversed(complete(folder)) if is_first else ():
+        try:
+            saved, chosen = _load(folder / name), name
+        except (FileNotFoundError, SafetensorError, ValueError, KeyError) as error:
+            show(f"checkpoint {name} is damaged and left out: {one_line(error, 200)}")
+        else:
+            break
+    chosen = agree(chosen)
+    if saved is None and chosen is not None:
+        saved = _load(folder / chosen)
+    return saved
+
+
+def _load(folder: Location) -> SavedRun:
+    with Checkpoint(folder.path, folder.filesystem).as_directory() as local:
+        return read(Path(local))
+
+
+def complete(folder: Location) -> list[str]:
+    """Return the names of the checkpoints in a folder whose last file is there, the oldest first."""
+    names = [info.path.rpartition("/")[2] for info in folder.children()]
+    return sorted(name for name in names if (folder / name / _PROGRESS).type == fs.FileType.File)
+
+
+def tidy(folder: Location, kept: int) -> None:
+    """Prepare a folder of checkpoints for another submission.
+
+    Ray Train's list of them is deleted: Ray refuses to start with one that is truncated, that another release of Ray
+    wrote, or that names a checkpoint which is gone. It deletes only what is on its list, so all but the newest
+    checkpoints are deleted here.
+
+    Args:
+        folder: Where checkpoints are kept.
+        kept: Number of the newest checkpoints to keep.
+    """
+    listed = folder / _SNAPSHOT
+    if listed.type == fs.FileType.File:
+        listed.filesystem.delete_file(listed.path)
+    for name in complete(folder)[:-kept]:
+        _delete(folder / name)
+
+
+def go_back(folder: Location, chosen_by: str) -> int | None:
+    """Delete the checkpoints that the best head was made before, so that a run goes on from an earlier one.
+
+    This makes the best head again, where its files are damaged.
+
+    Args:
+        folder: Where checkpoints are kept.
+        chosen_by: Number of draft nodes at which the best head has the highest β.
+
+    Returns:
+        The step that the best head was made at; None if no checkpoint knows of one.
+    """
+    for name in reversed(complete(folder)):
+        try:
+            records = json.loads((folder / name / _PROGRESS).read_text())["records"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        betas = [(record["beta"][chosen_by], record["step"]) for record in records if "beta" in record]
+        if not betas:
+            return None
+        _, best = max(betas)
+        for one in complete(folder):
+            if one >= checkpoint_name(best):
+                _delete(folder / one)
+        return int(best)
+    return None
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of a step's checkpoint; names sort as the steps do."""
+    return f"step-{step:08d}"
+
+
+def _delete(checkpoint: Location) -> None:
+    # The file that completes it goes first: a deletion that is interrupted leaves no checkpoint that seems complete.
+    checkpoint.filesystem.delete_file((checkpoint / _PROGRESS).path)
+    checkpoint.filesystem.delete_dir(checkpoint.path)

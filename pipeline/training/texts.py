@@ -1,0 +1,378 @@
+"""Distilled texts: the output of `jobs.distill`, checked before a head learns from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.parquet
+import ray
+import torch
+from numpy.typing import NDArray
+from pyarrow import fs
+from ray.data.expressions import col
+from torch import Tensor
+
+from drafter.errors import one_line
+from drafter.training.targets import RegeneratedText
+from pipeline.cluster.shares import HELPER_CPUS
+from pipeline.errors import InputError
+from pipeline.io.files import Location, locate
+from pipeline.io.reading import parquet_rows
+from pipeline.output.folder import OutputFolder
+from pipeline.output.run_file import read_run
+from pipeline.staging.staging import Part
+from pipeline.training.config import TextsConfig
+from pipeline.training.folder import STAGED_TEXTS_LIST
+
+COLUMNS = ("request_id", "prompt_token_ids", "token_ids")
+"""Columns of a distilled row that are read."""
+
+
+@dataclass(frozen=True)
+class DistilledTexts:
+    """The output of one distillation.
+
+    Args:
+        uri: Its location as the configuration names it.
+        filesystem: Where its files are.
+        files: Path and size of its Parquet files.
+        base_fingerprint: `BaseModel.fingerprint` of the base that generated the texts.
+    """
+
+    uri: str
+    filesystem: fs.FileSystem
+    files: tuple[tuple[str, int], ...]
+    base_fingerprint: str
+
+    @property
+    def meaning(self) -> dict[str, Any]:
+        """Values that differ for other texts."""
+        names = [[path.rpartition("/")[2], size] for path, size in self.files]
+        return {"base": self.base_fingerprint, "files": hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16]}
+
+
+def open_texts(uri: str) -> DistilledTexts:
+    """Open the output of a distillation.
+
+    Raises:
+        InputError: It is not the output of a distillation, is not finished, is not lossless, or has no rows.
+    """
+    output = OutputFolder(locate(uri))
+    try:
+        run = _read_run(uri, output)
+        files = tuple((info.path, info.size) for info in output.data.children() if info.path.endswith(".parquet"))
+        rows = sum(_rows(output.data.filesystem, path) for path, _ in files)
+    except (OSError, pa.ArrowException) as error:
+        raise InputError(
+            f"data {uri} cannot be read: {one_line(error)} (submit its distillation again: it makes again what is "
+            "damaged)"
+        ) from error
+    if not rows:
+        raise InputError(f"data {uri} has no rows: see {output.errors.path} for why none was generated")
+    return DistilledTexts(uri, output.data.filesystem, files, run["base_fingerprint"])
+
+
+def _read_run(uri: str, output: OutputFolder) -> dict[str, Any]:
+    if output.run_file.type != fs.FileType.File:
+        raise InputError(f"data {uri} is not the output of jobs.distill: it has no run.json")
+    try:
+        run = read_run(output.run_file)
+        finished, base = run["state"] == "finished", run.get("base_fingerprint")
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"data {uri} has a damaged run.json: distil again") from error
+    if not finished:
+        raise InputError(f"data {uri} is not finished: submit its distillation again")
+    if not isinstance(base, str):
+        raise InputError(f"data {uri} does not say which base made it: distil again into a new folder")
+    # An output from before verifiers were noted does not say it: there was only the exact one.
+    if run.get("lossless") is False:
+        raise InputError(
+            f"data {uri} was decoded by the verifier {run.get('verifier')!r}, which is not lossless: distil again with "
+            "the exact one, because a head learns from its own base's answers"
+        )
+    return run
+
+
+def _rows(filesystem: fs.FileSystem, path: str) -> int:
+    """Check a file's columns and return its number of rows."""
+    if parquet_rows(Location(filesystem, path)) is None:
+        raise pa.ArrowInvalid(f"{path} is damaged")
+    with filesystem.open_input_file(path) as stream:
+        file = pa.parquet.ParquetFile(stream)
+        schema = file.schema_arrow
+        for name in COLUMNS:
+            kinds = [field.type for field in schema if field.name == name]
+            what = "has no column" if not kinds else "has several columns"
+            if len(kinds) == 1:
+                if name == "request_id" or (pa.types.is_list(kinds[0]) and pa.types.is_integer(kinds[0].value_type)):
+                    continue
+                what = f"holds {kinds[0]}, not lists of token ids, in column"
+            raise InputError(f"{path} {what} {name!r}: it was not written by jobs.distill")
+        return int(file.metadata.num_rows)
+
+
+def same_base(texts: Iterable[DistilledTexts]) -> tuple[str, ...]:
+    """Return the fingerprint of the base that generated all `texts`.
+
+    There are two of them where texts of an earlier release, whose fingerprint is of an earlier scheme, come with newer
+    ones. Only the loaded base can tell whether both are its own.
+
+    Raises:
+        InputError: Different bases generated them.
+    """
+    by_base = {one.base_fingerprint: one.uri for one in texts}
+    schemes = [base.rpartition("-")[0] for base in by_base]
+    if len(set(schemes)) < len(schemes):
+        named = ", ".join(f"{uri} ({base})" for base, uri in by_base.items())
+        raise InputError(f"data of different bases cannot be used together: {named}")
+    return tuple(by_base)
+
+
+# ---- Distilled texts as Parquet parts, in a shuffled order that is deterministic.
+
+STEPS_PER_PART = 64
+"""Least number of steps of a part. Texts of different parts never come together in a step."""
+_HELD_OUT, _COUNTS = "held-out", "token-counts"
+_USUAL_HELD_OUT = 64
+_LARGEST_SHARE = 8
+"""By default no more than one in so many texts is held out."""
+
+
+@dataclass(frozen=True)
+class TextCounts:
+    """What became of the distilled rows.
+
+    Args:
+        texts: Number of texts to learn from.
+        tokens: Number of their tokens.
+        targets: Number of their tokens that the base generated.
+        held_out: Number of texts that β is measured on.
+        unusable: Number of rows without a prompt or without an answer.
+    """
+
+    texts: int
+    tokens: int
+    targets: int
+    held_out: int
+    unusable: int
+
+
+@dataclass(frozen=True)
+class StagedTexts:
+    """The staged texts of a job.
+
+    Args:
+        folder: Holds a file for each part and one of held-out texts, with columns `tokens` and `prompt_length`, and a
+            file of how often each token occurs in the answers to learn from.
+        parts: The files to learn from.
+        counts: What is in the files.
+    """
+
+    folder: Location
+    parts: tuple[Part, ...]
+    counts: TextCounts
+
+    def save(self) -> None:
+        """Write the list of parts, which completes the staging."""
+        parts = [[part.name, part.rows] for part in self.parts]
+        (self.folder / STAGED_TEXTS_LIST).write_text(json.dumps({"parts": parts, "counts": asdict(self.counts)}))
+
+    @classmethod
+    def load(cls, folder: Location) -> StagedTexts | None:
+        """Return what an earlier submission staged; None if it did not complete the staging, or a file is damaged.
+
+        Staging the same texts again gives the same parts.
+        """
+        try:
+            saved = json.loads((folder / STAGED_TEXTS_LIST).read_text())
+            parts = tuple(Part(name, rows) for name, rows in saved["parts"])
+            counts = TextCounts(**saved["counts"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
+        rows = {_HELD_OUT: counts.held_out, **{part.name: part.rows for part in parts}}
+        if parquet_rows(folder / f"{_COUNTS}.parquet") is None or any(
+            parquet_rows(folder / f"{name}.parquet") != count for name, count in rows.items()
+        ):
+            return None
+        return cls(folder, parts, counts)
+
+    def held_out(self) -> list[RegeneratedText]:
+        """Read the texts that β is measured on."""
+        return [RegeneratedText(**row) for row in read_part(self.folder, _HELD_OUT).to_pylist()]
+
+    def token_counts(self) -> Tensor:
+        """Read how often each token occurs in the answers to learn from, `[V]` int64."""
+        return torch.tensor(read_part(self.folder, _COUNTS)["count"].to_numpy())
+
+    def coverage(self, size: int) -> float:
+        """Return the share of the answers' tokens that the `size` most frequent ones make up."""
+        counts = self.token_counts().sort(descending=True).values
+        return float(counts[:size].sum() / counts.sum())
+
+
+def read_part(folder: Location, name: str) -> pa.Table:
+    """Read a staged file."""
+    return pa.parquet.read_table((folder / f"{name}.parquet").path, filesystem=folder.filesystem)
+
+
+def stage_texts(
+    data: Sequence[DistilledTexts],
+    held_out: DistilledTexts | None,
+    folder: Location,
+    config: TextsConfig,
+    vocab_size: int,
+    texts_per_step: int,
+    seed: int,
+) -> StagedTexts:
+    """Stage texts on the cluster's workers.
+
+    Args:
+        data: Texts to learn from.
+        held_out: Texts that β is measured on; None takes some of `data`.
+        folder: Where the files go.
+        config: How many texts are held out, and how long a text may be.
+        vocab_size: Size of the base's vocabulary.
+        texts_per_step: Texts of a step; a part holds many steps.
+        seed: Seed of the order.
+
+    Raises:
+        InputError: There are token ids beyond the vocabulary, or too few texts.
+    """
+    rows = _read(data, config.max_length, vocab_size, seed)
+    prompts = np.sort(_table(rows.select_columns(["prompt_key"]))["prompt_key"].to_numpy())
+    unusable = int(np.count_nonzero(prompts < 0))
+    prompts = prompts[unusable:]
+    if held_out is None:
+        # Whole prompts are held out: the last one comes with all of its answers.
+        wanted = config.held_out_texts or usual_held_out(len(prompts))
+        bound = int(prompts[:wanted].max(initial=-1))
+        chosen = rows.filter(expr=(col("prompt_key") >= 0) & (col("prompt_key") <= bound))
+    else:
+        wanted = config.held_out_texts or _USUAL_HELD_OUT
+        bound = -1
+        chosen = _read([held_out], config.max_length, vocab_size, seed).filter(expr=col("prompt_key") >= 0)
+    test = _table(chosen).sort_by("key").slice(0, wanted)
+    count = int(np.count_nonzero(prompts > bound))
+    if not test.num_rows:
+        raise InputError("no text is left to measure β on: no held-out row has both a prompt and an answer")
+    if count < texts_per_step:
+        raise InputError(
+            f"data holds {count} texts to learn from ({unusable} rows have no prompt or no answer, {test.num_rows} are "
+            f"held out), and a step takes {texts_per_step}: distil more, or lower training.texts_per_step"
+        )
+    _write(folder, _HELD_OUT, test.select(_TEXT))
+    size = STEPS_PER_PART * texts_per_step
+    cuts = list(range(size, count - size + 1, size))  # the last part takes the rest
+    train = rows.filter(expr=col("prompt_key") > bound).sort("key")
+    parts, tokens, counted = [], 0, np.zeros(vocab_size, np.int64)
+    for number, piece in enumerate(train.split_at_indices(cuts) if cuts else [train]):
+        table = _table(piece)
+        part = Part(f"part-{number:06d}", table.num_rows)
+        _write(folder, part.name, table.select(_TEXT))
+        parts.append(part)
+        tokens += pa.compute.sum(pa.compute.list_value_length(table["tokens"])).as_py()
+        counted += count_answers(table, vocab_size)
+    _write(folder, _COUNTS, pa.table({"count": counted}))
+    counts = TextCounts(count, tokens, int(counted.sum()), test.num_rows, unusable)
+    staged = StagedTexts(folder, tuple(parts), counts)
+    staged.save()
+    return staged
+
+
+def usual_held_out(texts: int) -> int:
+    """Return how many of these texts are held out by default: an eighth, at least one and at most 64."""
+    return min(_USUAL_HELD_OUT, max(1, texts // _LARGEST_SHARE))
+
+
+def count_answers(table: pa.Table, vocab_size: int) -> NDArray[np.int64]:
+    """Return how often each token occurs in the answers, `[V]`, of texts with columns `tokens` and `prompt_length`."""
+    lengths = pa.compute.list_value_length(table["tokens"]).to_numpy()
+    place = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
+    answered = place >= np.repeat(table["prompt_length"].to_numpy(), lengths)
+    return np.bincount(pa.compute.list_flatten(table["tokens"]).to_numpy()[answered], minlength=vocab_size)
+
+
+def _read(data: Sequence[DistilledTexts], max_length: int, vocab_size: int, seed: int) -> Any:
+    """Return a dataset of all rows as `key_texts` makes them, materialised on the cluster."""
+    whole = None
+    for one in data:
+        paths = [path for path, _ in one.files]
+        rows = ray.data.read_parquet(paths, filesystem=one.filesystem, num_cpus=HELPER_CPUS)
+        rows = rows.select_columns(list(COLUMNS)).map_batches(
+            key_texts,
+            batch_size=None,
+            batch_format="pyarrow",
+            num_cpus=HELPER_CPUS,
+            fn_kwargs={"max_length": max_length, "vocab_size": vocab_size, "seed": seed},
+        )
+        whole = rows if whole is None else whole.union(rows)
+    assert whole is not None
+    rows = whole.materialize()
+    if strange := _table(rows.filter(expr=col("problem").is_not_null()))["problem"].to_pylist():
+        raise InputError(f"data is not of this base: {min(strange)}")
+    return rows
+
+
+def key_texts(table: pa.Table, max_length: int, vocab_size: int, seed: int) -> pa.Table:
+    """Return distilled rows as texts with hashes to order them by.
+
+    Returns:
+        Columns `tokens` (prompt and answer), `prompt_length`, `key` (hash of the text), `prompt_key` (hash of its
+        prompt; −1 for a row with nothing to learn from) and `problem` (says that a token is beyond the vocabulary;
+        otherwise null).
+    """
+    rows: list[dict[str, Any]] = []
+    for name, prompt, answer in zip(*(table[column].to_pylist() for column in COLUMNS), strict=True):
+        prompt, answer = prompt or [], answer or []
+        tokens = [*prompt, *answer][:max_length]
+        usable = 0 < len(prompt) < len(tokens)
+        beyond = next((token for token in tokens if not 0 <= token < vocab_size), None)
+        rows.append(
+            {
+                "tokens": tokens,
+                "prompt_length": len(prompt),
+                "key": _hash(seed, name, tokens),
+                "prompt_key": _hash(seed, "", prompt) if usable else -1,
+                "problem": None
+                if beyond is None
+                else f"row {name} has token {beyond}, and the vocabulary ends at {vocab_size - 1}",
+            }
+        )
+    return pa.Table.from_pylist(rows, _SCHEMA)
+
+
+_TEXT = ["tokens", "prompt_length"]
+_SCHEMA = pa.schema(
+    [
+        ("tokens", pa.list_(pa.int32())),
+        ("prompt_length", pa.int32()),
+        ("key", pa.int64()),
+        ("prompt_key", pa.int64()),
+        ("problem", pa.string()),
+    ]
+)
+
+
+def _hash(seed: int, name: str, tokens: Sequence[int]) -> int:
+    """Return a hash of 63 bits."""
+    digest = hashlib.blake2b(f"{seed}/{name}/".encode(), digest_size=8)
+    digest.update(np.asarray(tokens, np.int64).tobytes())
+    return int.from_bytes(digest.digest(), "big") >> 1
+
+
+def _table(rows: Any) -> pa.Table:
+    """Fetch a dataset's rows, in order."""
+    tables = [table for table in ray.get(rows.to_arrow_refs()) if table.num_rows]
+    return pa.concat_tables(tables) if tables else _SCHEMA.empty_table()
+
+
+def _write(folder: Location, name: str, table: pa.Table) -> None:
+    with (folder / f"{name}.parquet").open_whole() as stream:
+        pa.parquet.write_table(table, stream, compression="zstd")

@@ -1,0 +1,21 @@
+"""The function that Ray Train runs on each worker. It is apart so that the driver does not import DeepSpeed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+from pipeline.training.board import refusals
+from pipeline.training.worker import WorkerTask
+
+
+def train_worker(loop_config: dict[str, Any]) -> None:
+    """Train as `loop_config["task"]`, a `WorkerTask`, says."""
+    task: WorkerTask = loop_config["task"]
+    if ray.get(task.board.refusal.remote()) is not None:
+        return  # Ray Train has restarted the worker after an error that would come again.
+    with refusals(task.board):
+        from pipeline.training.worker import run
+
+        run(task)

@@ -1,1 +1,0 @@
-"""What runs on each training worker: the loop, the sharded optimiser, checkpoints."""

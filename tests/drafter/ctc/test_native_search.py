@@ -1,0 +1,117 @@
+"""The native lattice search finds the trees of the one in PyTorch."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafter.ctc.head import CTCHead
+from drafter.ctc.label_model import FrameLattice, NativeSearch
+from drafter.ctc.lattice import best_lattice_trie
+from drafter.target.model import BaseModel
+from drafter.tree.token_tree import TokenTree
+from tests.support.heads import DEPTH, KINDS, make_head
+from tests.support.trees import check_same_trees, check_slice_contract, nodes
+
+KINDS_WITH_CONTEXT = sorted(kind for kind, (_, own) in KINDS.items() if own.get("label_context"))
+
+
+def sharp_head(base: BaseModel, kind: str, seed: int) -> CTCHead:
+    """A head whose distributions are far from even, and whose blanks are not rare."""
+    head = make_head(base, kind, seed)
+    assert isinstance(head, CTCHead)
+    head.norm.weight.mul_(4.0)
+    head.blank.bias.fill_(-0.5)
+    return head
+
+
+@settings(max_examples=40)
+@given(
+    kind=st.sampled_from(KINDS_WITH_CONTEXT),
+    seed=st.integers(0, 1000),
+    rows=st.integers(1, 3),
+    size=st.integers(2, 40),
+    beam=st.sampled_from([1, 3, 10, 50]),
+    least=st.sampled_from([0.0, 0.0, 0.02, 0.2]),
+)
+@torch.no_grad()
+def test_the_same_trees(
+    tiny_base: BaseModel, kind: str, seed: int, rows: int, size: int, beam: int, least: float
+) -> None:
+    """What is less probable than `least` may be left out: each frame after a band's first loses at most so much."""
+    head = sharp_head(tiny_base, kind, seed)
+    config = head.config
+    states = torch.randn(rows, config.num_frames, tiny_base.hidden_size)
+    recent = torch.randint(tiny_base.vocab_size, (rows, head.recent_tokens))
+    found = NativeSearch(head, tiny_base, beam)(states, recent, size, least)
+    check_slice_contract(found)
+    assert found.tokens[:, 0].tolist() == recent[:, -1].tolist()
+
+    def whole(size: int, beam: int) -> TokenTree:
+        model = FrameLattice(head, tiny_base, states, recent)
+        return best_lattice_trie(model, recent[:, -1], config.num_frames, config.band, config.depth, size, beam)
+
+    if not least:
+        check_same_trees(found, whole(size, beam), DEPTH)
+        return
+    exact = whole(400, 200)
+    for row in range(rows):
+        known = nodes(exact, row, DEPTH)
+        for prefix, prob in nodes(found, row, DEPTH).items():
+            if prefix in known:
+                assert known[prefix] - DEPTH * (config.band - 1) * least - 1e-5 <= prob <= known[prefix] + 1e-5
+
+
+@torch.no_grad()
+def test_what_is_less_probable_than_asked_for_is_not_extended(tiny_base: BaseModel) -> None:
+    head = sharp_head(tiny_base, "context 1", 0)
+    states, recent = torch.randn(4, head.config.num_frames, tiny_base.hidden_size), torch.tensor([[3], [4], [5], [6]])
+    tree = NativeSearch(head, tiny_base, 10)(states, recent, 60, 0.05)
+    exists = tree.tokens >= 0
+    parents = tree.log_probs.gather(1, tree.parents).exp()
+    assert bool((parents[exists] > 0.05).all())
+    assert int(exists.sum()) < exists.numel()
+
+
+@torch.no_grad()
+def test_the_same_trees_whatever_else_is_searched(tiny_base: BaseModel) -> None:
+    head = sharp_head(tiny_base, "context 2", 1)
+    search = NativeSearch(head, tiny_base, 10)
+    states = torch.randn(7, head.config.num_frames, tiny_base.hidden_size)
+    recent = torch.randint(tiny_base.vocab_size, (7, 2))
+    together = search(states, recent, 12, 0.05)
+    for row in range(7):
+        alone = search(states[row : row + 1], recent[row : row + 1], 12, 0.05)
+        for name, value in vars(alone).items():
+            assert torch.equal(value[0], getattr(together, name)[row]), name
+
+
+@torch.no_grad()
+def test_a_row_that_is_not_finite_drafts_nothing_and_harms_no_other(tiny_base: BaseModel) -> None:
+    head = sharp_head(tiny_base, "context 2", 2)
+    search = NativeSearch(head, tiny_base, 10)
+    states = torch.randn(3, head.config.num_frames, tiny_base.hidden_size)
+    recent = torch.randint(tiny_base.vocab_size, (3, 2))
+    expected = search(states, recent, 12, 0.0)
+    states[1] = torch.nan
+    found = search(states, recent, 12, 0.0)
+    assert found.tokens[1].tolist() == [recent[1, -1].item(), *[-1] * 11]
+    for name, value in vars(found).items():
+        assert torch.equal(value[[0, 2]], getattr(expected, name)[[0, 2]]), name
+
+
+def test_a_table_that_is_too_large_is_not_made(
+    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("drafter.ctc.label_model.MOST_ENTRIES", 97 * 24 - 1)
+    head = make_head(tiny_base, "context 1")
+    assert isinstance(head, CTCHead)
+    with caplog.at_level(logging.WARNING):
+        search = head.prepared_search(tiny_base, "exact")
+    assert "table of label terms would have 2328 numbers" in caplog.text
+    states, recent = torch.randn(1, head.config.num_frames, tiny_base.hidden_size), torch.tensor([[3]])
+    check_same_trees(search(states, recent, 9, 0.0), head.search(states, recent, tiny_base, 9, "exact"), DEPTH)

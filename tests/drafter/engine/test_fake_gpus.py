@@ -1,0 +1,168 @@
+"""Whole steps on one GPU and on two, of every drafter and sampling mode, with tensors that have no numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from drafter.acceptance.contract import Verifier
+from drafter.drafters.contract import Drafter, Renewal
+from drafter.drafters.merged import MergedDrafter
+from drafter.drafters.registry import TRAINING_FREE
+from drafter.methods.early_exit.drafter import ExitDrafter
+from drafter.methods.fly.long_chain import LongChainDrafter
+from drafter.methods.fly.verifier import FlyVerifier
+from drafter.methods.learning.drafter import ChangingHead, StartingHead
+from drafter.methods.ngram.drafter import NgramDrafter
+from drafter.methods.pad.classifier import BaseOfClassifier
+from drafter.methods.pad.verifier import PadVerifier
+from drafter.methods.typical.verifier import TypicalVerifier
+from drafter.requests import SamplingParams
+from drafter.target.forward import LM_HEAD_INPUT
+from drafter.target.model import BaseModel
+from tests.methods.pad.test_pad import classifier_folder
+from tests.support.fake_gpus import fake_gpus, move_to_gpus
+from tests.support.fake_steps import FakeStep, on_gpu
+from tests.support.heads import KINDS, STATIC, make_head
+from tests.support.marks import slow_but
+from tests.support.models import random_model
+from tests.support.tapes import Tape
+
+MODES: dict[str, tuple[SamplingParams, SamplingParams | None]] = {
+    "greedy": (SamplingParams(), None),
+    "sampled": (SamplingParams(temperature=0.7), None),
+    "top-k and top-p": (SamplingParams(temperature=0.7, top_p=0.9, top_k=20), None),
+    "min-p": (SamplingParams(temperature=0.7, min_p=0.01), None),
+    "mixed": (SamplingParams(temperature=0.7, top_p=0.9), SamplingParams()),
+    "penalised": (SamplingParams(repetition_penalty=1.1, presence_penalty=0.4), None),
+    "biased": (SamplingParams(logit_bias={5: 1.0}), None),
+    "everything": (
+        SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, frequency_penalty=0.3, logit_bias={5: 1.0}),
+        SamplingParams(),
+    ),
+}
+NODES, ROWS, LENGTH = 7, 4, 48
+
+
+def _head(kind: str, base: BaseModel, tree: str = "exact", **settings: Any) -> Callable[[], Drafter]:
+    head = make_head(base, kind, **settings)
+
+    def make() -> Drafter:
+        on_gpu(head, base.device)
+        return head.drafter(base, NODES, tree)  # type: ignore[arg-type]
+
+    return make
+
+
+def _merged(base: BaseModel) -> Callable[[], Drafter]:
+    head = _head("context 2", base)
+    return lambda: MergedDrafter(head(), NgramDrafter(NODES))
+
+
+DRAFTERS: dict[str, Callable[[BaseModel], Callable[[], Drafter]]] = {
+    **{name: lambda base, make=make: partial(make, NODES) for name, make in TRAINING_FREE.items()},  # type: ignore[misc]
+    **{kind: partial(_head, kind) for kind in KINDS},
+    **{f"{kind}, static": partial(_head, kind, tree="static") for kind in STATIC},
+    "context 2, factored": partial(_head, "context 2", joint_size=4),
+    "context 2 + ngram": _merged,
+    "long": lambda base: lambda: LongChainDrafter(NgramDrafter(NODES), NODES),
+    "exit": lambda base: lambda: ExitDrafter(base, 2, NODES),
+}
+"""Makes of a base, before it is on the GPUs, what makes a drafter there."""
+CASES = [(name, mode, 1) for name in DRAFTERS for mode in MODES] + [(name, "greedy", 2) for name in DRAFTERS]
+FAST = [
+    *((name, "greedy", 2) for name in ("none", "ngram", "memory", "ctc", "context 2, in part", "medusa", "hydra++")),
+    *((name, "greedy", 1) for name in ("cacheback", "ctc, static", "context 2 + ngram", "long")),
+    ("context 2, factored", "greedy", 2),
+    *((name, "greedy", 1) for name in ("cacheback", "ctc, static", "context 2 + ngram")),
+    *(("none", mode, 1) for mode in MODES),
+    ("context 2", "everything", 1),
+]
+
+
+def _llama() -> BaseModel:
+    with mock.patch("drafter.target.model.prepack"):
+        return BaseModel(random_model("llama"), native=False)
+
+
+@pytest.mark.parametrize("case", slow_but(FAST, CASES), ids=lambda case: f"{case[0]}, {case[1]}, {case[2]}")
+def test_a_step_waits_for_no_device_and_mixes_none(case: tuple[str, str, int]) -> None:
+    name, mode, gpus = case
+    base = _llama()
+    make = DRAFTERS[name](base)
+    sampling, other = MODES[mode]
+    with fake_gpus(), torch.inference_mode():
+        move_to_gpus(base, gpus)
+        drafter = make()
+        nodes = min(NODES, drafter.spec.max_nodes)
+        step = FakeStep(base, drafter, ROWS, nodes, LENGTH, sampling, other).prepared()
+        if name.endswith("static"):
+            step()  # sends its fixed tree, once; the first step of a shape is never recorded
+        with Tape() if drafter.spec.graph_safe else nullcontext():
+            outcome = step()
+        assert outcome.packed.device == base.device == torch.device("cuda", 0)
+        assert outcome.packed.shape == (ROWS, 2 + 2 * (min(drafter.spec.max_depth, nodes) + 1) if nodes else 1)
+
+
+@pytest.mark.parametrize("name", ["fly", "pad", "typical"])
+@pytest.mark.parametrize("mode", ["greedy", "everything"])
+def test_a_lenient_verifier_waits_for_no_device(name: str, mode: str, tmp_path: Path) -> None:
+    base = _llama()
+    of_base = BaseOfClassifier(base.name, base.fingerprint)
+    verifiers: dict[str, Callable[[], Verifier]] = {
+        "fly": lambda: FlyVerifier(window=3),
+        "pad": lambda: PadVerifier(classifier_folder(tmp_path / "pad", of_base, base.hidden_size, layer=1)),
+        "typical": TypicalVerifier,
+    }
+    verifier = verifiers[name]()
+    with fake_gpus(), torch.inference_mode():
+        move_to_gpus(base, 1)
+        for part in filter(lambda one: isinstance(one, nn.Module), vars(verifier).values()):
+            on_gpu(part, base.device)
+        step = FakeStep(base, NgramDrafter(NODES), ROWS, NODES, LENGTH, *MODES[mode], verifier).prepared()
+        with Tape():
+            outcome = step()
+        assert outcome.lenient is not None
+        assert outcome.lenient.device == torch.device("cuda", 0)
+
+
+def test_a_head_changes_on_a_gpu_without_waiting_and_is_recorded_before() -> None:
+    base = _llama()
+    head = make_head(base, "context 2")
+    with fake_gpus(), torch.inference_mode(), mock.patch.object(StartingHead, "load", return_value=head):
+        move_to_gpus(base, 1)
+        on_gpu(head, base.device)
+        changing = ChangingHead(StartingHead(), base, NODES)
+        step = FakeStep(base, MergedDrafter(changing, NgramDrafter(NODES)), ROWS, NODES, LENGTH).prepared()
+        with Tape():
+            step()
+        weights = {name: torch.empty(tensor.shape) for name, tensor in head.state_dict().items()}
+        # Fakes have no numbers that could be checked, and are the thread's that made them.
+        room = "drafter.methods.learning.drafter"
+        with mock.patch(f"{room}.check_weights"), mock.patch(f"{room}.in_passing_thread", lambda work: work()):
+            changing.offer(1, weights)
+        assert changing.renew() == Renewal(1)
+        with Tape():
+            outcome = step()
+        assert outcome.packed.device == base.device
+
+
+def test_what_is_read_of_a_prompt_comes_back_to_one_gpu() -> None:
+    base = _llama()
+    with fake_gpus(), torch.inference_mode():
+        move_to_gpus(base, 2)
+        cache, prompt = base.new_cache(2, 32), torch.zeros(5, dtype=torch.long, device=base.device)
+        layers = (0, 2, LM_HEAD_INPUT)
+        hidden = base.prefill(cache, 0, [prompt], [0], layers)
+        logits, last_hidden = base.prefill_last(cache, 0, prompt, 5, layers)
+        assert {hidden.device, logits.device, last_hidden.device} == {base.device}
+        assert hidden.shape == last_hidden.shape == (5, 3 * base.hidden_size)
+        assert base.lm_head(hidden[:, : base.hidden_size]).device == base.device

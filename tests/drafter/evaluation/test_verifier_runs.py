@@ -1,0 +1,129 @@
+""""""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import pytest
+
+from drafter.acceptance.settings import VerifierSettings
+from drafter.drafters.contract import PlainDecoding
+from drafter.engine.config import EngineConfig
+from drafter.evaluation.verifiers import (
+    EXACT,
+    VerifierFigures,
+    VerifierRun,
+    VerifierTrials,
+    fastest_that_keeps,
+    in_order,
+    title_of,
+    utility_plot,
+    utility_table,
+    verifier_grid,
+)
+from drafter.requests import Request, SamplingParams
+from drafter.statistics import DecodeCounts
+from drafter.target.model import BaseModel
+from tests.support.models import AdversarialDrafter, SpellingTokenizer, run_engine
+
+
+def test_every_verifier_decodes_the_same_requests_beside_plain_decoding(tiny_base: BaseModel) -> None:
+    requests = [Request([5, 6, 7 + row], SamplingParams(16, ignore_eos=True)) for row in range(3)]
+    expected = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), requests)]
+    verifiers = [EXACT, VerifierSettings("fly", theta=0.0, window=1)]
+    config = EngineConfig(slots=3, nodes=8)
+    trials = VerifierTrials(tiny_base, SpellingTokenizer(), lambda: AdversarialDrafter(1), requests, config, 2)
+    made = [trials.run(one) for one in verifiers]
+    assert trials.depth == min(AdversarialDrafter(1).spec.max_depth, 8)
+    assert [run.verifier for run in made] == verifiers
+    assert made[0].token_ids == expected
+    assert made[0].lenient_tokens == 0 < made[1].lenient_tokens
+    assert made[1].beta > made[0].beta > 1
+    for run in made:
+        assert len(run.rates) == len(run.plain_rates) == 2
+        assert run.texts == [SpellingTokenizer().decode(ids) for ids in run.token_ids]
+        assert run.counts.num_output_tokens == 48
+
+
+def test_the_engine_before_is_gone_when_the_next_is_made(tiny_base: BaseModel) -> None:
+    made: list[weakref.ref[AdversarialDrafter]] = []
+
+    def drafter() -> AdversarialDrafter:
+        assert [one() for one in made] == [None] * len(made)
+        one = AdversarialDrafter(1)
+        made.append(weakref.ref(one))
+        return one
+
+    requests = [Request([5, 6, 7], SamplingParams(4, ignore_eos=True))]
+    trials = VerifierTrials(tiny_base, SpellingTokenizer(), drafter, requests, EngineConfig(slots=1, nodes=8), 1)
+    for _ in range(2):
+        trials.run(EXACT)
+    assert len(made) == 3
+
+
+def test_a_grid_begins_with_the_strictest_and_has_the_published_setting() -> None:
+    thetas = [one.theta for one in verifier_grid(VerifierSettings("fly", window=3))]
+    assert 0.3 in thetas
+    assert thetas == sorted(thetas, key=lambda value: -(value or 0))
+    assert all(one.window == 3 for one in verifier_grid(VerifierSettings("fly", window=3)))
+    sigmas = [one.sigma for one in verifier_grid(VerifierSettings("pad", classifier="folder"))]
+    assert 0.5 in sigmas
+    assert verifier_grid(VerifierSettings("fly", theta=0.2)) == [VerifierSettings("fly", theta=0.2)]
+
+
+def figures(exact: list[float], scores: list[float], beta: int, name: Any = "fly", **given: Any) -> VerifierFigures:
+    counts = DecodeCounts(num_output_tokens=10 * beta, num_decode_steps=10)
+    run = VerifierRun(VerifierSettings(name, **given), [[1]], ["x"], 3, counts, [20.0, 40.0], [10.0, 10.0])
+    return VerifierFigures.of(run, exact, scores)
+
+
+def test_the_fastest_that_keeps_enough_is_found_for_each_verifier() -> None:
+    right = [1.0] * 8
+    found = [
+        figures(right, right, 2, "exact"),
+        figures(right, right, 2, theta=0.9),
+        figures(right, [*right[1:], 0.9], 3, theta=0.5),
+        figures(right, [*right[1:], 0.0], 4, theta=0.1),
+        figures(right, [*right[1:], 0.0], 5, "pad", sigma=0.5),
+    ]
+    assert [one.verifier.theta for one in fastest_that_keeps(found, 0.98)] == [0.5]
+    assert [one.verifier.name for one in fastest_that_keeps(found, 0.5)] == ["fly", "pad"]
+    assert found[3].kept == pytest.approx(7 / 8)
+    assert fastest_that_keeps([figures([0.0], [0.0], 2, theta=0.1)], 0.1) == []
+    table = utility_table(found)
+    assert "| fly | theta 0.1 | 4.00 | 3.00 | 0.8750 | -0.1250 ± 0.2450 | 87.5% | 3 of 40 |" in table
+    assert "| exact |  | 2.00 | 3.00 | 1.0000 |  | 100.0% | 3 of 20 |" in table
+    (panel,) = utility_plot(found, [found[2]]).axes
+    assert [line.get_label() for line in panel.lines[:3]] == ["exact", "fly", "pad"]
+    assert panel.lines[3].get_xydata().tolist() == [[3, 0.9875]]  # type: ignore[union-attr]
+    assert panel.lines[1].get_xydata().tolist() == [[2, 1], [3, 0.9875], [4, 0.875]]  # type: ignore[union-attr]
+    assert math.isclose(found[1].as_dict()["kept"], 1)
+
+
+def test_lines_are_of_one_window_and_go_from_strict_to_lenient() -> None:
+    one = [1.0]
+    found = [
+        figures(one, one, 2, "exact"),
+        figures(one, one, 4, theta=0.5),
+        figures(one, one, 5, theta=0.1, window=12),
+        figures(one, one, 3, theta=0.9),
+        figures(one, one, 4, theta=0.3, window=12),
+        figures(one, one, 5, "pad", sigma=0.7),
+        figures(one, one, 3, "pad", sigma=0.1),
+    ]
+    assert [title_of(each.verifier) for each in in_order(found)] == [
+        "exact",
+        "fly, theta 0.9",
+        "fly, theta 0.5",
+        "fly, theta 0.3, window 12",
+        "fly, theta 0.1, window 12",
+        "pad, sigma 0.1",
+        "pad, sigma 0.7",
+    ]
+    (panel,) = utility_plot(found).axes
+    assert [line.get_label() for line in panel.lines] == ["exact", "fly", "fly, window 12", "pad"]
+    assert panel.lines[2].get_xydata().tolist() == [[4, 1], [5, 1]]  # type: ignore[union-attr]
+    assert panel.lines[1].get_color() == panel.lines[2].get_color() != panel.lines[3].get_color()
+    assert panel.lines[1].get_linestyle() != panel.lines[2].get_linestyle()

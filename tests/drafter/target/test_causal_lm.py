@@ -1,0 +1,154 @@
+""""""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from drafter.errors import LoadError
+from drafter.target.architecture import fingerprint, first_fingerprint
+from drafter.target.loading import load_base, load_tokenizer, pick_device, pick_dtype
+from drafter.target.model import BaseModel
+from tests.support.models import random_model
+
+
+def build(family: str, auto: Any = AutoModelForCausalLM, **fields: Any) -> Any:
+    torch.manual_seed(0)
+    return auto.from_config(AutoConfig.for_model(family, **fields))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "reason"),
+    [
+        ("mamba", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 50}, "mamba .*layers"),
+        ("rwkv", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 50}, "rwkv .*recurrent"),
+        ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50}, "bloom"),
+        ("mpt", {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 50}, "mpt gives other logits"),
+    ],
+)
+def test_unsuitable_architectures_are_refused_by_name(family: str, fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(LoadError, match=reason):
+        BaseModel(build(family, **fields))
+
+
+def test_encoder_decoders_are_refused() -> None:
+    model = build("t5", AutoModelForSeq2SeqLM, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8, vocab_size=50)
+    with pytest.raises(LoadError, match="t5 is an encoder-decoder"):
+        BaseModel(model)
+
+
+def test_from_pretrained_reads_a_folder(tmp_path: Path) -> None:
+    random_model("llama").save_pretrained(tmp_path)
+    base = load_base(tmp_path, device="cpu")
+    assert (base.hidden_size, base.vocab_size, base.max_positions, base.dtype) == (32, 97, 128, torch.float32)
+    assert base.eos_token_ids == {2}
+
+
+def test_soft_capped_attention_loads_with_the_eager_kernel(tmp_path: Path) -> None:
+    random_model("gemma2").save_pretrained(tmp_path)
+    assert load_base(tmp_path, device="cpu").model.config._attn_implementation == "eager"
+
+
+def test_longrope_is_decoded_only_where_texts_do_not_hang_on_each_other() -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0] * 4, "long_factor": [9.0] * 4}
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    lengths = {"max_position_embeddings": 128, "original_max_position_embeddings": 64}
+    model = build(
+        "phi3", **sizes, **lengths, num_key_value_heads=2, vocab_size=50, pad_token_id=0, rope_parameters=rope
+    )
+    assert BaseModel(model).max_positions == 64
+
+
+def test_fingerprint_of_an_embedding_whose_last_place_float32_cannot_name() -> None:
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 8}
+    base = BaseModel(build("llama", vocab_size=1 << 17, hidden_size=256, **sizes))
+    shape = ["llama", 1, 256, 1 << 17]
+    first = first_fingerprint(base.model, base.model.get_input_embeddings().weight, shape)
+    assert len(first) == 16
+    assert base.has_fingerprint(first)
+
+
+def test_fingerprint_tells_bases_apart_but_not_precisions(tmp_path: Path) -> None:
+    random_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    found = {load_base(tmp_path, device="cpu", dtype=dtype).fingerprint for dtype in ("float32", "bfloat16", "float16")}
+    assert len(found) == 1
+    assert BaseModel(random_model("llama", seed=1)).fingerprint not in found
+
+
+def test_every_tensor_takes_part_in_the_fingerprint() -> None:
+    """A low-rank change that is merged into one matrix makes another base; the first scheme saw none of these."""
+    model = random_model("llama").requires_grad_(False)
+    unchanged = fingerprint(model, [])
+    seen = {unchanged}
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    for matrix in matrices:
+        before = matrix.clone()
+        torch.manual_seed(3)
+        matrix += torch.randn(len(matrix), 1) @ torch.randn(1, matrix.shape[1]) * 0.02
+        seen.add(fingerprint(model, []))
+        matrix.copy_(before)
+    assert len(seen) == 1 + len(matrices)
+    assert fingerprint(model, []) == unchanged
+
+
+def test_large_tensors_are_sampled_from_end_to_end() -> None:
+    layer = torch.nn.Linear(300, 200, bias=False).requires_grad_(False)
+    seen = {fingerprint(layer, [])}
+    for place in (0, 300 * 200 - 1):
+        layer.weight.view(-1)[place] += 1.0
+        seen.add(fingerprint(layer, []))
+    assert len(seen) == 3
+
+
+def test_missing_and_damaged_models_are_named(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="nowhere"):
+        load_base(tmp_path / "nowhere")
+    random_model("llama").save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(LoadError, match=str(tmp_path / "model")):
+        load_base(tmp_path / "model", device="cpu")
+    with pytest.raises(LoadError, match="no tokenizer"):
+        load_tokenizer(tmp_path / "model")
+
+
+def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
+    model = random_model("llama")
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(LoadError, match="cannot be loaded"):
+        load_base(tmp_path, device="cpu")
+
+
+def test_unknown_devices_and_dtypes_are_refused() -> None:
+    with pytest.raises(LoadError, match="tpu-nine"):
+        pick_device("tpu-nine")
+    with pytest.raises(LoadError, match="float7"):
+        pick_dtype("float7", torch.device("cpu"))
+    assert pick_dtype("auto", torch.device("cpu")) == torch.float32
+
+
+def test_a_prompt_may_be_prefilled_in_pieces(tiny_base: BaseModel) -> None:
+    prompt = torch.arange(3, 40)
+    whole_cache, pieces_cache = tiny_base.new_cache(2, 64), tiny_base.new_cache(2, 64)
+    whole = tiny_base.prefill(whole_cache, 1, [prompt])
+    pieces = [tiny_base.prefill(pieces_cache, 1, [prompt[at : at + 8]], [at]) for at in range(0, len(prompt), 8)]
+    assert torch.allclose(whole, torch.cat(pieces), atol=1e-4)
+    for a, b in zip(whole_cache.buffers, pieces_cache.buffers, strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+
+
+def test_several_prompts_may_be_prefilled_at_once(tiny_base: BaseModel) -> None:
+    assert tiny_base.allow_packing()
+    beginning, prompts, starts = torch.arange(60, 67), [torch.arange(3, 20), torch.arange(20, 21)], [0, 7]
+    caches = tiny_base.new_cache(3, 32), tiny_base.new_cache(3, 32)
+    for cache in caches:
+        tiny_base.prefill(cache, 2, [beginning])
+    together = tiny_base.prefill(caches[0], 1, prompts, starts)
+    apart = [tiny_base.prefill(caches[1], 1 + row, [prompts[row]], [starts[row]]) for row in range(2)]
+    assert torch.allclose(together, torch.cat(apart), atol=1e-4)
+    for ours, theirs in zip(caches[0].buffers, caches[1].buffers, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4)

@@ -1,0 +1,273 @@
+"""The native decoder gives the model's own numbers, and the same ones whatever is computed beside them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from drafter.native import library
+from drafter.native.build import BuildError
+from drafter.native.library import gated_order
+from drafter.target import native_decoder
+from drafter.target.architecture import decoder_of
+from drafter.target.forward import LM_HEAD_INPUT, TreeNodes
+from drafter.target.model import BaseModel
+from drafter.target.native_decoder import NativeDecoder, NotLlamaLikeError, read_llama_like
+from drafter.target.packing import Packing
+from drafter.tree.token_tree import TokenTree
+from tests.support.models import random_prompts
+
+LAST = (LM_HEAD_INPUT,)
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "one KV head, and heads that are not d / H": {"head_dim": 32, "num_key_value_heads": 1},
+    "a KV head for each query head": {"num_key_value_heads": 4},
+    "sizes that fill no vector": {"hidden_size": 44, "intermediate_size": 51, "vocab_size": 101, "head_dim": 16},
+    "tied embeddings, biases everywhere": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "scaled rotary positions": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": None},
+}
+COMMON = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def model_of(shape: str, dtype: torch.dtype = torch.float32, **others: Any) -> Any:
+    """A random model; of weights that are exact in bf16 if that is the dtype."""
+    torch.manual_seed(0)
+    family = shape if shape in ("qwen2", "qwen3", "mistral") else "llama"
+    config = AutoConfig.for_model(family, **{**COMMON, **SHAPES.get(shape, {}), **others})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            varied = 3 * parameter if parameter.dim() > 1 else parameter + 0.1 * torch.randn_like(parameter)
+            parameter.copy_(varied.to(dtype))
+    return model
+
+
+def native_of(base: BaseModel) -> NativeDecoder:
+    return NativeDecoder(read_llama_like(base.model, base.decoder, base.config))
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+def base(request: pytest.FixtureRequest) -> BaseModel:
+    """Weights of either kind; all sizes are multiples of 32, as the matrix unit of a processor wants them."""
+    return BaseModel(model_of("llama", request.param, intermediate_size=96), native=False)
+
+
+@pytest.fixture(scope="module")
+def native(base: BaseModel) -> NativeDecoder:
+    return native_of(base)
+
+
+def tree_of(parents: list[int], tokens: list[int]) -> TokenTree:
+    """A tree of one row, whose node 0 is the root."""
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    token_row, parent_row, depth_row = (torch.tensor([part]) for part in (tokens, parents, depths))
+    return TokenTree(token_row, parent_row, depth_row, torch.zeros(1, len(tokens)))
+
+
+def nodes_of(trees: list[TokenTree], lengths: list[int], packing: Packing | None = None, **others: Any) -> TreeNodes:
+    """The trees of several rows, all of one size."""
+    tokens, depths = torch.cat([tree.tokens for tree in trees]), torch.cat([tree.depths for tree in trees])
+    ancestors = torch.cat([tree.ancestors(tree.size - 1) for tree in trees])
+    return TreeNodes(
+        tokens, torch.tensor(lengths), depths, ancestors, max(lengths) + tokens.shape[1], packing, **others
+    )
+
+
+TREES = [
+    tree_of([0, 0, 0, 1, 1, 2, 4], [5, 6, 7, 8, 9, 10, 11]),
+    tree_of([0, 0, 1, 2, 3, 4, 5], [15, 16, 17, 18, 19, 20, 21]),
+    tree_of([0, 0, 0, 0, 0, 0, 0], [25, 26, 27, 28, 29, 30, 31]),
+]
+PROMPTS = [torch.tensor(prompt) for prompt in ([3] * 5 + list(range(30, 45)), list(range(50, 59)), [7, 8])]
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.no_grad()
+def test_the_models_own_numbers(shape: str, dtype: torch.dtype) -> None:
+    base = BaseModel(model_of(shape, dtype), native=False)
+    base.allow_packing()
+    native = native_of(base)
+    layers = (0, 2, LM_HEAD_INPUT)
+    lengths = [len(prompt) for prompt in PROMPTS]
+    real = torch.arange(7) < torch.tensor([[7], [4], [1]])
+    results = []
+    for executor in (base._model_code, native):
+        cache = base.new_cache(4, 40)
+        hidden = executor.prefill(cache, 1, PROMPTS, [0] * 3, layers)
+        for row in range(3):
+            cache.move(row + 1, row, 40)
+        packed = executor.verify(cache, nodes_of(TREES, lengths, Packing.of(real), hidden_layers=layers))
+        whole = executor.verify(cache, nodes_of(TREES, lengths, hidden_layers=()))
+        end = executor.prefill_last(cache, 0, torch.tensor([60, 61, 62]), lengths[0], layers)
+        results.append([hidden, packed[0][real], packed[1][real], whole[0], *end])
+        assert whole[1].shape == (3, 7, 0)
+    for ours, theirs in zip(*reversed(results), strict=True):
+        close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_rounding_is_that_of_single_precision(dtype: torch.dtype) -> None:
+    """However a product is computed, nothing of its factors is lost: an input in two parts of bf16 would be."""
+    model, exact = (model_of("llama", dtype, intermediate_size=96) for _ in range(2))
+    text = torch.arange(3, 73)
+    theirs, exact = model(text[None]).logits[0], exact.double()(text[None]).logits[0]
+    base = BaseModel(model, native=False)
+    native = native_of(base)
+    for rows in (1, 5, 6, 11, 16, 17, 70):
+        chain = tree_of([max(node - 1, 0) for node in range(rows)], text[:rows].tolist())
+        ours = native.verify(base.new_cache(1, rows), nodes_of([chain], [0]))[0][0]
+        assert (ours - exact[:rows]).abs().max() <= 3 * (theirs - exact).abs().max()
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+@torch.inference_mode()
+def test_a_row_has_the_same_bits_whatever_is_beside_it(
+    base: BaseModel, native: NativeDecoder, data: st.DataObject
+) -> None:
+    """Alone and token by token; in a draft tree, in a batch, after a prompt read in pieces."""
+    text = torch.tensor(data.draw(st.lists(st.integers(0, 96), min_size=2, max_size=30)))
+    start = data.draw(st.integers(1, len(text) - 1))
+    cache = base.new_cache(1, 64)
+    native.prefill(cache, 0, [text[:start]], [0], LAST)
+    plain = []
+    for place in range(start, len(text)):
+        root = tree_of([0], [int(text[place])])
+        plain.append(torch.cat(native.verify(cache, nodes_of([root], [place])), -1)[0, 0])
+
+    rows = data.draw(st.integers(1, 4))
+    row = data.draw(st.integers(0, rows - 1))
+    cache = base.new_cache(rows, 64)
+    cuts = sorted(data.draw(st.sets(st.integers(1, start), max_size=3)) | {0, start})
+    for begin, end in pairwise(cuts):
+        native.prefill(cache, row, [text[begin:end]], [begin], LAST)
+    # The rest of the text is a path of a tree that has a decoy after each of its nodes.
+    tokens, parents, path = [int(text[start])], [0], [0]
+    for token in text[start + 1 :].tolist():
+        tokens += [96 - token, token]
+        parents += [path[-1], path[-1]]
+        path.append(len(tokens) - 1)
+    tree = tree_of(parents, tokens)
+    trees = [tree_of(parents, tokens[::-1])] * rows
+    trees[row] = tree
+    lengths = [data.draw(st.integers(0, 5)) for _ in range(rows)]
+    lengths[row] = start
+    verified = torch.cat(native.verify(cache, nodes_of(trees, lengths)), -1)[row, path]
+    assert torch.equal(verified, torch.stack(plain))
+
+
+@torch.inference_mode()
+def test_a_row_that_is_not_finite_harms_no_other(base: BaseModel, native: NativeDecoder) -> None:
+    lengths, cache = [6, 6], base.new_cache(2, 24)
+    for row in range(2):
+        native.prefill(cache, row, [PROMPTS[0][:6]], [0], LAST)
+    sound = native.verify(cache, nodes_of(TREES[:2], lengths))[0]
+    for keys, _ in cache.layers():
+        keys[2] = torch.nan
+    broken = native.verify(cache, nodes_of(TREES[:2], lengths))[0]
+    assert broken[0].isnan().all()
+    assert torch.equal(broken[1], sound[1])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@torch.inference_mode()
+def test_threads_do_not_matter(base: BaseModel, native: NativeDecoder, threads: int) -> None:
+    def run() -> Tensor:
+        cache = base.new_cache(3, 40)
+        hidden = native.prefill(cache, 0, PROMPTS, [0] * 3, LAST)
+        return torch.cat([hidden.flatten(), native.verify(cache, nodes_of(TREES, [20, 9, 2]))[0].flatten()])
+
+    before, usual = run(), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(run(), before)
+    finally:
+        torch.set_num_threads(usual)
+
+
+@pytest.mark.parametrize(
+    ("shape", "others", "reason"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "gelu"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+        ("mistral", {"sliding_window": 8}, "whole text"),
+        ("llama", {"hidden_size": 24, "head_dim": 6}, "6 numbers"),
+    ],
+)
+def test_what_cannot_run_natively_says_why(shape: str, others: dict[str, Any], reason: str) -> None:
+    model = model_of(shape, **others)
+    config = model.config.get_text_config(decoder=True)
+    with pytest.raises(NotLlamaLikeError, match=reason):
+        NativeDecoder(read_llama_like(model, decoder_of(model), config))
+    assert BaseModel(model)._executor is not None
+
+
+@torch.inference_mode()
+def test_what_does_not_fit_is_refused_and_writes_nothing(base: BaseModel, native: NativeDecoder) -> None:
+    cache = base.new_cache(1, 8)
+    with pytest.raises(IndexError, match="outside the KV cache"):
+        native.prefill(cache, 0, [PROMPTS[0][:6]], [3], LAST)
+    with pytest.raises(IndexError, match="outside the vocabulary"):
+        native.prefill(cache, 0, [torch.tensor([1, 97])], [0], LAST)
+    assert not any(buffer.any() for buffer in cache.buffers)
+
+
+def test_half_precision_runs_by_the_models_own_code() -> None:
+    base = BaseModel(model_of("llama").bfloat16())
+    assert base._executor is base._model_code
+
+
+def test_without_a_compiler_the_models_own_code_runs_and_a_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_compiler() -> None:
+        raise BuildError("there is no C++ compiler (c++)")
+
+    monkeypatch.setattr(native_decoder, "library", no_compiler)
+    base = BaseModel(model_of("llama"))
+    assert base._executor is base._model_code
+    assert "there is no C++ compiler" in caplog.text
+
+
+def test_other_numbers_are_found_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(library, "gated_order", lambda size: gated_order(size).flip(0))
+    base = BaseModel(model_of("llama"))
+    assert base._executor is base._model_code
+    assert "gives other numbers" in caplog.text
+
+
+def test_a_llama_runs_natively() -> None:
+    base = BaseModel(model_of("llama"))
+    assert isinstance(base._executor, NativeDecoder)
+    prompts = [torch.tensor(prompt) for prompt in random_prompts(2)]
+    hidden = base.prefill(base.new_cache(2, 64), 0, prompts, [0, 0])
+    assert hidden.shape == (sum(len(prompt) for prompt in prompts), 64)

@@ -1,0 +1,208 @@
+"""Early exit without a network: the first layers on the base's own KV give what they give by themselves."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from drafter.drafters.contract import Ask, DraftContext, Loan, PlainDecoding
+from drafter.drafters.merged import MergedDrafter
+from drafter.drafters.registry import load_drafter
+from drafter.errors import LoadError
+from drafter.methods.early_exit.drafter import ExitDrafter
+from drafter.requests import Generation, Request, SamplingParams
+from drafter.statistics import StageTimes
+from drafter.target.forward import TreeNodes
+from drafter.target.model import BaseModel
+from drafter.target.native_decoder import NativeDecoder
+from drafter.target.packing import Packing
+from drafter.target.paged_kv_cache import BLOCK, SPARE
+from tests.support.marks import slow_but
+from tests.support.models import FAMILIES, random_model, random_prompts, run_engine
+from tests.support.trees import check_slice_contract, nodes
+
+MAIN_FAMILIES = ("llama", "gemma2", "gpt2", "gpt_oss", "llama4_text")
+LAYERS = 3
+TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17, 18]])
+PARENTS = [-1, 0, 0, 1, 1, 3, 3]
+DEPTHS = torch.tensor([0, 1, 1, 2, 2, 3, 3]).expand(2, -1)
+PREFIXES = [list(range(20, 41)), [50, 51]]
+"""Longer than any window, and reaching past a chunk; and shorter."""
+
+
+@cache
+def base_of(family: str) -> BaseModel:
+    with torch.inference_mode(False):  # weights that are made in that mode cannot be laid out
+        return BaseModel(random_model(family))
+
+
+@cache
+def native_base(sharp: float = 1.0) -> BaseModel:
+    """A base that the native decoder runs, with logits `sharp` times as large."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": LAYERS}
+    config = AutoConfig.for_model(
+        "llama", **sizes, num_attention_heads=4, num_key_value_heads=2, eos_token_id=2, max_position_embeddings=128
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3 if parameter.dim() > 1 else 1)
+        model.lm_head.weight.mul_(sharp)
+    base = BaseModel(model)
+    assert isinstance(base._executor, NativeDecoder)
+    return base
+
+
+def ancestors() -> Tensor:
+    found = torch.eye(len(PARENTS), dtype=torch.bool)
+    for node, parent in enumerate(PARENTS):
+        if parent >= 0:
+            found[node] |= found[parent]
+    return found.expand(2, -1, -1)
+
+
+def path_to(node: int) -> list[int]:
+    return ancestors()[0, node].nonzero()[:, 0].tolist()
+
+
+@torch.inference_mode()
+def in_two_parts(base: BaseModel, layers: int, packed: bool, memory: int | None) -> Tensor:
+    """Exit states `[2, 7, d]` of the trees, the first three nodes in a forward of their own."""
+    kv = base.new_cache(3, 64, memory)
+    for row, prefix in enumerate(PREFIXES):
+        assert kv.reserve(row, len(prefix) + 8)
+        base.prefill(kv, row, [torch.tensor(prefix)])
+    lengths, parts = torch.tensor([len(prefix) for prefix in PREFIXES]), []
+    for first, stop in ((0, 3), (3, 7)):
+        packing = Packing.of(torch.ones(2, stop - first, dtype=torch.bool)) if packed else None
+        tree = TreeNodes(TOKENS[:, :stop], lengths, DEPTHS[:, :stop], ancestors()[:, :stop, :stop], 21 + stop, packing)
+        parts.append(base.exit_early(kv, tree, layers, first))
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("layers", [1, 2, LAYERS])
+@pytest.mark.parametrize("family", slow_but([*MAIN_FAMILIES, "native"], [*FAMILIES, "native"]))
+def test_states_on_the_shared_kv_are_those_of_each_path_by_itself(family: str, layers: int) -> None:
+    """In one block of memory and in pages, packed and not."""
+    base = native_base() if family == "native" else base_of(family)
+    base.allow_packing()
+    for packed, blocks in ((False, None), (True, None), (False, 5)):
+        memory = blocks and (blocks + SPARE) * BLOCK * base.new_cache(1, 1).nbytes
+        found = base.lm_head(in_two_parts(base, layers, packed, memory))
+        for row, prefix in enumerate(PREFIXES):
+            for node in range(len(PARENTS)):
+                path = torch.tensor([[*prefix, *TOKENS[row, path_to(node)].tolist()]])
+                expected = base.lm_head(base.read_early(path, layers)[0, -1])
+                assert torch.allclose(found[row, node], expected, atol=1e-3 * float(expected.abs().max()))
+
+
+@torch.inference_mode()
+def test_natively_all_layers_give_the_bits_of_the_verification() -> None:
+    base = native_base()
+    kv = base.new_cache(2, 64)
+    for row, prefix in enumerate(PREFIXES):
+        base.prefill(kv, row, [torch.tensor(prefix)])
+    lengths = torch.tensor([len(prefix) for prefix in PREFIXES])
+    _, verified = base.verify(kv, TreeNodes(TOKENS, lengths, DEPTHS, ancestors(), 28))
+    for packed in (False, True):
+        assert torch.equal(in_two_parts(base, LAYERS, packed, None), verified)
+
+
+def gib(base: BaseModel, blocks: int | None) -> float | None:
+    """Memory for so many blocks, for all rows together."""
+    return blocks and (blocks + SPARE) * BLOCK * base.new_cache(1, 1).nbytes / 2**30
+
+
+def greedy(count: int = 7) -> list[Request]:
+    return [Request(prompt, SamplingParams(24, ignore_eos=True)) for prompt in random_prompts(count, seed=5)]
+
+
+def mixed(count: int = 9) -> list[Request]:
+    """Greedy and random requests that enter and leave at different times."""
+    return [
+        Request(prompt, SamplingParams(20 - 3 * (row % 4), temperature=0.7 * (row % 2), seed=row, ignore_eos=True))
+        for row, prompt in enumerate(random_prompts(count, seed=5))
+    ]
+
+
+def tokens_of(found: list[Generation]) -> list[list[int]]:
+    return [one.token_ids for one in found]
+
+
+@pytest.mark.parametrize("family", slow_but(MAIN_FAMILIES, FAMILIES))
+def test_with_all_layers_every_greedy_draft_is_accepted(family: str) -> None:
+    base = base_of(family)
+    for one in run_engine(base, ExitDrafter(base, LAYERS, 1), greedy(), slots=3, nodes=1):
+        # The last step may be cut by the limit, and the first token comes with the prompt.
+        assert one.counts.num_accepted_draft_tokens >= one.counts.num_draft_tokens - 1
+        assert one.counts.num_decode_steps <= 1 + len(one.token_ids) / 2
+
+
+@pytest.mark.parametrize("blocks", [None, 7])
+def test_natively_with_all_layers_whole_paths_are_accepted(blocks: int | None) -> None:
+    """A base that is sure of itself: its trees are deep. The rows' memory grows where there is little of it."""
+    base = native_base(sharp=20.0)
+    config: dict[str, Any] = {"slots": 4, "nodes": 12, "max_length": 96, "kv_gib": gib(base, blocks)}
+    found = run_engine(base, ExitDrafter(base, LAYERS, 12, depth=6), greedy(), **config)
+    assert tokens_of(found) == tokens_of(run_engine(base, PlainDecoding(), greedy(), slots=4))
+    accepted = [depth for one in found for depth in one.counts.per_step_accepted]
+    assert sum(depth >= 4 for depth in accepted) > len(accepted) / 2
+
+
+@pytest.mark.parametrize(("nodes", "blocks"), [(10, None), ("auto", None), (10, 8)])
+def test_the_tokens_are_those_of_plain_decoding_natively(nodes: Any, blocks: int | None) -> None:
+    base = native_base()
+    config: dict[str, Any] = {"slots": 4, "nodes": nodes, "max_length": 96, "kv_gib": gib(base, blocks)}
+    plain = run_engine(base, PlainDecoding(), mixed(), slots=1)
+    for layers in (1, 2):
+        for drafter in (ExitDrafter(base, layers, 10), load_drafter(f"exit:{layers}+ngram", base, 10)):
+            found = run_engine(base, drafter, mixed(), **config)
+            assert tokens_of(found) == tokens_of(plain)
+
+
+def test_two_exits_share_the_same_scratch() -> None:
+    base = base_of("llama")
+    merged = MergedDrafter(ExitDrafter(base, 1, 6, depth=2), ExitDrafter(base, 2, 6, depth=5))
+    assert (merged.spec.shared_layers, merged.spec.scratch) == (2, 25)
+    found = run_engine(base, merged, mixed(), slots=4, nodes=6)
+    assert tokens_of(found) == tokens_of(run_engine(base, PlainDecoding(), mixed(), slots=4))
+
+
+@torch.inference_mode()
+def test_nodes_have_the_probabilities_of_their_paths() -> None:
+    """Of a tree as deep as it goes; what stands behind the committed positions does not matter."""
+    base = base_of("gemma2")
+    drafter = ExitDrafter(base, 2, 150, depth=4)
+    kv = base.new_cache(2, 64)
+    for buffer in kv.buffers:
+        buffer.normal_()
+    for row, prefix in enumerate(PREFIXES):
+        base.prefill(kv, row, [torch.tensor(prefix)])
+    drafter.open(Loan(base, 2, 64, kv, StageTimes()))
+    texts, lengths = torch.zeros(2, 64, dtype=torch.long), [len(prefix) for prefix in PREFIXES]
+    for row, prefix in enumerate(PREFIXES):
+        texts[row, : len(prefix) + 1] = torch.tensor([*prefix, 9])
+    tree = drafter.propose(DraftContext(texts, None, torch.tensor(lengths), lengths), Ask(150))
+    check_slice_contract(tree)
+    for row, prefix in enumerate(PREFIXES):
+        found = nodes(tree, row, 4)
+        assert max(map(len, found)) > 1
+        for path, prob in found.items():
+            text = torch.tensor([[*prefix, 9, *path]])
+            log_probs = base.lm_head(base.read_early(text, 2)).log_softmax(-1)[0]
+            told = [log_probs[len(prefix) + step, token] for step, token in enumerate(path)]
+            assert prob == pytest.approx(float(sum(told, torch.tensor(0.0)).exp()), rel=1e-3)
+
+
+@pytest.mark.parametrize("rest", ["0", "4", "two", "", "-1", "1.0"])
+def test_a_number_of_layers_that_the_base_does_not_have(rest: str) -> None:
+    with pytest.raises(LoadError, match=f"'exit:{rest}': after the colon .* from 1 to 3"):
+        load_drafter(f"exit:{rest}", base_of("llama"), 8)
+    with pytest.raises(LoadError, match="has 3 layers, so 4 of them cannot draft"):
+        ExitDrafter(base_of("llama"), 4, 8)

@@ -1,0 +1,174 @@
+"""The imitation network behind an exit: it trains, drafts what training showed it, and starts as no network at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from drafter.drafters.contract import Ask, DraftContext, Loan, PlainDecoding
+from drafter.drafters.registry import load_drafter
+from drafter.errors import LoadError
+from drafter.heads.checkpoint import save_head
+from drafter.heads.contract import DraftHead, Provenance
+from drafter.heads.losses import hard_labels
+from drafter.heads.registry import new_head
+from drafter.methods.early_exit.drafter import ExitDrafter
+from drafter.methods.early_exit.head import ExitHead
+from drafter.requests import Request, SamplingParams
+from drafter.statistics import StageTimes
+from drafter.target.model import BaseModel
+from drafter.training.loop import TorchOptimiser
+from drafter.training.settings import TrainingSettings
+from drafter.training.simulated_walk import simulated_beta
+from drafter.training.step import TrainingStep, base_hidden_states
+from drafter.training.targets import RegeneratedText, draft_batch
+from tests.support.heads import random_texts
+from tests.support.models import generate_reference, random_model, random_prompts, run_engine
+from tests.support.trees import check_same_trees, check_slice_contract
+
+DEPTH = 4
+
+
+def head_of(base: BaseModel, **settings: Any) -> ExitHead:
+    torch.manual_seed(0)
+    head = new_head("exit", base, {"layers": 1, "depth": DEPTH, "inner_size": 48, **settings})
+    assert isinstance(head, ExitHead)
+    return head
+
+
+def perturbed(head: ExitHead) -> ExitHead:
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return head.eval().requires_grad_(False)
+
+
+def answers(base: BaseModel, count: int, length: int = 20) -> list[RegeneratedText]:
+    """Texts that the base itself says."""
+    prompts = random_prompts(count, seed=4)
+    return [RegeneratedText([*p, *generate_reference(base.model, p, length)], len(p)) for p in prompts]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "llama4_text"])
+def test_trees_of_a_text_are_those_of_decoding(family: str) -> None:
+    """Each place's tree, grown with others and in any order, is the one of an engine that has read so far."""
+    base = BaseModel(random_model(family))
+    head = perturbed(head_of(base, layers=2))
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(3, 97, (2, 24), generator=generator)
+    anchors = torch.stack([torch.arange(0, 24), torch.randperm(24, generator=generator)])  # more than grow at once
+    found = head.trees_at(base, tokens, torch.empty(0), anchors, 9)
+    check_slice_contract(found)
+    drafter = head.drafter(base, 8)
+    for row, place in ((0, 0), (0, 5), (0, 23), (1, 0), (1, 7), (1, 20)):
+        at = int(anchors[row, place])
+        cache = base.new_cache(1, 64)
+        if at:
+            base.prefill(cache, 0, [tokens[row, :at]])
+        drafter.open(Loan(base, 1, 64, cache, StageTimes()))
+        context = DraftContext(tokens[row : row + 1, : at + 1], None, torch.tensor([at]), [at])
+        mine = slice(row * 24 + place, row * 24 + place + 1)
+        ours = type(found)(*(part[mine] for part in vars(found).values()))
+        check_same_trees(ours, drafter.propose(context, Ask(8)), DEPTH)
+
+
+def test_an_untrained_network_is_no_network(tiny_base: BaseModel) -> None:
+    requests = [Request(prompt, SamplingParams(16)) for prompt in random_prompts(5)]
+    with_one = run_engine(tiny_base, head_of(tiny_base).eval().drafter(tiny_base, 8), requests, slots=3, nodes=8)
+    without = run_engine(tiny_base, ExitDrafter(tiny_base, 1, 8, DEPTH), requests, slots=3, nodes=8)
+    assert [one.counts.per_step_accepted for one in with_one] == [one.counts.per_step_accepted for one in without]
+
+
+def test_the_loss_by_hand(tiny_base: BaseModel) -> None:
+    """Cosine, distillation and cross-entropy; what would be rejected weighs more."""
+    head = perturbed(head_of(tiny_base, rejected_weight=5.0))
+    batch = draft_batch(random_texts(2), DEPTH, 6)
+    hidden = base_hidden_states(tiny_base, batch.tokens)
+    total, weight, rejections = 0.0, 0.0, 0
+    for row in range(2):
+        for place, count in zip(batch.anchors[row].tolist(), batch.lengths[row].tolist(), strict=True):
+            if not count:
+                continue
+            state = head.network(tiny_base.read_early(batch.tokens[row : row + 1, : place + 1], 1)[0, -1])
+            last = hidden[row, place]
+            log_probs = tiny_base.lm_head(state).log_softmax(-1)
+            best = tiny_base.lm_head(last).topk(32)
+            rejected = int(log_probs.argmax()) != int(best.indices[0])
+            loss = 1 - F.cosine_similarity(state, last, dim=0)
+            loss = loss - (best.values.softmax(0) * log_probs[best.indices]).sum()
+            loss = loss - log_probs[batch.tokens[row, place + 1]]
+            total, weight = total + (5.0 if rejected else 1.0) * float(loss), weight + (5.0 if rejected else 1.0)
+            rejections += rejected
+    found = head(tiny_base, batch, hidden, hard_labels(batch.targets))
+    assert 0 < rejections < batch.lengths.gt(0).sum()
+    assert found.total.item() == pytest.approx(total, rel=1e-3)
+    assert found.weight.item() == pytest.approx(weight)
+    other = replace(batch, tokens=torch.cat([batch.tokens, torch.full((2, 3), 5)], 1))  # later text does not matter
+    longer = torch.cat([hidden, torch.ones(2, 3, hidden.shape[2])], 1)
+    assert head(tiny_base, other, longer, hard_labels(batch.targets)).total.item() == pytest.approx(total, rel=1e-3)
+
+
+def train(head: DraftHead, base: BaseModel, texts: list[RegeneratedText], steps: int) -> list[float]:
+    settings = TrainingSettings(steps=steps, learning_rate=0.01, warmup_steps=5, clip=10.0)
+    optimiser = TorchOptimiser(TrainingStep(base, head, settings), settings)
+    batch = draft_batch(texts, DEPTH, 40)
+    return [optimiser.update([batch]).loss for _ in range(steps)]
+
+
+def test_a_trained_network_drafts_better_than_none(tiny_base: BaseModel) -> None:
+    """On the base's own answers, and β in decoding is the simulated one."""
+    texts, head = answers(tiny_base, 6), head_of(tiny_base)
+    before = simulated_beta(head, tiny_base, texts, (8,))[8]
+    losses = train(head, tiny_base, texts, 60)
+    after = simulated_beta(head, tiny_base, texts, (8,))[8]
+    assert losses[-1] < 0.8 * losses[0]  # the base's own entropy is left
+    assert after > before + 0.5
+    assert all(bool(parameter.grad is None) for parameter in tiny_base.model.parameters())
+    requests = [
+        Request(list(one.tokens[: one.prompt_length]), SamplingParams(len(one.tokens) - one.prompt_length))
+        for one in texts
+    ]
+    drafter = head.eval().requires_grad_(False).drafter(tiny_base, 8)
+    found = run_engine(tiny_base, drafter, requests, slots=1, nodes=8)
+    assert [one.token_ids for one in found] == [list(one.tokens[one.prompt_length :]) for one in texts]
+    decoded = sum(len(one.token_ids) for one in found) / sum(one.counts.num_decode_steps for one in found)
+    assert decoded == pytest.approx(after, rel=0.15)  # a text's first token comes with its prompt
+
+
+def test_all_of_the_network_trains(tiny_base: BaseModel) -> None:
+    head = perturbed(head_of(tiny_base)).requires_grad_().train()
+    batch = draft_batch(random_texts(2), DEPTH, 16)
+    hidden = base_hidden_states(tiny_base, batch.tokens)
+    head(tiny_base, batch, hidden, hard_labels(batch.targets)).mean().backward()
+    assert all(parameter.grad is not None and bool(parameter.grad.abs().sum() > 0) for parameter in head.parameters())
+
+
+def test_a_saved_head_decodes_to_plain_tokens(tiny_base: BaseModel, tmp_path: Path) -> None:
+    head = perturbed(head_of(tiny_base))
+    head.provenance = Provenance("base", tiny_base.fingerprint)
+    save_head(head, tmp_path)
+    requests = [
+        Request(prompt, SamplingParams(12, temperature=0.7 * (row % 2), seed=row))
+        for row, prompt in enumerate(random_prompts(7))
+    ]
+    plain = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), requests, slots=3)]
+    for name in (str(tmp_path), f"{tmp_path}+ngram"):
+        drafter = load_drafter(name, tiny_base, 8)
+        assert drafter.spec.shared_layers == 1
+        assert [one.token_ids for one in run_engine(tiny_base, drafter, requests, slots=3, nodes=8)] == plain
+
+
+def test_what_an_exit_head_refuses(tiny_base: BaseModel) -> None:
+    with pytest.raises(LoadError, match="has 3 layers, so layers cannot be 4"):
+        head_of(tiny_base, layers=4)
+    with pytest.raises(LoadError, match="rejected_weight must be at least 0"):
+        head_of(tiny_base, rejected_weight=-1.0)
+    with pytest.raises(LoadError, match="configuration key 'layers' is missing"):
+        new_head("exit", tiny_base, {})
+    with pytest.raises(ValueError, match="exact tree only"):
+        head_of(tiny_base).drafter(tiny_base, 8, "static")

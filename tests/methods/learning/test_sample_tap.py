@@ -1,0 +1,88 @@
+"""What an engine hands out of rows that end: their tokens, and the hidden states that it had anyway."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.methods.learning.contract import EndedRow, RowSample
+from drafter.methods.learning.rows import SampleTap
+from drafter.methods.ngram.drafter import NgramDrafter
+from drafter.requests import Generation, Request, SamplingParams
+from drafter.target.model import BaseModel
+from drafter.training.step import base_hidden_states
+from tests.support.heads import make_head
+from tests.support.models import SpellingTokenizer, random_prompts
+
+
+def run(base: BaseModel, tap: SampleTap, kind: str = "context 2") -> list[Generation]:
+    drafter = make_head(base, kind).drafter(base, 8) if kind else NgramDrafter(8)
+    engine = Engine(base, drafter, SpellingTokenizer(), EngineConfig(slots=3, nodes=8, max_length=96), tap=tap)
+    requests = [
+        Request(prompt, SamplingParams(4 + row, temperature=0.8 * (row % 2), seed=row), str(row))
+        for row, prompt in enumerate(random_prompts(8, seed=3))
+    ]
+    handles = [engine.submit(request) for request in requests]
+    while not engine.idle:
+        engine.step()
+    return [handle.result(0) for handle in handles]
+
+
+@pytest.mark.parametrize("kind", ["context 2", "eagle3", ""])
+def test_rows_come_with_the_hidden_states_that_the_base_has_of_them(tiny_base: BaseModel, kind: str) -> None:
+    tap = SampleTap()
+    made = run(tiny_base, tap, kind)
+    samples: dict[str, RowSample] = {one.request_id: pickle.loads(pickle.dumps(one)) for one in tap.take(1 << 40)}
+    assert set(samples) == {one.request_id for one in made}
+    prompts = random_prompts(8, seed=3)
+    for one in made:
+        sample = samples[one.request_id]
+        assert sample.tokens.tolist() == [*prompts[int(one.request_id)], *one.token_ids]
+        assert (sample.prompt_length, sample.steps) == (one.prompt_tokens, one.counts.num_decode_steps)
+        if not kind:
+            assert sample.hidden is None
+            continue
+        assert sample.hidden is not None
+        layers = make_head(tiny_base, kind).hidden_layers
+        expected = base_hidden_states(tiny_base, sample.tokens[None], layers)[0]
+        assert sample.hidden.shape == expected.shape
+        torch.testing.assert_close(sample.hidden[:-1], expected[:-1], rtol=1e-3, atol=1e-3)
+    assert tap.take(1 << 40) == []
+
+
+def test_nothing_is_handed_out_while_it_pauses(tiny_base: BaseModel) -> None:
+    tap = SampleTap()
+    run(tiny_base, tap)
+    tap.pause()
+    assert tap.take(1 << 40) == []
+    assert not tap.wants(ended(8), 0)
+    tap.resume()
+    assert tap.wants(ended(8), 0)
+
+
+def ended(steps: int, output: int = 8) -> EndedRow:
+    return EndedRow(f"{steps} steps", [5, 6], list(range(output)), steps)
+
+
+def test_where_there_is_little_room_the_most_surprising_rows_stay() -> None:
+    hidden = torch.zeros(10, 4)
+    tap = SampleTap(3 * (hidden.nbytes + 8 * 10))
+    for steps in (2, 8, 1, 5, 4):
+        row = ended(steps)
+        if tap.wants(row, hidden.nbytes):
+            tap.put(row, hidden, None)
+    assert not tap.wants(ended(1), hidden.nbytes)  # nothing would be copied for it
+    some = tap.take(1)
+    assert [one.request_id for one in some] == ["8 steps"]
+    assert [one.request_id for one in tap.take(1 << 20)] == ["5 steps", "4 steps"]
+
+
+def test_surprise_is_the_steps_of_a_token() -> None:
+    tokens = torch.arange(10)
+    assert RowSample("", tokens, 2, None, 8).surprise == 1.0
+    assert RowSample("", tokens, 2, None, 2).surprise == 0.25
+    assert RowSample("", tokens, 10, None, 1).surprise == 1.0  # there is no output

@@ -1,0 +1,31 @@
+""""""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.openai.requests import OpenAIError
+from pipeline.serving.http.app import parse_json
+
+
+def test_json_is_read() -> None:
+    assert parse_json('{"a": ["é", "\\ud83d\\ude00", 1.5, 2.0, null]}'.encode()) == {"a": ["é", "😀", 1.5, 2, None]}
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"", "Expecting value at line 1, column 1"),
+        (b'{"a": 1,}', "double quotes at line 1, column 9"),
+        (b'{"a": "\xff"}', "it is not valid UTF-8"),
+        (b'{"a": "\\ud800"}', "it is not valid UTF-8"),
+        (b"[" * 100_000, "it is nested too deeply"),
+        (b'{"a": NaN}', "a number that cannot be read"),
+        (b'{"a": -Infinity}', "a number that cannot be read"),
+        (b"9" * 5000, "a number that cannot be read"),
+    ],
+)
+def test_what_is_not_json_is_refused(body: bytes, reason: str) -> None:
+    with pytest.raises(OpenAIError, match=reason) as refusal:
+        parse_json(body)
+    assert (refusal.value.status, refusal.value.code) == (400, "invalid_json")

@@ -1,0 +1,105 @@
+""""""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import InputError
+from pipeline.serving.http.keys import ENVIRONMENT, KeyRule, may_ask, read_keys, settle
+
+RULES: list[KeyRule] = ["auto", "required", "none"]
+
+
+@pytest.fixture(autouse=True)
+def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+
+
+@pytest.mark.parametrize("rule", ["auto", "required"])
+def test_keys_come_from_the_file_and_the_environment(
+    rule: KeyRule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# for Ann\nkey-a # old\n\n  key-b\n", encoding="utf-8")
+    monkeypatch.setenv(ENVIRONMENT, "key-c, key-d,")
+    digests = read_keys(str(file), rule)
+    assert len(digests) == 4
+    assert not any(b"key" in digest for digest in digests)
+    for key in ("key-a", "key-b", "key-c", "key-d"):
+        assert may_ask(f"Bearer {key}", digests)
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "key", "Bearer", "Bearer ", "Bearer kez", "Bearer key2", "Basic key", "Bearer \udcff"]
+)
+def test_others_may_not_ask(header: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT, "key")
+    assert not may_ask(header, read_keys(None, "required"))
+
+
+@pytest.mark.parametrize("rule", ["auto", "none"])
+def test_everybody_may_ask_where_no_key_is_needed(rule: KeyRule) -> None:
+    assert read_keys(None, rule) == ()
+    assert may_ask(None, ())
+
+
+def test_a_key_that_is_needed_must_be_there() -> None:
+    with pytest.raises(InputError, match="there is no API key: set DRAFTER_API_KEYS or keys_file, or set keys to none"):
+        read_keys(None, "required")
+
+
+@pytest.mark.parametrize("listed", ["", "  ", ",", " , ,"])
+@pytest.mark.parametrize("rule", ["auto", "required"])
+def test_a_blank_environment_variable_does_not_open_the_server(
+    listed: str, rule: KeyRule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("key", encoding="utf-8")
+    monkeypatch.setenv(ENVIRONMENT, listed)
+    for source in (None, str(file)):
+        with pytest.raises(InputError, match="DRAFTER_API_KEYS is set but has no key"):
+            read_keys(source, rule)
+
+
+@pytest.mark.parametrize(("content", "message"), [(b"", "has no key"), (b"# none\n", "has no key"), (b"\xff", "text")])
+@pytest.mark.parametrize("rule", ["auto", "required"])
+def test_a_file_without_keys_does_not_open_the_server(
+    content: bytes, message: str, rule: KeyRule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENVIRONMENT, "key")
+    file = tmp_path / "keys"
+    file.write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        read_keys(str(file), rule)
+    with pytest.raises(InputError, match="cannot be read: No such file"):
+        read_keys(str(tmp_path / "none"), rule)
+
+
+def test_keys_that_nobody_would_check_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT, "key")
+    with pytest.raises(InputError, match="keys is none, but DRAFTER_API_KEYS has keys"):
+        read_keys(None, "none")
+
+
+def test_a_key_that_cannot_be_sent_is_refused_without_showing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT, "good,bäd-secret")
+    with pytest.raises(InputError) as refusal:
+        read_keys(None, "required")
+    assert "key 2" in str(refusal.value)
+    assert "secret" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("file", [None, "keys.txt"])
+@pytest.mark.parametrize("listed", [None, "", "key"])
+@pytest.mark.parametrize("loopback", [True, False])
+def test_only_who_is_alone_on_the_machine_needs_no_key(
+    file: str | None, listed: str | None, loopback: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if listed is not None:
+        monkeypatch.setenv(ENVIRONMENT, listed)
+    alone = loopback and file is None and listed is None
+    assert settle("auto", file, loopback=loopback) == ("auto" if alone else "required")
+    for rule in RULES[1:]:
+        assert settle(rule, file, loopback=loopback) == rule

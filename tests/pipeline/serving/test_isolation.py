@@ -1,0 +1,62 @@
+"""No client's answer is drafted from another client's, unless the operator says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from drafter import EngineConfig, SpeculativeLM
+from drafter.engine.config import EngineSettings
+from pipeline.cluster.shares import ActorResources
+from pipeline.engines.engine_spec import EngineSpec
+from pipeline.serving.answers import Answers
+from pipeline.serving.application import _engines
+from pipeline.serving.config import ApplicationConfig
+from tests.pipeline.serving.conftest import NAME
+from tests.support.local_endpoint import served
+from tests.support.waiting import PATIENCE
+
+
+def answers(model: Path, drafter: str, *, isolated: bool) -> list[dict[str, Any]]:
+    """How two clients' answers to the same question were drafted, one after the other, and what they were."""
+    config = EngineConfig(slots=2, nodes=8)
+    with (
+        SpeculativeLM.from_pretrained(model, drafter, config=config, isolated=isolated) as lm,
+        served({NAME: Answers(lm, "replica", seconds=PATIENCE)}) as address,
+    ):
+        found = []
+        for key in ("sk-one", "sk-two"):
+            client = OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
+            asked = [{"role": "user", "content": "how many apples and pens does she have"}]
+            answer = client.chat.completions.create(
+                model=NAME,
+                messages=asked,  # type: ignore[arg-type]
+                temperature=0,
+                max_tokens=40,
+                extra_body={"speculation": True},
+            )
+            (statistics,) = answer.model_extra["speculation"]  # type: ignore[index]
+            counts = {name: value for name, value in statistics.items() if not name.startswith("seconds")}
+            found.append({"content": answer.choices[0].message.content, **counts})
+    return found
+
+
+@pytest.mark.parametrize("drafter", ["memory", "cacheback", "memory+cacheback+ngram"])
+def test_what_others_were_answered_shows_in_nothing(drafter: str, model: Path) -> None:
+    first, second = answers(model, drafter, isolated=True)
+    assert second == first
+    first, second = answers(model, drafter, isolated=False)
+    assert second["content"] == first["content"]
+    assert second["num_decode_steps"] < first["num_decode_steps"]
+
+
+@pytest.mark.parametrize(("given", "isolated"), [({}, True), ({"isolation": False}, False)])
+def test_replicas_are_isolated_unless_the_operator_says_otherwise(given: dict[str, Any], isolated: bool) -> None:
+    config = ApplicationConfig(drafter="memory", engine=EngineSettings(slots=2), **given)
+    application = _engines(config, config.drafter, "Engine", ActorResources(1.0, 0.0, 1, 1))
+    (spec, *_) = application._bound_deployment.init_args
+    assert isinstance(spec, EngineSpec)
+    assert spec.isolated is isolated

@@ -1,0 +1,57 @@
+""""""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+
+from pipeline.training.texts import count_answers, key_texts, usual_held_out
+
+
+def rows(prompts: list[list[int] | None], answers: list[list[int] | None], names: list[str] | None = None) -> pa.Table:
+    return pa.table(
+        {
+            "request_id": names or [f"row:{n}" for n in range(len(prompts))],
+            "prompt_token_ids": pa.array(prompts, pa.list_(pa.int64())),
+            "token_ids": pa.array(answers, pa.list_(pa.int64())),
+        }
+    )
+
+
+def test_rows_without_something_to_learn_are_marked() -> None:
+    table = key_texts(rows([[1, 2], [], None, [1, 2], [1, 2, 3]], [[3], [4], [5], [], [9]]), 3, 100, seed=0)
+    assert table["tokens"].to_pylist() == [[1, 2, 3], [4], [5], [1, 2], [1, 2, 3]]
+    # The last answer lies beyond the longest text.
+    assert [key >= 0 for key in table["prompt_key"].to_pylist()] == [True, False, False, False, False]
+
+
+def test_tokens_beyond_the_vocabulary_are_named() -> None:
+    table = key_texts(rows([[1], [7]], [[6, 7], [5]]), 10, 7, seed=0)
+    assert table["problem"].to_pylist() == [
+        "row row:0 has token 7, and the vocabulary ends at 6",
+        "row row:1 has token 7, and the vocabulary ends at 6",
+    ]
+
+
+def test_keys_follow_from_seed_and_text() -> None:
+    prompts: list[list[int] | None] = [[1, 2], [1, 2], [1, 3]]
+    first = key_texts(rows(prompts, [[5], [6], [5]]), 10, 100, seed=0)
+    moved = key_texts(rows(prompts[::-1], [[5], [6], [5]], ["row:2", "row:1", "row:0"]), 10, 100, seed=0)
+    assert first["key"].to_pylist() == moved["key"].to_pylist()[::-1]
+    assert len(set(first["key"].to_pylist())) == 3
+    # All answers to a prompt go where the prompt goes.
+    greedy, sampled, other = first["prompt_key"].to_pylist()
+    assert greedy == sampled != other
+    assert key_texts(rows(prompts, [[5], [6], [5]]), 10, 100, seed=1)["prompt_key"][0].as_py() != greedy
+
+
+@pytest.mark.parametrize(("texts", "held_out"), [(0, 1), (7, 1), (40, 5), (511, 63), (512, 64), (10**6, 64)])
+def test_how_many_texts_are_held_out_by_default(texts: int, held_out: int) -> None:
+    assert usual_held_out(texts) == held_out
+
+
+def test_tokens_of_answers_are_counted() -> None:
+    """Not those of prompts; and of several chunks."""
+    texts = pa.table({"tokens": [[1, 2, 3, 3], [4, 4], [2, 5]], "prompt_length": pa.array([2, 1, 1], pa.int32())})
+    assert count_answers(texts, 7).tolist() == [0, 0, 0, 2, 1, 1, 0]
+    assert count_answers(pa.concat_tables([texts, texts.slice(1, 1)]), 7).tolist() == [0, 0, 0, 2, 2, 1, 0]
