@@ -17,13 +17,13 @@ from drafter.acceptance.registry import make_verifier
 from drafter.acceptance.settings import VerifierSettings
 from drafter.devices import in_passing_thread
 from drafter.drafters.contract import Drafter
-from drafter.drafters.registry import load_drafter, load_learning_drafter, useful_nodes
+from drafter.drafters.registry import load_drafter, useful_nodes
 from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.sequence import Handle
 from drafter.errors import LoadError, RequestError
-from drafter.methods.learning.drafter import StartingHead
+from drafter.methods.learning.drafter import StartingHead, load_learning_drafter
 from drafter.methods.learning.rows import SampleTap
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.target.loading import load_base, load_tokenizer

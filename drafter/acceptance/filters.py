@@ -139,7 +139,8 @@ def _wanted(masses: Tensor, top_p: Tensor) -> Tensor:
     return torch.where(top_p < 1, torch.minimum((top_p * total).ceil().long(), total), _MORE_THAN_ALL)
 
 
-# ---- Penalties on tokens that have come before: what counts at a node is the row's text and the way down the tree to it.
+# ---- Penalties on tokens that have come before: what counts at a node is the row's text and the way down the tree
+# to it.
 
 
 class History:

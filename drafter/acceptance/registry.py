@@ -1,25 +1,15 @@
-"""Verifiers by name. A new one is one module, and one line here."""
+"""Verifiers by name: the exact one, and those of the methods."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
 
 from drafter.acceptance.contract import Verifier
 from drafter.acceptance.exact import ExactVerifier
 from drafter.acceptance.settings import VerifierSettings
 from drafter.errors import LoadError
-from drafter.methods.fly.verifier import FlyVerifier
-from drafter.methods.pad.verifier import PadVerifier
-from drafter.methods.typical.verifier import TypicalVerifier
-
-_MAKERS: dict[str, tuple[Callable[..., Verifier], tuple[str, ...]]] = {
-    "exact": (ExactVerifier, ()),
-    "fly": (FlyVerifier, ("theta", "window")),
-    "pad": (PadVerifier, ("classifier", "sigma")),
-    "typical": (TypicalVerifier, ("epsilon", "delta")),
-}
-"""Class of each verifier, and the settings that are its own."""
+from drafter.plugins import resolved
 
 
 def make_verifier(settings: VerifierSettings) -> Verifier:
@@ -29,8 +19,11 @@ def make_verifier(settings: VerifierSettings) -> Verifier:
         LoadError: A setting is another verifier's, or has a value that is not allowed; or a classifier that is needed
             is not given or cannot be read.
     """
-    made, own = _MAKERS[settings.name]
-    given = settings.given
+    verifiers: dict[str, type[Verifier]] = {ExactVerifier.name: ExactVerifier, **resolved("verifiers")}
+    if settings.name not in verifiers:
+        raise LoadError(f"no verifier {settings.name!r}: there are {', '.join(verifiers)}")
+    made, given = verifiers[settings.name], settings.given
+    own = list(inspect.signature(made).parameters)
     if foreign := sorted(set(given) - set(own)):
         has = f"it has {', '.join(own)}" if own else "it has no settings"
         raise LoadError(f"the verifier {settings.name} has no {foreign[0]}: {has}")

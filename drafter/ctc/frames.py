@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from drafter.heads.attention import AttentionModule
 from drafter.heads.contract import check_draft_vocab, check_sizes
-from drafter.heads.frame_head import FrameHead
-from drafter.methods.medusa.head import ResidualBlocks
+from drafter.heads.frame_head import FrameHead, ResidualBlocks
 from drafter.target.model import BaseModel
 
 

@@ -62,7 +62,8 @@ def shifted(state: Tensor, tokens: Tensor) -> Tensor:
     return torch.cat([state[:, 1:], tokens[:, None]], 1)
 
 
-# ---- A CTC head's label model that reads the LM head once a draft, for all frames, and not once for each level of a tree.
+# ---- A CTC head's label model that reads the LM head once a draft, for all frames, and not once for each level of a
+# tree.
 
 _SMALLER = 2
 """So many times as small as the LM head the factor must be, or reading the frames' logits again makes up for it."""

@@ -7,13 +7,14 @@ can change a token of an exact verifier's output.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from drafter.errors import LoadError
 from drafter.statistics import StageTimes
 from drafter.target.kv_cache import KVCache
 from drafter.target.model import BaseModel
@@ -162,6 +163,34 @@ class Renewal:
 
     version: int
     members: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class Loading:
+    """The use that a drafter is loaded for.
+
+    Args:
+        base: The target model.
+        nodes: Draft tokens of its largest trees.
+        isolated: Whether no text may be drafted from another one.
+        loader: Loads a drafter by name, for one that is made of others.
+    """
+
+    base: BaseModel
+    nodes: int
+    isolated: bool
+    loader: Callable[[str, Loading], Drafter]
+
+    def load(self, name: str) -> Drafter:
+        """Load another drafter for the same use, as a part of one.
+
+        Raises:
+            LoadError: There is none of that name, or it would be chosen by a budget, which only a whole drafter can be.
+        """
+        drafter = self.loader(name, self)
+        if drafter.members:
+            raise LoadError(f"drafter {name!r} chooses among drafters and cannot be part of another: use it alone")
+        return drafter
 
 
 class Drafter(ABC):

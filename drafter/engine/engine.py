@@ -30,9 +30,9 @@ from drafter.engine.runners import EagerStep, GraphStep, StepRun
 from drafter.engine.scheduler import Scheduler
 from drafter.engine.sequence import Handle, Sequence, new_sequence, refuse_unusable
 from drafter.engine.step import DeviceStep, Flight, Flights, RowOutcomes, StepOutcome
+from drafter.engine.tap import EndedRow, RowTap
 from drafter.engine.warm_up import compile_base, engine_sizes, measure_steps, plan_or_refuse, try_dearest_step
 from drafter.errors import EngineError, LoadError
-from drafter.methods.learning.contract import EndedRow, RowTap
 from drafter.requests import Request
 from drafter.statistics import EngineState, StageTimes
 from drafter.target.model import BaseModel

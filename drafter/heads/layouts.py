@@ -9,10 +9,8 @@ from pathlib import Path
 from torch import Tensor
 
 from drafter.errors import LoadError, shown
-from drafter.heads.published import Json, PublicHead
-from drafter.methods.eagle3.published import is_eagle3, read_eagle3
-from drafter.methods.hydra.published import is_hydra, read_hydra
-from drafter.methods.medusa.published import is_medusa, read_medusa
+from drafter.heads.published import Json, Layout, PublicHead
+from drafter.plugins import resolved
 from drafter.target.model import BaseModel
 
 _log = logging.getLogger(__name__)
@@ -26,8 +24,7 @@ def public_config(file: Path) -> Json | None:
         return None  # who reads it as one of ours says what is wrong
     if not isinstance(config, dict) or "algorithm" in config:
         return None
-    known = is_eagle3(config) or is_medusa(config) or is_hydra(config)
-    return config if known or "speculators_model_type" in config else None
+    return config if _layout_of(config) is not None or "speculators_model_type" in config else None
 
 
 def read_public(name: str, config: Json, tensors: dict[str, Tensor], base: BaseModel) -> PublicHead:
@@ -42,15 +39,10 @@ def read_public(name: str, config: Json, tensors: dict[str, Tensor], base: BaseM
     Raises:
         LoadError: It belongs to another base, or is of a kind that cannot be run.
     """
-    if is_eagle3(config):
-        found = read_eagle3(name, config, tensors, base, len(base.layers.modules))
-    elif is_medusa(config):
-        found = read_medusa(name, config, tensors, base)
-    elif is_hydra(config):
-        found = read_hydra(name, config, tensors, base)
-    else:
+    if (layout := _layout_of(config)) is None:
         kind = config["speculators_model_type"]
         raise LoadError(f"draft head {name!r} is a speculators head of kind {shown(kind)}: only 'eagle3' can be loaded")
+    found = layout.read(name, config, tensors, base)
     made_for = found.made_for
     if made_for is not None and not isinstance(made_for, str):
         raise LoadError(f"draft head {name!r}: its config.json names the base {shown(made_for)}, which is no text")
@@ -59,3 +51,13 @@ def read_public(name: str, config: Json, tensors: dict[str, Tensor], base: BaseM
             "draft head %r was made for %r and has the sizes of %r, which it drafts for", name, made_for, base.name
         )
     return found
+
+
+def _layout_of(config: Json) -> Layout | None:
+    """Return the layout of a published head's configuration; None if no method knows it."""
+    return next((one for one in layouts() if one.recognises(config)), None)
+
+
+def layouts() -> list[Layout]:
+    """Return the layouts of all methods."""
+    return list(resolved("layouts").values())

@@ -1,9 +1,9 @@
-"""What a published head says of itself."""
+"""The layouts in which others publish draft heads: what a method has to say about one, and what all have in common."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,46 @@ class PublicHead:
     fields: dict[str, Any]
     tensors: dict[str, Tensor]
     made_for: str | None
+
+
+@dataclass(frozen=True)
+class TargetOfExport:
+    """The target model as an exported head names it.
+
+    Args:
+        name: Hub id or path.
+        architectures: Of its configuration.
+        max_positions: Longest sequence, if its configuration says.
+        embeddings: `[V, d]` its token embeddings. An EAGLE-3 head has a copy: without it speculators 0.9 may leave them
+            to chance, though vLLM would take the target model's.
+    """
+
+    name: str
+    architectures: Sequence[str]
+    max_positions: int | None = None
+    embeddings: Tensor | None = None
+
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout that others publish heads in.
+
+    Args:
+        algorithm: A key of `HEADS`.
+        recognises: Whether a `config.json` is that of such a head.
+        read: Makes a `PublicHead` of a name for messages, a configuration, weights and the target model.
+        check_exportable: Raises `LoadError` for a head's configuration that the layout cannot hold.
+        export: Makes the layout's configuration and weights of a head's; None if heads are only read.
+    """
+
+    algorithm: str
+    recognises: Callable[[Json], bool]
+    read: Callable[[str, Json, Weights, BaseModel], PublicHead]
+    check_exportable: Callable[[Any], None] = lambda config: None
+    export: Callable[[Any, Weights, TargetOfExport], tuple[dict[str, Any], Weights]] | None = None
 
 
 def number(name: str, config: Json, key: str, default: float | None = None) -> int | float:

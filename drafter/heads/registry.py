@@ -1,4 +1,4 @@
-"""Draft heads by the name of their algorithm. A new head is one module, and one entry here."""
+"""Draft heads by the name of their algorithm: the CTC head, and those of the methods."""
 
 from __future__ import annotations
 
@@ -10,16 +10,10 @@ from torch import Tensor
 from drafter.ctc.head import CTCHead
 from drafter.errors import LoadError
 from drafter.heads.contract import DraftHead, head_config
-from drafter.methods.eagle3.head import Eagle3Head
-from drafter.methods.early_exit.head import ExitHead
-from drafter.methods.hydra.head import HydraHead
-from drafter.methods.medusa.head import MedusaHead
-from drafter.methods.specformer.head import SpecFormerHead
+from drafter.plugins import resolved
 from drafter.target.model import BaseModel
 
-HEADS: dict[str, type[DraftHead]] = {
-    head.algorithm: head for head in (CTCHead, MedusaHead, HydraHead, Eagle3Head, SpecFormerHead, ExitHead)
-}
+HEADS: dict[str, type[DraftHead]] = {CTCHead.algorithm: CTCHead, **resolved("heads")}
 """Class of each algorithm."""
 
 

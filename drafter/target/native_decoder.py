@@ -170,7 +170,8 @@ def _joined(*layers: Any) -> Linear:
     return Linear(weight, torch.cat([bias.detach() for bias in biases]))
 
 
-# ---- A Llama-like base's forward on a CPU by our own C++ code: the same numbers up to rounding, in a fraction of the time.
+# ---- A Llama-like base's forward on a CPU by our own C++ code: the same numbers up to rounding, in a fraction of
+# the time.
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,8 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(mask, zero, torch.finfo(dtype).min)[:, None]
 
 
-# ---- Forwards over trees, or prompts, of different sizes without padding: the nodes of all rows follow one another as one.
+# ---- Forwards over trees, or prompts, of different sizes without padding: the nodes of all rows follow one another
+# as one.
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,7 @@ class PlanConfig:
             raise InputError(f"temperature must be finite and at least 0, not {self.temperature}")
 
 
-_plan_config_DESCRIPTION = """\
+_PLAN_DESCRIPTION = """\
 Find the stack of drafters with the lowest expected time a token, from how much of each other's drafts the models accept
 and what their forwards cost, measured on a sample of prompts. What the best stack takes is measured on others.
 
@@ -235,4 +235,4 @@ The job prints what it compared, and writes it to --output: stacks.json and stac
 
 def parse_plan(arguments: Sequence[str] | None = None) -> PlanConfig:
     """Return the plan that a command line asks for; see `command_line.parse`."""
-    return parse(PlanConfig, make_parser(PlanConfig, "jobs.plan", "--output DIR", _plan_config_DESCRIPTION), arguments)
+    return parse(PlanConfig, make_parser(PlanConfig, "jobs.plan", "--output DIR", _PLAN_DESCRIPTION), arguments)

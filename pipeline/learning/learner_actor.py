@@ -27,9 +27,9 @@ import ray
 import torch
 from safetensors import SafetensorError
 
-from drafter.drafters.registry import LEARNT_MEMBERS, found_start
 from drafter.errors import LoadError, one_line
 from drafter.methods.learning.contract import HeadVersion, RowSample
+from drafter.methods.learning.drafter import LEARNT_MEMBERS, found_start
 from drafter.methods.learning.learner import Learner, Progress
 from drafter.methods.learning.payoff import Interval, chosen_share, gain_by_beta, gain_by_choice, lead_by_choice
 from drafter.methods.learning.training import STATE_FILE

@@ -11,9 +11,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from drafter.drafters.registry import SHIPPED_OR_NEW
 from drafter.errors import one_line
-from drafter.methods.learning.drafter import StartingHead
+from drafter.methods.learning.drafter import SHIPPED_OR_NEW, StartingHead
 from drafter.methods.learning.settings import LearnerSettings
 from pipeline.io.files import Location
 from pipeline.learning.config import NEW, SHIPPED, LearningConfig

@@ -11,7 +11,8 @@ from pyarrow import fs
 
 from drafter.heads.checkpoint import CONFIG_FILE, WEIGHTS_FILE, save_head
 from drafter.heads.contract import DraftHead
-from drafter.heads.export import BaseOfExport, export_head
+from drafter.heads.export import export_head
+from drafter.heads.published import TargetOfExport
 from pipeline.engines.models import tensor_spans
 from pipeline.io.files import Location, make_folders
 from pipeline.output.folder import LEASE_FILE, RUN_FILE
@@ -110,7 +111,7 @@ class TrainingFolder:
             return False
         return True
 
-    def export_head(self, base: BaseOfExport) -> None:
+    def export_head(self, base: TargetOfExport) -> None:
         """Write the best head to `exported`, in the layout that vLLM reads.
 
         Raises:

@@ -47,8 +47,7 @@ def train(config: TrainConfig) -> None:
         mend_run(folder.run_file)
     print(config.as_yaml(), end="", file=sys.stderr, flush=True)
     from drafter.errors import LoadError
-    from drafter.heads.export import BaseOfExport
-    from drafter.heads.published import base_embeddings
+    from drafter.heads.published import TargetOfExport, base_embeddings
     from pipeline.training.cluster_training import Texts, run  # Importing Ray takes seconds.
 
     try:
@@ -56,7 +55,7 @@ def train(config: TrainConfig) -> None:
         if config.export is not None:
             embeddings = base_embeddings(model, base_config, trust_remote_code=config.trust_remote_code)
             longest = getattr(text, "max_position_embeddings", None)
-            folder.export_head(BaseOfExport(model, base_config.architectures or [], longest, embeddings))
+            folder.export_head(TargetOfExport(model, base_config.architectures or [], longest, embeddings))
     except LoadError as error:
         raise InputError(f"the head cannot be exported: {error}") from error
     except OSError as error:

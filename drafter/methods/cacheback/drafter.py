@@ -14,8 +14,10 @@ import numpy.typing as npt
 import torch
 
 from drafter.devices import send
-from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftSpec, Ids, Loan
-from drafter.methods.cacheback.frozen_table import FrozenTable, Gram, Table
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftSpec, Ids, Loading, Loan
+from drafter.methods.cacheback.frozen_table import FrozenTable, Gram, Table, Vocabulary, load_table
+from drafter.target.loading import load_tokenizer
+from drafter.text.streaming import vocabulary_digest
 from drafter.tree.token_tree import TokenTree, from_nodes
 
 
@@ -257,3 +259,19 @@ def side_by_side(rows: Sequence[Candidates]) -> tuple[npt.NDArray[np.generic], .
 
 def _tables(leaders: int) -> list[LruTable]:
     return [LruTable(leaders, _FOLLOWERS, *lengths) for lengths in _LENGTHS]
+
+
+def cacheback(loading: Loading) -> CachebackDrafter:
+    """Make the drafter `cacheback`."""
+    return CachebackDrafter(loading.nodes, isolated=loading.isolated)
+
+
+def with_frozen_table(path: str, loading: Loading) -> CachebackDrafter:
+    """Make the drafter `cacheback:PATH`, of a table that `jobs.cache` has written.
+
+    Raises:
+        LoadError: The table cannot be read, or is of another vocabulary.
+    """
+    target = loading.base
+    vocabulary = Vocabulary(vocabulary_digest(load_tokenizer(target.name)), target.vocab_size)
+    return CachebackDrafter(loading.nodes, isolated=loading.isolated, frozen=load_table(path, vocabulary))

@@ -7,14 +7,15 @@ change a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftMemory, DraftSpec, Ids, Loan
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftMemory, DraftSpec, Ids, Loading, Loan
 from drafter.drafters.names import kind_and_rest, merged_names, model_and_device, stack_levels
 from drafter.errors import LoadError
 from drafter.methods.draft_models.drafter import ModelDrafter
@@ -177,23 +178,21 @@ def load_draft_model(name: str, base: BaseModel) -> BaseModel:
     return load_base(path, dtype=base.dtype if target == base.device else "auto", device=target)
 
 
-def load_model_drafter(name: str, base: BaseModel, nodes: int) -> Drafter:
+def load_model_drafter(name: str, loading: Loading) -> Drafter:
     """Load the drafter `model:NAME`; see `load_draft_model`.
 
     Raises:
         LoadError: The model cannot be used.
     """
-    return ModelDrafter(load_draft_model(name, base), base, nodes)
+    return ModelDrafter(load_draft_model(name, loading.base), loading.base, loading.nodes)
 
 
-def load_stack(levels: str, base: BaseModel, nodes: int, load: Callable[[str, int], Drafter]) -> Drafter:
+def load_stack(levels: str, loading: Loading) -> Drafter:
     """Load the drafter `stack:LEVELS`.
 
     Args:
         levels: `LOWER>model:A`, or more levels, from the lowest on; those above the lowest are draft models.
-        base: The base that they draft for.
-        nodes: Draft nodes of the largest tree that the base gets.
-        load: Loads the drafter of a name for a number of draft nodes.
+        loading: The use of the whole stack.
 
     Raises:
         LoadError: A level is missing, or cannot be used.
@@ -203,8 +202,9 @@ def load_stack(levels: str, base: BaseModel, nodes: int, load: Callable[[str, in
     one_each = all(kind == "model" and rest for kind, rest in kinds) and all(len(merged_names(m)) == 1 for m in models)
     if not lower or not models or not one_each:
         raise LoadError(f"no stack {levels!r}: use stack:LOWER>model:A, with one model in each level above the lowest")
-    counts = [nodes * LOWER_NODES ** (len(models) - place) for place in range(len(models) + 1)]
-    drafter = load(lower, counts[0])
+    base = loading.base
+    counts = [loading.nodes * LOWER_NODES ** (len(models) - place) for place in range(len(models) + 1)]
+    drafter = replace(loading, nodes=counts[0]).load(lower)
     for (_, name), count in zip(kinds, counts[1:], strict=True):
         drafter = StackedDrafter(drafter, load_draft_model(name, base), base, count)
     return drafter

@@ -15,12 +15,24 @@ import torch
 from torch import Tensor
 
 from drafter.errors import LoadError, shown
-from drafter.heads.published import Json, PublicHead, count, group, number, refuse_other_base, refuse_other_embeddings
+from drafter.heads.published import (
+    Json,
+    Layout,
+    PublicHead,
+    TargetOfExport,
+    count,
+    group,
+    number,
+    refuse_other_base,
+    refuse_other_embeddings,
+)
 from drafter.methods.eagle3.config import Eagle3HeadConfig, fused_layers
 from drafter.target.model import BaseModel
 
 _DEPTH = 7
 """Levels of a tree where a configuration does not say: those that the published heads were trained for."""
+_SPECULATORS = "0.9.0"
+"""Version of speculators whose configuration is written."""
 _LAYERS = ("midlayer.", "layers.0.")
 _UNREAD = {"t2d", "embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
 """Tensors that follow from others, or are the base's."""
@@ -33,7 +45,7 @@ def is_eagle3(config: Json) -> bool:
     return "draft_vocab_size" in config
 
 
-def read_eagle3(name: str, config: Json, tensors: dict[str, Tensor], base: BaseModel, layers: int) -> PublicHead:
+def read_eagle3(name: str, config: Json, tensors: dict[str, Tensor], base: BaseModel) -> PublicHead:
     """Return a published head.
 
     Args:
@@ -41,7 +53,6 @@ def read_eagle3(name: str, config: Json, tensors: dict[str, Tensor], base: BaseM
         config: Its `config.json`.
         tensors: Its weights.
         base: The base that it is to draft for.
-        layers: How many layers the base has.
 
     Raises:
         LoadError: It belongs to another base, or is of a kind that cannot be run.
@@ -58,7 +69,7 @@ def read_eagle3(name: str, config: Json, tensors: dict[str, Tensor], base: BaseM
     heads = count(name, layer, "num_attention_heads")
     fields: dict[str, Any] = {
         **sizes,
-        "hidden_layers": _hidden_layers(name, config, layers),
+        "hidden_layers": _hidden_layers(name, config, len(base.layers.modules)),
         "depth": _DEPTH,
         "num_heads": heads,
         "num_kv_heads": count(name, layer, "num_key_value_heads", heads),
@@ -181,3 +192,72 @@ def _refuse_unknown_kinds(name: str, config: Json, layer: Json, *, counts_layers
             f"draft head {name!r} is of another width than its base: {layer['hidden_size']:,} and "
             f"{config['target_hidden_size']:,}; only heads of the base's width can be run"
         )
+
+
+def _check_exportable(shape: Eagle3HeadConfig) -> None:
+    if len(shape.hidden_layers) != 3 or min(shape.hidden_layers) < 0:
+        raise LoadError(
+            f"an exported EAGLE-3 head reads the outputs of three layers, and this one hidden_layers "
+            f"{list(shape.hidden_layers)}: train it with three, counted from 0"
+        )
+
+
+def _export(
+    shape: Eagle3HeadConfig, tensors: dict[str, Tensor], base: TargetOfExport
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    layer = {
+        "model_type": "qwen3" if shape.qk_norm else "llama",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_width,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.norm_eps,
+        "rope_parameters": {"rope_type": "default", **(shape.rope_scaling or {}), "rope_theta": shape.rope_theta},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
+    if base.max_positions is not None:
+        layer["max_position_embeddings"] = base.max_positions
+    proposal = {"proposal_type": "greedy", "speculative_tokens": shape.depth}
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": _SPECULATORS,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": base.name, "architectures": list(base.architectures)},
+        },
+        "transformer_layer_config": layer,
+        "draft_vocab_size": shape.draft_vocab_size or shape.vocab_size,
+        # The states between layers are counted there, the embeddings being 0.
+        "eagle_aux_hidden_state_layer_ids": [one + 1 for one in shape.hidden_layers],
+        "norm_before_residual": shape.norm_before_residual,
+        "norm_before_fc": shape.fusion_norm == "whole",
+        "fc_norm": shape.fusion_norm == "each",
+        "norm_output": shape.norm_output,
+        "tie_word_embeddings": False,
+    }
+    heads, kv_heads = shape.num_heads * shape.head_width, shape.kv_heads * shape.head_width
+    rows = {"layer.qkv.weight": [heads, kv_heads, kv_heads], "layer.gate_up.weight": [shape.intermediate_size] * 2}
+    found = {
+        one: part
+        for ours, parts in theirs(shape, "layers.0.").items()
+        for one, part in zip(parts, tensors[ours].split(rows.get(ours, len(tensors[ours]))), strict=True)
+    }
+    if base.embeddings is not None:
+        found["embed_tokens.weight"] = base.embeddings.to(tensors["norm.weight"].dtype)
+    if shape.draft_vocab_size is not None:
+        tokens = tensors["vocabulary.tokens"]
+        found["d2t"] = tokens - torch.arange(len(tokens))
+        found["t2d"] = torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill(0, tokens, True)
+    return config, found
+
+
+LAYOUT = Layout("eagle3", is_eagle3, read_eagle3, _check_exportable, _export)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from drafter import devices
-from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Loan
+from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Loading, Loan
 from drafter.errors import LoadError
 from drafter.target.forward import TreeNodes
 from drafter.target.model import BaseModel
@@ -120,15 +120,16 @@ class _Growth:
             self._cache.scrub(self._context.lengths, self._places, ~self._sound, rows)
 
 
-def named_exit(rest: str, base: BaseModel, nodes: int) -> Drafter:
+def named_exit(rest: str, loading: Loading) -> Drafter:
     """Return the drafter `exit:rest`.
 
     Raises:
         LoadError: `rest` is no number of layers that the base has.
     """
+    base = loading.base
     if not (rest.isascii() and rest.isdigit() and 1 <= int(rest) <= base.num_layers):
         raise LoadError(
             f"drafter 'exit:{rest}': after the colon comes how many of the first layers of {base.name} draft, "
             f"from 1 to {base.num_layers}"
         )
-    return ExitDrafter(base, int(rest), nodes)
+    return ExitDrafter(base, int(rest), loading.nodes)

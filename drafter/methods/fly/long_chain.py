@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafter.drafters.contract import Ask, DraftContext, Drafter
+from drafter.drafters.contract import Ask, DraftContext, Drafter, Loading
 from drafter.drafters.merged import MergedDrafter
+from drafter.drafters.names import length_and_drafter
+from drafter.errors import LoadError
 from drafter.methods.ngram.drafter import FADING, lookup
 from drafter.tree.token_tree import PAD_TOKEN, TokenTree, from_paths
 
@@ -94,3 +96,16 @@ def extended(text: Tensor, lengths: Tensor, chain: Tensor, log_probs: Tensor) ->
     price = torch.where(found >= 0, begin + (step + 1) * math.log(FADING), -torch.inf)
     old = place < count[:, None]
     return torch.where(old, chain, found), torch.where(old, log_probs, price)
+
+
+def long_chain(rest: str, loading: Loading) -> LongChainDrafter:
+    """Make the drafter `long:N:DRAFTER`.
+
+    Raises:
+        LoadError: The name is another one, or the drafter that begins the chain cannot be loaded.
+    """
+    found = length_and_drafter(rest)
+    if found is None:
+        raise LoadError(f"drafter 'long:{rest}': use long:N:DRAFTER, such as long:15:ngram")
+    length, name = found
+    return LongChainDrafter(loading.load(name), length)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from drafter.errors import LoadError, shown
-from drafter.heads.published import Json, PublicHead, count, refuse_other_base
+from drafter.heads.published import Json, Layout, PublicHead, count, refuse_other_base
 from drafter.target.model import BaseModel
 
 
@@ -55,3 +55,6 @@ def read_hydra(name: str, config: Json, tensors: dict[str, Tensor], base: BaseMo
     fields: dict[str, Any] = {**sizes, "depth": depth, "num_layers": layers, "own_outputs": True}
     found = {ours: tensors[theirs] for ours, theirs in names.items()}
     return PublicHead("Hydra", "hydra", fields, found, made_for)
+
+
+LAYOUT = Layout("hydra", is_hydra, read_hydra)

@@ -6,11 +6,9 @@ hands out versions. Neither knows of the other, and neither waits for the other:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -62,41 +60,3 @@ class HeadVersion:
     beta: float
     beta_before: float
     provenance: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class EndedRow:
-    """What an engine knows of a row that has just ended.
-
-    Args:
-        request_id: The caller's name for it.
-        prompt: Token ids of the prompt.
-        output: Token ids of the output.
-        steps: Decode steps that the output took.
-    """
-
-    request_id: str
-    prompt: Sequence[int]
-    output: Sequence[int]
-    steps: int
-
-    @property
-    def length(self) -> int:
-        """T, tokens of prompt and output."""
-        return len(self.prompt) + len(self.output)
-
-
-class RowTap(Protocol):
-    """Where an engine hands out rows. Both methods are called on the engine's thread and must not wait."""
-
-    def wants(self, row: EndedRow, nbytes: int) -> bool:
-        """Whether to hand out a row whose hidden states take `nbytes` bytes; if not, nothing is copied."""
-
-    def put(self, row: EndedRow, hidden: Tensor | None, arrived: torch.cuda.Event | None) -> None:
-        """Take a row.
-
-        Args:
-            row: A row that is wanted.
-            hidden: `[T, K · d]` on the CPU; None if the drafter reads none.
-            arrived: Happens when `hidden` is there; None where it is.
-        """

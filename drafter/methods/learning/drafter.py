@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,9 @@ from torch.nn import functional as F
 
 from drafter import devices
 from drafter.devices import in_passing_thread
-from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Ids, Loan, Renewal
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Ids, Loading, Loan, Renewal
+from drafter.drafters.merged import MergedDrafter
+from drafter.drafters.registry import HEAD_AND_TEXTS, beside_texts, load_drafter, shipped_head
 from drafter.embedded import EMBEDDED_HEADS
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import load_head
@@ -243,3 +245,49 @@ def _gated(tree: TokenTree, gate: Tensor) -> TokenTree:
     )
     parts = zip(vars(tree).values(), vars(closed).values(), strict=True)
     return TokenTree(*(torch.where(gate, drafted, padding) for drafted, padding in parts))
+
+
+LEARNT_MEMBERS = ("head", "+".join(HEAD_AND_TEXTS))
+"""Members of `auto` that draft with a head that learns."""
+SHIPPED_OR_NEW = "shipped"
+"""As `StartingHead.folder`: the head that ships with the project for a base, or a new one where none does."""
+
+
+def found_start(start: StartingHead, base: BaseModel) -> StartingHead:
+    """Return what a head begins with for `base`, with `SHIPPED_OR_NEW` replaced by what that comes to."""
+    if start.folder != SHIPPED_OR_NEW:
+        return start
+    shipped = shipped_head(base)
+    return replace(start, folder=None if shipped is None else str(shipped))
+
+
+def load_learning_drafter(
+    name: str, base: BaseModel, nodes: int, start: StartingHead, *, isolated: bool = False
+) -> Drafter:
+    """A drafter whose head is replaced by better versions of it as they come; see `ChangingHead`.
+
+    Args:
+        name: `auto`: the head, what needs no training, and both merged, of which the fastest drafts; on a GPU the head
+            merged with `ngram`. Or the name of the head that it starts from: that head alone.
+        base: The base it drafts for.
+        nodes: Draft nodes of its largest trees.
+        start: What the head begins with; see `found_start`.
+        isolated: Whether no text may be drafted from another one.
+
+    Raises:
+        LoadError: Nothing is to be drafted, the name is another one, or the head cannot be loaded.
+    """
+    if nodes < 1:
+        raise LoadError("a head that learns is to draft: with nodes 0 nothing is drafted")
+    if name not in ("auto", start.folder):
+        raise LoadError(f"drafter {name!r} has no head that could learn: use auto, or the head that it starts from")
+    start = found_start(start, base)
+    head = ChangingHead(start, base, nodes)
+    if name != "auto":
+        return head
+    loading = Loading(
+        base, nodes, isolated, lambda other, use: load_drafter(other, use.base, use.nodes, isolated=use.isolated)
+    )
+    if base.device.type != "cpu":  # a step is recorded with its drafter
+        return MergedDrafter(head, loading.load("ngram"))
+    return beside_texts(head, loading, first=start.drafts)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from drafter.errors import LoadError
-from drafter.heads.published import Json, PublicHead, count, refuse_other_base
+from drafter.heads.published import Json, Layout, PublicHead, TargetOfExport, count, refuse_other_base
+from drafter.methods.medusa.head import MedusaHeadConfig
 from drafter.target.model import BaseModel
 
 
@@ -70,3 +71,31 @@ def names(published: bool) -> tuple[str, str, str]:
     if published:
         return "{0}.0.linear.weight", "{0}.0.linear.bias", "{0}.1.weight"
     return "blocks.{0}.layers.0.weight", "blocks.{0}.layers.0.bias", "lm_heads.{0}.weight"
+
+
+def _export(
+    shape: MedusaHeadConfig, tensors: dict[str, Tensor], base: TargetOfExport
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "base_model_name_or_path": base.name,
+        "hidden_size": shape.hidden_size,
+        "vocab_size": shape.vocab_size,
+        "num_heads": shape.depth,
+        "num_hidden_layers": 1,
+        "medusa_fc_bias": True,
+        "truncated_vocab_size": shape.draft_vocab_size or shape.vocab_size,
+    }
+    block, bias, output = names(published=False)
+    found = {}
+    for head in range(shape.depth):
+        found[block.format(head)] = tensors[f"module.blocks.{head}.weight"]
+        found[bias.format(head)] = tensors[f"module.blocks.{head}.bias"]
+        found[output.format(head)] = tensors["outputs"][head].clone()
+    if shape.draft_vocab_size is not None:
+        found["token_map"] = tensors["vocabulary.tokens"]
+    return config, found
+
+
+LAYOUT = Layout("medusa", is_medusa, read_medusa, export=_export)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from drafter.devices import send
-from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftMemory, DraftSpec, Ids, Loan
+from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftMemory, DraftSpec, Ids, Loading, Loan
 from drafter.drafters.text_queue import TextQueue
 from drafter.methods.memory.suffix_index import CONTEXT, NOTHING, Matches, SuffixIndex, Text
 from drafter.tree.token_tree import TokenTree, from_nodes
@@ -218,3 +218,8 @@ def vote(
 
     depths = np.broadcast_to(np.repeat(np.arange(1, depth + 1), count), (batch, count * depth)).copy()
     return flat(paths.astype(np.int64)), flat(above), depths, flat(log_probs.astype(np.float32))
+
+
+def memory(loading: Loading) -> MemoryDrafter:
+    """Make the drafter `memory`."""
+    return MemoryDrafter(loading.nodes, isolated=loading.isolated)

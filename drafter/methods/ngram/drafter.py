@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
+from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, Loading
 from drafter.tree.token_tree import PAD_TOKEN, TokenTree, from_paths
 
 _ORDER = 3
@@ -72,3 +72,8 @@ def lookup(tokens: Tensor, lengths: Tensor, depth: int, matches: int) -> tuple[T
     length = torch.div(best, width, rounding_mode="floor")
     log_weight = (_ORDER - length) * math.log(_DISCOUNT)
     return paths.masked_fill(~known, PAD_TOKEN), log_weight.masked_fill(best < 0, -torch.inf)
+
+
+def ngram(loading: Loading) -> NgramDrafter:
+    """Make the drafter `ngram`."""
+    return NgramDrafter(loading.nodes)

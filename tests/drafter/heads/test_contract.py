@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from drafter.drafters.contract import DraftContext
-from drafter.heads.frame_head import LastHidden, hidden_before, newest_hidden
-from drafter.methods.medusa.head import ResidualBlocks
+from drafter.heads.frame_head import LastHidden, ResidualBlocks, hidden_before, newest_hidden
 
 HIDDEN = torch.tensor([[[1.0], [2.0], [3.0]], [[4.0], [5.0], [6.0]]])
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import load_head, save_head
 from drafter.heads.contract import DraftHead, Provenance
-from drafter.heads.export import BaseOfExport, export_head
-from drafter.heads.published import base_embeddings
+from drafter.heads.export import export_head
+from drafter.heads.published import TargetOfExport, base_embeddings
 from drafter.heads.registry import HEADS, new_head
 from drafter.target.model import BaseModel
 from tests.drafter.heads.test_eagle3_layout import CASES, DATA, VOCABULARY, WIDTH
@@ -47,7 +47,7 @@ def exported(head: DraftHead, base: BaseModel, tmp_path: Path) -> Path:
     save_head(head, tmp_path / "head")
     (tmp_path / "export").mkdir()
     embeddings = base.embed(torch.arange(base.vocab_size))
-    of = BaseOfExport("the base", ["LlamaForCausalLM"], 2048, embeddings)
+    of = TargetOfExport("the base", ["LlamaForCausalLM"], 2048, embeddings)
     export_head(tmp_path / "head", tmp_path / "export", of)
     return tmp_path / "export"
 

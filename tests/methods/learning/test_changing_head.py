@@ -15,13 +15,12 @@ from torch import Tensor
 from drafter import devices
 from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, Ids, Loan, PlainDecoding, Renewal
 from drafter.drafters.merged import ChoosingDrafter, MergedDrafter
-from drafter.drafters.registry import LEARNT_MEMBERS, load_learning_drafter
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import Provenance
-from drafter.methods.learning.drafter import ChangingHead, StartingHead
+from drafter.methods.learning.drafter import LEARNT_MEMBERS, ChangingHead, StartingHead, load_learning_drafter
 from drafter.methods.learning.training import load_weights, weights_of
 from drafter.methods.memory.drafter import MemoryDrafter
 from drafter.methods.ngram.drafter import NgramDrafter

@@ -12,9 +12,9 @@ import ray
 import torch
 from torch import Tensor
 
+from drafter.engine.tap import EndedRow
 from drafter.errors import LoadError
 from drafter.llm import SpeculativeLM
-from drafter.methods.learning.contract import EndedRow
 from drafter.methods.learning.rows import SampleTap
 from pipeline.learning.beats import EngineBeat
 from pipeline.learning.feed import LearningFeed

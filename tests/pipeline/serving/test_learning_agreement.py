@@ -12,7 +12,7 @@ from openai import OpenAI
 from torch import Tensor
 
 from drafter import EngineConfig, SpeculativeLM
-from drafter.methods.learning.contract import EndedRow
+from drafter.engine.tap import EndedRow
 from drafter.methods.learning.drafter import StartingHead
 from pipeline.serving.answers import Answers
 from pipeline.serving.config import Agreement

@@ -1,0 +1,65 @@
+"""Methods: packages that add drafters, draft heads, verifiers and published layouts to the core.
+
+A method's package has an object `METHOD`. Those of this project stand in `drafter.methods`; one of a third party is
+named by an entry point of the group `drafter.methods`. The core imports no method, so that a folder of
+`drafter/methods` can be deleted, and what it adds is then unknown.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, Literal
+
+GROUP = "drafter.methods"
+"""Group of entry points, and the package of this project's own methods."""
+Kind = Literal["drafters", "families", "heads", "verifiers", "layouts"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """The names that a method adds. Each value is a reference `package.module:name`, imported when it is asked for.
+
+    Args:
+        drafters: Drafter `NAME`: a function of a `Loading` that returns a `Drafter`.
+        families: Drafters `NAME:REST`: a function of REST and a `Loading` that returns a `Drafter`.
+        heads: Subclass of `DraftHead` by its algorithm.
+        verifiers: Subclass of `Verifier` by its name.
+        layouts: `Layout` of published heads by its name.
+    """
+
+    drafters: Mapping[str, str] = field(default_factory=dict)
+    families: Mapping[str, str] = field(default_factory=dict)
+    heads: Mapping[str, str] = field(default_factory=dict)
+    verifiers: Mapping[str, str] = field(default_factory=dict)
+    layouts: Mapping[str, str] = field(default_factory=dict)
+
+
+@cache
+def methods() -> Mapping[str, Method]:
+    """Return all methods by name. A method of this project needs no entry point, so that a bare checkout has it too."""
+    own = pkgutil.resolve_name(GROUP)
+    found: dict[str, Method] = {
+        one.name: pkgutil.resolve_name(f"{GROUP}.{one.name}:METHOD") for one in pkgutil.iter_modules(own.__path__)
+    }
+    for entry in entry_points(group=GROUP):
+        if not entry.value.startswith(f"{GROUP}."):
+            found[entry.name] = entry.load()
+    return found
+
+
+def names(kind: Kind) -> list[str]:
+    """Return the names that methods add, without importing what they stand for."""
+    return [name for method in methods().values() for name in getattr(method, kind)]
+
+
+def resolved(kind: Kind) -> dict[str, Any]:
+    """Return what methods add, by name. Its modules are imported."""
+    return {
+        name: pkgutil.resolve_name(reference)
+        for method in methods().values()
+        for name, reference in getattr(method, kind).items()
+    }
