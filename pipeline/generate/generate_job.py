@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,7 +47,6 @@ def generate(config: GenerateConfig) -> None:
         heads |= head_fingerprints(config.model, config.learning.head)
     meaning = job_meaning(config, listing, prompts, base, heads)
     job = JobContext(config, listing, prompts, open_output(config, meaning), meaning)
-    print(config.as_yaml(), end="", file=sys.stderr, flush=True)
     from pipeline.generate.submission import run  # Ray takes seconds to import: no check waits for it
 
     run(job)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -46,7 +45,6 @@ def train(config: TrainConfig) -> None:
     folder.create()
     if folder.run_file.type == fs.FileType.File:
         mend_run(folder.run_file)
-    print(config.as_yaml(), end="", file=sys.stderr, flush=True)
     from drafter.errors import LoadError
     from drafter.heads.public.base_embeddings import base_embeddings
     from drafter.heads.public.export import BaseOfExport
