@@ -161,9 +161,22 @@ def acceptance_by_depth(counts: DecodeCounts) -> list[float]:
     return [sum(histogram[depth:]) / steps for depth in range(1, len(histogram))] if steps else []
 
 
+def speculated_share(counts: DecodeCounts) -> float:
+    """Share of decode steps that verified at least one draft token (0.0 if there were no steps)."""
+    return counts.num_spec_steps / counts.num_decode_steps if counts.num_decode_steps else 0.0
+
+
+def per_second(number: float, seconds: float) -> float:
+    """New tokens (or rows) ÷ seconds of generation; loading and timing the models are not part of these. 0.0 in none.
+
+    Every rate of generation that the project shows is this one.
+    """
+    return number / seconds if seconds > 0 else 0.0
+
+
 def mean_rate(tokens: Sequence[int], seconds: Sequence[float]) -> float:
     """Mean over runs of tokens per second; a run is one prompt, or at larger batches all of them."""
-    return mean(made / taken for made, taken in zip(tokens, seconds, strict=True))
+    return mean(per_second(made, taken) for made, taken in zip(tokens, seconds, strict=True))
 
 
 def speedup(rates: Sequence[float], reference: Sequence[float]) -> float:

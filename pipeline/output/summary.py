@@ -9,7 +9,14 @@ import pyarrow.dataset
 from pyarrow import fs
 from tqdm import tqdm
 
-from drafter.statistics import DecodeCounts, draft_acceptance_rate, mean_acceptance_length, total
+from drafter.statistics import (
+    DecodeCounts,
+    draft_acceptance_rate,
+    mean_acceptance_length,
+    per_second,
+    speculated_share,
+    total,
+)
 from pipeline.io.files import Location
 from pipeline.output.output_folder import OutputFolder
 
@@ -78,13 +85,9 @@ def summarise(output: OutputFolder, found: OutputTotals, new_tokens: int, new_ro
         f"tokens      {counts.num_output_tokens:,} in {counts.num_decode_steps:,} decode steps of a row",
     ]
     if new_rows:
-        rate = f"{new_tokens / seconds:,.0f} tokens/s, {new_rows / seconds:,.1f} rows/s" if seconds > 0 else "at once"
-        lines.append(f"speed       {rate} ({new_rows:,} rows in {tqdm.format_interval(seconds)})")
-    lines.append(
-        f"β           {mean_acceptance_length(counts):.2f} tokens a base forward (plain decoding: 1.00); "
-        f"{draft_acceptance_rate(counts):.0%} of {counts.num_draft_tokens:,} draft tokens accepted"
-    )
-    lines += histogram_lines(counts)
+        rates = f"{per_second(new_tokens, seconds):,.0f} tokens/s, {per_second(new_rows, seconds):,.1f} rows/s"
+        lines.append(f"speed       {rates} ({new_rows:,} rows in {tqdm.format_interval(seconds)} of generation)")
+    lines += acceptance_lines(counts)
     lines.append(f"results     {output.data.path}")
     if found.errors:
         lines.append(f"errors      {output.errors.path}")
@@ -93,6 +96,18 @@ def summarise(output: OutputFolder, found: OutputTotals, new_tokens: int, new_ro
             lines.append(f"batch       {place.path}")
     lines.append(f"run         {output.run_file.path}")
     return "\n".join(lines)
+
+
+def acceptance_lines(counts: DecodeCounts) -> list[str]:
+    """Say how many tokens a step gave, in how many of the steps there were draft tokens, and how many came true."""
+    if not counts.num_draft_tokens:
+        return ["speculation none: no draft token was verified, so every step gave one token"]
+    return [
+        f"speculation {mean_acceptance_length(counts):.2f} tokens a step (plain decoding: 1.00); "
+        f"{speculated_share(counts):.0%} of the steps speculated; "
+        f"{draft_acceptance_rate(counts):.0%} of {counts.num_draft_tokens:,} draft tokens accepted",
+        *histogram_lines(counts),
+    ]
 
 
 def histogram_lines(counts: DecodeCounts) -> list[str]:

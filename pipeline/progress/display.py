@@ -73,9 +73,9 @@ def line(now: Progress) -> str:
 
 def rates(now: Progress) -> list[str]:
     """Return how fast the job goes, when it will be done, and how many rows went wrong."""
-    said = [f"{now.row_rate:.1f} rows/s", f"{now.token_rate:,.0f} tokens/s"]
+    said = [f"{now.rows_per_second:.1f} rows/s", f"{now.tokens_per_second:,.0f} tokens/s"]
     if now.steps:
-        said.append(f"β {now.beta:.2f}")
+        said.append(f"{now.acceptance_length:.2f} tokens a step")
     if now.learning is not None and now.learning.version is not None:
         said.append(f"head {now.learning.version}")
     eta = now.eta_seconds

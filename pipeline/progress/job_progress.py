@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from drafter.statistics import BatchChoice, DecodeCounts, mean_acceptance_length
+from drafter.statistics import BatchChoice, DecodeCounts, mean_acceptance_length, per_second
 from pipeline.progress.reports import EngineFacts, LearningReport
 
 State = Literal["starting", "generating", "finished", "failed", "stopped"]
@@ -25,8 +25,7 @@ class Progress:
         tokens: New tokens of this submission's rows.
         steps: Decode steps of this submission's rows.
         seconds: From the first engine's first report to the last row.
-        row_rate: Rows a second, of this submission alone, over the last ten minutes.
-        token_rate: New tokens a second, likewise.
+        recent_row_rate: Rows of this submission a second, over the last ten minutes: what is left is estimated by it.
         engines: Engines at work.
         slots: Sequences that they decode together at most.
         active: Sequences that they decode now.
@@ -51,8 +50,7 @@ class Progress:
     tokens: int = 0
     steps: int = 0
     seconds: float = 0.0
-    row_rate: float = 0.0
-    token_rate: float = 0.0
+    recent_row_rate: float = 0.0
     engines: int = 0
     slots: int = 0
     active: int = 0
@@ -73,8 +71,18 @@ class Progress:
         return self.before + self.rows
 
     @property
-    def beta(self) -> float:
-        """β of this submission's finished rows."""
+    def tokens_per_second(self) -> float:
+        """New tokens a second of this submission; see `per_second`."""
+        return per_second(self.tokens, self.seconds)
+
+    @property
+    def rows_per_second(self) -> float:
+        """Rows a second of this submission, errors included."""
+        return per_second(self.rows, self.seconds)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean acceptance length of this submission's finished rows, in tokens per step."""
         return mean_acceptance_length(DecodeCounts(num_output_tokens=self.tokens, num_decode_steps=self.steps))
 
     @property
@@ -88,7 +96,7 @@ class Progress:
         left = self.total - self.done
         if left <= 0:
             return 0.0
-        return left / self.row_rate if self.row_rate > 0 else None
+        return left / self.recent_row_rate if self.recent_row_rate > 0 else None
 
 
 def ending(error: BaseException | None) -> State:

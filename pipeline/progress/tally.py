@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from types import MappingProxyType
 
+from drafter.statistics import per_second
 from pipeline.progress.job_progress import Progress
 from pipeline.progress.reports import EngineReport, Mail, PartReport
 
 _SILENT_SECONDS = 20.0
 """An engine that has not reported for this long has ended."""
 _WINDOW_SECONDS = 600.0
-"""Rates are of this long."""
+"""The rate by which the rest is estimated is of this long."""
 _SAMPLE_SECONDS = 1.0
 
 
@@ -41,7 +42,7 @@ class Tally:
     _last: float = 0.0
     _failure: str | None = None
     _crash: str | None = None
-    _samples: deque[tuple[float, int, int]] = field(default_factory=deque)
+    _samples: deque[tuple[float, int]] = field(default_factory=deque)
 
     def __post_init__(self, kept: Mapping[str, PartReport]) -> None:
         self._parts.update(kept)  # and not to the sum: they took this submission no time
@@ -61,7 +62,6 @@ class Tally:
 
     def progress(self, now: float) -> Progress:
         """Return how far the job is at `now`."""
-        row_rate, token_rate = self._rates(now)
         reports = [report for _, report in self._engines.values()]
         alive = [report for seen, report in self._engines.values() if now - seen < _SILENT_SECONDS]
         return Progress(
@@ -71,8 +71,7 @@ class Tally:
             errors_before=self.errors_before,
             **vars(self._sum),
             seconds=max(self._last - self._first, 0.0) if self._first is not None else 0.0,
-            row_rate=row_rate,
-            token_rate=token_rate,
+            recent_row_rate=self._recent_row_rate(now),
             engines=len(alive),
             slots=sum(report.slots for report in alive),
             active=sum(report.active for report in alive),
@@ -87,19 +86,17 @@ class Tally:
             crash=self._crash,
         )
 
-    def _rates(self, now: float) -> tuple[float, float]:
-        """Rows and tokens a second, over the last ten minutes or since the first engine's report."""
+    def _recent_row_rate(self, now: float) -> float:
+        """Rows a second, over the last ten minutes or since the first engine's report."""
         if self._first is None:
-            return 0.0, 0.0
+            return 0.0
         if not self._samples:
-            self._samples.append((self._first, 0, 0))
+            self._samples.append((self._first, 0))
         while len(self._samples) > 1 and self._samples[1][0] <= now - _WINDOW_SECONDS:
             self._samples.popleft()
-        then, rows_then, tokens_then = self._samples[0]
-        rows, tokens = self._sum.rows, self._sum.tokens
+        then, rows_then = self._samples[0]
+        rows = self._sum.rows
         if now - self._samples[-1][0] >= _SAMPLE_SECONDS:
-            self._samples.append((now, rows, tokens))
-        if now <= then:
-            return 0.0, 0.0
-        # A part that is done again counts from its beginning, so the sums may fall.
-        return max(rows - rows_then, 0) / (now - then), max(tokens - tokens_then, 0) / (now - then)
+            self._samples.append((now, rows))
+        # A part that is done again counts from its beginning, so the sum may fall.
+        return per_second(max(rows - rows_then, 0), now - then)

@@ -59,9 +59,7 @@ class ProgressWatch:
     ) -> None:
         self._pulse.end()
         if error is None:  # all parts are in the output, whatever was reported
-            rows = self._tally.total - self._tally.before
-            rate = rows / self.last.seconds if self.last.seconds > 0 else 0.0
-            self.last = replace(self.last, rows=rows, row_rate=rate)
+            self.last = replace(self.last, rows=self._tally.total - self._tally.before)
         self.last = replace(self.last, state=ending(error))
         for viewer in self._viewers:
             viewer.show(self.last)

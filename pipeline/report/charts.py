@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from drafter.statistics import per_second
+
 _DAY = 86400
 _WIDTHS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, _DAY]
 """Seconds that a bar may stand for."""
@@ -93,7 +95,7 @@ def rates_over_time(by_second: Mapping[int, tuple[int, int]]) -> Chart | None:
     for index in range(number):
         start, end = begin + index * width, begin + (index + 1) * width
         seconds = min(end, last + 1) - max(start, first)  # the first and the last stretch may be shorter
-        rate = tokens[index] / seconds
+        rate = per_second(tokens[index], seconds)
         bars.append(Bar(_moment(start, width, with_days), rate, f"{rate:,.0f} tokens/s, {rows[index]:,} rows"))
     ticks = scale(max(bar.value for bar in bars))
     marks = tuple((index / number, bars[index].label) for index in range(0, number, math.ceil(number / _TIME_MARKS)))

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from drafter.statistics import per_second
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -16,6 +18,7 @@ class Cost:
         seconds: How many of these: for that long engines held their share of the cluster. Loading and work that was
             done twice are included.
         generating: Seconds of wall-clock time in which rows were generated.
+        generated: New tokens that were generated in these, those of rows that were done twice included.
         tokens: New tokens in the output.
         devices: Names of the devices it ran on.
     """
@@ -23,6 +26,7 @@ class Cost:
     unit: str
     seconds: float
     generating: float
+    generated: int
     tokens: int
     devices: tuple[str, ...]
 
@@ -30,6 +34,11 @@ class Cost:
     def per_thousand(self) -> float:
         """GPU-seconds (or CPU-seconds) per thousand new tokens."""
         return 1000 * self.seconds / self.tokens
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """New tokens a second; None where it is not known for how long rows were generated. See `per_second`."""
+        return per_second(self.generated, self.generating) if self.generating else None
 
 
 def cost_of(submissions: Sequence[Mapping[str, Any]], rows: int, tokens: int) -> Cost | str:
@@ -52,4 +61,5 @@ def cost_of(submissions: Sequence[Mapping[str, Any]], rows: int, tokens: int) ->
         return "status.json does not say how long the engines ran"
     devices = dict.fromkeys(one["device"] for one in submissions if one["device"])
     unit, seconds = ("GPU-seconds", gpu) if gpu else ("CPU-seconds", cpu)
-    return Cost(unit, seconds, sum(one["seconds"] for one in submissions), tokens, tuple(devices))
+    generating, generated = (sum(one[name] for one in submissions) for name in ("seconds", "tokens"))
+    return Cost(unit, seconds, generating, generated, tokens, tuple(devices))

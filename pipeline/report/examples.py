@@ -27,11 +27,6 @@ class Example:
     prompt: str
     steps: Sequence[Step]
 
-    @property
-    def beta(self) -> float:
-        """Mean acceptance length β of this row."""
-        return float(self.row["mean_acceptance_length"])
-
 
 def make_examples(rows: Sequence[Mapping[str, Any]], model: str) -> tuple[list[Example], list[str]]:
     """Return rows with their steps, and sentences on what cannot be shown of them.

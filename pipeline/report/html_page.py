@@ -90,7 +90,7 @@ class Report:
 
     @property
     def learnt_over_time(self) -> list[Chart]:
-        """Charts of β and tokens a second, with the versions of a head that learnt."""
+        """Charts of acceptance length and tokens a second, with the versions of a head that learnt."""
         return learning_charts(self.learning) if isinstance(self.learning, LearningRecord) else []
 
 
@@ -110,7 +110,11 @@ def page_environment(*packages: str) -> Environment:
 def render(report: Report) -> str:
     """Return the page as HTML."""
     environment = page_environment()
-    environment.filters |= {"beta": mean_acceptance_length, "acceptance": draft_acceptance_rate, "cut": cut}
+    environment.filters |= {
+        "acceptance_length": mean_acceptance_length,
+        "acceptance": draft_acceptance_rate,
+        "cut": cut,
+    }
     environment.filters |= {"span": tqdm.format_interval, "decimals": decimals, "lines_shown": lines_shown}
     return environment.get_template("page.html.jinja").render(report=report, rows=report.rows, Cost=Cost)
 

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from drafter.errors import one_line
+from drafter.statistics import DecodeCounts, mean_acceptance_length, per_second
 from pipeline.learning.learning_record import LearningRecord, Moment, together
 from pipeline.output.output_folder import OutputFolder
 from pipeline.report.charts import Bar, Chart, scale
@@ -33,14 +34,20 @@ def read_learning(output: OutputFolder, run: Mapping[str, Any]) -> LearningRecor
 
 
 def learning_charts(record: LearningRecord) -> list[Chart]:
-    """Return charts of β and of tokens a second of all engines; none before anything was decoded."""
+    """Return charts of acceptance length and tokens a second of all engines; none before anything was decoded."""
     moments = together(record.moments, _MOST_BARS)
     if not moments:
         return []
     return [
-        _chart("β of all engines", "tokens a forward", moments, lambda one: one.tokens / max(one.row_steps, 1), 2),
-        _chart("Tokens a second of all engines", "tokens/s", moments, lambda one: one.tokens / one.seconds, 0),
+        _chart("Acceptance length of all engines", "tokens a step", moments, _acceptance_length, 2),
+        _chart(
+            "Tokens a second of all engines", "tokens/s", moments, lambda one: per_second(one.tokens, one.seconds), 0
+        ),
     ]
+
+
+def _acceptance_length(one: Moment) -> float:
+    return mean_acceptance_length(DecodeCounts(num_output_tokens=one.tokens, num_decode_steps=one.row_steps))
 
 
 def _chart(title: str, unit: str, moments: list[Moment], value: Callable[[Moment], float], digits: int) -> Chart:

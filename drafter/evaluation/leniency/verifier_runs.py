@@ -14,7 +14,7 @@ from drafter.engine.engine_config import EngineConfig
 from drafter.engine.loop import Engine
 from drafter.evaluation.decoders import decode_all
 from drafter.requests import Generation, Request
-from drafter.statistics import DecodeCounts, mean_acceptance_length, speedup, total
+from drafter.statistics import DecodeCounts, mean_acceptance_length, per_second, speedup, total
 from drafter.verifiers.registry import make_verifier
 from drafter.verifiers.verifier_settings import VerifierSettings
 
@@ -109,7 +109,7 @@ class VerifierTrials:
             both = [(engine, rates), (plain, plain_rates)]
             for one, found in both if turn % 2 == 0 else both[::-1]:
                 seconds, made = decode_all(one, requests)
-                found.append(sum(len(generation.token_ids) for generation in made) / seconds)
+                found.append(per_second(sum(len(generation.token_ids) for generation in made), seconds))
                 if one is engine and not first:
                     first = made
         return VerifierRun(

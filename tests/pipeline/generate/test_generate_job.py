@@ -101,7 +101,7 @@ def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, t
     steps = sum(row["num_decode_steps"] for row in done.rows)
     assert "12 finished, 6 errors" in done.stdout
     assert f"{tokens:,} in {steps:,}" in done.stdout
-    assert f"{tokens / steps:.2f} tokens a base forward" in done.stdout
+    assert f"{tokens / steps:.2f} tokens a step" in done.stdout
     assert "18/18 rows" in done.stderr
     assert not list((done.folder / "_temporary").iterdir())
 

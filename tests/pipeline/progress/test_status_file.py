@@ -29,7 +29,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 def test_status_of_submissions_that_fail_stop_and_finish(tmp_path: Path) -> None:
     rates: dict[str, Any] = {
-        "row_rate": 2.0,
+        "recent_row_rate": 2.0,
         "engines": 2,
         "engine_seconds": 6.0,
         "memory_tokens": 70,

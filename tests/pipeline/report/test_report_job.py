@@ -101,8 +101,8 @@ def test_the_page_of_a_real_job(outputs: tuple[Path, Path], model: Path, capsys:
     assert f"Rows finished {len(rows)} of 9" in page.text
     assert "2 in all: 1 BadPrompt, 1 BadRow" in page.text or "2 in all: 1 BadRow, 1 BadPrompt" in page.text
     assert f"New tokens {tokens:,}" in page.text
-    assert f"β, tokens a forward {tokens / steps:.2f}" in page.text
-    assert "β by category" in page.text
+    assert f"Acceptance length {tokens / steps:.2f}" in page.text
+    assert "Acceptance length by category" in page.text
     assert "(none) 3" in page.text
 
     # Cost on CPUs, against plain decoding, which has the same tokens.
@@ -137,7 +137,7 @@ def test_what_is_not_known_is_said(outputs: tuple[Path, Path], tmp_path: Path) -
     found = Page(page.read_text())
     assert "What this output cost is not known: status.json, which says" in found.text
     assert "What plain decoding of the same rows would have cost is not known" in found.text
-    assert "β by request_id" in found.text
+    assert "Acceptance length by request_id" in found.text
     assert "article" not in found.tags
     # Compared with an output that is not plain decoding, and of other rows.
     assert job(plain, "--against", drafted, "--page", page) == 0
