@@ -58,6 +58,14 @@ def max_positions(config: Any) -> int | None:
         # one another.
         original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
         return int(original)
+    longest = _positions(config)
+    if getattr(config, "attn_temperature_tuning", False) and (scale := getattr(config, "floor_scale", None)):
+        # From there on Llama 4 scales attention by a token's place in the cache, as if all rows were equally long.
+        return min(longest or scale, scale) - 1
+    return longest
+
+
+def _positions(config: Any) -> int | None:
     for field in ("max_position_embeddings", "n_positions", "seq_length"):
         if getattr(config, field, None):
             return int(getattr(config, field))

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from drafter.base.causal_lm import BaseModel
 from drafter.base.fingerprint import fingerprint, first_fingerprint
 from drafter.base.loading import load_base, load_tokenizer, pick_device, pick_dtype
+from drafter.base.small_copy import lengths_beyond, small_config
 from drafter.errors import LoadError
 from tests.support.models import random_model
 
@@ -31,6 +32,63 @@ def build(family: str, auto: Any = AutoModelForCausalLM, **fields: Any) -> Any:
 def test_unsuitable_architectures_are_refused_by_name(family: str, fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(LoadError, match=reason):
         BaseModel(build(family, **fields))
+
+
+_SMALL = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "reason"),
+    [
+        # Their own windows are counted from the end of the longest row.
+        (
+            "gpt_neo",
+            {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 256},
+            "gpt_neo gives other logits .* longer than window_size 256, tried on a small copy",
+        ),
+        (
+            "doge",
+            {"num_hidden_layers": 2, "intermediate_size": 48, "num_key_value_heads": 2, "keep_window_size": 300},
+            "doge gives other logits .* keep_window_size 300",
+        ),
+        ("gpt_neo", {"num_layers": 2, "num_heads": 4, "window_size": 8}, "gpt_neo gives other logits"),
+        # One row works, two of different lengths do not.
+        ("gpt_neox_japanese", {"num_hidden_layers": 2}, "gpt_neox_japanese does not run .*view size is not compatible"),
+    ],
+)
+def test_windows_and_rows_that_a_model_does_not_keep_apart_are_found(
+    family: str, fields: dict[str, Any], reason: str
+) -> None:
+    if family == "gpt_neo":
+        fields = {"attention_types": [[["global", "local"], 1]], **fields}
+    with pytest.raises(LoadError, match=reason):
+        BaseModel(build(family, **_SMALL | fields))
+
+
+@pytest.mark.parametrize("window", [6, 300, 5000])
+def test_windows_of_any_length_are_proved(window: int) -> None:
+    """The first is passed by the proof's own texts, the second on a small copy; no text is as long as the third."""
+    sizes = {"intermediate_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    model = build("mistral", **_SMALL | sizes, sliding_window=window, max_position_embeddings=4096)
+    assert BaseModel(model).max_positions == 4096
+
+
+def test_a_small_copy_is_short_of_sight_and_no_list_of_names_says_where() -> None:
+    config = AutoConfig.for_model("qwen3", sliding_window=4096, use_sliding_window=True, max_window_layers=30)
+    config.some_reach = {"of_tokens": [700, 40_000], "share": 0.5}
+    assert lengths_beyond(config, 32_768) == {"sliding_window": 4096, "max_window_layers": 30, "of_tokens": 700}
+    small = small_config(config, 32_768)
+    assert (small.sliding_window, small.some_reach) == (8, {"of_tokens": [8, 40_000], "share": 0.5})
+    assert small.layer_types == ["full_attention", "sliding_attention"]
+    assert (small.num_hidden_layers, small.hidden_size, small.vocab_size) == (2, 32, 97)
+    assert (small.num_attention_heads, small.num_key_value_heads, small.head_dim) == (4, 4, 8)
+    assert config.sliding_window == 4096
+
+
+def test_llama_4_is_decoded_only_where_rows_do_not_hang_on_each_other() -> None:
+    fields = {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48, "intermediate_size": 48}
+    fields |= {"attention_chunk_size": 16, "floor_scale": 100, "num_hidden_layers": 4, "num_key_value_heads": 2}
+    assert BaseModel(build("llama4_text", **_SMALL | fields)).max_positions == 99
 
 
 def test_encoder_decoders_are_refused() -> None:
