@@ -185,7 +185,7 @@ class SpeculativeLM:
         special_tokens: bool = False,
         **settings: Any,
     ) -> list[Generation]:
-        """Generate for one prompt or many, and wait for all.
+        """Generate for one prompt or many, and wait for all. If the call is interrupted, its requests are cancelled.
 
         Args:
             prompts: A text, chat messages, or a list of either.
@@ -203,11 +203,16 @@ class SpeculativeLM:
         ids = [self.encode(prompt, special_tokens=special_tokens) for prompt in _as_list(prompts)]
         requests = [Request(prompt_ids, sampling, str(i)) for i, prompt_ids in enumerate(ids)]
         waiting: list[Handle] = []
-        for index, request in enumerate(requests):
-            if index >= self.engine.config.max_queue:
-                waiting[index - self.engine.config.max_queue].result()
-            waiting.append(self.submit(request))
-        return [handle.result() for handle in waiting]
+        try:
+            for index, request in enumerate(requests):
+                if index >= self.engine.config.max_queue:
+                    waiting[index - self.engine.config.max_queue].result()
+                waiting.append(self.submit(request))
+            return [handle.result() for handle in waiting]
+        except BaseException:  # such as Ctrl-C: the next call must not wait for what nobody will read
+            for handle in waiting:
+                handle.cancel()
+            raise
 
     def close(self) -> None:
         """Stop the thread; requests that are not finished end with an error. Comes by itself as the process ends."""

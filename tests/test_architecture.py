@@ -25,7 +25,7 @@ FORBIDDEN = {
 
 WALLS = {
     "drafter.native": {"drafter.host_memory"},
-    "drafter.base": {"drafter.devices", "drafter.errors", "drafter.host_memory", "drafter.native"},
+    "drafter.base": {"drafter.devices", "drafter.errors", "drafter.host_memory", "drafter.hub", "drafter.native"},
     "drafter.tree": set[str](),
     "drafter.search": {"drafter.devices", "drafter.tree"},
     "drafter.heads": {
@@ -33,6 +33,7 @@ WALLS = {
         "drafter.devices",
         "drafter.drafters.contract",
         "drafter.errors",
+        "drafter.hub",
         "drafter.native",
         "drafter.search",
         "drafter.stage_times",

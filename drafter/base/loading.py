@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from drafter.base.architecture import refuse_unsupported
 from drafter.base.causal_lm import BaseModel
 from drafter.errors import LoadError, first_line
+from drafter.hub import local_only, not_found
 
 
 def load_base(
@@ -35,13 +36,12 @@ def load_base(
     """
     name = str(name_or_path)
     target = pick_device(device)
-    kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local_only(name)}
     try:
         config = AutoConfig.from_pretrained(name, **kwargs)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LoadError(
-            f"no base model at {name!r}: {first_line(error)} (give a folder with config.json, or a hub id)"
-        ) from error
+        reason = first_line(error) if Path(name).exists() else not_found(error)
+        raise LoadError(f"no base model at {name!r}: {reason} (give a folder with config.json, or a hub id)") from error
     refuse_unsupported(name, config)
     kwargs |= {"dtype": pick_dtype(dtype, target), "use_safetensors": True}
     if device_map is not None:
@@ -78,12 +78,13 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False,
     Raises:
         LoadError: There is none to load.
     """
+    name = str(name_or_path)
     try:
         return AutoTokenizer.from_pretrained(
-            str(name_or_path), trust_remote_code=trust_remote_code, local_files_only=local_files_only
+            name, trust_remote_code=trust_remote_code, local_files_only=local_files_only or local_only(name)
         )
     except Exception as error:  # tokenizers raises bare `Exception` for a damaged file
-        raise LoadError(f"no tokenizer at {str(name_or_path)!r}: {first_line(error)}") from error
+        raise LoadError(f"no tokenizer at {name!r}: {first_line(error)}") from error
 
 
 def pick_device(device: str | torch.device = "auto") -> torch.device:

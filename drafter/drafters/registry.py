@@ -17,7 +17,7 @@ from drafter.drafters.draft_models.named import load_model_drafter, load_stack
 from drafter.drafters.long_chain import LongChainDrafter
 from drafter.drafters.memory import MemoryDrafter
 from drafter.drafters.merged import MergedDrafter
-from drafter.drafters.names import candidates, kind_and_rest, length_and_drafter, merged_names
+from drafter.drafters.names import candidates, check_name, kind_and_rest, length_and_drafter, merged_names
 from drafter.drafters.ngram import NgramDrafter
 from drafter.drafters.none import PlainDecoding
 from drafter.drafters.tables.frozen_table import Vocabulary, load_table
@@ -179,11 +179,9 @@ def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: boo
         return MergedDrafter(*map(loading.load, members))
     if kind in NAMED_WITH_COLON:
         return NAMED_WITH_COLON[kind](rest, loading)
+    check_name(name)
     if name in SHIPPED:
         name = str(EMBEDDED_HEADS / name)
-    elif "/" not in name and not Path(name).exists():
-        known = ", ".join([*TRAINING_FREE, *(f"{one}:…" for one in NAMED_WITH_COLON), *SHIPPED, "auto"])
-        raise LoadError(f"no drafter {name!r}: use {known}, a draft head's folder or hub id, or several joined by '+'")
     return load_head(name, base, HEADS).drafter(base, nodes)
 
 

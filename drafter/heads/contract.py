@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -14,10 +14,9 @@ from drafter.base.hidden_states import LM_HEAD_INPUT
 from drafter.drafters.contract import Drafter
 from drafter.heads.draft_batch import DraftBatch
 from drafter.heads.draft_vocabulary import DraftTargets, DraftVocabulary, OutputLayer, draft_vocabulary
+from drafter.heads.head_config import Tree as Tree
 from drafter.heads.losses import Labels, LossSum
 from drafter.tree.token_tree import TokenTree
-
-Tree = Literal["exact", "static"]
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from drafter.errors import LoadError, first_line
+
+Tree = Literal["exact", "static"]
+"""How a draft tree is chosen: the best one under a head's distributions, or the published fixed one."""
 
 
 def head_config(name: str, config_class: type, values: Mapping[str, Any]) -> Any:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 
 from drafter.errors import LoadError, first_line
+from drafter.hub import hub_file, not_found
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -49,13 +49,14 @@ def _in_folder(name: str, folder: Path) -> tuple[Path, Path]:
 
 def _on_hub(name: str, hint: str) -> tuple[Path, Path]:
     try:
-        config_file = hf_hub_download(name, CONFIG_FILE)
+        config_file = hub_file(name, CONFIG_FILE)
     except (OSError, ValueError, RuntimeError, HFValidationError) as error:
-        reason = "not in the local cache, and the hub cannot be reached" if _is_offline(error) else first_line(error)
-        raise LoadError(f"no draft head at {name!r}: no such folder, and as a hub id: {reason}; {hint}") from error
+        raise LoadError(
+            f"no draft head at {name!r}: no such folder, and as a hub id: {not_found(error)}; {hint}"
+        ) from error
     for weights in PUBLISHED_WEIGHTS:
         try:
-            return Path(config_file), Path(hf_hub_download(name, weights))
+            return config_file, hub_file(name, weights)
         except EntryNotFoundError as error:
             missing = error
         except (OSError, ValueError, RuntimeError) as error:

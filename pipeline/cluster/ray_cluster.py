@@ -9,15 +9,19 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray._private.services import find_bootstrap_address
 
 from drafter.errors import one_line
+from drafter.source_commit import ROOT
 from pipeline.cluster.shares import Cluster, Node
 from pipeline.errors import JobError
 
+_PACKAGES = ("drafter", "jobs", "pipeline")
 _NO_PROGRESS_SECONDS = 6 * 3600
 """A job that has lost its machines waits this long for others."""
 
@@ -64,7 +68,7 @@ def _join_or_start() -> bool:
     if ray.is_initialized():
         return True
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "runtime_env": _own_packages()}
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # the other lines mean nothing to the job's owner
     try:
         with _held_back_stderr():
@@ -78,6 +82,24 @@ def _join_or_start() -> bool:
     except Exception as error:  # Ray raises bare ones
         raise JobError(f"no Ray cluster could be reached or started: {one_line(error)}") from error
     return True
+
+
+def _own_packages() -> dict[str, Any] | None:
+    """Return the runtime environment in which workers import our packages; None where Ray's own will do.
+
+    Ray puts the driver's working directory first on its workers' path. If it has a folder with the name of one of our
+    packages, they would import that one.
+    """
+    root, here = str(ROOT), [os.getcwd()]
+    if Path.cwd() == ROOT or not any(PathFinder.find_spec(name, here) for name in _PACKAGES):
+        return None
+
+    def put_first() -> None:  # pickled as code: at this time a worker would not find our modules
+        import sys
+
+        sys.path.insert(0, root)
+
+    return {"worker_process_setup_hook": put_first}
 
 
 @contextmanager

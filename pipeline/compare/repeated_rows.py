@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,13 +13,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from drafter.requests import Request, SamplingParams
-from pipeline.errors import InputError
 from pipeline.generate.row_sampling import row_sampling
 from pipeline.openai.batch import parse_line
 from pipeline.output.output_folder import OutputFolder
 from pipeline.report.row_scan import open_rows, unreadable
 
-_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 _BATCH_COLUMNS = {"custom_id", "method", "url", "body"}
 """Rows with these are lines of an OpenAI batch, whose requests bring their own settings."""
 
@@ -36,22 +33,6 @@ class RepeatedRow:
 
     request: Request
     token_ids: list[int]
-
-
-def share_of(text: str) -> float:
-    """Return the share of rows that a text asks for, such as `1%` or `0.01`.
-
-    Raises:
-        InputError: It is not more than 0 and at most all of them.
-    """
-    percent = _PERCENT.fullmatch(text.strip())
-    try:
-        share = float(percent[1]) / 100 if percent else float(text)
-    except ValueError:
-        share = math.nan
-    if not 0 < share <= 1:
-        raise InputError(f"--sample must be a share of the rows such as 1% or 0.01, not {text!r}")
-    return share
 
 
 def rows_to_repeat(output: OutputFolder, run: Mapping[str, Any], share: float) -> Iterator[RepeatedRow]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drafter.drafters.names import kind_and_rest, leaf_names, model_and_device
+from drafter.drafters.names import check_name, kind_and_rest, leaf_names, model_and_device
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
-from drafter.errors import one_line
+from drafter.errors import LoadError, one_line
 from drafter.verifiers.verifier_settings import VerifierSettings
 from pipeline.engines.model_files import file_fingerprint, folder_fingerprint
 from pipeline.errors import InputError
@@ -49,6 +49,10 @@ def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:
         drafter = "ctc"
     found = {}
     for name in leaf_names(drafter):
+        try:
+            check_name(name)
+        except LoadError as error:
+            raise InputError(str(error)) from error
         kind, rest = kind_and_rest(name)
         if kind == "model":
             found[name] = model_fingerprint(model_and_device(rest)[0])
@@ -93,14 +97,14 @@ def _table_fingerprint(name: str, path: str) -> str:
 
 def _on_hub(what: str, name: str) -> str:
     """Return a hub id with the commit that it stands for now, or in the local cache where the hub is not asked."""
-    from huggingface_hub import hf_hub_download  # most jobs need no hub, and do not wait for this import
+    from drafter.hub import hub_file, not_found  # most jobs need no hub, and do not wait for this import
 
     try:
-        file = hf_hub_download(name, _CONFIG)
+        file = hub_file(name, _CONFIG)
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(
-            f"{what} {name} is no folder, and as a hub id: {one_line(error)} (give a folder, or a hub id that this "
-            "machine can reach or has in its cache)"
+            f"{what} {name} is no folder, and as a hub id: {one_line(not_found(error))} (give a folder, or a hub "
+            "id that this machine can reach or has in its cache)"
         ) from error
     # The cache keeps each commit's files in a folder of its name.
-    return f"{name}@{Path(file).parent.name}"
+    return f"{name}@{file.parent.name}"

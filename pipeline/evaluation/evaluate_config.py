@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from drafter.embedded import EMBEDDED_HEADS
 from drafter.evaluation.plan import Nodes, Plan
-from drafter.heads.contract import Tree
+from drafter.heads.head_config import Tree
 from drafter.verifiers.verifier_settings import VerifierSettings
 from pipeline.command_line import at_least, make_parser, parse
 from pipeline.errors import InputError
@@ -31,7 +31,8 @@ class EvaluateConfig:
         nodes: One or a list: number of draft tokens verified in a step. `auto` adapts to what pays on the machine.
         batches: One or a list: number of requests decoded together.
         temperatures: One or a list: sampling temperatures.
-        questions: Question files by name: JSON lines with `turns` (MT-bench's format) or `question` (GSM8K's).
+        questions: Question files by name: JSON lines with `prompt` or `messages`, as `jobs.generate` reads them,
+            `turns` (MT-bench's format) or `question` (GSM8K's).
         questions_per_file: Number of questions to take, spread evenly over each file; null takes all.
         samples: Answers to each question, each with a seed of its own, above temperature 0.
         rounds: How often everything is timed.

@@ -24,10 +24,9 @@ from drafter.evaluation.tables import speed_tables
 from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.resources_config import ResourcesConfig
 from pipeline.cluster.shares import ActorResources, share_out
-from pipeline.command_line import command_of, run_job
 from pipeline.engines.named_models import model_name
 from pipeline.errors import InputError
-from pipeline.evaluation.evaluate_config import EvaluateConfig, parse_config
+from pipeline.evaluation.evaluate_config import EvaluateConfig
 from pipeline.evaluation.measuring_task import measured
 from pipeline.evaluation.verifier_evaluation import RESULTS_FILE as VERIFIERS_FILE
 from pipeline.evaluation.verifier_evaluation import evaluate_verifiers
@@ -37,12 +36,6 @@ Item = Results | list[Cell] | Progress
 """What the task yields: first results without cells, then the cells of each setting together, and progress."""
 
 _LINE_SECONDS = 5.0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job that a command line asks for; see `run_job` for what it returns."""
-    command = command_of("jobs.evaluate", arguments)
-    return run_job(lambda given: evaluate(parse_config(given), command), arguments)
 
 
 def evaluate(config: EvaluateConfig, command: str) -> None:

@@ -20,7 +20,7 @@ class PlanConfig:
         drafters: A list of drafters that may be levels of a stack: `model:` and a model's folder or hub id; or, as the
             lowest level alone, `cacheback`, `ngram`, `memory`, or several of these joined by `+`.
         model: Base model, as a hub id or folder; by default the embedded demonstration model.
-        questions: A sample of the job's prompts: JSON lines with `turns` (MT-bench's format) or `question` (GSM8K's).
+        questions: A sample of the job's prompts: JSON lines, as `jobs.evaluate` takes them.
         questions_per_file: Number of questions to take, spread evenly over the file; null takes all. The plan rests on
             every other one; what it expects is compared with what the others take.
         nodes: Draft tokens that the base verifies in a step; by default as many as can pay on the device.

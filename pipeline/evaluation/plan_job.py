@@ -21,17 +21,10 @@ from drafter.evaluation.stacks.stack_report import acceptance_table, stack_table
 from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.resources_config import ResourcesConfig
 from pipeline.cluster.shares import share_out
-from pipeline.command_line import command_of, run_job
 from pipeline.engines.named_models import head_fingerprints, model_name
 from pipeline.errors import InputError
 from pipeline.evaluation.measuring_task import measured
-from pipeline.evaluation.plan_config import PlanConfig, parse_plan
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job that a command line asks for; see `run_job` for what it returns."""
-    command = command_of("jobs.plan", arguments)
-    return run_job(lambda given: plan(parse_plan(given), command), arguments)
+from pipeline.evaluation.plan_config import PlanConfig
 
 
 def plan(config: PlanConfig, command: str) -> None:

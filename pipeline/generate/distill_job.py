@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.command_line import parse, run_job
+from pipeline.command_line import parse
 from pipeline.generate.generate_config import GenerateConfig, generate_parser
-from pipeline.generate.generate_job import generate
 
 _DESCRIPTION = """\
 Let the base answer prompts itself, to get the text that its draft head learns from.
@@ -18,11 +17,6 @@ submitting the same command again goes on where the job stopped. jobs.train take
   python -m jobs.distill --input prompts.jsonl --output distilled-sampled --sampling.temperature 0.8
   python -m jobs.distill --config examples/distill.yaml"""
 _DEFAULTS = {"sampling.max_new_tokens": 1024}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job that a command line asks for, and return its exit code; see `run_job`."""
-    return run_job(lambda given: generate(parse_config(given)), arguments)
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> GenerateConfig:

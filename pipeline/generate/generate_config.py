@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import yaml
-from jsonargparse import ArgumentParser
 
 from drafter.engine.engine_config import EngineSettings
 from drafter.requests import SamplingParams
 from drafter.verifiers.verifier_settings import VerifierSettings
 from pipeline.cluster.resources_config import ResourcesConfig
-from pipeline.command_line import make_parser, parse
+from pipeline.command_line import JobParser, make_parser, parse
 from pipeline.engines.limits_config import LimitsConfig
 from pipeline.errors import InputError
 from pipeline.io.reading_config import ReadingConfig
@@ -100,6 +99,40 @@ class GenerateConfig:
         return str(yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True))
 
 
+COMMON = (
+    "input",
+    "output",
+    "model",
+    "drafter",
+    "sampling.max_new_tokens",
+    "sampling.temperature",
+    "sampling.top_p",
+    "sampling.top_k",
+    "sampling.min_p",
+    "sampling.seed",
+    "sampling.stop",
+    "sampling.logprobs",
+    "reading.prompt_column",
+    "reading.messages_column",
+    "reading.id_column",
+    "reading.format",
+    "reading.split",
+    "reading.limit",
+    "reading.samples",
+    "reading.chat",
+    "engine.slots",
+    "engine.max_length",
+    "engine.nodes",
+    "engine.kv_gib",
+    "engine.compile",
+    "loading.dtype",
+    "loading.device",
+    "resources.max_actors",
+    "resources.gpus_per_actor",
+    "resources.cpus_per_actor",
+    "writing.rows_per_file",
+)
+"""Settings that `--help` shows of a generation job."""
 _DESCRIPTION = """\
 Generate a text for every row of a dataset, by speculative decoding that never changes the tokens.
 
@@ -113,9 +146,9 @@ Submitting the same command again goes on where the job stopped.
   python -m jobs.generate --config examples/demo.yaml --output elsewhere"""
 
 
-def generate_parser(job: str = "jobs.generate", description: str = _DESCRIPTION) -> ArgumentParser:
+def generate_parser(job: str = "jobs.generate", description: str = _DESCRIPTION) -> JobParser:
     """Make the command line of the generation job, or of the same job by another name."""
-    return make_parser(GenerateConfig, job, "--input PATH --output DIR", description)
+    return make_parser(GenerateConfig, job, "--input PATH --output DIR", description, COMMON)
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> GenerateConfig:

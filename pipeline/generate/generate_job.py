@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from pyarrow import fs
 
-from pipeline.command_line import run_job
 from pipeline.engines.named_models import classifier_fingerprints, head_fingerprints, model_fingerprint, model_name
 from pipeline.errors import InputError
-from pipeline.generate.generate_config import GenerateConfig, parse_config
+from pipeline.generate.generate_config import GenerateConfig
 from pipeline.generate.job_context import JobContext, job_meaning
 from pipeline.io.files import locate
 from pipeline.io.listing import list_input
@@ -19,11 +17,6 @@ from pipeline.learning.learning_config import NEW, SHIPPED
 from pipeline.output.output_folder import OutputFolder
 from pipeline.output.run_file import mend_run, save_run
 from pipeline.output.same_job import check_output
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job that a command line asks for, and return its exit code; see `run_job`."""
-    return run_job(lambda given: generate(parse_config(given)), arguments)
 
 
 def generate(config: GenerateConfig) -> None:

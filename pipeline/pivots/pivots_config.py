@@ -104,6 +104,32 @@ class PivotsConfig:
         return replace(self.answers(output), input=lines, reading=reading, sampling=sampling)
 
 
+_COMMON = (
+    "input",
+    "output",
+    "scorer",
+    "target",
+    "model",
+    "drafter",
+    "tokens_per_prompt",
+    "rollouts",
+    "temperature",
+    "held_out",
+    "rounds",
+    "sampling.max_new_tokens",
+    "reading.prompt_column",
+    "reading.messages_column",
+    "reading.id_column",
+    "reading.limit",
+    "engine.slots",
+    "engine.max_length",
+    "engine.nodes",
+    "loading.dtype",
+    "loading.device",
+    "resources.max_actors",
+    "resources.gpus_per_actor",
+)
+"""Settings that `--help` shows."""
 _DESCRIPTION = """\
 Make a classifier for the verifier pad: which draft tokens may pass though the base would not choose them.
 
@@ -121,5 +147,5 @@ and plots: ROC, and utility against speed. Submitting the same command again goe
 
 def parse_config(arguments: Sequence[str] | None = None) -> PivotsConfig:
     """Read the configuration from a command line; see `command_line.parse`."""
-    parser = make_parser(PivotsConfig, "jobs.pivots", "--input PATH --scorer NAME --output DIR", _DESCRIPTION)
+    parser = make_parser(PivotsConfig, "jobs.pivots", "--input PATH --scorer NAME --output DIR", _DESCRIPTION, _COMMON)
     return parse(PivotsConfig, parser, arguments)

@@ -8,12 +8,10 @@ trained; and held-out prompts are decoded under `pad`.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipeline.command_line import command_of, run_job
 from pipeline.compare.scorers import make_scorer, scorer_file
 from pipeline.engines.model_files import file_fingerprint
 from pipeline.engines.named_models import head_fingerprints, model_fingerprint, model_name
@@ -23,14 +21,8 @@ from pipeline.io.fingerprints import input_fingerprints
 from pipeline.io.listing import list_input
 from pipeline.output.run_file import read_run, save_run
 from pipeline.output.same_job import check_output
-from pipeline.pivots.pivots_config import PivotsConfig, parse_config
+from pipeline.pivots.pivots_config import PivotsConfig
 from pipeline.pivots.pivots_folder import PivotsFolder
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job that a command line asks for; see `run_job` for what it returns."""
-    command = command_of("jobs.pivots", arguments)
-    return run_job(lambda given: pivots(parse_config(given), command), arguments)
 
 
 def pivots(config: PivotsConfig, command: str) -> None:

@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -18,7 +17,6 @@ from drafter.errors import LoadError, one_line
 from drafter.verifiers.registry import make_verifier
 from pipeline.cluster.ports import free_ports
 from pipeline.cluster.ray_cluster import connect, will_start
-from pipeline.command_line import run_job
 from pipeline.engines.named_models import head_fingerprints, model_fingerprint, model_name
 from pipeline.errors import InputError, JobError
 from pipeline.io.files import locate, make_folders
@@ -26,16 +24,11 @@ from pipeline.learning.learning_config import NEW, SHIPPED
 from pipeline.serving.ingress.agreement import read_agreement
 from pipeline.serving.ingress.direct_ingress import short_ways
 from pipeline.serving.ingress.keys import ENVIRONMENT, read_keys, settle
-from pipeline.serving.serve_config import ServeConfig, parse_config
+from pipeline.serving.serve_config import ServeConfig
 from pipeline.serving.serving_learning import EVERYBODY, ServingLearning
 
 _NAME = "drafter"
 _POLL_SECONDS = 0.2
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve what a command line asks for until a signal; see `run_job` for what it returns."""
-    return run_job(lambda given: serve_until_signal(parse_config(given)), arguments)
 
 
 def serve_until_signal(config: ServeConfig) -> None:

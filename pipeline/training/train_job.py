@@ -9,20 +9,14 @@ from typing import Any
 from pyarrow import fs
 
 from drafter.errors import one_line
-from pipeline.command_line import run_job
 from pipeline.engines.named_models import model_fingerprint, model_name
 from pipeline.errors import InputError, JobError
 from pipeline.io.files import locate
 from pipeline.output.run_file import mend_run
 from pipeline.output.same_job import check_output
 from pipeline.training.texts.distilled_texts import DistilledTexts, open_texts, same_base
-from pipeline.training.train_config import TrainConfig, parse_config
+from pipeline.training.train_config import TrainConfig
 from pipeline.training.training_folder import TrainingFolder
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job that a command line asks for; see `run_job`."""
-    return run_job(lambda given: train(parse_config(given)), arguments)
 
 
 def train(config: TrainConfig) -> None:
@@ -97,11 +91,14 @@ def check_head(config: TrainConfig, model: str) -> Any:
     from drafter.heads.head_config import head_config
     from drafter.heads.public.export import exportable
     from drafter.heads.registry import HEADS
+    from drafter.hub import local_only
 
     if config.algorithm not in HEADS:
         raise InputError(f"algorithm must be one of {', '.join(HEADS)}, not {config.algorithm!r}")
     try:
-        base = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
+        base = AutoConfig.from_pretrained(
+            model, trust_remote_code=config.trust_remote_code, local_files_only=local_only(model)
+        )
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"no base model at {model!r}: {one_line(error)}") from error
     text = base.get_text_config(decoder=True)

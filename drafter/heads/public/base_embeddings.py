@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+
+from drafter.hub import hub_file
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -40,6 +41,6 @@ def _file(model: str, name: str) -> Path | None:
     if (folder := Path(model).expanduser()).is_dir():
         return folder / name if (folder / name).is_file() else None
     try:
-        return Path(hf_hub_download(model, name))
+        return hub_file(model, name)
     except (OSError, ValueError):
         return None

@@ -85,6 +85,10 @@ class Engines:
         """The models' names."""
         return list(self._handles)
 
+    def called(self, name: str) -> str | None:
+        """Return the name of the model that a client means, who may also send its folder's path; None for none."""
+        return next((one for one in (name, name.rpartition("/")[2]) if one in self.names), None)
+
     async def ask(self, method: Method, call: Call) -> Answer:
         """Have a replica answer, and wait for its first reply.
 

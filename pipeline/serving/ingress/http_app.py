@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -91,8 +91,10 @@ def _add_generation(
         body = await read_json(request, limits.body_bytes)
         speculation = wants_speculation(body)
         parsed = parse(body)
-        if parsed.model not in engines.names:
+        model = engines.called(parsed.model)
+        if model is None:
             raise _no_model(parsed.model)
+        parsed = replace(parsed, model=model)
         if parsed.choices > limits.choices:
             raise OpenAIError(400, f"At most {limits.choices} choices a request are allowed.", "n", "invalid_value")
         may_teach = agreement.covers(request.headers.get("authorization"))
@@ -129,9 +131,10 @@ def _add_models(app: FastAPI, engines: Engines, keyed: list[Any]) -> None:
     @app.get("/v1/models/{model:path}", dependencies=keyed, **openapi.model())
     async def retrieve_model(model: str) -> Response:
         """Describe one model."""
-        if model not in engines.names:
+        name = engines.called(model)
+        if name is None:
             raise _no_model(model)
-        return JSONResponse(described(model))
+        return JSONResponse(described(name))
 
 
 def _add_state(app: FastAPI, engines: Engines, keyed: list[Any], learner: LearnerHandle | None) -> None:

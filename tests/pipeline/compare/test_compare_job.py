@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.compare.compare_job import main
+from jobs.compare import main
 from tests.pipeline.report.outputs import write_output
 
 

@@ -10,8 +10,9 @@ import pyarrow.parquet
 import pytest
 
 from drafter.requests import SamplingParams
-from pipeline.compare.compare_job import main
-from pipeline.compare.repeated_rows import rows_to_repeat, share_of
+from jobs.compare import main
+from pipeline.compare.compare_config import share_of
+from pipeline.compare.repeated_rows import rows_to_repeat
 from pipeline.errors import InputError
 from pipeline.generate.generate_config import GenerateConfig
 from tests.pipeline.conftest import FinishedJob

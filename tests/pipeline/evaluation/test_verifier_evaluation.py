@@ -15,11 +15,11 @@ from drafter.evaluation.results import write_json
 from drafter.requests import Request
 from drafter.statistics import DecodeCounts
 from drafter.verifiers.verifier_settings import VerifierSettings
+from jobs.evaluate import main
 from pipeline.cluster.shares import ActorResources
 from pipeline.errors import InputError
 from pipeline.evaluation import verifier_evaluation
 from pipeline.evaluation.evaluate_config import EvaluateConfig, named_verifier, parse_config
-from pipeline.evaluation.evaluate_job import main
 from pipeline.evaluation.verifier_evaluation import evaluate_verifiers
 from tests.pipeline.conftest import JobRun, write_jsonl
 

@@ -19,8 +19,8 @@ from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import Provenance
 from drafter.heads.ctc.ctc_config import CTCHeadConfig
 from drafter.heads.ctc.ctc_head import CTCHead
+from jobs.generate import main
 from pipeline.cluster.shares import Cluster, Node
-from pipeline.generate.generate_job import main
 from tests.pipeline.conftest import Run, write_jsonl
 
 GOOD = [{"prompt": "how many", "id": 1}, {"prompt": "apples", "id": 2}]

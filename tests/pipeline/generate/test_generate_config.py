@@ -55,8 +55,11 @@ def test_the_demo_configuration_is_valid() -> None:
     [
         ("--input a", "output"),
         ("--input= --output b", "input is empty"),
-        ("--input a --output b --colour red", "--colour"),
-        ("--input a --output b stray", "stray"),
+        ("--input a --output b --colour red", "unknown option --colour: --help lists them"),
+        ("--input a --output b --slots 4", "unknown option --slots: did you mean --engine.slots?"),
+        ("--input a --output b --max_tokens=4", "unknown option --max_tokens: did you mean --sampling.max_new_tokens?"),
+        ("--input a --output b --sampling.temprature 1", "did you mean --sampling.temperature?"),
+        ("--input a --output b stray", "unexpected argument 'stray': settings are given as --name value"),
         ("--input a --output b --sampling.temperature=-1", "sampling.temperature must be at least 0, not -1"),
         ("--input a --output b --sampling.temperature nan", "sampling.temperature must be a finite number, not nan"),
         ("--input a --output b --sampling.temperature inf", "sampling.temperature must be a finite number, not inf"),
@@ -104,8 +107,11 @@ def test_bad_settings_are_named(settings: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("input: a\noutput: b\ncolour: red\n", "colour"),
-        ("input: a\noutput: b\nsampling:\n  temprature: 1\n", "temprature"),
+        ("input: a\noutput: b\ncolour: red\n", "unknown setting colour: --help lists them"),
+        (
+            "input: a\noutput: b\nsampling:\n  temprature: 1\n",
+            "unknown setting sampling.temprature: did you mean sampling.temperature?",
+        ),
         ("input: a\noutput: [b\n", "line 2"),
         ("just words\n", "words"),
         ("input: a\noutput: b\nengine: 3\n", "engine"),
@@ -123,7 +129,7 @@ def test_bad_files_are_refused(tmp_path: Path, content: str, message: str) -> No
 
 def test_the_command_explains_itself_and_fails_with_code_2_and_one_line() -> None:
     command = [sys.executable, "-m", "jobs.generate"]
-    done = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run([*command, "--help-all"], cwd=ROOT, capture_output=True, text=True, check=True)
     for field in GenerateConfig.__dataclass_fields__:
         assert f"--{field}" in done.stdout
     assert "--reading.prompt_column" in done.stdout

@@ -12,9 +12,9 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
+from jobs.pivots import main
 from pipeline.engines.model_files import folder_fingerprint
 from pipeline.pivots.pivots_config import parse_config
-from pipeline.pivots.pivots_job import main
 from tests.pipeline.conftest import JobRun, Run, write_jsonl
 from tests.support.waiting import wait_until
 

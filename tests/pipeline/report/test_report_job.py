@@ -16,9 +16,9 @@ from playwright.sync_api import Page as BrowserPage
 from playwright.sync_api import sync_playwright
 from transformers import AutoTokenizer
 
-from pipeline.generate.generate_job import main as generate
+from jobs.generate import main as generate
+from jobs.report import main
 from pipeline.output.output_folder import OutputFolder
-from pipeline.report.report_job import main
 from pipeline.report.row_steps import steps_of, text_pieces
 from tests.pipeline.conftest import HOSTILE, JOB_SETTINGS, FinishedJob, job_arguments
 from tests.pipeline.report.outputs import write_output

@@ -14,9 +14,9 @@ import pytest
 from drafter.base.loading import load_tokenizer
 from drafter.drafters.tables.frozen_table import FrozenTable, Vocabulary, load_table, read_metadata
 from drafter.text.vocabulary import vocabulary_digest
+from jobs.cache import main
 from pipeline.errors import InputError
 from pipeline.tables.cache_config import CorpusConfig, parse_config
-from pipeline.tables.cache_job import main
 from tests.pipeline.conftest import FinishedJob, Run, write_jsonl
 
 SENTENCE = "how many apples and pens does she have"
