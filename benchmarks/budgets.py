@@ -40,6 +40,7 @@ from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.requests import Request, SamplingParams
+from drafter.statistics import BatchChoice
 from drafter.threads import in_passing_thread
 
 RECORD_FILE, TABLE_FILE = "budgets.json", "budgets.md"
@@ -72,6 +73,10 @@ class Turns:
     def observe(self, step: StepObservation) -> None:
         """See `Budget`."""
         self.now.observe(step)
+
+    def choices(self) -> tuple[BatchChoice, ...]:
+        """See `Budget`."""
+        return self.now.choices()
 
     def renewed(self, member: int) -> None:
         """See `Budget`."""

@@ -6,6 +6,7 @@ import numpy as np
 
 from drafter.budget.contract import Counts, Floats, StepLoad, StepObservation
 from drafter.drafters.contract import Ask
+from drafter.statistics import BatchChoice
 
 
 class FixedBudget:
@@ -29,6 +30,10 @@ class FixedBudget:
 
     def observe(self, step: StepObservation) -> None:
         """Learn nothing."""
+
+    def choices(self) -> tuple[BatchChoice, ...]:
+        """Nothing is chosen."""
+        return ()
 
     def renewed(self, member: int) -> None:
         """Draft as before."""

@@ -164,7 +164,7 @@ class Engine:
             stage_seconds=dict(self._times.seconds),
             memory_tokens=memory.tokens,
             memory_bytes=memory.nbytes,
-            choices=self.budget.choices() if isinstance(self.budget, ChoosingBudget) else (),
+            choices=self.budget.choices(),
             drafter_version=self._version,
         )
 
@@ -271,7 +271,6 @@ class Engine:
             self._times.mark("wait")
             outcome = flight.outcome.unpack()
             alive = flight.alive
-            self._teach_budget(flight, outcome, alive)
             logprobs = flight.outcome.read_logprobs(flight.wanted, outcome.tokens)
             self._steps += 1
             self._row_steps += len(alive)
@@ -288,6 +287,7 @@ class Engine:
                 self._output_tokens += emitted
                 self._accepted_tokens += sequence.counts.per_step_accepted[-1]
                 self._draft_tokens += drafted
+            self._teach_budget(flight, outcome, {row: len(tokens) for row, tokens in zip(alive, given, strict=True)})
             slots = self.scheduler.slots_of([flight.sequences[row] for row in alive])
             self.drafter.observe(Committed(slots, given))
             for row in reversed(alive):
@@ -324,8 +324,9 @@ class Engine:
             slot = self.scheduler.active.index(sequence)
             tap.put(row, *self.batch.fetch_hidden(slot, row.length))
 
-    def _teach_budget(self, flight: Flight, outcome: RowOutcomes, alive: list[int]) -> None:
-        alive = [row for row in alive if outcome.sound[row]]
+    def _teach_budget(self, flight: Flight, outcome: RowOutcomes, emitted: dict[int, int]) -> None:
+        """Let the budget learn from a step; `emitted` are the new tokens by row."""
+        alive = [row for row in emitted if outcome.sound[row]]
         if not flight.planned or not alive:
             return
         log_probs = outcome.log_probs[alive]
@@ -340,6 +341,7 @@ class Engine:
                 on_path,
                 flight.seconds,
                 flight.member,
+                sum(emitted[row] for row in alive),
             )
         )
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # it imports torch, which checks do without
 
 LEARNING = "learning"
 """In `run.json`: what a head has learnt from the rows, what that has cost and what it has saved."""
-DRAFTING = "drafting"
-"""In `run.json`: which of several drafters drafted, by batch size, and why."""
+SPECULATION = "speculation"
+"""In `run.json`: what drafting was worth, what was chosen and why; see `speculation_record`."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class JobContext:
     def engine_facts(self) -> dict[str, Any]:
         """Read from `run.json` what the engines decode with; all None before an engine has reported it."""
         run = read_run(self.output.run_file)
-        names = [*(field.name for field in dataclasses.fields(EngineFacts)), DRAFTING]
+        names = [*(field.name for field in dataclasses.fields(EngineFacts)), SPECULATION]
         names += [LEARNING] if self.config.learning.enabled else []
         return {name: run.get(name) for name in names}
 

@@ -13,7 +13,7 @@ from pipeline.cluster.shares import share_out
 from pipeline.engines.named_models import model_name
 from pipeline.engines.unfinished_rows import delete_unfinished
 from pipeline.errors import InputError, JobError, JobStopped
-from pipeline.generate.job_context import DRAFTING, LEARNING, JobContext, Work
+from pipeline.generate.job_context import LEARNING, SPECULATION, JobContext, Work
 from pipeline.generate.supervision import generate_missing
 from pipeline.learning.job_learner import beside_learner
 from pipeline.learning.learner_spec import beginning
@@ -23,7 +23,7 @@ from pipeline.output.openai_batch_results import write_batch
 from pipeline.output.output_folder import OutputFolder
 from pipeline.output.run_file import read_run
 from pipeline.output.same_job import take_output
-from pipeline.output.summary import count_rows, read_totals, summarise
+from pipeline.output.summary import count_rows, read_totals, speculation_record, summarise
 from pipeline.output.whole_parts import discard_torn, is_whole
 from pipeline.progress.job_progress import Progress
 from pipeline.progress.status_file import StatusFile
@@ -52,7 +52,8 @@ def run(job: JobContext) -> None:
                 last = finish(job, stopping, status)
     except StopRequestedError as stop:
         raise JobStopped(str(stop)) from None
-    print(summarise(job.output, read_totals(job.output), last.tokens, last.rows, last.seconds), flush=True)
+    said = (job.engine_facts()[SPECULATION] or {}).get("sentences", ())
+    print(summarise(job.output, read_totals(job.output), last.tokens, last.rows, last.seconds, said), flush=True)
 
 
 def is_finished(output: OutputFolder) -> bool:
@@ -104,7 +105,7 @@ def finish(job: JobContext, stopping: Stopping, status: StatusFile) -> Progress:
     delete_unfinished(output)
     facts = job.engine_facts()
     if last.choices:
-        facts[DRAFTING] = [asdict(choice) for choice in last.choices]
+        facts[SPECULATION] = speculation_record(last.choices)
     if last.learning is not None:
         facts[LEARNING] = asdict(last.learning)
     job.save_run("finished", rows=staged.rows, batch_bytes=batch_bytes(output), **facts)

@@ -32,7 +32,7 @@ class Progress:
         waiting: Requests that wait for a slot.
         memory_tokens: Tokens of texts that their drafters remember.
         memory_bytes: Bytes that these memories take.
-        choices: Which of several drafters drafts in one of the engines, by batch size.
+        choices: What the engines have chosen to draft with, by batch size.
         engine_seconds: Seconds that all engines have existed, ended ones included.
         device: The devices that the engines run on.
         facts: What the engines decode with, once one has loaded its models.

@@ -76,7 +76,7 @@ class EngineReport:
         waiting: Requests that wait for a slot.
         memory_tokens: Tokens of texts that its drafter remembers.
         memory_bytes: Bytes that this memory takes.
-        choices: Which of several drafters drafts, by batch size.
+        choices: What it has chosen to draft with, by batch size.
     """
 
     seconds: float

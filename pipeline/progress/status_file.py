@@ -20,6 +20,7 @@ from pyarrow import fs
 from drafter.errors import one_line
 from pipeline.cluster.shares import ActorResources
 from pipeline.io.files import Location
+from pipeline.output.summary import speculation_record
 from pipeline.progress.job_progress import Progress, ending
 
 _WRITE_SECONDS = 5.0
@@ -91,7 +92,7 @@ class StatusFile:
             "requests_waiting": now.waiting,
             "memory_tokens": now.memory_tokens,
             "memory_bytes": now.memory_bytes,
-            "drafting": [asdict(choice) for choice in now.choices],
+            "speculation": speculation_record(now.choices),
             "failure": now.failure,
             "last_crash": now.crash,
             **({} if now.learning is None else {"learning": asdict(now.learning)}),

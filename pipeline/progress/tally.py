@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from types import MappingProxyType
 
-from drafter.statistics import per_second
+from drafter.statistics import merged_choices, per_second
 from pipeline.progress.job_progress import Progress
 from pipeline.progress.reports import EngineReport, Mail, PartReport
 
@@ -78,7 +78,7 @@ class Tally:
             waiting=sum(report.waiting for report in alive),
             memory_tokens=sum(report.memory_tokens for report in alive),
             memory_bytes=sum(report.memory_bytes for report in alive),
-            choices=next((report.choices for report in reversed(reports) if report.choices), ()),
+            choices=merged_choices(report.choices for report in reports),
             engine_seconds=sum(report.seconds for report in reports),
             device=", ".join(dict.fromkeys(report.device for report in reports)) or None,
             facts=reports[0].facts if reports else None,

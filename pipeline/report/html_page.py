@@ -70,11 +70,21 @@ class Report:
         return shown
 
     @property
+    def speculation(self) -> Mapping[str, Any] | None:
+        """What drafting was worth, and why; see `speculation_record`. None in outputs of earlier releases."""
+        return self.status.get("speculation") or self.run.get("speculation")
+
+    @property
+    def old_choices(self) -> Sequence[Mapping[str, Any]]:
+        """Which drafter was chosen at each batch size, in outputs of earlier releases."""
+        return self.status.get("drafting") or self.run.get("drafting") or ()
+
+    @property
     def acceptance(self) -> list[Chart]:
         """Charts of the share of steps that accepted exactly, and at least, so many draft tokens."""
         histogram = self.rows.counts.acceptance_histogram
         steps = sum(histogram)
-        if not steps:
+        if not self.rows.counts.num_draft_tokens:
             return []
         exactly = [(str(accepted), number / steps) for accepted, number in enumerate(histogram)]
         depths = [(str(depth), share) for depth, share in enumerate(acceptance_by_depth(self.rows.counts), start=1)]

@@ -114,11 +114,14 @@ def test_auto_says_what_it_chose(run: Run, lm: SpeculativeLM, tmp_path: Path) ->
     assert done.code == 0, done.stderr
     asked = expected(lm, {"prompt": f"{QUESTIONS[1]} 1"}, max_new_tokens=80, ignore_eos=True)
     assert done.rows[1]["token_ids"] == asked.token_ids
-    drafting = json.loads((done.folder / "run.json").read_text())["drafting"]
-    assert drafting
-    for choice in drafting:
-        assert [view["name"] for view in choice["members"]] == ["cacheback", "memory"]
-        assert choice["chosen"] in ("cacheback", "memory")
+    told = json.loads((done.folder / "run.json").read_text())["speculation"]
+    assert told["steps"] == sum(choice["steps"] for choice in told["by_rows"]) > 0
+    assert {choice["chosen"] for choice in told["by_rows"]} <= {"cacheback", "memory"}
+    decided = [choice for choice in told["by_rows"] if choice["drafts"] is not None]
+    assert decided
+    assert all(choice["drafts"] == (choice["token_gain"] > choice["token_cost"]) for choice in decided)
+    assert told["sentences"]
+    assert all(sentence in done.stdout for sentence in told["sentences"])
 
 
 @pytest.mark.slow
