@@ -6,8 +6,7 @@ import time
 from functools import lru_cache
 from pathlib import Path
 
-from huggingface_hub import constants, hf_hub_download
-from huggingface_hub.utils import get_session
+from huggingface_hub import constants, get_session, hf_hub_download
 
 from drafter.errors import first_line
 

@@ -38,7 +38,8 @@ from drafter.evaluation.results import write_json
 from drafter.llm import SpeculativeLM
 from drafter.requests import SamplingParams
 from pipeline.engines.engine_spec import EngineSpec
-from pipeline.generate.generate_job import main as generate
+from pipeline.generate.generate_config import parse_config
+from pipeline.generate.generate_job import generate
 
 _QUESTIONS = Path(__file__).resolve().parents[2] / "data" / "gsm8k" / "train.jsonl"
 _LOOK_SECONDS = 0.1
@@ -127,10 +128,8 @@ def run_job(spec: WatchedEngine, questions: list[Any], sampling: SamplingParams,
     arguments += ["--sampling.max_new_tokens", sampling.max_new_tokens, "--engine.slots", spec.config.slots]
     arguments += ["--engine.nodes", spec.config.nodes, "--resources.cpus_per_actor", spec.threads]
     with patch("pipeline.generate.streaming.EngineSpec", partial(WatchedEngine, looks=spec.looks)):
-        code = generate([str(one) for one in arguments])
+        generate(parse_config([str(one) for one in arguments]))
     ray.shutdown()
-    if code:
-        raise SystemExit(code)
     paths = sorted((folder / "out" / "data").iterdir())
     return [ids for path in paths for ids in pyarrow.parquet.read_table(path)["token_ids"].to_pylist()]
 

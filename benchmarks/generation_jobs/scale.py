@@ -33,7 +33,9 @@ from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
 from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.shares import HELPER_CPUS
-from pipeline.generate.generate_job import main as generate
+from pipeline.command_line import run_job
+from pipeline.generate.generate_config import parse_config
+from pipeline.generate.generate_job import generate
 from pipeline.io.files import locate
 from pipeline.io.listing import list_input
 from pipeline.io.prompt_source import find_prompts
@@ -207,7 +209,7 @@ def driver_costs(folder: Path, parts: int) -> dict[str, float]:
     def run(name: str, rows: int) -> float:
         before = processor_seconds()
         command = ["--input", str(source), "--output", str(folder / name), "--reading.limit", str(rows), *settings]
-        if generate(command) != 0:
+        if run_job(lambda given: generate(parse_config(given)), command) != 0:
             raise SystemExit("error: the job did not run")
         return processor_seconds() - before
 
