@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -87,6 +87,7 @@ class SpeculativeLM:
         config: EngineConfig | None = None,
         verifier: VerifierSettings | None = None,
         learning: StartingHead | None = None,
+        on_stage: Callable[[str], None] | None = None,
     ) -> SpeculativeLM:
         """Load a base, its tokeniser and a drafter.
 
@@ -106,6 +107,7 @@ class SpeculativeLM:
             verifier: Which draft tokens become output; by default those that plain decoding would give.
             learning: What a head begins with that learns from the rows. `samples` then hands these out, and
                 `engine.drafter.offer` takes versions of it. The drafter is `auto` or this head.
+            on_stage: Is told what is being done, before each part of the start that may take long.
 
         Raises:
             LoadError: Something cannot be found, read or used; the message says what.
@@ -127,11 +129,17 @@ class SpeculativeLM:
                 f"a head learns from what its base says itself, and the verifier {decides.name} lets other "
                 "tokens pass: use exact, or do without learning"
             )
+        tell = on_stage or (lambda stage: None)
+        tell(f"loading {model or 'the embedded model'}")
         base, loaded = in_passing_thread(load)
         if loaded.withheld and chosen.nodes != "auto":
             raise LoadError("a head that starts from nothing is drafted with once that pays: leave nodes at auto")
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
         samples = None if learning is None else SampleTap()
+        if chosen.compile:
+            tell("compiling the model")
+        elif chosen.nodes == "auto" and loaded.spec.max_nodes:
+            tell("timing decode steps")
         return cls(base, loaded, tokenizer, chosen, verifier=decides, samples=samples)
 
     @property

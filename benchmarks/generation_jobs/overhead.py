@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -55,9 +55,9 @@ class WatchedEngine(EngineSpec):
 
     looks: Path = Path()
 
-    def load(self) -> SpeculativeLM:
+    def load(self, on_stage: Callable[[str], None] | None = None) -> SpeculativeLM:
         """See `EngineSpec.load`."""
-        lm = super().load()
+        lm = super().load(on_stage)
         threading.Thread(target=look, args=[lm.engine, self.looks], daemon=True).start()
         return lm
 

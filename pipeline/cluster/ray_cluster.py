@@ -71,8 +71,10 @@ def _join_or_start() -> bool:
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "runtime_env": _own_packages()}
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # the other lines mean nothing to the job's owner
     try:
+        starts = will_start()
+        print("starting Ray on this machine" if starts else "joining the Ray cluster", file=sys.stderr, flush=True)
         with _held_back_stderr():
-            if will_start():
+            if starts:
                 # By default Ray runs its workers at a lower priority than every other process. An engine's threads
                 # wait for each other at each operation, so one that has to stand back holds up all.
                 os.environ.setdefault("RAY_worker_niceness", "0")

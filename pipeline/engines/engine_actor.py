@@ -108,7 +108,7 @@ class EngineActor:
         another.
         """
         try:
-            self._lm = spec.load()
+            self._lm = spec.load(partial(self._tell, "starting"))
         except Exception as error:
             traceback.print_exc()
             if isinstance(error, LoadError):

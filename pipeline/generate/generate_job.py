@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from pyarrow import fs
@@ -27,6 +28,7 @@ def generate(config: GenerateConfig) -> None:
         JobError: The job failed on the way.
         JobStopped: The job was told to stop.
     """
+    print(f"checking {config.input} and the model", file=sys.stderr, flush=True)
     reading = config.reading
     listing = list_input(config.input, reading.format, reading.split, reading.subset)
     prompts = find_prompts(listing, reading)

@@ -39,8 +39,13 @@ class ProgressBoard:
         self._engines: _Box[EngineReport] = _Box()
         self._first: float | None = None
         self._last: float | None = None
+        self._stage: str | None = None
         self._failure: str | None = None
         self._crash: str | None = None
+
+    def starting(self, stage: str) -> None:
+        """Note what an engine does before it can generate."""
+        self._stage = stage
 
     def failed(self, message: str) -> None:
         """Note that an engine could not be loaded."""
@@ -72,6 +77,7 @@ class ProgressBoard:
             self._engines.after(arrived),
             self._first,
             self._last,
+            self._stage,
             self._failure,
             self._crash,
         )

@@ -38,14 +38,15 @@ class Bar:
     def show(self, now: Progress) -> None:
         """Draw the bar."""
         self._bar.total, self._bar.n = now.total, now.done
-        self._bar.set_description_str(now.state, refresh=False)
+        self._bar.set_description_str(now.stage if now.state == "starting" else now.state, refresh=False)
         self._bar.set_postfix_str(", ".join(rates(now)))
         if now.state not in ("starting", "generating"):
             self._bar.close()
 
 
 class Lines:
-    """Prints a line when there is something new: at first every few seconds, in a long job every ten minutes.
+    """Prints a line for each stage of the start, then one when there are new rows: every few seconds at first, in a
+    long job every ten minutes.
 
     Args:
         stream: Where the lines go.
@@ -55,10 +56,16 @@ class Lines:
         self._stream = stream
         self._begun = self._printed = time.monotonic()
         self._last: tuple[str, int] | None = None
+        self._stage: str | None = None
 
     def show(self, now: Progress) -> None:
         """Print a line if it is time for one."""
-        ended = now.state not in ("starting", "generating")
+        if now.state == "starting":
+            if now.stage != self._stage:
+                self._stage = now.stage
+                print(now.stage, file=self._stream, flush=True)
+            return
+        ended = now.state != "generating"
         clock = time.monotonic()
         pause = min(max(_FIRST_LINES_SECONDS, _LINES_SHARE * (clock - self._begun)), _LAST_LINES_SECONDS)
         if ended or (clock - self._printed >= pause and (now.state, now.rows) != self._last):

@@ -38,6 +38,7 @@ class Progress:
         facts: What the engines decode with, once one has loaded its models.
         failure: Why an engine could not load its models, or why the job ended.
         crash: Why an engine's process ended last.
+        stage: What is done while it starts, in words for people.
         learning: What the job's learner does; None without one.
     """
 
@@ -63,6 +64,7 @@ class Progress:
     facts: EngineFacts | None = None
     failure: str | None = None
     crash: str | None = None
+    stage: str = "starting"
     learning: LearningReport | None = None
 
     @property

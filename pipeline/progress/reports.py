@@ -146,6 +146,7 @@ class Mail:
         engines: Reports by engine.
         first: When the first engine reported, in seconds since 1970; None before.
         last: When a part was last reported, in seconds since 1970.
+        stage: What an engine that starts was doing last; None before its process runs.
         failure: Why an engine could not load its models.
         crash: Why an engine's process ended last.
     """
@@ -156,5 +157,6 @@ class Mail:
     engines: Mapping[str, EngineReport]
     first: float | None = None
     last: float | None = None
+    stage: str | None = None
     failure: str | None = None
     crash: str | None = None

@@ -40,6 +40,7 @@ class Tally:
     _engines: dict[str, tuple[float, EngineReport]] = field(default_factory=dict)
     _first: float | None = None
     _last: float = 0.0
+    _stage: str | None = None
     _failure: str | None = None
     _crash: str | None = None
     _samples: deque[tuple[float, int]] = field(default_factory=deque)
@@ -57,6 +58,7 @@ class Tally:
         if self._first is None:
             self._first = mail.first
         self._last = max(self._last, mail.last or 0.0)
+        self._stage = mail.stage or self._stage
         self._failure = mail.failure or self._failure
         self._crash = mail.crash or self._crash
 
@@ -66,6 +68,7 @@ class Tally:
         alive = [report for seen, report in self._engines.values() if now - seen < _SILENT_SECONDS]
         return Progress(
             state="starting" if self._first is None else "generating",
+            stage=self._stage or "starting the engine's process",
             total=self.total,
             before=self.before,
             errors_before=self.errors_before,

@@ -6,11 +6,14 @@ undone is done here: its model still calls itself quantised, and its tokeniser d
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf as gguf_package
 import torch
-from gguf import GGUFReader
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,6 +21,22 @@ _SPLITS_DIGITS = frozenset({"smollm"})
 """Values of `tokenizer.ggml.pre` whose tokenisers take each digit by itself before anything else."""
 
 
+@contextmanager
+def _metadata_read_once() -> Iterator[None]:
+    """Let transformers reuse what `gguf` has read of a file.
+
+    It reads 49,152 tokens and as many merges in Python, for five seconds, each for the configuration, the tokeniser and
+    the weights, and makes the same table of names for each module.
+    """
+    reader, names = gguf_package.GGUFReader, gguf_package.get_tensor_name_map
+    gguf_package.GGUFReader, gguf_package.get_tensor_name_map = cache(reader), cache(names)
+    try:
+        yield
+    finally:
+        gguf_package.GGUFReader, gguf_package.get_tensor_name_map = reader, names
+
+
+@_metadata_read_once()
 def dequantise(gguf: Path, folder: Path) -> None:
     """Write the model of a GGUF file into a folder.
 
@@ -42,7 +61,7 @@ def dequantise(gguf: Path, folder: Path) -> None:
 def read_tokenizer(gguf: Path) -> Any:
     """Return the tokeniser of a GGUF file, with its chat template."""
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    if _text(GGUFReader(gguf), "tokenizer.ggml.pre") in _SPLITS_DIGITS:
+    if _text(gguf_package.GGUFReader(str(gguf)), "tokenizer.ggml.pre") in _SPLITS_DIGITS:
         inner = tokenizer.backend_tokenizer
         digits = pre_tokenizers.Digits(individual_digits=True)
         inner.pre_tokenizer = pre_tokenizers.Sequence([digits, inner.pre_tokenizer])

@@ -35,8 +35,8 @@ class FragileEngine(EngineSpec):
     deadly: int | None = None
     step_seconds: float = 0.0
 
-    def load(self) -> SpeculativeLM:
-        lm = super().load()
+    def load(self, on_stage: Callable[[str], None] | None = None) -> SpeculativeLM:
+        lm = super().load(on_stage)
         engine, step, submit = lm.engine, lm.engine.step, lm.engine.submit
 
         def fragile_step() -> None:
@@ -67,8 +67,8 @@ class UnhurriedEngine(EngineSpec):
     notes: Path = Path()
     steps: int = 300
 
-    def load(self) -> SpeculativeLM:
-        lm = super().load()
+    def load(self, on_stage: Callable[[str], None] | None = None) -> SpeculativeLM:
+        lm = super().load(on_stage)
         engine, step, numbers = lm.engine, lm.engine.step, count()
 
         def unhurried_step() -> None:

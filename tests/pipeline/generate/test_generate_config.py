@@ -44,10 +44,12 @@ def test_a_verifier_is_named_by_itself_or_with_its_settings(tmp_path: Path) -> N
     assert parse_config(["--config", str(file)]).verifier == VerifierSettings("fly", window=4)
 
 
-def test_the_demo_configuration_is_valid() -> None:
-    config = parse_config(["--config", str(ROOT / "examples" / "demo.yaml")])
+@pytest.mark.parametrize("file", ["demo.yaml", "smollm2.yaml"])
+def test_the_demo_configurations_are_valid(file: str) -> None:
+    config = parse_config(["--config", str(ROOT / "examples" / file)])
     assert (ROOT / config.input).is_file()
-    assert config.model is None
+    assert config.model is None  # the demonstration names the folder that was fetched
+    assert all((ROOT / name).is_dir() for name in config.drafter.split("+") if "/" in name)
 
 
 @pytest.mark.parametrize(
@@ -135,4 +137,4 @@ def test_the_command_explains_itself_and_fails_with_code_2_and_one_line() -> Non
     assert "--reading.prompt_column" in done.stdout
     failed = subprocess.run([*command, "--input", "nowhere", "--output", "x"], cwd=ROOT, capture_output=True, text=True)
     assert failed.returncode == 2
-    assert failed.stderr == "error: input nowhere does not exist\n"
+    assert failed.stderr == "checking nowhere and the model\nerror: input nowhere does not exist\n"

@@ -26,3 +26,17 @@ def test_a_bar_shows_the_same_figures() -> None:
     assert "| 5/10, 0.5 rows/s, 20 tokens/s, 00:10 left" in stream.getvalue()
     bar.show(Progress("failed", total=10, before=4, rows=1))
     assert "failed" in stream.getvalue()
+
+
+def test_each_stage_of_the_start_has_one_line() -> None:
+    stream = io.StringIO()
+    lines = Lines(stream)
+    for stage in ("loading the model", "loading the model", "timing decode steps"):
+        lines.show(Progress("starting", total=8, stage=stage))
+    assert stream.getvalue() == "loading the model\ntiming decode steps\n"
+
+
+def test_a_bar_names_the_stage_of_the_start() -> None:
+    stream = io.StringIO()
+    Bar(stream).show(Progress("starting", total=8, stage="timing decode steps"))
+    assert "timing decode steps   0%|" in stream.getvalue()

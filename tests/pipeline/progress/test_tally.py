@@ -24,7 +24,10 @@ def fetch(board: ProgressBoard, tally: Tally, now: float) -> Progress:
 
 def test_repeated_work_is_not_counted_twice() -> None:
     board, tally = ProgressBoard(), Tally(total=9, before=0, errors_before=0)
-    assert fetch(board, tally, time.time()).state == "starting"
+    now = fetch(board, tally, time.time())
+    assert (now.state, now.stage) == ("starting", "starting the engine's process")
+    board.starting("loading the model")
+    assert fetch(board, tally, time.time()).stage == "loading the model"
     board.engine("e1", engine())
     board.update("p1", PartReport(rows=3, errors=1, tokens=30, steps=10))
     board.update("p2", PartReport(rows=2, errors=0, tokens=20, steps=10))
