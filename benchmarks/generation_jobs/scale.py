@@ -40,7 +40,7 @@ from pipeline.io.files import locate
 from pipeline.io.listing import list_input
 from pipeline.io.prompt_source import find_prompts
 from pipeline.io.reading_config import ReadingConfig
-from pipeline.output.output_columns import column_values, columns_type
+from pipeline.output.output_columns import RunTraits, column_values, columns_type
 from pipeline.output.output_folder import OutputFolder
 from pipeline.output.part_files import commit_part
 from pipeline.output.writing_config import WritingConfig
@@ -296,8 +296,9 @@ def typical_part() -> tuple[pa.Table, pa.Table]:
     }
     prompt, output = list(range(_PROMPT_TOKENS)), list(range(1000, 1000 + _OUTPUT_TOKENS))
     request = Request(prompt, SamplingParams(max_new_tokens=_OUTPUT_TOKENS, seed=1))
+    traits = RunTraits(request.sampling, WritingConfig(), rows_have_settings=False)
     generation = Generation("", output, "word " * _OUTPUT_TOKENS, "length", len(prompt), DecodeCounts())
-    generated = pa.array([column_values(generation, request)] * ROWS_PER_PART, columns_type())
+    generated = pa.array([column_values(generation, request, traits)] * ROWS_PER_PART, columns_type())
     sampling = [json.dumps(asdict(request.sampling))] * ROWS_PER_PART
     prompt_ids = pa.array([prompt] * ROWS_PER_PART, pa.list_(pa.int32()))
     requests = pa.table({**shared, "prompt_ids": prompt_ids, "sampling": sampling})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import datetime
 from typing import Any
 
 from pyarrow import fs
@@ -16,7 +17,7 @@ from pipeline.io.listing import list_input
 from pipeline.io.prompt_source import PromptSource, find_prompts
 from pipeline.learning.learning_config import NEW, SHIPPED
 from pipeline.output.output_folder import OutputFolder
-from pipeline.output.run_file import mend_run, save_run
+from pipeline.output.run_file import mend_run, read_run, save_run
 from pipeline.output.same_job import check_output
 
 
@@ -35,13 +36,14 @@ def generate(config: GenerateConfig) -> None:
     if prompts.kind == "openai":
         refuse_settings_of_requests(config)
     base = model_fingerprint(model_name(config.model))
-    check_tokenizer(config, prompts)
+    reads_clock = check_tokenizer(config, prompts)
     check_verifier(config)
     heads = head_fingerprints(config.model, config.drafter) | classifier_fingerprints(config.verifier)
     if config.learning.enabled and config.learning.head not in (SHIPPED, NEW):
         heads |= head_fingerprints(config.model, config.learning.head)
-    meaning = job_meaning(config, listing, prompts, base, heads)
-    job = JobContext(config, listing, prompts, open_output(config, meaning), meaning)
+    date = output_date(config) if reads_clock else None
+    meaning = job_meaning(config, listing, prompts, base, heads, date)
+    job = JobContext(config, listing, prompts, open_output(config, meaning), meaning, heads)
     from pipeline.generate.submission import run  # Ray takes seconds to import: no check waits for it
 
     run(job)
@@ -69,14 +71,18 @@ def refuse_settings_of_requests(config: GenerateConfig) -> None:
             )
 
 
-def check_tokenizer(config: GenerateConfig, prompts: PromptSource) -> None:
+def check_tokenizer(config: GenerateConfig, prompts: PromptSource) -> bool:
     """Load the base's tokeniser, to see that it can be loaded and has a chat template where one is needed.
+
+    Returns:
+        Whether the chat template, where one is used, reads the clock.
 
     Raises:
         InputError: It cannot, or has none.
     """
     from drafter.base.loading import load_tokenizer  # torch takes seconds to import: no check before waits for it
     from drafter.errors import LoadError
+    from drafter.text.chat import reads_clock
 
     name = model_name(config.model)
     try:
@@ -85,6 +91,22 @@ def check_tokenizer(config: GenerateConfig, prompts: PromptSource) -> None:
         raise InputError(str(error)) from error
     if (prompts.kind == "messages" or config.reading.chat) and tokenizer.chat_template is None:
         raise InputError(f"model {name} has no chat template: give text prompts, with reading.chat false")
+    return reads_clock(tokenizer) and (prompts.kind != "text" or config.reading.chat is not False)
+
+
+def output_date(config: GenerateConfig) -> str:
+    """Return what the clock shows chat templates: the time at which the output was begun, unless a setting says it."""
+    if config.reading.date is not None:
+        return datetime.fromisoformat(config.reading.date).isoformat(timespec="seconds")
+    output = OutputFolder(locate(config.output))
+    if output.run_file.exists and output.has_results():
+        try:
+            date = read_run(output.run_file)["meaning"]["reading"]["date"]
+        except (ValueError, KeyError, TypeError):  # `check_output` says what is wrong with it
+            date = None
+        if isinstance(date, str):
+            return date
+    return datetime.now().isoformat(timespec="seconds")
 
 
 def check_verifier(config: GenerateConfig) -> None:

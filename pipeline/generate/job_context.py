@@ -25,6 +25,8 @@ LEARNING = "learning"
 """In `run.json`: what a head has learnt from the rows, what that has cost and what it has saved."""
 SPECULATION = "speculation"
 """In `run.json`: what drafting was worth, what was chosen and why; see `speculation_record`."""
+DRAFTERS = "drafters"
+"""In `run.json`: the drafter of each submission that generated, and the fingerprints of its heads, by its name."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class JobContext:
         prompts: Where the prompts are in them.
         output: Where its results go.
         meaning: All that decides what its results are; see `job_meaning`.
+        heads: Fingerprints of its draft heads, by name.
     """
 
     config: GenerateConfig
@@ -44,6 +47,7 @@ class JobContext:
     prompts: PromptSource
     output: OutputFolder
     meaning: dict[str, Any]
+    heads: dict[str, str]
 
     def save_run(self, state: Literal["running", "finished"], **facts: Any) -> None:
         """Write `run.json`."""
@@ -52,9 +56,16 @@ class JobContext:
     def engine_facts(self) -> dict[str, Any]:
         """Read from `run.json` what the engines decode with; all None before an engine has reported it."""
         run = read_run(self.output.run_file)
-        names = [*(field.name for field in dataclasses.fields(EngineFacts)), SPECULATION]
+        names = [*(field.name for field in dataclasses.fields(EngineFacts)), SPECULATION, DRAFTERS]
         names += [LEARNING] if self.config.learning.enabled else []
         return {name: run.get(name) for name in names}
+
+    def note_drafter(self) -> None:
+        """Note in `run.json` who drafts from now on: rows have only the name of their drafter."""
+        facts = self.engine_facts()
+        before: list[Any] = facts[DRAFTERS] or []
+        mine = {"drafter": self.config.drafter, "heads": self.heads}
+        self.save_run("running", **facts | {DRAFTERS: before if mine in before else [*before, mine]})
 
 
 @dataclass(frozen=True)
@@ -79,10 +90,44 @@ class Work:
         return sum(part.rows for part in self.missing)
 
 
+SETTINGS: dict[str, Literal["bound", "free"]] = {
+    "input": "bound",
+    "output": "free",
+    "model": "bound",
+    "drafter": "free",
+    "verifier": "bound",
+    "learning": "free",
+    "learning.enabled": "bound",
+    "reading": "bound",
+    "loading": "free",
+    "loading.dtype": "bound",
+    "sampling": "bound",
+    "engine": "free",
+    "engine.max_length": "bound",
+    "resources": "free",
+    "limits": "free",
+    "writing": "free",
+    "writing.per_step_accepted": "bound",
+}
+"""What a later submission of an output may set to another value, by the longest name that fits; docs/operations.md says
+why. `bound`: rows or columns of the output follow from it. `free`: no token does, and nothing else that lasts."""
+
+
+def is_bound(setting: str) -> bool:
+    """Return whether all submissions of an output must have the same value of a setting, such as `sampling.top_k`."""
+    names = [setting.rsplit(".", count)[0] for count in range(setting.count(".") + 1)]
+    return SETTINGS[next(name for name in names if name in SETTINGS)] == "bound"
+
+
 def job_meaning(
-    config: GenerateConfig, listing: InputListing, prompts: PromptSource, base: str, heads: dict[str, str]
+    config: GenerateConfig,
+    listing: InputListing,
+    prompts: PromptSource,
+    base: str,
+    heads: dict[str, str],
+    date: str | None = None,
 ) -> dict[str, Any]:
-    """Return all that decides which rows come out and what is in them; not how many machines or rows at once.
+    """Return all that decides which rows come out and what is in them: bound settings, and fingerprints of files.
 
     Args:
         config: The job's configuration.
@@ -90,22 +135,29 @@ def job_meaning(
         prompts: Where the prompts are in it.
         base: Fingerprint of the base model.
         heads: Fingerprints of draft heads, and of a verifier's classifier, by name.
+        date: What the clock shows chat templates; None where none reads it.
 
     Raises:
         InputError: A file of the input cannot be read.
     """
-    draws = config.sampling.temperature > 0 or prompts.own_sampling
-    return {
-        "input": input_fingerprints(listing),
-        "reading": asdict(config.reading),
-        "model": base,
-        "dtype": config.loading.dtype,
-        "drafter": config.drafter,
-        "heads": heads,
-        "sampling": config.as_dict()["sampling"],
-        "max_length": config.engine.max_length,
-        "per_step_accepted": config.writing.per_step_accepted,
-        **({"learning": True} if config.learning.enabled else {}),  # a column more
-        **({"draw": DRAW} if draws else {}),
-        **({} if config.verifier == VerifierSettings() else {"verifier": asdict(config.verifier)}),
-    }
+    meaning: dict[str, Any] = _bound(config.as_dict())
+    meaning |= {"input": input_fingerprints(listing), "model": base}
+    meaning["reading"]["date"] = date
+    # An exact verifier gives the same tokens whoever drafts. A lenient one accepts what one drafter happens to propose,
+    # and a head that learns goes on from what it has learnt.
+    if config.verifier != VerifierSettings() or config.learning.enabled:
+        meaning |= {"drafter": config.drafter, "heads": heads}
+    if config.sampling.temperature > 0 or prompts.own_sampling:
+        meaning["draw"] = DRAW
+    return meaning
+
+
+def _bound(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the bound ones of some settings, in the same groups."""
+    found = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            found |= {name: inner} if (inner := _bound(value, f"{prefix}{name}.")) else {}
+        elif is_bound(f"{prefix}{name}"):
+            found[name] = value
+    return found

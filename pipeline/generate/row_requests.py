@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from drafter.errors import RequestError, shown
@@ -31,6 +32,7 @@ class PromptSettings:
         reading: Whether prompts are chats, and where a row's own settings are.
         sampling: The run's settings; a row's own override them.
         max_length: Tokens that no engine of the run takes more of, prompt and output together.
+        now: What the clock shows chat templates: the same for all rows of an output, whenever they are generated.
     """
 
     tokenizer: str
@@ -39,6 +41,7 @@ class PromptSettings:
     reading: ReadingConfig
     sampling: SamplingParams
     max_length: int
+    now: datetime | None = None
 
 
 @dataclass(frozen=True)
@@ -67,22 +70,23 @@ def row_request(request_id: str, row: dict[str, Any], settings: PromptSettings, 
         RowError: There is no prompt, the chat template does not take it, or the row's settings cannot be used.
     """
     if settings.source.kind == "openai":
-        return _batch_request(request_id, row, settings.sampling, tokenizer)
+        return _batch_request(request_id, row, settings, tokenizer)
     reading, column = settings.reading, settings.source.column
     sample = row[SAMPLE_COLUMN] if reading.samples > 1 else 0
     sampling = row_sampling(settings.sampling, request_id, row, reading.sampling_column, sample)
     value = row.get(column)
     if settings.source.kind == "messages":
-        return RowRequest(_chat(row_messages(value, column), tokenizer), sampling)
+        return RowRequest(_chat(row_messages(value, column), tokenizer, settings.now), sampling)
     if not isinstance(value, str) or not value.strip():
         raise RowError("BadPrompt", f"column {column!r} is empty")
     if tokenizer.chat_template is None if reading.chat is None else not reading.chat:
         return RowRequest(value, sampling)
-    return RowRequest(_chat([{"role": "user", "content": value}], tokenizer), sampling)
+    return RowRequest(_chat([{"role": "user", "content": value}], tokenizer, settings.now), sampling)
 
 
-def _batch_request(request_id: str, line: dict[str, Any], defaults: SamplingParams, tokenizer: Any) -> RowRequest:
+def _batch_request(request_id: str, line: dict[str, Any], settings: PromptSettings, tokenizer: Any) -> RowRequest:
     """Return what a row of an OpenAI batch asks for: one of the choices of its line."""
+    defaults = settings.sampling
     try:
         asked = parse_line(line)
         sampling = asked.sampling(defaults)
@@ -94,7 +98,7 @@ def _batch_request(request_id: str, line: dict[str, Any], defaults: SamplingPara
     sampling = dataclasses.replace(sampling, seed=seed)
     prompt = asked.prompts[sample // asked.n]
     if is_messages(prompt):
-        return RowRequest(_chat(prompt, tokenizer), sampling)
+        return RowRequest(_chat(prompt, tokenizer, settings.now), sampling)
     return RowRequest(prompt, sampling)
 
 
@@ -144,8 +148,8 @@ def _is_content(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _chat(messages: list[dict[str, Any]], tokenizer: Any) -> Chat:
+def _chat(messages: list[dict[str, Any]], tokenizer: Any, now: datetime | None) -> Chat:
     try:
-        return render_chat(tokenizer, messages)
+        return render_chat(tokenizer, messages, now)
     except RequestError as error:
         raise RowError("BadPrompt", str(error)) from error

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from datetime import datetime
 from typing import Any
 
 import ray
@@ -77,7 +78,7 @@ def stream(job: JobContext, work: Work, board: Any, ledger: Any, learner: str | 
 
 def prompt_settings(job: JobContext) -> PromptSettings:
     """Return how rows of this job become requests."""
-    config = job.config
+    config, date = job.config, job.meaning["reading"]["date"]
     return PromptSettings(
         model_name(config.model),
         config.loading.trust_remote_code,
@@ -85,6 +86,7 @@ def prompt_settings(job: JobContext) -> PromptSettings:
         config.reading,
         config.sampling,
         config.engine.longest,
+        None if date is None else datetime.fromisoformat(date),
     )
 
 
@@ -108,7 +110,10 @@ def run_traits(job: JobContext, work: Work) -> RunTraits:
     """Return what decides which columns the output of this job has."""
     has_column = work.staged.row_type.get_field_index(job.config.reading.sampling_column) >= 0
     rows_have_settings = job.prompts.kind == "openai" or has_column
-    return RunTraits(job.config.sampling, job.config.writing, rows_have_settings, learning=job.config.learning.enabled)
+    config = job.config
+    return RunTraits(
+        config.sampling, config.writing, rows_have_settings, config.drafter, learning=config.learning.enabled
+    )
 
 
 def most_engines(work: Work) -> int:

@@ -140,4 +140,5 @@ def stage_and_generate(
     work = Work(staged, staged.without(job.output.committed()), resources, learns)
     if not work.missing:
         return staged, Progress()
+    job.note_drafter()
     return staged, generate_missing(job, work, stopping, status)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Literal
 
 from pipeline.command_line import at_least
@@ -26,6 +27,8 @@ class ReadingConfig:
         id_column: Column whose value names a row, each value once; by default a row is named by its file and line.
         sampling_column: Column with a row's own sampling settings: an object, or that object as JSON text.
         chat: Send a text prompt as a user's message through the chat template; by default wherever the model has one.
+        date: What the clock shows a chat template that writes the date or the time, as in 2026-03-31 or
+            2026-03-31T12:00; by default the time at which the output was begun.
         special_tokens: Let the text of a special token in a chat message be that token; by default it is text.
         skip: Leave out this many rows at the beginning.
         limit: Take at most this many rows.
@@ -40,6 +43,7 @@ class ReadingConfig:
     id_column: str | None = None
     sampling_column: str = "sampling"
     chat: bool | None = None
+    date: str | None = None
     special_tokens: bool = False
     skip: int = 0
     limit: int | None = None
@@ -48,6 +52,11 @@ class ReadingConfig:
     def __post_init__(self) -> None:
         if self.prompt_column is not None and self.messages_column is not None:
             raise InputError("reading.prompt_column and reading.messages_column are both set: a row has one prompt")
+        if self.date is not None:
+            try:
+                datetime.fromisoformat(self.date)
+            except ValueError:
+                raise InputError(f"reading.date must be as 2026-03-31 or 2026-03-31T12:00, not {self.date!r}") from None
         at_least("reading.skip", self.skip, 0)
         at_least("reading.limit", self.limit, 1)
         at_least("reading.samples", self.samples, 1)

@@ -22,8 +22,7 @@ from pipeline.output.run_file import FORMAT, read_run
 _LONGEST_CHANGE = 120
 """Characters of two values that a message still shows."""
 _SHOWN_CHANGES = 3
-_IN_WORDS = {"draw": "the version that began it draws other tokens from the same seeds"}
-"""What it means that a value differs, where the value is no setting."""
+_OTHER_DRAW = "the version that began it draws other tokens from the same seeds"
 
 
 class JobFolder(Protocol):
@@ -102,7 +101,11 @@ def _why_not(uri: str, run_file: Location, meant: dict[str, Any]) -> str | None:
             f"output {uri} was made by another release (its format is {run.get('format', 1)}, and this release "
             f"writes {FORMAT}): go on with that release, or choose another output"
         )
-    if different := list(_changes(run["meaning"], json.loads(json.dumps(meant)))):
+    before, now = run["meaning"], json.loads(json.dumps(meant))
+    draws = before.pop("draw", None), now.pop("draw", None)
+    # Whether tokens are drawn at all follows from the settings: only where these are the same, the way has changed.
+    different = list(_changes(before, now)) or ([_OTHER_DRAW] if draws[0] != draws[1] else [])
+    if different:
         return f"output {uri} belongs to another job ({'; '.join(different[:_SHOWN_CHANGES])}): choose another output"
     return None
 
@@ -120,8 +123,6 @@ def _changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> I
         old, new = before.get(name), now.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
             yield from _changes(old, new, f"{prefix}{name}.")
-        elif old != new and not prefix and name in _IN_WORDS:
-            yield _IN_WORDS[name]
         elif old != new:
             long = len(repr(old)) + len(repr(new)) > _LONGEST_CHANGE
             yield f"{prefix}{name} " + ("is another" if long else f"was {old!r}, is now {new!r}")

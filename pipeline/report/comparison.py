@@ -71,7 +71,7 @@ def _differences(
         found.append(f"The other output is not plain decoding: its drafter was {other_run['config']['drafter']}")
     if rows.rows != other_rows.rows:
         found.append(f"Not the same in both: the rows, {rows.rows:,} and {other_rows.rows:,}")
-    for name in ("model", "dtype", "sampling", "input", "reading"):
+    for name in ("model", "loading", "sampling", "input", "reading"):
         if run["meaning"].get(name) != other_run["meaning"].get(name):
             found.append(f"Not the same in both: the {name}")
     return found

@@ -146,7 +146,7 @@ def test_rows_of_a_lenient_verifier_are_marked_everywhere(run: Run, tmp_path: Pa
     assert ran["verifier_settings"] == {"epsilon": 0, "delta": 0}
     again = run(source)
     assert again.code == 2
-    assert "belongs to another job (verifier was" in again.stderr
+    assert "belongs to another job (verifier.name was" in again.stderr
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -165,7 +165,7 @@ def test_submitting_again_goes_on_where_the_job_stopped(run: Run, finished: Fini
     # Another meaning is refused, and named.
     refused = run(source, *JOB_SETTINGS, "--sampling.temperature", 0.5)
     assert refused.code == 2
-    assert "sampling.temperature was 0.3, is now 0.5" in refused.error
+    assert "(sampling.temperature was 0.3, is now 0.5): choose another output" in refused.error
     source_now = source.read_bytes()
     source.write_bytes(source_now + b'{"prompt": "one more"}\n')
     assert "input was" in run(source, *JOB_SETTINGS).error
@@ -174,16 +174,21 @@ def test_submitting_again_goes_on_where_the_job_stopped(run: Run, finished: Fini
     source.write_bytes(source_now)
     assert snapshot(done.folder) == before
 
-    # What is missing is made again, to the byte of its rows, and nothing else is touched.
+    # What is missing is made again, to the byte of its rows, and nothing else is touched; by another drafter, too.
     rows = done.rows
     lost = sorted((done.folder / "data").iterdir())[1]
     lost.unlink()
     (done.folder / "_temporary" / "torn.parquet").write_bytes(b"half")
     finished.reopen()
-    resumed = run(source, *JOB_SETTINGS, "--writing.rows_per_file", 3)
+    resumed = run(source, *JOB_SETTINGS, "--writing.rows_per_file", 3, drafter="none")
     assert resumed.code == 0, resumed.stderr
     assert "2 of 9 rows to generate" in resumed.stderr
-    assert [untimed(row) for row in resumed.rows] == [untimed(row) for row in rows]
+    assert [(row["request_id"], row["token_ids"]) for row in resumed.rows] == [
+        (row["request_id"], row["token_ids"]) for row in rows
+    ]
+    assert [row["drafter"] for row in resumed.rows] == ["ngram", "ngram", "none", "none", "ngram", "ngram", "ngram"]
+    drafters = json.loads((done.folder / "run.json").read_text())["drafters"]
+    assert drafters == [{"drafter": "ngram", "heads": {}}, {"drafter": "none", "heads": {}}]
     after = snapshot(done.folder)
     untouched = [path for path in before if "/data/" in path and path != str(lost)]
     assert len(untouched) == 4
@@ -201,12 +206,10 @@ def test_an_output_begun_with_another_draw_is_refused(run: Run, finished: Finish
     """Its seeds would go on with other tokens."""
     file = finished.outcome.folder / "run.json"
     ran = json.loads(file.read_text())
-    before_draws_had_names = {name: value for name, value in ran["meaning"].items() if name != "draw"}
-    for meaning in (before_draws_had_names, {**ran["meaning"], "draw": "another"}):
-        file.write_text(json.dumps({**ran, "state": "running", "meaning": meaning}))
-        refused = run(finished.source, *JOB_SETTINGS)
-        assert refused.code == 2
-        assert "the version that began it draws other tokens from the same seeds): choose another" in refused.error
+    file.write_text(json.dumps({**ran, "state": "running", "meaning": {**ran["meaning"], "draw": "another"}}))
+    refused = run(finished.source, *JOB_SETTINGS)
+    assert refused.code == 2
+    assert "the version that began it draws other tokens from the same seeds): choose another" in refused.error
     file.write_text(json.dumps(ran))
     assert run(finished.source, *JOB_SETTINGS).code == 0
 
