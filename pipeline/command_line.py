@@ -41,7 +41,7 @@ def run_job(job: Callable[[Sequence[str] | None], int | None], arguments: Sequen
     except InputError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
-    except JobError as error:
+    except (JobError, OSError) as error:  # the latter is storage that is full, or cannot be reached
         print(f"error: the job failed: {one_line(error)}; submit it again to go on", file=sys.stderr)
         return 1
     except JobStopped as stopped:

@@ -94,9 +94,7 @@ def commit_made_up(output: OutputFolder, part: Part, staged: StagedInput) -> Non
     """Commit a part as if its rows had been generated."""
     rows = pa.parquet.read_table(staged.file(part).path)
     generation, request = Generation("", [5] * 8, "made up", "length", 10, DecodeCounts()), Request([1] * 10)
-    values = column_values(
-        generation, request, RunTraits(request.sampling, WritingConfig(), rows_have_settings=False)
-    )
+    values = column_values(generation, request, RunTraits(request.sampling, WritingConfig(), rows_have_settings=False))
     commit_part(output, part.name, rows.append_column("generated", pa.array([values] * part.rows, columns_type())))
 
 

@@ -15,6 +15,7 @@ from pipeline.engines.unfinished_rows import delete_unfinished
 from pipeline.errors import InputError, JobError, JobStopped
 from pipeline.generate.job_context import LEARNING, SPECULATION, JobContext, Work
 from pipeline.generate.supervision import generate_missing
+from pipeline.io.files import partials
 from pipeline.learning.job_learner import beside_learner
 from pipeline.learning.learner_spec import beginning
 from pipeline.output.compaction import compact
@@ -43,9 +44,13 @@ def run(job: JobContext) -> None:
     """
     last = Progress()
     stopping = Stopping()
+    lease = Lease(job.output.lease, lost=lambda by: stopping.stop(f"{by} works on the output now"))
     try:
-        if not is_finished(job.output):
-            lease = Lease(job.output.lease, lost=lambda by: stopping.stop(f"{by} works on the output now"))
+        if is_finished(job.output):
+            if lease.is_left or partials(job.output.root):  # of a driver that was killed at its very end
+                with lease:
+                    job.output.delete_temporary()
+        else:
             with stopping, lease, StatusFile(job.output.status_file) as status:
                 if take_output(job.config.output, job.output, job.meaning):
                     job.save_run("running")

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from drafter.errors import printable
 from pipeline.io.files import Location
 from pipeline.io.table_files import parquet_rows
 from pipeline.output.output_folder import OutputFolder
@@ -51,7 +52,7 @@ def discard_torn(output: OutputFolder, parts: Iterable[Part]) -> None:
         return
     names = ", ".join(file.place.path.removeprefix(f"{output.root.path}/") for file in torn[:_SHOWN])
     more = f" and {len(torn) - _SHOWN} others" if len(torn) > _SHOWN else ""
-    print(f"results that are not whole are made again: {names}{more}", file=sys.stderr, flush=True)
+    print(f"results that are not whole are made again: {printable(names)}{more}", file=sys.stderr, flush=True)
     for file in torn:
         file.place.filesystem.delete_file(file.place.path)
 

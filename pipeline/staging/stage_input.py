@@ -12,7 +12,8 @@ import pyarrow.compute
 import pyarrow.parquet
 import ray
 
-from pipeline.errors import InputError
+from drafter.errors import one_line
+from pipeline.errors import InputError, JobError
 from pipeline.io.column_types import stored_struct, unify_fields
 from pipeline.io.listing import InputFile, InputListing
 from pipeline.staging.samples import row_name
@@ -37,6 +38,7 @@ def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None =
     Raises:
         InputError: A file is damaged or lacks a column, an id stands for several rows, there are no rows, or the parts
             are not those that were staged before.
+        JobError: The parts cannot be written.
     """
     plan.folder.make_folder()
     task = ray.remote(num_cpus=_TASK_CPUS, max_retries=-1)(stage_files)
@@ -51,7 +53,7 @@ def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None =
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, InputError):
             raise error.cause from None
-        raise
+        raise JobError(f"the input cannot be staged: {one_line(error.cause)}") from error
     parts = tuple(part for parts, _ in done for part in parts)
     if not parts:
         raise InputError("the input has no rows")

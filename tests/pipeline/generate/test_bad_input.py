@@ -250,6 +250,18 @@ def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capfd: pyt
         pipeline.cluster.ray_cluster.connect()
 
 
+def test_foreign_text_is_printed_and_not_obeyed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A dataset's README has names with a terminal's escape sequences in them."""
+    readme = '---\nconfigs:\n- config_name: "\\x1b]0;mine\\x07a"\n  data_files: a.jsonl\n- config_name: b\n  data_files: b.jsonl\n---\n'
+    (tmp_path / "README.md").write_text(readme)
+    for name in "ab":
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": "x"}])
+    assert main(["--input", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
+    said = capfd.readouterr().err
+    assert "has several subsets (\\x1b]0;mine\\x07a, b): set reading.subset" in said
+    assert said.strip().isprintable()
+
+
 def test_a_job_that_fails_is_code_1(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     from pipeline.errors import JobError
 
@@ -259,6 +271,13 @@ def test_a_job_that_fails_is_code_1(monkeypatch: pytest.MonkeyPatch, capfd: pyte
     monkeypatch.setattr("pipeline.generate.generate_job.generate", failing)
     assert main(["--input", "a", "--output", "b"]) == 1
     assert capfd.readouterr().err == "error: the job failed: disk full; submit it again to go on\n"
+
+    def full(_: Any) -> None:
+        raise OSError(28, "No space left on device", "out/run.json")
+
+    monkeypatch.setattr("pipeline.generate.generate_job.generate", full)
+    assert main(["--input", "a", "--output", "b"]) == 1
+    assert "failed: [Errno 28] No space left on device: 'out/run.json'; submit it" in capfd.readouterr().err
 
 
 @pytest.mark.slow

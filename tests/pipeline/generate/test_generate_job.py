@@ -15,7 +15,7 @@ import pytest
 
 from drafter import EngineConfig, SpeculativeLM
 from pipeline.generate.row_sampling import row_seed
-from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run, untimed, write_jsonl
+from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run, write_jsonl
 
 QUESTIONS = ["how many apples", "how many pens does she have", "she", "does she have apples and pens " * 3]
 INPUT: list[Any] = [
