@@ -252,10 +252,9 @@ def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capfd: pyt
 
 def test_foreign_text_is_printed_and_not_obeyed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A dataset's README has names with a terminal's escape sequences in them."""
-    readme = '---\nconfigs:\n- config_name: "\\x1b]0;mine\\x07a"\n  data_files: a.jsonl\n- config_name: b\n  data_files: b.jsonl\n---\n'
-    (tmp_path / "README.md").write_text(readme)
-    for name in "ab":
-        write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": "x"}])
+    configs = [{"config_name": name, "data_files": "a.jsonl"} for name in ("\x1b]0;mine\x07a", "b")]
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x"}])
     assert main(["--input", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
     said = capfd.readouterr().err
     assert "has several subsets (\\x1b]0;mine\\x07a, b): set reading.subset" in said

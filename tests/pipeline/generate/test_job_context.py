@@ -153,5 +153,5 @@ def test_one_output_has_one_date(tmp_path: Path) -> None:
     (tmp_path / "out" / "data" / "00000-00000.parquet").write_bytes(b"")
     assert output_date(config) == begun
     now = parse_config([*given, "--reading.date", "2026-03-31"])
-    with pytest.raises(InputError, match="reading.date was '2024-02-03T04:05:06', is now '2026-03-31T00:00:00'"):
+    with pytest.raises(InputError, match=r"reading\.date was '2024-02-03T04:05:06', is now '2026-03-31T00:00:00'"):
         open_output(now, job_meaning(now, list_input(str(source)), TEXT, "base", {}, output_date(now)))
