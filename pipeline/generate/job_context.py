@@ -154,7 +154,7 @@ def job_meaning(
 
 def _bound(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the bound ones of some settings, in the same groups."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, dict):
             found |= {name: inner} if (inner := _bound(value, f"{prefix}{name}.")) else {}

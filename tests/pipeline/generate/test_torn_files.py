@@ -199,6 +199,7 @@ def test_a_full_disk_is_told_in_one_line(
             assert told.code == 1 or "cannot be written to" in told.error
         finished.reopen()
     assert count > WRITES_OF_A_FINISH
+    failing(full, 10**9, for_good=False)
     assert_same(run(finished.source, *JOB_SETTINGS), before)
     assert files_below(finished.outcome.folder) == set(FINISHED)
 
@@ -211,6 +212,7 @@ def test_a_driver_that_ends_at_any_of_its_changes_is_followed_by_one_that_makes_
     shutil.rmtree(finished.outcome.folder)
     count = sum(1 for _ in changes(run, finished.source, failing, EndedError(), for_good=True))
     assert count > 2 * WRITES_OF_A_FINISH
+    failing(EndedError(), 10**9, for_good=True)
     done = run(finished.source, *JOB_SETTINGS)
     assert sorted(row["text"] for row in done.rows) == sorted(row["text"] for row in before.rows)
     assert not {name for name in files_below(done.folder) if "partial" in name or "_lease" in name}
