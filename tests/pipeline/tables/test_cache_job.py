@@ -134,7 +134,7 @@ def test_from_a_job_s_output_to_a_job_that_drafts_with_it(
     assert (drafts.code, drafts.errors) == (0, []), drafts.stderr
     plain = run(source, output=tmp_path / "plain", drafter="none")
     assert [row["token_ids"] for row in drafts.rows] == [row["token_ids"] for row in plain.rows]
-    assert json.loads((drafts.folder / "run.json").read_text())["meaning"]["heads"].keys() == {f"cacheback:{file}"}
+    assert json.loads((drafts.folder / "run.json").read_text())["drafters"][0]["heads"].keys() == {f"cacheback:{file}"}
     assert run(source, output=tmp_path / "no", drafter=f"cacheback:{file}x").code == 2
 
 
