@@ -1,15 +1,43 @@
-"""What a model's configuration says: whether it can be a base, what its layers see, how long its texts may be."""
+"""What a model's configuration says: whether it can be a base, what its layers see, how long its texts may be.
+
+And the lock under which transformers makes a model of it.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from drafter.errors import LoadError
 
+_MAKING = threading.RLock()
+TIE_WEIGHTS, _LINSPACE = PreTrainedModel.tie_weights, torch.linspace
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+@contextmanager
+def transformers_loading() -> Iterator[None]:
+    """Hold the process's one lock for making models with transformers.
+
+    While `from_pretrained` runs, it replaces `PreTrainedModel.tie_weights` and `torch.linspace` for the whole process.
+    At its end it restores what it found. If two loads overlap, the second one finds the first one's replacement and
+    leaves it there: all later models with tied embeddings keep an `lm_head` without data. Callers who load models of
+    their own in other threads can hold this lock, too.
+    """
+    with _MAKING:
+        try:
+            yield
+        finally:
+            # A load outside of this lock may have overlapped. To restore does it no harm if it is still under way: its
+            # embeddings are tied earlier, and once more when their weights are there.
+            PreTrainedModel.tie_weights, torch.linspace = TIE_WEIGHTS, _LINSPACE
 
 
 def refuse_unsupported(name: str, config: Any) -> None:

@@ -56,7 +56,7 @@ def first_fingerprint(model: nn.Module, embedding: Tensor, sizes: Sequence[Any])
     digest = hashlib.sha256(repr(list(sizes)).encode())
     flat = embedding.flatten()
     # Clamped, because the last of these is rounded up where the embedding is large.
-    places = torch.linspace(0, flat.numel() - 1, _SAMPLED_FIRST).long().clamp_max(flat.numel() - 1)
+    places = torch.linspace(0, flat.numel() - 1, _SAMPLED_FIRST, dtype=torch.float32).long().clamp_max(flat.numel() - 1)
     vectors = [p.detach().flatten() for _, p in sorted(model.named_parameters()) if p.dim() == 1]
     for tensor in [flat[places.to(flat.device)], *vectors]:
         digest.update(tensor.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from drafter.base.architecture import refuse_unsupported
+from drafter.base.architecture import TIE_WEIGHTS, refuse_unsupported, transformers_loading
 from drafter.base.causal_lm import BaseModel
 from drafter.errors import LoadError, first_line
 from drafter.hub import local_only, not_found
@@ -50,14 +51,18 @@ def load_base(
     if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
         kwargs["attn_implementation"] = "eager"
     try:
-        try:
-            model = AutoModelForCausalLM.from_pretrained(name, **kwargs)
-        except ValueError as error:
-            if "scaled_dot_product_attention" not in str(error):
-                raise
-            model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="eager", **kwargs)
+        with transformers_loading():
+            try:
+                model = AutoModelForCausalLM.from_pretrained(name, **kwargs)
+            except ValueError as error:
+                if "scaled_dot_product_attention" not in str(error):
+                    raise
+                model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="eager", **kwargs)
+        require_data(name, model)
         if device_map is None:
             model = model.to(target)
+    except LoadError:
+        raise
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
         raise LoadError(f"base model {name!r} cannot be loaded: {first_line(error)}") from error
     except Exception as error:  # safetensors raises a class of its own for a damaged file
@@ -65,6 +70,30 @@ def load_base(
             raise LoadError(f"base model {name!r} has damaged weights: {first_line(error)}") from error
         raise
     return BaseModel(model, name)
+
+
+def require_data(name: str, model: PreTrainedModel) -> None:
+    """Check that every parameter and buffer of a model has data, except weights that its device map offloads.
+
+    Tied weights that a load in another thread has left without data are tied once more.
+
+    Raises:
+        LoadError: One has none; it is named.
+    """
+    if {"cpu", "disk"} & {str(device) for device in getattr(model, "hf_device_map", {}).values()}:
+        return  # what accelerate offloads is on the meta device until a forward needs it
+    if _without_data(model) is not None:
+        TIE_WEIGHTS(model, recompute_mapping=False)
+    if (missing := _without_data(model)) is not None:
+        raise LoadError(
+            f"base model {name!r}: no data was loaded for {missing}; load it again, and not while other threads load "
+            "models with transformers"
+        )
+
+
+def _without_data(model: torch.nn.Module) -> str | None:
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    return next((name for name, tensor in tensors if tensor.is_meta), None)
 
 
 def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False, local_files_only: bool = False) -> Any:

@@ -165,7 +165,7 @@ def prefix_attention_agrees(
 ) -> bool:
     """Whether it runs there, and gives what `masked_prefix_attention` gives, for rows of several lengths and parts."""
     random, slot = torch.Generator().manual_seed(0), 3 * _PART
-    query, keys = (torch.randn(size, heads, dim, generator=random) for size in (2 * 5, 2 * slot))
+    query, keys = (torch.randn(size, heads, dim, generator=random, dtype=torch.float32) for size in (2 * 5, 2 * slot))
     query, keys = query.view(2, 5, heads, dim).to(device, dtype), keys.to(device, dtype)
     lengths = torch.tensor([slot - 7, 0], device=device)
     prefix = Prefix(lengths, slot, 3, attend)

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from drafter.base.architecture import transformers_loading
+
 PASSED = 12
 """Numbers up to this are left as they are: a text of three dozen tokens is past them, and past twice as many."""
 _NUMBER = 8
@@ -102,7 +104,7 @@ def random_model(kind: Any, config: Any, attention: str = "sdpa") -> Any:
         config: Its configuration.
         attention: transformers' name of an attention; `eager` where the class has no other.
     """
-    with torch.random.fork_rng(devices=[]):
+    with transformers_loading(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
             model = kind._from_config(config, dtype=torch.float32, attn_implementation=attention)

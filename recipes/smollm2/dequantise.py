@@ -17,6 +17,8 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from drafter.base.architecture import transformers_loading
+
 _SPLITS_DIGITS = frozenset({"smollm"})
 """Values of `tokenizer.ggml.pre` whose tokenisers take each digit by itself before anything else."""
 
@@ -45,14 +47,16 @@ def dequantise(gguf: Path, folder: Path) -> None:
         folder: A new folder.
     """
     tokenizer = read_tokenizer(gguf)
-    quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    with transformers_loading():
+        quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = quantised.config
     tokenizer.model_max_length = config.max_position_embeddings
     tokenizer.save_pretrained(folder)
     # A model that was loaded from a GGUF file refuses to be saved; one that was given the same weights does not.
     del config.quantization_config
     config.dtype = torch.bfloat16
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with transformers_loading():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(quantised.state_dict())
     model.generation_config = quantised.generation_config
     model.save_pretrained(folder)

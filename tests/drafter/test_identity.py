@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.cacheback import CachebackDrafter
@@ -108,6 +109,24 @@ def test_greedy_equals_generate(family: str) -> None:
         assert [one.token_ids for one in found] == expected, name
         accepted = sum(one.counts.num_accepted_draft_tokens for one in found)
         assert accepted > 0 or name in ("none", "adversarial", "heads", "models", "choosing")
+
+
+@pytest.mark.parametrize("family", slow_but(("llama",), ("llama", "gpt_oss")))
+def test_the_default_dtype_has_no_part_in_it(family: str) -> None:
+    """transformers changes it for the whole process while another thread loads a model in bf16."""
+    model, prompts = random_model(family), random_prompts(6, seed=len(family))
+    expected = [generate_reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    requests = [Request(prompt, SamplingParams(max_new_tokens=NEW_TOKENS)) for prompt in prompts]
+    heads = [make_head(base_of(family), kind) for kind in ("ctc", "context 2", "eagle3")]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        base = BaseModel(model)  # what it keeps of the model is made here, too
+        oracle = OracleDrafter([prompt + text for prompt, text in zip(prompts, expected, strict=True)])
+        for drafter in (oracle, *(head.drafter(base, 8) for head in heads)):
+            found = run_engine(base, drafter, requests, slots=3, nodes=10)
+            assert [one.token_ids for one in found] == expected, drafter
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("family", slow_but(MAIN_FAMILIES, FAMILIES))

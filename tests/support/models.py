@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from drafter.base.architecture import transformers_loading
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
 from drafter.engine.engine_config import EngineConfig
@@ -68,7 +69,8 @@ def random_model(family: str, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **{**_COMMON, **FAMILIES.get(family, {})})
     eager = {"attn_implementation": "eager"} if family in ("gemma2", "gpt_oss") else {}
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **eager).to(DEVICE).eval()
+    with transformers_loading():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **eager).to(DEVICE).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

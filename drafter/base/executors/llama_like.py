@@ -72,7 +72,7 @@ class LlamaLike:
     def rotations(self, positions: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines `[positions, D / 2]`, as the model computes them."""
         places = torch.arange(positions)[None]
-        cosines, sines = self.rotary(torch.zeros(1, 1, 1), places)
+        cosines, sines = self.rotary(torch.zeros(1, 1, 1, dtype=torch.float32), places)
         half = self.head_size // 2
         return cosines[0, :, :half].float().contiguous(), sines[0, :, :half].float().contiguous()
 

@@ -86,7 +86,7 @@ class NativeAttentionReader(AttentionReader):
         slots = entries.slots.numpy()
         positions = (np.array(context.host_lengths)[slots] - entries.back.numpy()).clip(0)
         embeddings = self._base.embed(torch.from_numpy(context.tokens.numpy()[slots, positions])).float().contiguous()
-        states = torch.empty(len(ends), frames, self._module.width)
+        states = torch.empty(len(ends), frames, self._module.width, dtype=torch.float32)
         asked = FramesStruct(
             cache=self._cache.data_ptr(),
             slots=len(self._cached),

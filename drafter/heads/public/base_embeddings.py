@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from drafter.base.architecture import transformers_loading
 from drafter.hub import hub_file
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -24,7 +25,7 @@ def base_embeddings(model: str, config: Any, *, trust_remote_code: bool = False)
         config: Its configuration, of transformers.
         trust_remote_code: Run modeling code that comes with it.
     """
-    with torch.device("meta"):
+    with transformers_loading(), torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     wanted = skeleton.get_input_embeddings().weight
     name = next((name for name, one in skeleton.named_parameters() if one is wanted), None)

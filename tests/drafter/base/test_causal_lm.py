@@ -1,15 +1,16 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from drafter.base.causal_lm import BaseModel
 from drafter.base.fingerprint import fingerprint, first_fingerprint
-from drafter.base.loading import load_base, load_tokenizer, pick_device, pick_dtype
+from drafter.base.loading import load_base, load_tokenizer, pick_device, pick_dtype, require_data
 from drafter.base.small_copy import lengths_beyond, small_config
 from drafter.errors import LoadError
 from tests.support.models import random_model
@@ -104,6 +105,44 @@ def test_from_pretrained_reads_a_folder(tmp_path: Path) -> None:
     assert base.eos_token_ids == {2}
 
 
+@pytest.fixture
+def tied(tmp_path: Path) -> Path:
+    """Folder of a model whose LM head is its embedding, and in no file of its own."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    build("llama", vocab_size=64, tie_word_embeddings=True, **sizes).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_loads_in_several_threads_are_each_complete(tied: Path) -> None:
+    """transformers replaces functions of the whole process while it loads, and overlapping loads leave that."""
+    replaced = PreTrainedModel.tie_weights, torch.linspace
+
+    def load(_: int) -> bool:
+        model = load_base(tied, device="cpu").model
+        return model.lm_head.weight is model.get_input_embeddings().weight and not model.lm_head.weight.is_meta
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(load, range(18))) == [True] * 18
+    assert (PreTrainedModel.tie_weights, torch.linspace) == replaced
+
+
+def test_a_process_whose_other_loads_have_overlapped_still_loads(tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = PreTrainedModel.tie_weights
+    monkeypatch.setattr(PreTrainedModel, "tie_weights", lambda *_, **__: None)  # as two loads leave it
+    model = load_base(tied, device="cpu").model
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert PreTrainedModel.tie_weights is original
+
+
+def test_weights_without_data_are_named() -> None:
+    model = random_model("llama")
+    model.model.layers[1].mlp.up_proj.to("meta")
+    with pytest.raises(LoadError, match=r"'mine': no data was loaded for model\.layers\.1\.mlp\.up_proj\.weight"):
+        require_data("mine", model)
+    model.hf_device_map = {"model.layers.1": "disk"}
+    require_data("mine", model)
+
+
 def test_soft_capped_attention_loads_with_the_eager_kernel(tmp_path: Path) -> None:
     random_model("gemma2").save_pretrained(tmp_path)
     assert load_base(tmp_path, device="cpu").model.config._attn_implementation == "eager"
@@ -121,8 +160,10 @@ def test_longrope_is_decoded_only_where_texts_do_not_hang_on_each_other() -> Non
 
 def test_fingerprint_of_an_embedding_whose_last_place_float32_cannot_name() -> None:
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 8}
-    base = BaseModel(build("llama", vocab_size=1 << 17, hidden_size=256, **sizes))
-    shape = ["llama", 1, 256, 1 << 17]
+    model = build("llama", vocab_size=1 << 17, hidden_size=132, tie_word_embeddings=True, **sizes)
+    base, last = BaseModel(model), 132 * (1 << 17) - 1
+    assert int(torch.tensor(last, dtype=torch.float32)) > last
+    shape = ["llama", 1, 132, 1 << 17]
     first = first_fingerprint(base.model, base.model.get_input_embeddings().weight, shape)
     assert len(first) == 16
     assert base.has_fingerprint(first)
