@@ -22,7 +22,7 @@ from drafter.llm import Prompt
 from drafter.requests import TokenDelta
 from drafter.verifiers.verifier_settings import VerifierSettings
 from tests.support.models import random_model
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 QUESTION = "Tom has 3 boxes of 12 pens. He gives 5 pens away. How many pens does he have left?"
 
@@ -116,7 +116,7 @@ def test_a_listener_that_leaves_harms_nobody(lm: SpeculativeLM) -> None:
     while handle._deltas.qsize() < 3:  # tokens still come, though nobody can be woken
         time.sleep(0.01)
     handle.cancel()
-    assert handle.result(60).finish_reason == "cancelled"
+    assert handle.result(PATIENCE).finish_reason == "cancelled"
     assert len(lm.generate(QUESTION, max_new_tokens=3, ignore_eos=True)[0].token_ids) == 3
 
 

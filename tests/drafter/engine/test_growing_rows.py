@@ -6,7 +6,6 @@ from functools import reduce
 
 import pytest
 
-from drafter import devices
 from drafter.base.causal_lm import BaseModel
 from drafter.base.paged_kv_cache import BLOCK, SPARE
 from drafter.drafters.contract import Drafter
@@ -27,7 +26,7 @@ from tests.support.models import (
     random_prompts,
     run_engine,
 )
-from tests.support.tapes import TapeRecorder
+from tests.support.tapes import queue_steps
 
 MAX_LENGTH = 4 * BLOCK
 
@@ -59,8 +58,7 @@ def test_tokens_are_those_of_rows_alone(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_tokens_are_those_of_rows_alone_where_the_host_is_behind(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that read each step's outcome one step later, as on a GPU."""
-    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
-    monkeypatch.setattr("drafter.engine.steps.cuda_graphs._CudaRecorder", TapeRecorder())
+    queue_steps(monkeypatch)
     check_tokens(family)
 
 

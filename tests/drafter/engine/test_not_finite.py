@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from drafter import devices
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
 from drafter.drafters.memory import MemoryDrafter
@@ -28,7 +27,7 @@ from drafter.tree.trie import from_nodes
 from tests.support.heads import make_head
 from tests.support.marks import slow_but
 from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_model, random_prompts
-from tests.support.tapes import TapeRecorder
+from tests.support.tapes import queue_steps
 
 POISON = 96
 """A token whose embedding is not finite."""
@@ -78,8 +77,7 @@ DRAFTERS: dict[str, Callable[[BaseModel], Drafter]] = {
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Engines that look at each step's outcome at once, and engines that read it one step later, as on a GPU."""
     if request.param == "the host is behind":
-        monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
-        monkeypatch.setattr("drafter.engine.steps.cuda_graphs._CudaRecorder", TapeRecorder())
+        queue_steps(monkeypatch)
     return str(request.param)
 
 

@@ -8,7 +8,6 @@ from functools import cache
 import pytest
 import torch
 
-from drafter import devices
 from drafter.base.causal_lm import BaseModel
 from drafter.drafters.cacheback import CachebackDrafter
 from drafter.drafters.contract import Ask, DraftContext, Drafter, Loan
@@ -22,7 +21,7 @@ from drafter.stage_times import StageTimes
 from drafter.tree.token_tree import TokenTree
 from tests.support.marks import slow_but
 from tests.support.models import FAMILIES, VOCABULARY, SpellingTokenizer, random_model, random_prompts, run_engine
-from tests.support.tapes import TapeRecorder
+from tests.support.tapes import queue_steps
 from tests.support.trees import Prefix, check_best, check_slice_contract, nodes
 
 SPECINFER = (1, 1, 3, 1, 1)
@@ -190,9 +189,7 @@ def test_a_draft_model_can_be_part_of_a_graph(family: str, monkeypatch: pytest.M
         ],
     )
     expected = run_engine(base, PlainDecoding(), requests, slots=1)
-    recorder = TapeRecorder()
-    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
-    monkeypatch.setattr("drafter.engine.steps.cuda_graphs._CudaRecorder", recorder)
+    recorder = queue_steps(monkeypatch)
     drafter = ModelDrafter(base, base, 0, (1, 1, 1)) if family == "llama" else ModelDrafter(base, base, 6)
     assert drafter.spec.graph_safe
     found = run_engine(base, drafter, requests, slots=3, nodes=6)

@@ -17,7 +17,7 @@ from pipeline.serving.serve_config import LimitsConfig
 from tests.support.local_endpoint import listening
 from tests.support.waiting import PATIENCE
 
-SECONDS = 0.4
+SECONDS = 1.0
 HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
 WHOLE = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
