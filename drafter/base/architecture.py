@@ -89,7 +89,7 @@ def max_positions(config: Any) -> int | None:
     longest = _positions(config)
     if getattr(config, "attn_temperature_tuning", False) and (scale := getattr(config, "floor_scale", None)):
         # From there on Llama 4 scales attention by a token's place in the cache, as if all rows were equally long.
-        return min(longest or scale, scale) - 1
+        return int(min(longest or scale, scale)) - 1
     return longest
 
 
