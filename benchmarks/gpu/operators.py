@@ -19,9 +19,8 @@ from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
 from drafter import devices
 from drafter.base.kv_cache import KVCache, LayerShape
 from drafter.base.loading import pick_device
-from drafter.base.masks import additive, tree_attention_mask
 from drafter.base.paged_kv_cache import BLOCK, PagedKVCache
-from drafter.base.tree_attention import folded, tree_attention
+from drafter.base.tree_attention import additive, folded, tree_attention, tree_attention_mask
 from drafter.drafters.ngram import lookup
 from drafter.search.ctc_prefix import best_trie
 from drafter.search.product import best_product_trie

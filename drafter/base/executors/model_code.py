@@ -20,10 +20,9 @@ from drafter.base.executors.compiled import compiled
 from drafter.base.executors.contract import TreeNodes
 from drafter.base.hidden_states import DecoderLayers
 from drafter.base.kv_cache import KVCache
-from drafter.base.masks import additive, tree_attention_mask
 from drafter.base.packing import Packing
 from drafter.base.prefix_attention import CommittedLayers, Prefix, PrefixAttention, parts_of
-from drafter.base.tree_attention import folded
+from drafter.base.tree_attention import additive, folded, tree_attention_mask
 
 _LARGEST_TREE = 128
 """More nodes than this are a piece of a prompt, whose mask is larger than the KV cache that folding saves."""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from drafter.base.masks import additive, tree_attention_mask
+from drafter.base.tree_attention import additive, tree_attention_mask
 
 # Root with two children; row 0 has one committed position, row 1 has three.
 LENGTHS = torch.tensor([1, 3])

@@ -14,7 +14,6 @@ from torch import nn
 from drafter.base import prefix_attention
 from drafter.base.causal_lm import BaseModel
 from drafter.base.executors.contract import TreeNodes
-from drafter.base.masks import additive, tree_attention_mask
 from drafter.base.packing import Packing
 from drafter.base.prefix_attention import (
     CommittedLayers,
@@ -24,7 +23,7 @@ from drafter.base.prefix_attention import (
     merge_attention,
     parts_of,
 )
-from drafter.base.tree_attention import folded, tree_attention
+from drafter.base.tree_attention import additive, folded, tree_attention, tree_attention_mask
 from tests.support.models import random_model
 
 

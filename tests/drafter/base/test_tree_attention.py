@@ -11,9 +11,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from drafter.base.causal_lm import BaseModel
 from drafter.base.executors.contract import TreeNodes
-from drafter.base.masks import additive
 from drafter.base.packing import Packing
-from drafter.base.tree_attention import TREE_ATTENTION, folded, query_groups, tree_attention
+from drafter.base.tree_attention import TREE_ATTENTION, additive, folded, query_groups, tree_attention
 from tests.support.models import random_model
 
 BATCH, HEADS, SHARED, NODES, SEEN, DIM = 2, 6, 2, 5, 11, 8
