@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,6 +30,8 @@ from drafter.threads import in_passing_thread
 from drafter.verifiers.contract import Verifier
 from drafter.verifiers.registry import make_verifier
 from drafter.verifiers.verifier_settings import VerifierSettings
+
+logger = logging.getLogger(__name__)
 
 Message = dict[str, str]
 Prompt = str | Sequence[Message]
@@ -107,7 +110,8 @@ class SpeculativeLM:
             verifier: Which draft tokens become output; by default those that plain decoding would give.
             learning: What a head begins with that learns from the rows. `samples` then hands these out, and
                 `engine.drafter.offer` takes versions of it. The drafter is `auto` or this head.
-            on_stage: Is told what is being done, before each part of the start that may take long.
+            on_stage: Is told what is being done, before each part of the start that may take long; by default it is
+                logged at level INFO.
 
         Raises:
             LoadError: Something cannot be found, read or used; the message says what.
@@ -129,7 +133,7 @@ class SpeculativeLM:
                 f"a head learns from what its base says itself, and the verifier {decides.name} lets other "
                 "tokens pass: use exact, or do without learning"
             )
-        tell = on_stage or (lambda stage: None)
+        tell = on_stage or logger.info
         tell(f"loading {model or 'the embedded model'}")
         base, loaded = in_passing_thread(load)
         if loaded.withheld and chosen.nodes != "auto":

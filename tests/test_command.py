@@ -90,7 +90,7 @@ def users_folder(folder: Path, *names: str) -> dict[str, str]:
     """A working directory with packages of these names; returns the environment of one who has installed ours."""
     for name in names:
         (folder / name).mkdir()
-        (folder / name / "__init__.py").write_text("")
+        (folder / name / "__init__.py").write_text("raise ImportError('this is the user's own')\n")
     (folder / "bin").mkdir()
     (folder / "bin" / "drafter").write_text(SCRIPT)
     return {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -110,6 +110,19 @@ def test_a_module_that_runs_beside_a_folder_of_our_name_says_which_it_takes(tmp_
     note, error = done.stderr.splitlines()
     assert note == f"note: {tmp_path}/pipeline has the name of a package of ours, in {ROOT}, which is used"
     assert (done.returncode, error) == (2, MISTAKE)
+
+
+def test_what_workers_do_first_makes_them_import_ours(tmp_path: Path) -> None:
+    environment = users_folder(tmp_path, "jobs", "pipeline", "drafter")
+    pickling = "from pipeline.cluster.ray_cluster import _own_packages; from ray import cloudpickle; import sys; "
+    pickling += "sys.stdout.buffer.write(cloudpickle.dumps(_own_packages()['worker_process_setup_hook']))"
+    hook = subprocess.run([sys.executable, "-P", "-c", pickling], cwd=tmp_path, env=environment, capture_output=True)
+    assert hook.returncode == 0, hook.stderr.decode()
+    (tmp_path / "hook").write_bytes(hook.stdout)
+    worker = "import pickle, sys; pickle.load(open('hook', 'rb'))(); sys.path.insert(0, ''); "
+    worker += "import pipeline.io.listing; print(pipeline.io.listing.__file__)"
+    done = subprocess.run([sys.executable, "-P", "-c", worker], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == f"{ROOT}/pipeline/io/listing.py\n", done.stderr
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from ray._private.services import find_bootstrap_address
 
 from drafter.errors import one_line
 from drafter.source_commit import ROOT
-from pipeline.cluster.shares import Cluster, Node
+from pipeline.cluster.shares import ActorResources, Cluster, Node
 from pipeline.errors import JobError
 
 _PACKAGES = ("drafter", "jobs", "pipeline")
@@ -35,6 +35,17 @@ def connect() -> Cluster:
     may_grow = _join_or_start()
     alive = (node["Resources"] for node in ray.nodes() if node["Alive"])
     return Cluster(tuple(Node(has.get("CPU", 0.0), has.get("GPU", 0.0)) for has in alive), may_grow)
+
+
+def takes(resources: ActorResources) -> str:
+    """Return in words what an actor takes of the cluster, and how much of it is free."""
+    free, there = ray.available_resources(), ray.cluster_resources()
+    parts = [
+        f"{share:g} {unit} ({free.get(name, 0.0):g} of {there.get(name, 0.0):g} are free)"
+        for share, unit, name in ((resources.cpus, "CPU cores", "CPU"), (resources.gpus, "GPUs", "GPU"))
+        if share
+    ]
+    return " and ".join(parts)
 
 
 def cluster_here(patience: float = 5.0) -> bool:
@@ -96,12 +107,15 @@ def _own_packages() -> dict[str, Any] | None:
     if Path.cwd() == ROOT or not any(PathFinder.find_spec(name, here) for name in _PACKAGES):
         return None
 
-    def put_first() -> None:  # pickled as code: at this time a worker would not find our modules
+    def import_ours() -> None:  # pickled as code: a worker that has to find it in a module would look in the wrong one
+        import importlib
         import sys
 
         sys.path.insert(0, root)
+        for name in ("drafter", "pipeline"):  # before the first task, for which Ray changes the path
+            importlib.import_module(name)
 
-    return {"worker_process_setup_hook": put_first}
+    return {"worker_process_setup_hook": import_ours}
 
 
 @contextmanager

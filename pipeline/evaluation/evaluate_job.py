@@ -24,6 +24,7 @@ from drafter.evaluation.tables import speed_tables
 from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.resources_config import ResourcesConfig
 from pipeline.cluster.shares import ActorResources, share_out
+from pipeline.command_line import say
 from pipeline.engines.named_models import model_name
 from pipeline.errors import InputError
 from pipeline.evaluation.evaluate_config import EvaluateConfig
@@ -32,8 +33,9 @@ from pipeline.evaluation.verifier_evaluation import RESULTS_FILE as VERIFIERS_FI
 from pipeline.evaluation.verifier_evaluation import evaluate_verifiers
 from pipeline.generate.generate_config import LoadingConfig
 
-Item = Results | list[Cell] | Progress
-"""What the task yields: first results without cells, then the cells of each setting together, and progress."""
+Item = Results | list[Cell] | Progress | str
+"""What the task yields: what it does until it is ready, results without cells, then the cells
+of each setting together, and progress."""
 
 _LINE_SECONDS = 5.0
 
@@ -143,8 +145,10 @@ def measure(
         QuestionError: The questions do not fit the base or the plan.
     """
     torch.set_num_threads(threads)
+    yield f"loading the model {model}"
     base = load_base(model, **asdict(loading))
     tokenizer = load_tokenizer(model, trust_remote_code=loading.trust_remote_code)
+    yield "timing steps, and decoding the prompts"
     evaluation = Evaluation(base, tokenizer, questions, plan)
     yield evaluation.describe(command, files)
     yield from evaluation.run(done)
@@ -156,7 +160,8 @@ def collect(stream: Iterator[Item], folder: Path, earlier: Results | None) -> Re
     Raises:
         InputError: `earlier` holds another measurement.
     """
-    results = next(stream)
+    while isinstance(results := next(stream), str):
+        say(results)
     assert isinstance(results, Results)
     if earlier is not None:
         if not earlier.same_measurement(results):

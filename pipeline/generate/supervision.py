@@ -13,7 +13,7 @@ import pyarrow.dataset
 import ray
 
 from drafter.errors import one_line
-from pipeline.cluster.ray_cluster import beside_driver, quiet_ray_data
+from pipeline.cluster.ray_cluster import beside_driver, quiet_ray_data, takes
 from pipeline.engines.ledger import Ledger, LedgerCounts, SavedRow
 from pipeline.engines.named_models import model_name
 from pipeline.engines.unfinished_rows import read_unfinished, write_unfinished
@@ -45,7 +45,8 @@ def generate_missing(job: JobContext, work: Work, stopping: Stopping, status: St
         InputError: The models cannot be loaded.
         JobError: The pipeline failed.
     """
-    print(f"{work.rows} of {work.staged.rows} rows to generate", file=sys.stderr, flush=True)
+    wanted = f"an engine takes {takes(work.resources)}"
+    print(f"{work.rows} of {work.staged.rows} rows to generate; {wanted}", file=sys.stderr, flush=True)
     quiet_ray_data()
     missing = {part.name for part in work.missing}
     unfinished = [row for row in read_unfinished(job.output) if row.part in missing]

@@ -17,6 +17,7 @@ from drafter.errors import LoadError, one_line
 from drafter.verifiers.registry import make_verifier
 from pipeline.cluster.ports import free_ports
 from pipeline.cluster.ray_cluster import connect, will_start
+from pipeline.command_line import say
 from pipeline.engines.named_models import head_fingerprints, model_fingerprint, model_name
 from pipeline.errors import InputError, JobError
 from pipeline.io.files import locate, make_folders
@@ -42,6 +43,7 @@ def serve_until_signal(config: ServeConfig) -> None:
     own_cluster = will_start()
     if own_cluster:  # the ingress will run here, with the same keys: a mistake in them is told at once
         read_agreement(config.learning, read_keys(config.keys_file, config.keys))
+    say(f"looking at the model {config.model or 'embedded'}")
     check_models(config)
     start(config, own_cluster=own_cluster)
     print(f"serving {config.served_name} at http://{config.host}:{config.port}", flush=True)
@@ -88,6 +90,7 @@ def start(config: ServeConfig, *, own_cluster: bool) -> None:
     try:
         serve.start(http_options={"host": config.host, "port": proxy_port})
         check_address(config.host, proxy_port)
+        say("starting the replicas, which load the model and time steps")
         serve.run(application(config, cluster, loopback=config.loopback), name=_NAME, route_prefix="/", blocking=False)
     except InputError:
         raise

@@ -9,6 +9,7 @@ from typing import Any
 from pyarrow import fs
 
 from drafter.errors import one_line
+from pipeline.command_line import say
 from pipeline.engines.named_models import model_fingerprint, model_name
 from pipeline.errors import InputError, JobError
 from pipeline.io.files import locate
@@ -27,6 +28,7 @@ def train(config: TrainConfig) -> None:
         JobError: The job failed on the way.
         JobStopped: The job was told to stop.
     """
+    say(f"looking at the texts of {', '.join(config.folders)} and the model {config.model or 'embedded'}")
     data = [open_texts(uri) for uri in config.folders]
     held_out = open_texts(config.texts.held_out) if config.texts.held_out is not None else None
     base = same_base([*data, *([held_out] if held_out else [])])

@@ -120,6 +120,12 @@ def test_a_listener_that_leaves_harms_nobody(lm: SpeculativeLM) -> None:
     assert len(lm.generate(QUESTION, max_new_tokens=3, ignore_eos=True)[0].token_ids) == 3
 
 
+def test_what_takes_long_at_the_start_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "drafter"), SpeculativeLM.from_pretrained(drafter="ngram", device="cpu"):
+        pass
+    assert [record.getMessage() for record in caplog.records] == ["loading the embedded model", "timing decode steps"]
+
+
 def test_an_interrupted_call_leaves_nothing_in_the_engine(lm: SpeculativeLM) -> None:
     """Its 400 prompts would be decoded for minutes, and the next call would wait for them."""
 
