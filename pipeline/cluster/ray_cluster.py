@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ def _join_or_start() -> bool:
                 # By default Ray runs its workers at a lower priority than every other process. An engine's threads
                 # wait for each other at each operation, so one that has to stand back holds up all.
                 os.environ.setdefault("RAY_worker_niceness", "0")
+                _keep_to_this_machine()
                 ray.init(address="local", include_dashboard=False, **quiet)
                 return False
             ray.init(address="auto", **quiet)
@@ -116,6 +118,29 @@ def _own_packages() -> dict[str, Any] | None:
             importlib.import_module(name)
 
     return {"worker_process_setup_hook": import_ours}
+
+
+def _keep_to_this_machine() -> None:
+    """Have the cluster that `ray.init` starts listen on the loopback address only, with a token that is the user's own.
+
+    By default Ray (2.60) takes the machine's own address for its node's, and then two of its processes give metrics to
+    whoever connects; and it writes its token to a file that all users can read.
+    """
+    from ray._private import ray_constants
+
+    # The setting by which Ray keeps to the loopback address on macOS. This process has read it already.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    if any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+        return
+    token = Path.home() / ".ray" / "auth_token"  # where Ray looks for it
+    token.parent.mkdir(mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):
+        descriptor = os.open(token, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(secrets.token_hex(32))
+    if token.stat().st_uid == os.getuid():
+        token.chmod(0o600)
 
 
 @contextmanager
