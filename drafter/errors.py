@@ -7,6 +7,10 @@ class RequestError(ValueError):
     """A request that cannot be generated; nobody else's request is affected."""
 
 
+class PromptTooLongError(RequestError):
+    """A request whose prompt leaves no room for output."""
+
+
 class RequestTimeoutError(RequestError):
     """A request that was not done within its own time limit."""
 

@@ -26,6 +26,7 @@ from drafter.learning.rows.sample_tap import SampleTap
 from drafter.learning.starting_head import StartingHead
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.text.chat import encode_chat
+from drafter.text.vocabulary import longest_token, refuse_endless
 from drafter.threads import in_passing_thread
 from drafter.verifiers.contract import Verifier
 from drafter.verifiers.registry import make_verifier
@@ -160,17 +161,19 @@ class SpeculativeLM:
                 prompt that is a text it always is the token.
 
         Raises:
+            PromptTooLongError: The text cannot be `max_length` tokens or fewer.
             RequestError: Not a text or a list of messages, there is no chat template, or a message has the text of a
                 special token, and the tokeniser cannot take it as text.
         """
         if isinstance(prompt, str):
+            refuse_endless(prompt, self.max_length, longest_token(self.tokenizer))
             return list(self.tokenizer(prompt)["input_ids"])
         if self.tokenizer.chat_template is None:
             raise RequestError("the tokenizer has no chat template: give the prompt as text")
         for place, message in enumerate(prompt, start=1):
             if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
                 raise RequestError(f"message {place} must have a role and a content, not be {message!r}")
-        return encode_chat(self.tokenizer, prompt, special_tokens=special_tokens)
+        return encode_chat(self.tokenizer, prompt, special_tokens=special_tokens, max_length=self.max_length)
 
     def submit(self, request: Request, *, stream: bool = False) -> Handle:
         """Queue a request; safe from any thread.

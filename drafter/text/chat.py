@@ -7,6 +7,7 @@ template's own become such.
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from drafter.errors import RequestError, one_line
+from drafter.text.vocabulary import longest_token, refuse_endless
 
 _ROLE = re.compile(r"[\w.-]+")
 _HARMLESS = "x"
@@ -95,13 +97,22 @@ def _written(now: datetime) -> dict[str, str]:
     return {"%%": "\0"} | {code: now.strftime(code) for code in codes} | {"\0": "%"}
 
 
-def encode_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], *, special_tokens: bool = False) -> list[int]:
+def encode_chat(
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    *,
+    special_tokens: bool = False,
+    max_length: float = math.inf,
+) -> list[int]:
     """Return the tokens of one chat; see `encode_chats`.
 
     Raises:
+        PromptTooLongError: Its text cannot be `max_length` tokens or fewer.
         RequestError: The chat cannot be encoded.
     """
-    (found,) = encode_chats(tokenizer, [render_chat(tokenizer, messages)], special_tokens=special_tokens)
+    chat = render_chat(tokenizer, messages)
+    refuse_endless(chat.text, max_length, longest_token(tokenizer))
+    (found,) = encode_chats(tokenizer, [chat], special_tokens=special_tokens)
     if isinstance(found, RequestError):
         raise found
     return found

@@ -12,15 +12,13 @@ import pyarrow as pa
 
 from drafter.base.loading import load_tokenizer
 from drafter.engine.sequences.intake import refuse_long
-from drafter.errors import RequestError
+from drafter.errors import PromptTooLongError, RequestError
 from drafter.text.chat import Chat, encode_chats
+from drafter.text.vocabulary import longest_token, refuse_endless
 from pipeline.errors import RowError
 from pipeline.generate.row_requests import PromptSettings, RowRequest, row_request
 from pipeline.staging.part_rows import pack, unpack
 from pipeline.staging.row_problems import with_problems
-
-_COMPOSED = 4
-"""A tokeniser's normaliser may make one character of several, but hardly ever of more than this."""
 
 
 def to_requests(block: pa.Table, settings: PromptSettings) -> pa.Table:
@@ -40,10 +38,14 @@ def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
         if problems[index] is None:
             try:
                 request = row_request(name, row, settings, tokenizer)
-                refuse_endless(request.prompt, settings.max_length, _longest_token(tokenizer))
+                text = request.prompt.text if isinstance(request.prompt, Chat) else request.prompt
+                if isinstance(text, str):
+                    refuse_endless(text, settings.max_length, longest_token(tokenizer))
                 requests[index] = request
             except RowError as error:
                 problems[index] = vars(error.problem)
+            except PromptTooLongError as error:
+                problems[index] = vars(RowError("Refused", str(error)).problem)
     ids: dict[int, list[int]] = {}
     for index, found in _tokenise(requests, tokenizer, special_tokens=settings.reading.special_tokens):
         if isinstance(found, RequestError):
@@ -60,32 +62,6 @@ def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
     rows = with_problems(rows, problems)
     rows = rows.append_column("prompt_ids", pa.array([ids.get(index) for index in order], pa.list_(pa.int32())))
     return rows.append_column("sampling", pa.array([samplings.get(index) for index in order], pa.string()))
-
-
-def refuse_endless(prompt: str | Chat | list[int], max_length: int, longest_token: int) -> None:
-    """Refuse a text that cannot be short enough, before it is tokenised, which would take minutes and gigabytes.
-
-    Args:
-        prompt: A text, a chat, or token ids, which need no tokeniser.
-        max_length: Tokens that prompt and output may have together.
-        longest_token: Characters of the vocabulary's longest token.
-
-    Raises:
-        RowError: The text is too long.
-    """
-    text = prompt.text if isinstance(prompt, Chat) else prompt
-    if isinstance(text, str) and len(text) > max_length * longest_token * _COMPOSED:
-        raise RowError(
-            "Refused",
-            f"the prompt has {len(text)} characters, but prompt and output together may have {max_length} tokens: "
-            "shorten the prompt or raise max_length",
-        )
-
-
-@lru_cache(maxsize=2)
-def _longest_token(tokenizer: Any) -> int:
-    """Return the characters of the longest token."""
-    return max(map(len, tokenizer.get_vocab()))
 
 
 def _tokenise(

@@ -9,6 +9,7 @@ NOT_FINITE = "not_finite"
 """Code of the error for a model that overflows; asked again, it would overflow again."""
 _LONGEST_SHOWN = 80
 """Characters of a value that a message quotes."""
+_IN_PIECES = json.JSONEncoder(ensure_ascii=False, default=str)
 
 
 class OpenAIError(Exception):
@@ -49,5 +50,14 @@ def not_finite() -> OpenAIError:
 
 def shown(value: Any) -> str:
     """Return a value of a request as a message quotes it: JSON, and its beginning if it is long."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = ""
+    for piece in _IN_PIECES.iterencode(value[: _LONGEST_SHOWN + 1] if isinstance(value, str) else value):
+        text += piece
+        if len(text) > _LONGEST_SHOWN:
+            break
+    return clipped(text)
+
+
+def clipped(text: str) -> str:
+    """Return a text, or its beginning if it is long."""
     return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 1] + "…"

@@ -4,30 +4,43 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.openai.api_error import bad_request, missing, shown
+from pipeline.openai.api_error import bad_request, clipped, missing, shown
 from pipeline.openai.parsed_request import Messages, Prompt
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles as a chat template knows them; `developer` is OpenAI's newer name for `system`."""
 _MESSAGE_FIELDS = {"role", "content", "name"}
+MOST_MESSAGES = 2048
+"""Messages of a chat. Each becomes several tokens, however empty it is."""
 _TOKENS = 2**31
 """Token ids are below this."""
 
 
-def chat_messages(messages: list[dict[str, Any]]) -> Messages:
+def chat_messages(messages: Any) -> Messages:
     """Return messages as a chat template takes them: known roles, contents of text.
 
     Raises:
-        OpenAIError: A message has a field, a role or a content that is not supported.
+        OpenAIError: They are no list of messages, or too many; or one has a field, a role or a content that is not
+            supported.
     """
+    if not isinstance(messages, list):
+        message = f"Invalid 'messages': it must be a list of messages, not {shown(messages)}."
+        raise bad_request(message, "messages", "invalid_type")
+    if not 1 <= len(messages) <= MOST_MESSAGES:
+        message = (
+            f"Invalid 'messages': it must have at least 1 and at most {MOST_MESSAGES} messages, not {len(messages)}."
+        )
+        raise bad_request(message, "messages", "invalid_value")
     return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
 
 
-def _message(message: dict[str, Any], path: str) -> dict[str, Any]:
+def _message(message: Any, path: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise bad_request(f"Invalid '{path}': it must be an object, not {shown(message)}.", path, "invalid_type")
     given = {name: value for name, value in message.items() if value is not None and value != []}
     for name in given:
         if name not in _MESSAGE_FIELDS:
-            where = f"{path}.{name}"
+            where = f"{path}.{clipped(name)}"
             raise bad_request(f"Unsupported parameter: '{where}' is not supported.", where, "unsupported_parameter")
     role, name = given.get("role"), given.get("name", "")
     if not isinstance(role, str) or role not in _ROLES:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from drafter.requests import LONGEST_STOP
-from pipeline.openai.api_error import OpenAIError, bad_request, missing, shown
+from pipeline.openai.api_error import OpenAIError, bad_request, clipped, missing, shown
 from pipeline.openai.parsed_request import ParsedRequest, Prompt
 from pipeline.openai.prompts import chat_messages, completion_prompts
 
@@ -89,7 +89,11 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """What the bodies of chat and text completions share; ranges are OpenAI's."""
+    """What the bodies of chat and text completions share; ranges are OpenAI's.
+
+    Pydantic checks single values only. It makes an error of each wrong value in a list or an object, which takes
+    seconds and hundreds of megabytes for a megabyte: these are checked elsewhere, up to the first mistake.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -102,18 +106,28 @@ class Body(BaseModel):
     stop: Any = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Any = None
+    # vLLM's parameters, which its clients send in `extra_body`.
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    ignore_eos: bool | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     # These say whose request it is, and nothing about its answer.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Any = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
     def settings(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams` that both kinds of body decide alike."""
         found: dict[str, Any] = {"temperature": self.temperature}
+        for name in ("min_p", "repetition_penalty", "ignore_eos"):
+            if getattr(self, name) is not None:
+                found[name] = getattr(self, name)
+        if self.top_k is not None:
+            found["top_k"] = max(self.top_k, 0)  # vLLM's -1 keeps all
         if self.top_p == 0:  # the smallest set that reaches nothing: one token
             found["top_k"] = 1
         elif self.top_p < 1:
@@ -127,7 +141,7 @@ class Body(BaseModel):
         for name in ("presence_penalty", "frequency_penalty"):
             if getattr(self, name):
                 found[name] = getattr(self, name)
-        if self.logit_bias:
+        if self.logit_bias is not None:
             found["logit_bias"] = _logit_bias(self.logit_bias)
         return found
 
@@ -150,7 +164,7 @@ class Body(BaseModel):
 class ChatBody(Body):
     """The body of a chat completion."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Any
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -171,6 +185,9 @@ def _validated(kind: type[AnyBody], body: dict[str, Any]) -> AnyBody:
     if not isinstance(body, dict):
         raise bad_request("The body of the request is not a JSON object.", None, "invalid_type")
     given = {name: value for name, value in body.items() if value is not None}
+    for name in given:
+        if name not in kind.model_fields and name not in _UNSUPPORTED:
+            raise _unknown(name)
     for name in [name for name in given if name in _UNSUPPORTED]:
         value = given.pop(name)
         if not any(type(value) is type(harmless) and value == harmless for harmless in _UNSUPPORTED[name]):
@@ -178,6 +195,12 @@ def _validated(kind: type[AnyBody], body: dict[str, Any]) -> AnyBody:
     options = given.get("stream_options")
     if isinstance(options, dict):
         given["stream_options"] = {name: value for name, value in options.items() if _asks_for_something(name, value)}
+        for name in given["stream_options"]:
+            if name not in StreamOptions.model_fields:
+                raise _unknown(f"stream_options.{name}")
+    metadata = given.get("metadata")
+    if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
+        raise bad_request("Invalid 'metadata': it must be an object with texts.", "metadata", "invalid_type")
     try:
         return kind.model_validate(given)
     except ValidationError as error:
@@ -195,11 +218,14 @@ def _refusal(error: ValidationError) -> OpenAIError:
     path = _path(first["loc"])
     if first["type"] == "missing":
         return missing(path)
-    if first["type"] == "extra_forbidden":
-        return bad_request(f"Unknown parameter: '{path}'.", path, "unknown_parameter")
     code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
     found = "" if ", not " in first["msg"] else f", not {shown(first['input'])}"
     return bad_request(f"Invalid '{path}': {first['msg']}{found}.", path, code)
+
+
+def _unknown(name: str) -> OpenAIError:
+    name = clipped(name)
+    return bad_request(f"Unknown parameter: '{name}'.", name, "unknown_parameter")
 
 
 def _unsupported(name: str, value: Any) -> OpenAIError:
@@ -236,12 +262,16 @@ def _stop(value: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _logit_bias(value: dict[str, float]) -> dict[int, float]:
+def _logit_bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        message = f"Invalid 'logit_bias': it must be an object, not {shown(value)}."
+        raise bad_request(message, "logit_bias", "invalid_type")
     if len(value) > MOST_BIASES:
         message = f"Invalid 'logit_bias': up to {MOST_BIASES} tokens are allowed, not {len(value)}."
         raise bad_request(message, "logit_bias", "object_above_max_properties")
     for token, bias in value.items():
-        if not (token.isascii() and token.isdigit() and len(token) < 10) or not -100 <= bias <= 100:
+        number = isinstance(bias, int | float) and not isinstance(bias, bool) and -100 <= bias <= 100
+        if not number or not (token.isascii() and token.isdigit() and len(token) < 10):
             message = f"Invalid 'logit_bias': token ids with numbers of -100 to 100, not {shown({token: bias})}."
             raise bad_request(message, "logit_bias", "invalid_value")
-    return {int(token): bias for token, bias in value.items()}
+    return {int(token): float(bias) for token, bias in value.items()}

@@ -7,7 +7,7 @@ from typing import Any
 from drafter.base.causal_lm import BaseModel
 from drafter.engine.sequences.handle import Handle
 from drafter.engine.sequences.sequence import Sequence
-from drafter.errors import RequestError
+from drafter.errors import PromptTooLongError, RequestError
 from drafter.requests import Request
 from drafter.verifiers.contract import Verifier
 
@@ -46,10 +46,10 @@ def refuse_long(prompt_tokens: int, max_length: int) -> None:
         max_length: Tokens that prompt and output may have together.
 
     Raises:
-        RequestError: It leaves none.
+        PromptTooLongError: It leaves none.
     """
     if prompt_tokens >= max_length:
-        raise RequestError(
+        raise PromptTooLongError(
             f"the prompt has {prompt_tokens} tokens, but prompt and output together may have {max_length}: "
             "shorten the prompt or raise max_length"
         )
