@@ -27,6 +27,7 @@ from pipeline.learning.job_learner import beside_learner
 from pipeline.learning.learner_spec import LearnerSpec, beginning, learner_spec
 from pipeline.output.output_folder import OutputFolder
 from pipeline.serving.ingress.agreement import read_agreement
+from pipeline.serving.ingress.connections import Connections
 from pipeline.serving.ingress.direct_ingress import before_listening
 from pipeline.serving.ingress.engine_handles import Engines
 from pipeline.serving.ingress.http_app import create_app
@@ -80,15 +81,19 @@ class Ingress:
             agreement = read_agreement(learning, digests)
         except InputError as error:
             raise InputError(f"{error} (the ingress runs on {socket.gethostname()})") from None
+        self._connections = Connections(limits, digests)
         self._app = create_app(
             Engines(engines),
-            digests,
-            limits,
+            self._connections,
             loopback=loopback,
             agreement=agreement,
             learner=None if learner is None else LearnerHandle(learner),
         )
-        before_listening(limits)
+        before_listening(self._connections)
+
+    def end(self) -> None:
+        """Wait no longer for clients that do not read, because the endpoint is being taken down."""
+        self._connections.end()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app

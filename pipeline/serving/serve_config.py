@@ -28,8 +28,8 @@ class LimitsConfig:
         connections: Connections that may be open; for a further one, that which has waited for its client the longest
             is closed. Like `receive_seconds` it holds where `jobs.serve` starts the cluster itself; Ray Serve's own
             proxy, which listens on others, has no such limits.
-        receive_seconds: Longest time in which a request may come, once it has begun, and in which a connection may
-            begin one.
+        receive_seconds: Longest time in which a request may come, once it has begun, in which a connection may begin
+            one, and for which a client may leave an answer unread.
         seconds: Longest time a request may take; then it ends with an error. An update waits that long for open
             streams.
     """

@@ -30,6 +30,7 @@ from pipeline.serving.serving_learning import EVERYBODY, ServingLearning
 
 _NAME = "drafter"
 _POLL_SECONDS = 0.2
+_ASK_SECONDS = 5.0
 
 
 def serve_until_signal(config: ServeConfig) -> None:
@@ -121,6 +122,8 @@ def take_down(at_once: threading.Event) -> None:
     from ray import serve
 
     if _NAME in serve.status().applications:
+        with suppress(Exception):  # Ray raises bare ones; an ingress that has failed keeps nobody waiting
+            serve.get_deployment_handle("Ingress", _NAME).end.remote().result(timeout_s=_ASK_SECONDS)
         serve.delete(_NAME, _blocking=False)  # the other way gives up after a minute
     while _NAME in serve.status().applications and not at_once.wait(_POLL_SECONDS):
         pass

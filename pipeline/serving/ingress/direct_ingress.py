@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.serving.ingress.connections import limited_http
-from pipeline.serving.serve_config import LimitsConfig
+from pipeline.serving.ingress.connections import Connections
 
 
 def short_ways(port: int) -> dict[str, str]:
@@ -31,14 +30,14 @@ def short_ways(port: int) -> dict[str, str]:
     }
 
 
-def before_listening(limits: LimitsConfig) -> None:
+def before_listening(connections: Connections) -> None:
     """Change how Ray (2.60) has this process listen, which it has no settings for.
 
     An ingress may share its port: for a minute the kernel keeps the connections of one that has died, and Ray would
-    think that another program has the port, and would not try it again. And connections are limited.
+    think that another program has the port, and would not try it again. And connections have a budget.
 
     Args:
-        limits: Of connections.
+        connections: Those that will be open.
     """
     from ray.serve._private import replica
 
@@ -47,7 +46,7 @@ def before_listening(limits: LimitsConfig) -> None:
     async def listen_with_limits(*args: Any, **kwargs: Any) -> Any:
         task, server = await listen(*args, **kwargs | {"enable_so_reuseport": True})
         # The task has not begun: what it finds here is what it goes by.
-        server.config.http = limited_http(limits.connections, limits.receive_seconds)
+        server.config.http = connections.protocol()
         server.config.ws = "none"
         return task, server
 

@@ -23,24 +23,28 @@ from pipeline.openai.request_body import parse_chat, parse_completion
 from pipeline.openai.speculation import wants_speculation
 from pipeline.serving.ingress import openapi
 from pipeline.serving.ingress.agreement import Agreement
+from pipeline.serving.ingress.connections import Connections
 from pipeline.serving.ingress.engine_handles import Engines, Method
 from pipeline.serving.ingress.event_stream import EventStream
 from pipeline.serving.ingress.hosts import LoopbackHosts
-from pipeline.serving.ingress.json_body import read_json
+from pipeline.serving.ingress.json_body import parse_json, read_body
 from pipeline.serving.ingress.keys import may_ask
 from pipeline.serving.ingress.learner_handle import LearnerHandle
 from pipeline.serving.ingress.metrics_page import metrics_page
 from pipeline.serving.ingress.page import add_page
 from pipeline.serving.messages import Call, Failure, unavailable
 from pipeline.serving.serve_config import LimitsConfig
+from pipeline.serving.work_limits import LargeWork
+
+_LARGE_BODY = 32 << 10
+"""Bytes from which on a body is understood in another thread, one such body after the other."""
 
 logger = logging.getLogger("ray.serve")
 
 
 def create_app(
     engines: Engines,
-    digests: Sequence[bytes],
-    limits: LimitsConfig,
+    connections: Connections,
     *,
     loopback: bool,
     agreement: Agreement | None = None,
@@ -50,12 +54,12 @@ def create_app(
 
     Args:
         engines: Who answers.
-        digests: Digests of the keys, see `pipeline.serving.ingress.keys`; none answers everybody.
-        limits: What clients may ask for.
+        connections: Of its clients; has the limits and the keys.
         loopback: Whether only this machine can connect; then requests for other hosts are refused.
         agreement: Whose requests a head may learn from; by default nobody's.
         learner: Learns from them; None where no head learns.
     """
+    digests, limits = connections.digests, connections.limits
     app = FastAPI(
         title="drafter",
         description="OpenAI's API over lossless speculative decoding.",
@@ -77,7 +81,7 @@ def create_app(
     keyed = [Depends(HTTPBearer(auto_error=False)), Depends(check_key)] if digests else []
     _add_generation(app, engines, keyed, limits, agreement or Agreement())
     _add_models(app, engines, keyed)
-    _add_state(app, engines, keyed, learner)
+    _add_state(app, engines, keyed, connections, learner)
     if learner is not None:
         _add_learning(app, keyed, learner)
     add_page(app)
@@ -87,10 +91,17 @@ def create_app(
 def _add_generation(
     app: FastAPI, engines: Engines, keyed: list[Any], limits: LimitsConfig, agreement: Agreement
 ) -> None:
+    large_work = LargeWork()
+
     async def answer(request: Request, method: Method, parse: Callable[[dict[str, Any]], ParsedRequest]) -> Response:
-        body = await read_json(request, limits.body_bytes)
-        speculation = wants_speculation(body)
-        parsed = parse(body)
+        given = await read_body(request, limits.body_bytes)
+
+        def understand() -> tuple[ParsedRequest, bool]:
+            body = parse_json(given)
+            speculation = wants_speculation(body)
+            return parse(body), speculation
+
+        parsed, speculation = await large_work.run(understand) if len(given) > _LARGE_BODY else understand()
         model = engines.called(parsed.model)
         if model is None:
             raise _no_model(parsed.model)
@@ -137,19 +148,22 @@ def _add_models(app: FastAPI, engines: Engines, keyed: list[Any]) -> None:
         return JSONResponse(described(name))
 
 
-def _add_state(app: FastAPI, engines: Engines, keyed: list[Any], learner: LearnerHandle | None) -> None:
+def _add_state(
+    app: FastAPI, engines: Engines, keyed: list[Any], connections: Connections, learner: LearnerHandle | None
+) -> None:
     @app.get("/health", **openapi.health())
     async def health() -> Response:
         """Say whether every model has a replica that works."""
         replicas = {name: len(found) for name, found in (await engines.snapshots()).items()}
         if not all(replicas.values()):
             raise unavailable()
-        return JSONResponse({"status": "ok", "replicas": replicas})
+        return JSONResponse({"status": "ok", "replicas": replicas, "connections": connections.state()})
 
     @app.get("/metrics", dependencies=keyed, **openapi.metrics())
     async def metrics() -> Response:
         """Give the metrics of all replicas, and of the learner, for Prometheus."""
-        snapshots: list[tuple[dict[str, str], Sequence[Metric]]] = [
+        snapshots: list[tuple[dict[str, str], Sequence[Metric]]] = [({}, connections.families())]
+        snapshots += [
             ({"model": name, "replica": snapshot.replica}, snapshot.families)
             for name, found in (await engines.snapshots()).items()
             for snapshot in found

@@ -12,17 +12,26 @@ import os
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 from drafter.engine.sequences.handle import Handle
-from drafter.errors import EngineError, NotFiniteError, QueueFullError, RequestError, RequestTimeoutError
+from drafter.engine.sequences.intake import refuse_long
+from drafter.errors import (
+    EngineError,
+    NotFiniteError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestError,
+    RequestTimeoutError,
+)
 from drafter.llm import SpeculativeLM
 from drafter.requests import Generation, Request, SamplingParams, TokenDelta
 from pipeline.openai.api_error import OpenAIError, not_finite
 from pipeline.openai.long_answer import LogprobsOf, long_answer
+from pipeline.openai.parsed_request import Prompt, is_messages
 from pipeline.openai.response_body import (
     chat_logprobs,
     chat_response,
@@ -35,6 +44,7 @@ from pipeline.openai.stream_events import ChatChunks, Chunks, CompletionChunks, 
 from pipeline.openai.strict_json import to_json
 from pipeline.serving.messages import Call, Failure, Reply, Snapshot, interrupted, overloaded
 from pipeline.serving.replica.replica_metrics import ReplicaMetrics
+from pipeline.serving.work_limits import LargeWork
 from pipeline.staging.samples import sample_seed
 
 _STALLED_SECONDS = 300.0
@@ -47,6 +57,10 @@ logger = logging.getLogger("ray.serve")
 
 _LARGEST_MESSAGE = 1 << 19
 """Characters of a reply. Ray Serve's messages may have up to 4 MiB, and a character up to four bytes."""
+_LARGE_PROMPT = 32 << 10
+"""Characters from which on a prompt is encoded when those before it are, and not beside them."""
+_MESSAGE = 64
+"""Characters that are as much work as a message by itself."""
 _REST = 3.0
 """Pause between two pieces of a long answer, for each second that a piece took."""
 
@@ -66,7 +80,7 @@ class Answers:
 
     def __init__(self, lm: SpeculativeLM, name: str, seconds: float, *, special_tokens: bool = False) -> None:
         self._lm, self._name, self._seconds, self._special_tokens = lm, name, seconds, special_tokens
-        self._metrics = ReplicaMetrics()
+        self._metrics, self._large_work = ReplicaMetrics(), LargeWork()
         self._token_text = cache(partial(token_text, lm.tokenizer))
 
     async def chat(self, call: Call) -> AsyncIterator[Reply]:
@@ -122,7 +136,8 @@ class Answers:
         name, created = f"{kind}-{uuid.uuid4().hex}", int(time.time())
         request = call.request
         try:
-            for each in await asyncio.to_thread(self._requests, call):
+            do = self._large_work.run if _characters(request.prompts) > _LARGE_PROMPT else asyncio.to_thread
+            for each in await do(self._requests, call):
                 handles.append(self._lm.submit(each, stream=request.stream))
             if request.stream:
                 stream = chunks(request, name, created, self._token_text, speculation=call.speculation)
@@ -220,12 +235,7 @@ class Answers:
         for prompt in request.prompts:
             # Token ids are taken as they are.
             ids = prompt if isinstance(prompt, list) and isinstance(prompt[0], int) else self._encode(prompt)
-            if len(ids) >= self._lm.max_length:
-                raise OpenAIError(
-                    400,
-                    f"The prompt has {len(ids)} tokens, but prompt and answer together may have {self._lm.max_length}.",
-                    code="context_length_exceeded",
-                )
+            refuse_long(len(ids), self._lm.max_length)
             for choice in range(request.n):
                 own = replace(sampling, seed=sample_seed(sampling.seed, choice))
                 requests.append(Request(ids, own, timeout=self._seconds, may_teach=call.may_teach))
@@ -249,6 +259,8 @@ class Answers:
             case NotFiniteError():
                 logger.error("A request failed: %s", error)
                 return not_finite()
+            case PromptTooLongError():
+                return OpenAIError(400, f"Invalid request: {error}.", code="context_length_exceeded")
             case RequestError():
                 return OpenAIError(400, f"Invalid request: {error}.", code="invalid_value")
             case QueueFullError():
@@ -257,6 +269,17 @@ class Answers:
                 return interrupted()
         logger.exception("A request failed")
         return OpenAIError(500, "The server had an error.", code="internal_error")
+
+
+def _characters(prompts: Sequence[Prompt]) -> int:
+    """Return about how many characters there are to encode."""
+    count = 0
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            count += len(prompt)
+        elif is_messages(prompt):
+            count += sum(_MESSAGE + len(message["content"]) for message in prompt)
+    return count
 
 
 def _messages(text: str) -> Iterator[str]:
