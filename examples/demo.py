@@ -28,6 +28,7 @@ from pipeline.compare.row_pairs import rows_of
 from pipeline.engines.named_models import model_name
 from pipeline.generate.generate_config import parse_config
 from pipeline.generate.generate_job import generate
+from pipeline.generate.job_context import SPECULATION
 from pipeline.output.summary import histogram_lines, read_totals
 from pipeline.report.examples import Example, make_examples
 from pipeline.report.output_files import open_output, read_run_of, read_status
@@ -109,7 +110,8 @@ def read_runs(output: Path) -> tuple[dict[str, Any], DecodeCounts, list[Example]
     compared = compare_rows(rows_of(plain, columns), rows_of(speculative, columns), None, 0)
     plain_rate, rate = (float(read_status(run)["tokens_per_second"]) for run in (plain, speculative))
     counts = read_totals(speculative).counts
-    config = read_run_of(speculative)["config"]
+    run = read_run_of(speculative)
+    config, chosen = run["config"], run.get(SPECULATION) or {}
     answers, _ = make_examples(list(islice(rows_of(speculative, None), _ANSWERS)), model_name(config["model"]))
     record = surroundings(torch.device("cpu"), "python -m examples.demo")
     summary = {
@@ -120,6 +122,7 @@ def read_runs(output: Path) -> tuple[dict[str, Any], DecodeCounts, list[Example]
         "speedup": round(per_second(rate, plain_rate), 3),
         "acceptance_length": round(mean_acceptance_length(counts), 3),
         "speculated_share": round(speculated_share(counts), 3),
+        "choice": chosen.get("sentences", []),
         "model": config["model"],
         "drafter": config["drafter"],
         "draft_nodes": config["engine"]["nodes"],
@@ -163,16 +166,15 @@ def screen(summary: dict[str, Any], counts: DecodeCounts, answers: Sequence[Exam
 
 
 def judgement(summary: dict[str, Any]) -> list[str]:
-    """Return sentences on what is not as speculation promises; none where all is."""
+    """Return sentences on what the engine chose and why, and on what is not as speculation promises."""
     share, load, cores = summary["speculated_share"], summary["load_average"], summary["hardware"]["cores"]
-    said = []
+    said = list(summary["choice"])
     if summary["rows_differing"]:
         said.append("Rows differ, which must not be in fp32: please report it, with summary.json.")
-    if share < 0.5:
-        why = " Its weights lie in the processor's caches, where each draft token costs nearly what a plain step costs."
+    if share < 0.5 and summary["model"] is None:
         said.append(
-            f"{1 - share:.0%} of the steps were plain ones: by the engine's own timing, plain decoding of this model "
-            f"is the faster way here.{why if summary['model'] is None else ''}"
+            "That is because the embedded model's weights lie in the processor's caches, where a draft token costs "
+            "nearly what a plain step costs. Larger models are read from memory, once for all draft tokens of a step."
         )
     if summary["speedup"] < _GAIN and load > _BUSY * cores:
         said.append(

@@ -23,6 +23,7 @@ SUMMARY: dict[str, Any] = {
     "speedup": 1.5,
     "acceptance_length": 2.5,
     "speculated_share": 1.0,
+    "choice": [],
     "model": "no/such-model",
     "drafter": "auto",
     "draft_nodes": 7,
@@ -83,8 +84,8 @@ def test_the_screen_shows_both_rates_and_their_ratio() -> None:
         ({"rows_differing": 1}, "Rows differ"),
         ({"speedup": 0.9}, "what draft tokens cost is about what they save"),
         ({"speedup": 0.9, "load_average": 9.0}, "The machine is busy: 9 processes on average want its 2 cores"),
-        ({"speedup": 1.0, "speculated_share": 0.1, "model": None}, "90% of the steps were plain ones"),
-        ({"speedup": 1.0, "speculated_share": 0.1, "model": None}, "Its weights lie in the processor's caches"),
+        ({"choice": ["Plain decoding at 1 row: …."]}, "Plain decoding at 1 row: …."),
+        ({"speedup": 1.0, "speculated_share": 0.1, "model": None}, "weights lie in the processor's caches"),
     ],
 )
 def test_what_is_not_as_promised_is_said(changes: dict[str, Any], said: str) -> None:
