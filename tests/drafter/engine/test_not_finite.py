@@ -35,7 +35,7 @@ POISON = 96
 
 @cache
 def poisoned_base(dtype: torch.dtype = torch.float32, family: str = "llama") -> BaseModel:
-    base = BaseModel(random_model(family).to(dtype))
+    base = BaseModel(random_model(family).to(dtype), native=False)  # which would not ask the embedding below
 
     def spoil(module: torch.nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
         return output.masked_fill((args[0] == POISON)[..., None], torch.nan)
