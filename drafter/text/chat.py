@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from drafter.errors import RequestError, one_line
+from drafter.text.bounds import bounded_template, refuse_panics, tokenise
 from drafter.text.vocabulary import longest_token, refuse_endless
 
 _ROLE = re.compile(r"[\w.-]+")
@@ -71,7 +72,8 @@ def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], now: datetim
     now = now or datetime.now()
     try:
         settings = {"tokenize": False, "add_generation_prompt": True, **_clock(tokenizer, now)}
-        text = str(tokenizer.apply_chat_template(list(messages), **settings))
+        with bounded_template():
+            text = str(tokenizer.apply_chat_template(list(messages), **settings))
     except Exception as error:  # A template comes with the model and may raise anything.
         raise RequestError(f"the chat template does not take these messages: {one_line(error)}") from error
     return Chat(messages, text, now)
@@ -134,7 +136,12 @@ def encode_chats(
     if not chats:
         return []
     # The template has written the special tokens that begin a text, too.
-    encoded = tokenizer([chat.text for chat in chats], add_special_tokens=False)
+    try:
+        encoded = tokenise(tokenizer, [chat.text for chat in chats], add_special_tokens=False)
+    except RequestError as error:
+        if len(chats) == 1:
+            return [error]
+        return [one for chat in chats for one in encode_chats(tokenizer, [chat], special_tokens=special_tokens)]
     if special_tokens:
         return list(encoded["input_ids"])
     return [
@@ -171,10 +178,11 @@ def _safe(tokenizer: Any, chat: Chat, ids: list[int], texts: set[str]) -> list[i
         if inside:
             settings = {"add_generation_prompt": True, "sanitize_control_tokens": True, "return_dict": False}
             settings |= _clock(tokenizer, chat.now or datetime.now())
-            ids = list(tokenizer.apply_chat_template(list(chat.messages), **settings))
+            with refuse_panics():
+                ids = list(tokenizer.apply_chat_template(list(chat.messages), **settings))
         # The control: the template by itself writes the same special tokens.
         without = render_chat(tokenizer, [_harmless(message, texts) for message in chat.messages], chat.now).text
-        proper = tokenizer(without, add_special_tokens=False)["input_ids"]
+        (proper,) = tokenise(tokenizer, [without], add_special_tokens=False)["input_ids"]
     except Exception as error:  # some tokenisers cannot, and say so each in its own way
         refusal.__cause__ = error
         return refusal

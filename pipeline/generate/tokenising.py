@@ -13,6 +13,7 @@ import pyarrow as pa
 from drafter.base.loading import load_tokenizer
 from drafter.engine.sequences.intake import refuse_long
 from drafter.errors import PromptTooLongError, RequestError
+from drafter.text.bounds import tokenise
 from drafter.text.chat import Chat, encode_chats
 from drafter.text.vocabulary import longest_token, refuse_endless
 from pipeline.errors import RowError
@@ -81,9 +82,18 @@ def _tokenise(
                 chats[index] = chat
             case ids:
                 yield index, ids
-    if texts:
-        yield from zip(texts, tokenizer(list(texts.values()))["input_ids"], strict=True)
+    yield from zip(texts, _encode_texts(tokenizer, list(texts.values())), strict=True)
     yield from zip(chats, encode_chats(tokenizer, list(chats.values()), special_tokens=special_tokens), strict=True)
+
+
+def _encode_texts(tokenizer: Any, texts: list[str]) -> list[list[int] | RequestError]:
+    """Return the token ids of each text, or why it has none."""
+    if not texts:
+        return []
+    try:
+        return list(tokenise(tokenizer, texts)["input_ids"])
+    except RequestError as error:
+        return [error] if len(texts) == 1 else [one for text in texts for one in _encode_texts(tokenizer, [text])]
 
 
 @lru_cache(maxsize=2)

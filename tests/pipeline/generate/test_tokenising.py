@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from tokenizers import Tokenizer, models, pre_tokenizers
+import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from drafter.requests import SamplingParams
@@ -43,6 +44,20 @@ def test_prompts_go_through_the_template_where_there_is_one(model: Path, tmp_pat
     assert chat == [user, *bare, end, assistant]
     messages = [{"messages": [{"role": "user", "content": "how many"}]}]
     assert requests(model, messages, PromptSource("messages", "messages"))[0]["prompt_ids"] == chat
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_row_on_which_the_tokeniser_panics_is_a_problem_of_its_own(tmp_path: Path, chat: bool) -> None:
+    made = Tokenizer(models.BPE(vocab={"a": 0, "c": 1, "h": 2, "i": 3}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")  # its search gives up on some texts
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    rows = [{"prompt": text} for text in ("hi", "a" * 40 + "c", "ac")]
+    found = requests(tmp_path, rows, PromptSource("prompt"), chat=chat)
+    assert [row["prompt_ids"] for row in found] == [[2, 3], None, [0, 1]]
+    assert [row["problem"] and row["problem"]["type"] for row in found] == [None, "BadPrompt", None]
+    assert "the tokenizer of the model fails on this text" in found[1]["problem"]["message"]
 
 
 def test_rows_that_cannot_be_requests_keep_their_place(model: Path) -> None:
