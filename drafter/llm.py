@@ -22,9 +22,11 @@ from drafter.engine.engine_config import EngineConfig
 from drafter.engine.loop import Engine
 from drafter.engine.sequences.handle import Handle
 from drafter.errors import LoadError, RequestError
+from drafter.generation_defaults import GenerationRule, described
 from drafter.learning.rows.sample_tap import SampleTap
 from drafter.learning.starting_head import StartingHead
 from drafter.requests import Generation, Request, SamplingParams
+from drafter.text.bounds import tokenise
 from drafter.text.chat import encode_chat
 from drafter.text.vocabulary import longest_token, refuse_endless
 from drafter.threads import in_passing_thread
@@ -87,6 +89,7 @@ class SpeculativeLM:
         device: str | torch.device = "auto",
         device_map: str | dict[str, Any] | None = None,
         trust_remote_code: bool = False,
+        generation_config: GenerationRule = "auto",
         isolated: bool = False,
         config: EngineConfig | None = None,
         verifier: VerifierSettings | None = None,
@@ -105,6 +108,8 @@ class SpeculativeLM:
             device: `auto` is the first GPU, or the CPU.
             device_map: As in transformers, for a base larger than one GPU.
             trust_remote_code: Run modeling code that comes with the weights.
+            generation_config: `ignore` leaves out sampling settings that come with the model, in its
+                `generation_config.json`.
             isolated: Whether no prompt's text may be drafted from another one's: what is drafted can be told from how
                 long an answer takes.
             config: Sizes of the engine.
@@ -122,7 +127,12 @@ class SpeculativeLM:
 
         def load() -> tuple[BaseModel, Drafter]:
             base = load_base(
-                name, dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code
+                name,
+                dtype=dtype,
+                device=device,
+                device_map=device_map,
+                trust_remote_code=trust_remote_code,
+                generation_config=generation_config,
             )
             nodes = useful_nodes(base.device) if chosen.nodes == "auto" else chosen.nodes
             if learning is None:
@@ -139,6 +149,8 @@ class SpeculativeLM:
         base, loaded = in_passing_thread(load)
         if loaded.withheld and chosen.nodes != "auto":
             raise LoadError("a head that starts from nothing is drafted with once that pays: leave nodes at auto")
+        if line := described(base.generation_settings, str(name)):
+            logger.warning(line)
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
         samples = None if learning is None else SampleTap()
         if chosen.compile:
@@ -167,7 +179,7 @@ class SpeculativeLM:
         """
         if isinstance(prompt, str):
             refuse_endless(prompt, self.max_length, longest_token(self.tokenizer))
-            return list(self.tokenizer(prompt)["input_ids"])
+            return list(tokenise(self.tokenizer, [prompt])["input_ids"][0])
         if self.tokenizer.chat_template is None:
             raise RequestError("the tokenizer has no chat template: give the prompt as text")
         for place, message in enumerate(prompt, start=1):
@@ -204,7 +216,8 @@ class SpeculativeLM:
 
         Args:
             prompts: A text, chat messages, or a list of either.
-            sampling: Settings; the defaults are greedy decoding of up to 256 tokens.
+            sampling: Settings. What they leave out is as in the model's `generation_config.json`, and otherwise greedy
+                decoding of up to 256 tokens.
             special_tokens: As in `encode`.
             settings: Fields of `SamplingParams` to change, such as `max_new_tokens=100`.
 

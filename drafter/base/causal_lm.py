@@ -189,6 +189,11 @@ class BaseModel:
         eos = self.config.eos_token_id if eos is None else eos
         return frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
 
+    @property
+    def generation_settings(self) -> dict[str, Any]:
+        """Settings of `generate` that came with the model; see `drafter.generation_defaults`."""
+        return self.model.generation_config.to_dict()  # type: ignore[no-any-return]
+
     # ---- what draft heads borrow
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from drafter.base.architecture import TIE_WEIGHTS, refuse_unsupported, transformers_loading
 from drafter.base.causal_lm import BaseModel
 from drafter.errors import LoadError, first_line
 from drafter.hub import local_only, not_found
+
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def load_base(
@@ -22,6 +24,7 @@ def load_base(
     device: str | torch.device = "auto",
     device_map: str | dict[str, Any] | None = None,
     trust_remote_code: bool = False,
+    generation_config: Literal["auto", "ignore"] = "auto",
 ) -> BaseModel:
     """Load a base model; its weights must be safetensors.
 
@@ -31,6 +34,8 @@ def load_base(
         device: `auto`, or a torch device. Not used with `device_map`.
         device_map: As in transformers, for a base larger than one GPU.
         trust_remote_code: Run modeling code that comes with the weights.
+        generation_config: `ignore` leaves out sampling settings that come with the model, in its
+            `generation_config.json`; its end-of-sequence tokens stay.
 
     Raises:
         LoadError: Not found, not readable, or not a model that can be decoded by trees.
@@ -69,6 +74,9 @@ def load_base(
         if type(error).__module__.startswith("safetensors") or "Safetensor" in type(error).__name__:
             raise LoadError(f"base model {name!r} has damaged weights: {first_line(error)}") from error
         raise
+    if generation_config == "ignore":
+        tokens = {name: getattr(model.generation_config, name) for name in _SPECIAL_TOKENS}
+        model.generation_config = GenerationConfig(**tokens)
     return BaseModel(model, name)
 
 

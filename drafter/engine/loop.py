@@ -38,6 +38,7 @@ from drafter.engine.steps.graph_step import GraphStep
 from drafter.engine.steps.outcome import RowOutcomes, StepOutcome
 from drafter.engine.warm_up import compile_base, measure_steps
 from drafter.errors import EngineError, LoadError
+from drafter.generation_defaults import sampling_defaults
 from drafter.learning.contract import EndedRow, RowTap
 from drafter.requests import Request
 from drafter.stage_times import StageTimes
@@ -68,7 +69,8 @@ class Engine:
 
     Raises:
         LoadError: `max_length` is more than the base has positions, the base cannot be compiled, drafter and verifier
-            do not go together, the verifier is another base's, or a GPU has not the memory.
+            do not go together, the verifier is another base's, the base's own sampling settings cannot be met, or a GPU
+            has not the memory.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Engine:
         verifier.open(base)
         self.base, self.drafter, self.tokenizer = base, drafter, tokenizer
         self.config, self.verifier, self._tap = config, verifier, tap
+        self._defaults = sampling_defaults(base.generation_settings, base.name)
         self._version = drafter.version
         limit = base.max_positions or DEFAULT_MAX_LENGTH
         if config.max_length is not None and config.max_length > limit:
@@ -138,6 +141,7 @@ class Engine:
             QueueFullError: `max_queue` requests are waiting.
             EngineError: The engine has failed before.
         """
+        request = replace(request, sampling=request.sampling.over(self._defaults))
         refuse_unusable(request, self.base, self.verifier, self.max_length)
         handle = Handle(request, stream=stream, on_cancel=self.scheduler.waiting.look_again)
         if self.idle:

@@ -18,21 +18,40 @@ class StopSearch:
 
     Attributes:
         found: Whether one of them is in the text so far.
+        cut: If so, characters that are shown of the text before the first of them; None otherwise.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._searches = [_Search(text) for text in stop]
         self.found = False
+        self.cut: int | None = None
+        self._length = 0
+        self._hidden: list[tuple[int, int]] = []  # beginning and length of each hidden piece
 
     @property
     def held_back(self) -> int:
         """How many characters at the end of the text may be the beginning of a stop string."""
         return max((search.matched for search in self._searches), default=0)
 
-    def push(self, piece: str) -> None:
-        """Add a piece to the text; not after one is found."""
+    def push(self, piece: str, *, hidden: bool = False) -> None:
+        """Add a piece to the text; not after one is found.
+
+        Args:
+            piece: The piece.
+            hidden: Whether it is not shown, as the text of a special token: stop strings are found in it all the same.
+        """
+        if hidden:
+            self._hidden.append((self._length, len(piece)))
         for search in self._searches:
-            self.found |= search.push(piece)
+            if end := search.push(piece):
+                cut = self._shown(self._length + end - search.length)
+                self.cut = cut if self.cut is None else min(cut, self.cut)
+                self.found = True
+        self._length += len(piece)
+
+    def _shown(self, place: int) -> int:
+        """Return how many characters before a place are shown."""
+        return place - sum(min(max(place - begin, 0), length) for begin, length in self._hidden)
 
 
 class _Search:
@@ -46,13 +65,18 @@ class _Search:
         self._wanted, self._borders = wanted, _borders(wanted)
         self.matched = 0
 
-    def push(self, piece: str) -> bool:
-        """Add a piece to the text; return whether the string is in it, where the search ends."""
-        for character in piece:
+    @property
+    def length(self) -> int:
+        """Characters of the string."""
+        return len(self._wanted)
+
+    def push(self, piece: str) -> int:
+        """Add a piece to the text; return how much of it ends with the string, which ends the search, or 0."""
+        for place, character in enumerate(piece, start=1):
             self.matched = _next(self._wanted, self._borders, self.matched, character)
             if self.matched == len(self._wanted):
-                return True
-        return False
+                return place
+        return 0
 
 
 @lru_cache(maxsize=64)  # the choices of a request have the same strings

@@ -1,4 +1,4 @@
-"""A tokeniser's vocabulary: what tells it from others, and how long a text its tokens can make."""
+"""A tokeniser's vocabulary: what tells it from others, how long a text its tokens make, and which have no text."""
 
 from __future__ import annotations
 
@@ -44,3 +44,10 @@ def refuse_endless(text: str, max_length: float, longest: int) -> None:
             f"the prompt has {len(text)} characters, but prompt and output together may have {max_length} tokens: "
             "shorten the prompt or raise max_length"
         )
+
+
+@lru_cache(maxsize=4)
+def special_texts(tokenizer: Any) -> dict[int, str]:
+    """Return the texts of a tokeniser's special tokens, which decoded texts leave out."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {token: entry.content for token, entry in added.items() if entry.special}

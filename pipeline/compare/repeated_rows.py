@@ -64,7 +64,8 @@ def rows_to_repeat(output: OutputFolder, run: Mapping[str, Any], share: float) -
 def _sampling(row: dict[str, Any], defaults: SamplingParams, column: str) -> SamplingParams:
     """The settings that a row was generated with; log-probabilities change no token and are left out."""
     if row.keys() >= _BATCH_COLUMNS:
-        settings = parse_line(row).sampling(defaults)
+        # Requests draw unless they say otherwise; outputs of earlier releases do not record that.
+        settings = parse_line(row).sampling(replace(defaults, temperature=defaults.temperature or 1.0))
     else:
         settings = row_sampling(defaults, row["request_id"], row, column)
     return replace(settings, seed=row["seed"], logprobs=None)

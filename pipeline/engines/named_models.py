@@ -6,10 +6,12 @@ Nothing here imports torch, which takes seconds: a mistake in a name is reported
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from drafter.drafters.names import check_name, kind_and_rest, leaf_names, model_and_device
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
 from drafter.errors import LoadError, one_line
+from drafter.generation_defaults import GENERATION_FILE, read_generation_file
 from drafter.verifiers.verifier_settings import VerifierSettings
 from pipeline.engines.model_files import file_fingerprint, folder_fingerprint
 from pipeline.errors import InputError
@@ -37,6 +39,29 @@ def model_fingerprint(name: str) -> str:
     if folder.exists() or name.startswith(_PATH_BEGINNINGS) or name.count("/") > 1:
         raise InputError(f"model {name} is not a folder with a model")
     return _on_hub("model", name)
+
+
+def generation_settings(name: str) -> dict[str, Any]:
+    """Return what a base's `generation_config.json` says; nothing where it has none.
+
+    Args:
+        name: As in `model_fingerprint`, which has found it.
+
+    Raises:
+        InputError: The file cannot be read.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        from drafter.hub import hub_file  # as in `_on_hub`
+
+        try:
+            folder = hub_file(name, GENERATION_FILE).parent
+        except (OSError, ValueError, RuntimeError):  # most likely the model has no such file
+            return {}
+    try:
+        return read_generation_file(folder, name)
+    except LoadError as error:
+        raise InputError(str(error)) from error
 
 
 def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import yaml
 
 from drafter.engine.engine_config import EngineSettings
+from drafter.generation_defaults import GenerationRule
 from drafter.requests import SamplingParams
 from drafter.verifiers.verifier_settings import VerifierSettings
 from pipeline.cluster.resources_config import ResourcesConfig
@@ -30,12 +31,15 @@ class LoadingConfig:
         device: Where the models run; `auto` is the GPU where there is one, otherwise the CPU.
         device_map: As in transformers, for a base that is larger than one GPU.
         trust_remote_code: Run the modeling code that comes with the weights.
+        generation_config: `ignore` leaves out sampling settings that come with the model, in its
+            `generation_config.json`; by default they count where the job's own say nothing.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     device_map: str | None = None
     trust_remote_code: bool = False
+    generation_config: GenerationRule = "auto"
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,8 @@ class GenerateConfig:
     def as_dict(self) -> dict[str, Any]:
         """Return the configuration as plain values, for YAML and JSON."""
         values = dataclasses.asdict(self)
-        values["sampling"]["stop"] = list(self.sampling.stop)
+        for name in ("stop", "stop_token_ids"):
+            values["sampling"][name] = list(values["sampling"][name])
         values["sampling"]["logit_bias"] = [list(pair) for pair in values["sampling"]["logit_bias"]]
         return values
 

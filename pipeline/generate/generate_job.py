@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 from pyarrow import fs
 
-from pipeline.engines.named_models import classifier_fingerprints, head_fingerprints, model_fingerprint, model_name
+from drafter.errors import LoadError
+from drafter.generation_defaults import described, sampling_defaults
+from pipeline.engines.named_models import (
+    classifier_fingerprints,
+    generation_settings,
+    head_fingerprints,
+    model_fingerprint,
+    model_name,
+)
 from pipeline.errors import InputError
 from pipeline.generate.generate_config import GenerateConfig
 from pipeline.generate.job_context import JobContext, job_meaning
@@ -36,6 +45,7 @@ def generate(config: GenerateConfig) -> None:
     if prompts.kind == "openai":
         refuse_settings_of_requests(config)
     base = model_fingerprint(model_name(config.model))
+    config = with_model_defaults(config, drawn=prompts.kind == "openai")
     reads_clock = check_tokenizer(config, prompts)
     check_verifier(config)
     heads = head_fingerprints(config.model, config.drafter) | classifier_fingerprints(config.verifier)
@@ -47,6 +57,28 @@ def generate(config: GenerateConfig) -> None:
     from pipeline.generate.submission import run  # Ray takes seconds to import: no check waits for it
 
     run(job)
+
+
+def with_model_defaults(config: GenerateConfig, *, drawn: bool) -> GenerateConfig:
+    """Return a configuration whose sampling leaves nothing open: the rest is as the model's own settings have it.
+
+    Args:
+        config: The job's.
+        drawn: Whether rows are drawn unless they say otherwise, as OpenAI's requests are.
+
+    Raises:
+        InputError: The model's settings cannot be read, or ask for what the engine cannot do.
+    """
+    name, settings = model_name(config.model), {}
+    if config.loading.generation_config == "auto":
+        settings = generation_settings(name)
+    try:
+        defaults = sampling_defaults(settings, name, drawn=drawn)
+    except LoadError as error:
+        raise InputError(str(error)) from error
+    if line := described(settings, name):
+        print(line, file=sys.stderr, flush=True)
+    return replace(config, sampling=config.sampling.over(defaults))
 
 
 def refuse_settings_of_requests(config: GenerateConfig) -> None:
@@ -62,7 +94,7 @@ def refuse_settings_of_requests(config: GenerateConfig) -> None:
         "reading.id_column": reading.id_column is not None,
         "reading.chat": reading.chat is not None,
         "reading.samples": reading.samples > 1,
-        "sampling.temperature": config.sampling.temperature > 0,
+        "sampling.temperature": config.sampling.temperature is not None,
     }
     for name, is_set in given.items():
         if is_set:

@@ -147,7 +147,7 @@ def job_meaning(
     # and a head that learns goes on from what it has learnt.
     if config.verifier != VerifierSettings() or config.learning.enabled:
         meaning |= {"drafter": config.drafter, "heads": heads}
-    if config.sampling.temperature > 0 or prompts.own_sampling:
+    if config.sampling.over().temperature > 0 or prompts.own_sampling:
         meaning["draw"] = DRAW
     return meaning
 

@@ -24,8 +24,7 @@ class ParsedRequest:
     Args:
         model: The model's name in the body.
         prompts: What to continue: one prompt, or several for a text completion with a list of prompts.
-        settings: The fields of `SamplingParams` that the body decides. A body that does not give the temperature asks
-            for OpenAI's default of 1; what else it leaves out is not here.
+        settings: The fields of `SamplingParams` that the body decides; what it leaves out is not here.
         n: Choices of each prompt.
         stream: Whether tokens are sent as they come.
         include_usage: Whether a stream ends with the usage.
@@ -49,7 +48,7 @@ class ParsedRequest:
         return self.settings.get("logprobs") is not None
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
-        """Return the settings of one text: `defaults`, changed by what the body decides.
+        """Return the settings of one text: `defaults`, which draw, changed by what the body decides.
 
         Raises:
             OpenAIError: A value that the engine does not take.

@@ -99,8 +99,8 @@ class Body(BaseModel):
 
     model: str = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, ge=0, le=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
     n: int = Field(1, ge=1, le=128)
     seed: int | None = None
     stop: Any = None
@@ -112,6 +112,7 @@ class Body(BaseModel):
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     ignore_eos: bool | None = None
+    stop_token_ids: Any = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     # These say whose request it is, and nothing about its answer.
@@ -122,15 +123,15 @@ class Body(BaseModel):
 
     def settings(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams` that both kinds of body decide alike."""
-        found: dict[str, Any] = {"temperature": self.temperature}
-        for name in ("min_p", "repetition_penalty", "ignore_eos"):
+        found: dict[str, Any] = {}
+        for name in ("temperature", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids"):
             if getattr(self, name) is not None:
                 found[name] = getattr(self, name)
         if self.top_k is not None:
             found["top_k"] = max(self.top_k, 0)  # vLLM's -1 keeps all
         if self.top_p == 0:  # the smallest set that reaches nothing: one token
             found["top_k"] = 1
-        elif self.top_p < 1:
+        elif self.top_p is not None:
             found["top_p"] = self.top_p
         if self.max_tokens is not None:
             found["max_new_tokens"] = self.max_tokens

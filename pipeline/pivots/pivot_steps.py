@@ -27,6 +27,7 @@ from pipeline.evaluation.measuring_actor import measuring
 from pipeline.evaluation.measuring_task import measured
 from pipeline.evaluation.scored_verifiers import ScoredVerifiers
 from pipeline.evaluation.verifier_measurement import VerifierMeasurement
+from pipeline.generate.generate_job import with_model_defaults
 from pipeline.io.files import locate
 from pipeline.output.run_file import versions
 from pipeline.pivots.label_files import features_of, is_held_out, labelled, read_table, write_table
@@ -60,7 +61,7 @@ class PivotSteps:
             JobError: The task failed.
         """
         config, rows = self._config, self._answered()
-        refuse_own_settings(rows, config.sampling)
+        refuse_own_settings(rows, with_model_defaults(config.answers(config.output), drawn=False).sampling)
         resources = self._resources()
         found: list[pa.Table] = []
         base: BaseFacts | None = None

@@ -100,7 +100,7 @@ class PivotsConfig:
             output: Folder for the results.
         """
         reading = ReadingConfig(format="openai")
-        sampling = replace(self.sampling, temperature=0.0, logprobs=None)
+        sampling = replace(self.sampling, temperature=None, logprobs=None)
         return replace(self.answers(output), input=lines, reading=reading, sampling=sampling)
 
 

@@ -22,8 +22,8 @@ def refuse_unusable(request: Request, base: BaseModel, verifier: Verifier, max_l
         max_length: Tokens that prompt and output may have together.
 
     Raises:
-        RequestError: The prompt is empty, too long, or not of token ids in the vocabulary; a bias is not; or the
-            verifier does not define what the settings ask for.
+        RequestError: The prompt is empty, too long, or not of token ids in the vocabulary; a bias or a stop token is
+            not; or the verifier does not define what the settings ask for.
     """
     verifier.refuse(request.sampling)
     ids = request.prompt_ids
@@ -36,6 +36,8 @@ def refuse_unusable(request: Request, base: BaseModel, verifier: Verifier, max_l
         raise RequestError(f"the prompt has token ids outside the vocabulary of {base.vocab_size}")
     if (beyond := max(dict(request.sampling.logit_bias), default=0)) >= base.vocab_size:
         raise RequestError(f"logit_bias has token {beyond}, outside the vocabulary of {base.vocab_size}")
+    if (beyond := max(request.sampling.stop_token_ids, default=0)) >= base.vocab_size:
+        raise RequestError(f"stop_token_ids has token {beyond}, outside the vocabulary of {base.vocab_size}")
 
 
 def refuse_long(prompt_tokens: int, max_length: int) -> None:
@@ -65,12 +67,13 @@ def new_sequence(handle: Handle, base: BaseModel, tokenizer: Any, verifier: Veri
         verifier: Decides which of its draft tokens are accepted.
         max_length: Tokens that prompt and output may have together.
     """
-    prompt, sampling = len(handle.request.prompt_ids), handle.request.sampling
+    prompt, sampling = len(handle.request.prompt_ids), handle.request.sampling.over()
+    ends = frozenset() if sampling.ignore_eos else base.eos_token_ids
     return Sequence(
         handle,
         limit=min(sampling.max_new_tokens, max_length - prompt),
         length=prompt - 1,
-        eos=frozenset() if sampling.ignore_eos else base.eos_token_ids,
+        eos=ends | set(sampling.stop_token_ids),
         tokenizer=tokenizer,
         verifier=verifier,
     )

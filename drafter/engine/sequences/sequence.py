@@ -16,6 +16,7 @@ from drafter.requests import FinishReason, Generation, SamplingParams, Timing, T
 from drafter.statistics import DecodeCounts
 from drafter.text.detokenizer import Detokenizer
 from drafter.text.stop_strings import StopSearch, cut_at_stop
+from drafter.text.vocabulary import special_texts
 from drafter.verifiers.contract import Verifier
 
 LEAST_SHARED = 8
@@ -77,11 +78,13 @@ class Sequence:
     _unshown: str = ""  # and those that came after them
     _detokenizer: Detokenizer | None = None
     _stops: StopSearch = field(init=False)
+    _special_texts: dict[int, str] = field(init=False)
 
     def __post_init__(self) -> None:
         if self.handle.streams or self.sampling.stop:
             self._detokenizer = Detokenizer(self.tokenizer)
         self._stops = StopSearch(self.sampling.stop)
+        self._special_texts = special_texts(self.tokenizer) if self.sampling.stop else {}
 
     @property
     def sampling(self) -> SamplingParams:
@@ -136,6 +139,8 @@ class Sequence:
             if self._detokenizer is not None:
                 piece = self._detokenizer.push(token)
                 self._stops.push(piece)
+                if special := self._special_texts.get(token):
+                    self._stops.push(special, hidden=True)
                 if self._stops.found:
                     self.finish_reason = "stop"
                 if self.handle.streams:
@@ -194,10 +199,11 @@ class Sequence:
         """The result for the caller; `finish_reason` must be set."""
         assert self.finish_reason is not None
         request = self.handle.request
+        text = self.tokenizer.decode(self.output, skip_special_tokens=True)
         return Generation(
             request_id=request.request_id,
             token_ids=self.output,
-            text=cut_at_stop(self.tokenizer.decode(self.output, skip_special_tokens=True), self.sampling.stop),
+            text=cut_at_stop(text[: self._stops.cut], self.sampling.stop),
             finish_reason=self.finish_reason,
             prompt_tokens=len(request.prompt_ids),
             counts=self.counts,
@@ -220,7 +226,7 @@ class Sequence:
     def _new_text(self) -> str:
         if self.finish_reason is not None:
             return self.generation().text[self._shown :]
-        safe = len(self._unshown) - self._stops.held_back
+        safe = max(0, len(self._unshown) - self._stops.held_back)
         new, self._unshown = self._unshown[:safe], self._unshown[safe:]
         self._shown += len(new)
         return new

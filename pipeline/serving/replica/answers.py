@@ -27,8 +27,9 @@ from drafter.errors import (
     RequestError,
     RequestTimeoutError,
 )
+from drafter.generation_defaults import sampling_defaults
 from drafter.llm import SpeculativeLM
-from drafter.requests import Generation, Request, SamplingParams, TokenDelta
+from drafter.requests import Generation, Request, TokenDelta
 from pipeline.openai.api_error import OpenAIError, not_finite
 from pipeline.openai.long_answer import LogprobsOf, long_answer
 from pipeline.openai.parsed_request import Prompt, is_messages
@@ -81,6 +82,9 @@ class Answers:
     def __init__(self, lm: SpeculativeLM, name: str, seconds: float, *, special_tokens: bool = False) -> None:
         self._lm, self._name, self._seconds, self._special_tokens = lm, name, seconds, special_tokens
         self._metrics, self._large_work = ReplicaMetrics(), LargeWork()
+        given = lm.base.generation_settings
+        longest = given.get("max_new_tokens") or lm.max_length
+        self._defaults = replace(sampling_defaults(given, lm.base.name, drawn=True), max_new_tokens=longest)
         self._token_text = cache(partial(token_text, lm.tokenizer))
 
     async def chat(self, call: Call) -> AsyncIterator[Reply]:
@@ -229,8 +233,7 @@ class Answers:
         """
         request = call.request
         settings = {"seed": secrets.randbits(63), **request.settings}  # without a seed, each answer has its own
-        defaults = SamplingParams(max_new_tokens=self._lm.max_length)
-        sampling = replace(request, settings=settings).sampling(defaults)
+        sampling = replace(request, settings=settings).sampling(self._defaults)
         requests = []
         for prompt in request.prompts:
             # Token ids are taken as they are.

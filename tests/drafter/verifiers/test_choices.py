@@ -158,7 +158,7 @@ def test_choices_have_the_exact_distribution(params: SamplingParams) -> None:
     sampling = replace(sampling_of([params] * draws, [[0]] * draws, [1] * draws), lengths=torch.arange(draws))
     chosen = choose(logits.expand(draws, 1, -1), root_only(torch.zeros(draws, dtype=torch.long)), sampling)[:, 0]
 
-    exact = (logits.double() / params.temperature).softmax(-1).numpy()
+    exact = (logits.double() / params.over().temperature).softmax(-1).numpy()
     order = np.argsort(-exact)
     keep = np.ones(12, dtype=bool)
     if params.top_k:

@@ -65,10 +65,9 @@ def test_a_chat_with_every_parameter() -> None:
 
 def test_what_a_body_leaves_open() -> None:
     parsed = parse_chat(chat())
-    # OpenAI's default temperature; everything else is the caller's.
-    assert parsed.settings == {"temperature": 1.0}
-    assert parsed.sampling(SamplingParams(max_new_tokens=9, seed=4)) == SamplingParams(9, temperature=1.0, seed=4)
-    assert parse_completion(completion()).settings == {"temperature": 1.0, "max_new_tokens": 16}
+    assert parsed.settings == {}
+    assert parsed.sampling(SamplingParams(9, temperature=1.0, seed=4)) == SamplingParams(9, temperature=1.0, seed=4)
+    assert parse_completion(completion()).settings == {"max_new_tokens": 16}
     assert (parsed.n, parsed.stream, parsed.include_usage) == (1, False, False)
 
 
@@ -123,16 +122,20 @@ def test_prompts_of_every_kind(prompt: Any, prompts: Any) -> None:
 
 def test_parameters_of_vllm() -> None:
     asked: dict[str, Any] = {"top_k": 4, "min_p": 0.1, "repetition_penalty": 1.3, "ignore_eos": True}
-    assert parse_chat(chat(**asked)).settings == {"temperature": 1.0, **asked}
-    assert parse_completion(completion(**asked)).settings == {"temperature": 1.0, "max_new_tokens": 16, **asked}
+    asked["stop_token_ids"] = [5, 7]
+    assert parse_chat(chat(**asked)).settings == asked
+    assert parse_completion(completion(**asked)).settings == {"max_new_tokens": 16, **asked}
     neutral: dict[str, Any] = {"top_k": -1, "min_p": 0, "repetition_penalty": 1, "ignore_eos": False}
     sampling = parse_chat(chat(**neutral)).sampling(SamplingParams(repetition_penalty=1.3, ignore_eos=True))
-    assert sampling == SamplingParams(temperature=1.0)
-    assert parse_chat(chat(top_k=9, top_p=0)).settings == {"temperature": 1.0, "top_k": 1}
+    assert sampling == SamplingParams(top_k=0, min_p=0.0, repetition_penalty=1.0)
+    with pytest.raises(OpenAIError, match="stop_token_ids must be a list of token ids") as error:
+        parse_chat(chat(stop_token_ids=[-1])).sampling(SamplingParams())
+    assert (error.value.status, error.value.param) == (400, "stop_token_ids")
+    assert parse_chat(chat(top_k=9, top_p=0)).settings == {"top_k": 1}
 
 
 def test_one_token_where_top_p_is_nothing() -> None:
-    assert parse_chat(chat(top_p=0)).settings == {"temperature": 1.0, "top_k": 1}
+    assert parse_chat(chat(top_p=0)).settings == {"top_k": 1}
 
 
 _MOST_BYTES = 16 << 20
