@@ -176,13 +176,15 @@ def judgement(summary: dict[str, Any]) -> list[str]:
             "That is because the embedded model's weights lie in the processor's caches, where a draft token costs "
             "nearly what a plain step costs. Larger models are read from memory, once for all draft tokens of a step."
         )
+    slower = summary["speedup"] < 1
+    gain = "Speculation was slower than plain decoding." if slower else "Speculation gained little."
     if summary["speedup"] < _GAIN and load > _BUSY * cores:
         said.append(
-            f"The gain is small, or none. The machine is busy: {load:g} processes on average want its {cores} cores. "
+            f"{gain} The machine is busy: {load:g} processes on average want its {cores} cores. "
             "Both rates depend on these: run it again when the machine is quiet."
         )
     elif summary["speedup"] < _GAIN and share >= 0.5:
-        said.append("The gain is small, or none: on this machine, what draft tokens cost is about what they save.")
+        said.append(f"{gain} On this machine, draft tokens cost about what they save, or more.")
     return said
 
 

@@ -82,8 +82,14 @@ def test_the_screen_shows_both_rates_and_their_ratio() -> None:
     [
         ({}, ""),
         ({"rows_differing": 1}, "Rows differ"),
-        ({"speedup": 0.9}, "what draft tokens cost is about what they save"),
-        ({"speedup": 0.9, "load_average": 9.0}, "The machine is busy: 9 processes on average want its 2 cores"),
+        (
+            {"speedup": 1.1},
+            "Speculation gained little. On this machine, draft tokens cost about what they save, or more.",
+        ),
+        (
+            {"speedup": 0.9, "load_average": 9.0},
+            "Speculation was slower than plain decoding. The machine is busy: 9 processes on average want its 2 cores",
+        ),
         ({"choice": ["Plain decoding at 1 row: …."]}, "Plain decoding at 1 row: …."),
         ({"speedup": 1.0, "speculated_share": 0.1, "model": None}, "weights lie in the processor's caches"),
     ],
