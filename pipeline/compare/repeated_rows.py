@@ -14,12 +14,13 @@ import pyarrow.compute as pc
 
 from drafter.requests import Request, SamplingParams
 from pipeline.generate.row_sampling import row_sampling
-from pipeline.openai.batch import parse_line
+from pipeline.openai.batch import LINE_FIELDS, parse_line
 from pipeline.output.output_folder import OutputFolder
 from pipeline.report.row_scan import open_rows, unreadable
 
-_BATCH_COLUMNS = {"custom_id", "method", "url", "body"}
+_BATCH_COLUMNS = set(LINE_FIELDS)
 """Rows with these are lines of an OpenAI batch, whose requests bring their own settings."""
+_READ_COLUMNS = {"request_id", "prompt_token_ids", "token_ids", "seed"}
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,20 @@ def rows_to_repeat(output: OutputFolder, run: Mapping[str, Any], share: float) -
     Raises:
         InputError: The rows cannot be read.
     """
-    dataset = open_rows(output)
+    dataset, config = open_rows(output), run["config"]
+    column = config["reading"]["sampling_column"]
     try:
         names = dataset.to_table(columns=["request_id"])["request_id"].to_pylist()
         count = math.ceil(share * len(names))
         drawn = nsmallest(count, names, key=lambda name: (zlib.crc32(name.encode()), name))
-        rows = dataset.to_table(filter=pc.field("request_id").isin(drawn)).to_pylist()
+        rows = dataset.to_table(
+            # Of the input's columns only those that say what a row asked for: others may hold what Python has not.
+            columns=[name for name in dataset.schema.names if name in {*_READ_COLUMNS, *_BATCH_COLUMNS, column}],
+            filter=pc.field("request_id").isin(drawn),
+        ).to_pylist(maps_as_pydicts="lossy")
     except (pa.ArrowInvalid, OSError) as error:
         raise unreadable(output, error) from error
-    config = run["config"]
-    defaults, column = SamplingParams(**config["sampling"]), config["reading"]["sampling_column"]
+    defaults = SamplingParams(**config["sampling"])
     for row in rows:
         request = Request(row["prompt_token_ids"], _sampling(row, defaults, column), row["request_id"])
         yield RepeatedRow(request, row["token_ids"])

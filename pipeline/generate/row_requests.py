@@ -18,7 +18,7 @@ from pipeline.io.reading_config import ReadingConfig
 from pipeline.openai.api_error import OpenAIError
 from pipeline.openai.batch import parse_line
 from pipeline.openai.parsed_request import is_messages
-from pipeline.staging.samples import SAMPLE_COLUMN, sample_seed
+from pipeline.staging.samples import sample_seed
 
 
 @dataclass(frozen=True)
@@ -57,22 +57,24 @@ class RowRequest:
     sampling: SamplingParams
 
 
-def row_request(request_id: str, row: dict[str, Any], settings: PromptSettings, tokenizer: Any) -> RowRequest:
+def row_request(
+    request_id: str, row: dict[str, Any], settings: PromptSettings, tokenizer: Any, sample: int = 0
+) -> RowRequest:
     """Return what a row asks for.
 
     Args:
         request_id: The row's name.
-        row: Its columns.
+        row: Its columns that the job reads.
         settings: How rows become requests.
         tokenizer: Has the chat template.
+        sample: Which of the row's texts this is.
 
     Raises:
         RowError: There is no prompt, the chat template does not take it, or the row's settings cannot be used.
     """
     if settings.source.kind == "openai":
-        return _batch_request(request_id, row, settings, tokenizer)
+        return _batch_request(request_id, row, settings, tokenizer, sample)
     reading, column = settings.reading, settings.source.column
-    sample = row[SAMPLE_COLUMN] if reading.samples > 1 else 0
     sampling = row_sampling(settings.sampling, request_id, row, reading.sampling_column, sample)
     value = row.get(column)
     if settings.source.kind == "messages":
@@ -84,7 +86,9 @@ def row_request(request_id: str, row: dict[str, Any], settings: PromptSettings, 
     return RowRequest(_chat([{"role": "user", "content": value}], tokenizer, settings.now), sampling)
 
 
-def _batch_request(request_id: str, line: dict[str, Any], settings: PromptSettings, tokenizer: Any) -> RowRequest:
+def _batch_request(
+    request_id: str, line: dict[str, Any], settings: PromptSettings, tokenizer: Any, sample: int
+) -> RowRequest:
     """Return what a row of an OpenAI batch asks for: one of the choices of its line."""
     defaults = settings.sampling
     try:
@@ -92,7 +96,6 @@ def _batch_request(request_id: str, line: dict[str, Any], settings: PromptSettin
         sampling = asked.sampling(defaults)
     except OpenAIError as error:
         raise RowError("BadRequest", error.message) from error
-    sample = line[SAMPLE_COLUMN]
     own_seed = asked.settings.get("seed")
     seed = row_seed(defaults.seed, request_id) if own_seed is None else sample_seed(own_seed, sample)
     sampling = dataclasses.replace(sampling, seed=seed)

@@ -59,12 +59,19 @@ def _own_settings(value: Any, column: str) -> dict[str, Any]:
             raise RowError("BadSampling", f"column {column!r} is not JSON: {error}") from error
     if value is not None and not isinstance(value, dict):
         raise RowError("BadSampling", f"column {column!r} must be an object of sampling settings, not {shown(value)}")
-    own = {name: setting for name, setting in (value or {}).items() if setting is not None}
+    own = {name: _without_nulls(setting) for name, setting in (value or {}).items() if setting is not None}
     if unknown := sorted(own.keys() - _FIELDS):
         known = ", ".join(sorted(_FIELDS))
         names = ", ".join(shown(name).strip("'") for name in unknown)
         raise RowError("BadSampling", f"unknown sampling settings {names} (there are {known})")
     return own
+
+
+def _without_nulls(setting: Any) -> Any:
+    """Return a setting without its entries that are null, which are how a table has a key of another row."""
+    if isinstance(setting, dict):
+        return {name: value for name, value in setting.items() if value is not None}
+    return setting
 
 
 def _column_seed(value: Any) -> Any:

@@ -30,7 +30,7 @@ from pipeline.progress.job_progress import Progress
 from pipeline.progress.status_file import StatusFile
 from pipeline.staging.stage_files import StagingPlan
 from pipeline.staging.stage_input import stage
-from pipeline.staging.staged_input import Part, StagedInput, mend_list
+from pipeline.staging.staged_input import STAGED_FORMAT, Part, StagedInput, mend_list
 from pipeline.stopping import Stopping, StopRequestedError
 
 
@@ -92,6 +92,13 @@ def finish(job: JobContext, stopping: Stopping, status: StatusFile) -> Progress:
     if staged is not None:
         mend_list(output.staged)
         discard_torn(output, staged.parts)
+        if staged.format != STAGED_FORMAT and staged.without(output.committed()):
+            if output.has_results():
+                raise InputError(
+                    f"output {job.config.output} was begun by an earlier release, which staged its input otherwise: "
+                    "go on with that release, or choose another output"
+                )
+            staged = None  # nothing is lost by staging the input again
     last = Progress()
     if staged is None or staged.without(output.committed()) or staged.damaged(needed(job, staged)):
         staged, last = stage_and_generate(job, staged, stopping, status)

@@ -20,6 +20,7 @@ from pipeline.errors import RowError
 from pipeline.generate.row_requests import PromptSettings, RowRequest, row_request
 from pipeline.staging.part_rows import pack, unpack
 from pipeline.staging.row_problems import with_problems
+from pipeline.staging.samples import SAMPLE_COLUMN
 
 
 def to_requests(block: pa.Table, settings: PromptSettings) -> pa.Table:
@@ -28,17 +29,21 @@ def to_requests(block: pa.Table, settings: PromptSettings) -> pa.Table:
 
 
 def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
-    """Add `prompt_ids` (list of int32) and `sampling` (`SamplingParams` as JSON) to staged rows.
+    """Replace what staged rows asked for by `prompt_ids` (list of int32) and `sampling` (`SamplingParams` as JSON).
 
     Rows that cannot become a request get a `problem` and nulls instead.
     """
     tokenizer = _tokenizer(settings.tokenizer, settings.trust_remote_code)
     problems = rows["problem"].to_pylist()
     requests: dict[int, RowRequest] = {}
-    for index, (name, row) in enumerate(zip(rows["request_id"].to_pylist(), rows["row"].to_pylist(), strict=True)):
+    samples = (
+        _samples(rows) if settings.source.kind == "openai" or settings.reading.samples > 1 else [0] * rows.num_rows
+    )
+    columns = (rows["request_id"].to_pylist(), rows["asked"].to_pylist(), samples)
+    for index, (name, asked, sample) in enumerate(zip(*columns, strict=True)):
         if problems[index] is None:
             try:
-                request = row_request(name, row, settings, tokenizer)
+                request = row_request(name, json.loads(asked), settings, tokenizer, sample)
                 text = request.prompt.text if isinstance(request.prompt, Chat) else request.prompt
                 if isinstance(text, str):
                     refuse_endless(text, settings.max_length, longest_token(tokenizer))
@@ -60,9 +65,16 @@ def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
             ids[index] = found
     samplings = {index: json.dumps(dataclasses.asdict(requests[index].sampling)) for index in ids}
     order = range(rows.num_rows)
-    rows = with_problems(rows, problems)
+    rows = with_problems(rows, problems).drop_columns(["asked"])
     rows = rows.append_column("prompt_ids", pa.array([ids.get(index) for index in order], pa.list_(pa.int32())))
     return rows.append_column("sampling", pa.array([samplings.get(index) for index in order], pa.string()))
+
+
+def _samples(rows: pa.Table) -> list[int]:
+    """Return which of its row's texts each row is."""
+    structs = rows["row"].combine_chunks()
+    samples: list[int] = structs.field(structs.type.get_field_index(SAMPLE_COLUMN)).to_pylist()
+    return samples
 
 
 def _tokenise(

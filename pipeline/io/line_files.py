@@ -13,7 +13,7 @@ from pyarrow import fs
 from drafter.errors import one_line
 from pipeline.errors import RowProblem
 from pipeline.io.chunks import Chunk
-from pipeline.io.column_types import as_text, infer_column
+from pipeline.io.column_types import as_text, infer_column, refuse_many_columns
 from pipeline.io.listing import InputFile
 
 _TEXT_COLUMN = "prompt"
@@ -35,10 +35,9 @@ def read_json_lines(
     rows: int,
     text_column: str | None,
     json_column: str | None,
-    integer_column: str | None,
 ) -> Iterator[Chunk]:
     """Read a file of one JSON object a line; see `read_file`."""
-    parse = partial(_parse_json, text_column=text_column, json_column=json_column, integer_column=integer_column)
+    parse = partial(_parse_json, text_column=text_column, json_column=json_column)
     return _read_lines(filesystem, file, rows, parse)
 
 
@@ -50,23 +49,26 @@ def read_text_lines(filesystem: fs.FileSystem, file: InputFile, rows: int) -> It
 def _read_lines(
     filesystem: fs.FileSystem, file: InputFile, rows: int, parse: Callable[[bytes], dict[str, Any]]
 ) -> Iterator[Chunk]:
+    names: dict[str, None] = {}
     for some in _some_lines(_numbered_lines(filesystem, file), rows):
         records: list[dict[str, Any]] = []
         problems = {}
-        for index, (_, line) in enumerate(some):
+        for index, (number, line) in enumerate(some):
             try:
                 if len(line) > _LONGEST_LINE:
                     raise ValueError(f"the line has more than {_LONGEST_LINE >> 20} MiB")
                 records.append(parse(line))
+                names.update(dict.fromkeys(records[-1]))
             except (ValueError, RecursionError) as error:
                 records.append({})
                 kept = line if len(line) <= _LONGEST_LINE else line[:_KEPT_OF_LINE]
                 problems[index] = RowProblem("BadRow", one_line(error), kept.decode("utf-8", "replace"))
-        names = list(dict.fromkeys(name for record in records for name in record))
-        columns = {name: infer_column([record.get(name) for record in records]) for name in names}
+            refuse_many_columns(names, f"{file.path} up to line {number}")
+        here = dict.fromkeys(name for record in records for name in record)
+        columns = {name: infer_column([record.get(name) for record in records]) for name in here}
         # An Arrow table without columns has no rows either.
         table = pa.table(columns) if columns else pa.table({_TEXT_COLUMN: pa.nulls(len(some), pa.string())})
-        yield Chunk(table, [number for number, _ in some], problems)
+        yield Chunk(table, [number for number, _ in some], problems, records)
 
 
 def _some_lines(lines: Iterable[tuple[int, bytes]], most: int) -> Iterator[list[tuple[int, bytes]]]:
@@ -104,9 +106,7 @@ def _numbered_lines(filesystem: fs.FileSystem, file: InputFile) -> Iterator[tupl
             yield number + 1, bytes(text)
 
 
-def _parse_json(
-    line: bytes, *, text_column: str | None, json_column: str | None, integer_column: str | None
-) -> dict[str, Any]:
+def _parse_json(line: bytes, *, text_column: str | None, json_column: str | None) -> dict[str, Any]:
     text = _decode(line).strip()
     if not text:
         raise ValueError("the line is blank")
@@ -129,8 +129,6 @@ def _parse_json(
         raise ValueError(f"{text_column!r} is {as_text(record[text_column])}, not text")
     if json_column in record:
         record[json_column] = as_text(record[json_column])
-    if integer_column is not None and isinstance(record.get(integer_column), float):
-        record[integer_column] = as_text(record[integer_column])
     return record
 
 

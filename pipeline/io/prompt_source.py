@@ -92,7 +92,8 @@ def check_types(file: InputFile, schema: pa.Schema, source: PromptSource) -> Non
         if column not in schema.names:
             raise InputError(f"{file.path} has no column {column!r} (it has {', '.join(schema.names)})")
     kind = schema.field(source.column).type
-    messages = source.kind == "messages" and (pa.types.is_list(kind) or pa.types.is_large_list(kind))
+    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    messages = source.kind == "messages" and lists
     if not (_is_text(kind) or messages or pa.types.is_null(kind)):
         wanted = "chat messages" if source.kind == "messages" else "text"
         raise InputError(f"column {source.column!r} of {file.path} holds {kind}, not {wanted}")
@@ -103,4 +104,4 @@ def check_types(file: InputFile, schema: pa.Schema, source: PromptSource) -> Non
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or isinstance(kind, pa.JsonType))

@@ -25,7 +25,6 @@ def read_file(
     rows: int,
     text_column: str | None = None,
     json_column: str | None = None,
-    integer_column: str | None = None,
 ) -> Iterator[Chunk]:
     """Read a file in chunks of at most `rows` rows, none of them empty.
 
@@ -34,17 +33,14 @@ def read_file(
         file: The file.
         rows: Most rows of a chunk.
         text_column: In JSON lines, a row whose value in this column is not text gets a problem.
-        json_column: In JSON lines, objects of this column stay JSON text: as Arrow values, 1 and 1.0 would become one
-            type.
-        integer_column: In JSON lines, numbers of this column that are no integers stay JSON text: one of them, as an
-            Arrow value, would make floats of all integers.
+        json_column: In JSON lines, objects of this column stay JSON text, whatever they have in common.
 
     Raises:
         InputError: The file is damaged or is not of its format.
     """
     try:
         if file.format == "jsonl":
-            yield from read_json_lines(filesystem, file, rows, text_column, json_column, integer_column)
+            yield from read_json_lines(filesystem, file, rows, text_column, json_column)
         else:
             readers = {"text": read_text_lines, "parquet": read_parquet, "csv": read_csv, "arrow": read_arrow}
             yield from readers[file.format](filesystem, file, rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,10 @@ from pipeline.openai.parsed_request import ParsedRequest
 from pipeline.openai.request_body import parse_chat, parse_completion
 from pipeline.openai.response_body import TokenText, chat_response, completion_response
 from pipeline.openai.speculation import lossless_mark
+from pipeline.openai.strict_json import parse_json
 
+LINE_FIELDS = ("custom_id", "method", "url", "body")
+"""Fields of a line."""
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 
@@ -21,7 +23,7 @@ def parse_line(line: Mapping[str, Any]) -> ParsedRequest:
     """Return what a line asks for.
 
     Args:
-        line: Its `method`, `url` and `body`, the last as JSON text.
+        line: Its `LINE_FIELDS`; the body as JSON text.
 
     Raises:
         OpenAIError: It is not a request that can be answered.
@@ -34,10 +36,7 @@ def parse_line(line: Mapping[str, Any]) -> ParsedRequest:
             raise bad_request(message, name, "unsupported_value")
     if line.get("body") is None:
         raise missing("body")
-    try:
-        body = json.loads(line["body"])
-    except (ValueError, RecursionError):
-        body = line["body"]  # text that is not JSON is no object either
+    body = parse_json(line["body"].encode())
     request = parse_chat(body) if line["url"] == _CHAT else parse_completion(body)
     if request.stream:
         message = "Unsupported value: 'stream' can only be false in a batch."

@@ -6,8 +6,8 @@ Ray Data cuts and merges blocks between rows, never within one, so a part stays 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial, update_wrapper
 from typing import Any
 
 import pyarrow as pa
@@ -39,7 +39,7 @@ def unpack(block: pa.Table) -> Iterator[tuple[str, pa.Table]]:
 class StagedParts(Datasource):
     """Ray Data's view of some staged parts: one read task and one block for each.
 
-    A part's rows have the columns `request_id`, `row` and `problem`.
+    A part's rows have the columns `request_id`, `asked`, `row` and `problem`.
 
     Args:
         staged: The staged input.
@@ -60,14 +60,21 @@ class StagedParts(Datasource):
         """Return one task for each part, whatever the parallelism asked for."""
         return [
             ReadTask(
-                # A task is sent with what it reads, and not with the list of all parts.
-                partial(_read_part, part.name, self._staged.file(part), self._staged.row_type),
+                _read_task(part.name, self._staged.file(part), self._staged.row_type),
                 BlockMetadata(num_rows=1, size_bytes=None, input_files=None, exec_stats=None),
             )
             for part in self._parts
         ]
 
 
+def _read_task(name: str, file: Location, row_type: pa.StructType) -> Callable[[], list[pa.Table]]:
+    """Return what reads a part: it is sent with what it reads, and not with the list of all parts."""
+    read = partial(_read_part, name, file, row_type)
+    return update_wrapper(read, _read_part)  # Ray warns of large tasks by their names
+
+
 def _read_part(name: str, file: Location, row_type: pa.StructType) -> list[pa.Table]:
-    rows = pa.parquet.read_table(file.path, columns=["request_id", "row", "problem"], filesystem=file.filesystem)
+    rows = pa.parquet.read_table(
+        file.path, columns=["request_id", "asked", "row", "problem"], filesystem=file.filesystem
+    )
     return [pack([(name, with_row_type(rows, row_type))])]

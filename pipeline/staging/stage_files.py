@@ -13,14 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from pipeline.io.column_types import known_type, stored_struct, unify_fields
+from pipeline.io.column_types import SeenType, refuse_many_columns, seen_types, unify
 from pipeline.io.files import Location
 from pipeline.io.listing import InputListing
 from pipeline.io.prompt_source import PromptSource, check_types
 from pipeline.io.reading import read_file
 from pipeline.io.reading_config import ReadingConfig
 from pipeline.staging.named_rows import named_rows, with_row_type, with_samples
-from pipeline.staging.samples import SEED_COLUMN
 from pipeline.staging.staged_input import Part
 
 PART_BYTES = 32 << 20
@@ -47,25 +46,34 @@ class StagingPlan:
     part_bytes: int = PART_BYTES
 
 
-def stage_files(listing: InputListing, group: str, plan: StagingPlan) -> tuple[list[Part], list[pa.Field]]:
+def stage_files(listing: InputListing, group: str, plan: StagingPlan) -> tuple[list[Part], list[SeenType]]:
     """Stage the files of `listing` as parts named after `group`.
 
     Returns:
-        The parts, and the fields that hold every row of them, before `stored_struct`.
+        The parts, and the types of their columns, for `unify`.
 
     Raises:
-        InputError: A file is damaged, or lacks a column.
+        InputError: A file is damaged, lacks a column, or has one that cannot be kept beside that of another file.
     """
     parts: list[Part] = []
-    fields: list[list[pa.Field]] = []
-    for table in cut(_rows(listing, plan), plan.rows_per_part, plan.part_bytes):
-        part = Part(f"{group}-{len(parts):06d}", table.num_rows, table.nbytes)
-        row_type = table.schema.field("row").type
+    seen: dict[SeenType, None] = {}
+    json_objects = listing.of_json
+    for tables in cut(_rows(listing, plan), plan.rows_per_part, plan.part_bytes):
+        here = dict.fromkeys(one for table in tables for one in _seen_types(table))
+        row_type = unify(here, json_objects=json_objects)
+        rows = pa.concat_tables([with_row_type(table, row_type) for table in tables]).combine_chunks()
+        part = Part(f"{group}-{len(parts):06d}", rows.num_rows, rows.nbytes)
         with (plan.folder / f"{part.name}.parquet").open_whole() as stream:
-            pa.parquet.write_table(with_row_type(table, stored_struct(row_type)), stream, compression="zstd")
+            pa.parquet.write_table(rows, stream, compression="zstd")
         parts.append(part)
-        fields.append([field.with_type(known_type(field.type)) for field in row_type])
-    return parts, unify_fields(fields)
+        seen |= here
+        refuse_many_columns({one.name for one in seen}, "the input")
+    return parts, list(seen)
+
+
+def _seen_types(rows: pa.Table) -> list[SeenType]:
+    """Return the types of the columns of rows of one file."""
+    return seen_types(pa.Table.from_struct_array(rows["row"]), rows["place"][0].as_py().rpartition(":")[0])
 
 
 def _rows(listing: InputListing, plan: StagingPlan) -> Iterator[pa.Table]:
@@ -74,11 +82,9 @@ def _rows(listing: InputListing, plan: StagingPlan) -> Iterator[pa.Table]:
     text_column = {"text": prompts.column, "openai": prompts.id_column}.get(prompts.kind)
     json_column = prompts.column if prompts.kind == "openai" else plan.reading.sampling_column
     for file in listing.files:
-        for chunk in read_file(
-            listing.filesystem, file, plan.rows_per_part, text_column, json_column, integer_column=SEED_COLUMN
-        ):
+        for chunk in read_file(listing.filesystem, file, plan.rows_per_part, text_column, json_column):
             check_types(file, chunk.columns.schema, prompts)
-            rows = named_rows(file, chunk, prompts.id_column)
+            rows = named_rows(file, chunk, prompts, plan.reading.sampling_column)
             skipped, skip = skip, max(skip - rows.num_rows, 0)
             rows = rows.slice(skipped)
             rows_taken = rows if left is None else rows.slice(0, left)
@@ -89,13 +95,16 @@ def _rows(listing: InputListing, plan: StagingPlan) -> Iterator[pa.Table]:
                     return
 
 
-def cut(tables: Iterable[pa.Table], most_rows: int, most_bytes: int) -> Iterator[pa.Table]:
-    """Cut the same rows to tables of `most_rows` rows, or of fewer, where another row would make it too large.
+def cut(tables: Iterable[pa.Table], most_rows: int, most_bytes: int) -> Iterator[list[pa.Table]]:
+    """Cut the same rows to pieces of `most_rows` rows, or of fewer, where another row would make one too large.
 
     Args:
         tables: The rows, however they come.
-        most_rows: Rows of a table.
-        most_bytes: Bytes of a table; one that has a single row may have more.
+        most_rows: Rows of a piece.
+        most_bytes: Bytes of a piece; one that has a single row may have more.
+
+    Yields:
+        The tables of each piece.
     """
     held: list[pa.Table] = []
     rows = size = 0
@@ -107,10 +116,10 @@ def cut(tables: Iterable[pa.Table], most_rows: int, most_bytes: int) -> Iterator
                 rows, size = rows + held[-1].num_rows, size + held[-1].nbytes
                 table = table.slice(held[-1].num_rows)
             if table.num_rows or rows == most_rows:
-                yield _concatenate(held)
+                yield held
                 held, rows, size = [], 0, 0
     if held:
-        yield _concatenate(held)
+        yield held
 
 
 def _fitting(table: pa.Table, most_rows: int, most_bytes: int) -> int:
@@ -120,9 +129,3 @@ def _fitting(table: pa.Table, most_rows: int, most_bytes: int) -> int:
         return int(table.num_rows)
     sizes = np.cumsum([table.slice(row, 1).nbytes for row in range(table.num_rows)])
     return int(np.searchsorted(sizes, most_bytes, side="right"))
-
-
-def _concatenate(tables: list[pa.Table]) -> pa.Table:
-    """Concatenate tables, with their rows brought to one type."""
-    row_type = pa.struct(unify_fields(list(table.schema.field("row").type) for table in tables))
-    return pa.concat_tables([with_row_type(table, row_type) for table in tables]).combine_chunks()

@@ -5,6 +5,7 @@ All damage to files and all ids that stand for several rows are found here, befo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import pyarrow as pa
@@ -14,7 +15,7 @@ import ray
 
 from drafter.errors import one_line
 from pipeline.errors import InputError, JobError
-from pipeline.io.column_types import stored_struct, unify_fields
+from pipeline.io.column_types import SeenType, unify
 from pipeline.io.listing import InputFile, InputListing
 from pipeline.staging.samples import row_name
 from pipeline.staging.stage_files import StagingPlan, stage_files
@@ -64,12 +65,26 @@ def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None =
                 "choose another output"
             )
         return before
-    row_type = stored_struct(unify_fields(fields for _, fields in done))
+    seen = dict.fromkeys(one for _, types in done for one in types)
+    row_type = unify(seen, json_objects=listing.of_json)
+    _say_what_is_text(row_type, seen)
     staged = StagedInput(plan.folder, parts, row_type, plan.rows_per_part)
     if plan.prompts.id_column is not None:
         _refuse_shared_ids(staged, plan)
     staged.save()
     return staged
+
+
+def _say_what_is_text(row_type: pa.StructType, seen: Iterable[SeenType]) -> None:
+    """Say which columns of tables become text, because files differ in their types."""
+    types: dict[str, list[SeenType]] = {}
+    for one in seen:
+        types.setdefault(one.name, []).append(one)
+    for name, some in types.items():
+        kinds = {one_line(str(one.type), 80): one.file for one in some if not pa.types.is_null(one.type)}
+        if pa.types.is_string(row_type.field(name).type) and len(kinds) > 1:
+            found = ", ".join(f"{kind} in {file}" for kind, file in list(kinds.items())[:_EXAMPLES])
+            print(f"column {name!r} is kept as text: it has {found}", file=sys.stderr, flush=True)
 
 
 def _groups(files: Iterable[InputFile]) -> list[list[InputFile]]:

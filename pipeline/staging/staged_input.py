@@ -23,6 +23,8 @@ _READERS = 16
 
 STAGED_LIST = "parts.json"
 """Lists the staged parts. It is written last: where it is, staging is complete."""
+STAGED_FORMAT = 2
+"""Format 1 has no column `asked`: chat messages of several rows were one Arrow column, and changed one another."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +47,19 @@ class StagedInput:
     """The staged rows of an input.
 
     Args:
-        folder: Holds one file for each part, with the columns `request_id`, `place` (file and line), `row` (a struct of
-            the input's columns) and `problem`.
+        folder: Holds one file for each part, with the columns `request_id`, `place` (file and line), `asked` (what the
+            job reads of the row, as JSON), `row` (a struct of the input's columns) and `problem`.
         parts: The files.
         row_type: The type that holds every `row`.
         rows_per_part: Rows of each part but the last of a task; 0 where the input will not be staged again.
+        format: See `STAGED_FORMAT`; of an earlier release's parts, the list alone can be used.
     """
 
     folder: Location
     parts: tuple[Part, ...]
     row_type: pa.StructType
     rows_per_part: int = 0
+    format: int = STAGED_FORMAT
 
     @property
     def rows(self) -> int:
@@ -94,7 +98,7 @@ class StagedInput:
         """Write the list of parts: from now on the input is staged."""
         row_type = base64.b64encode(pa.schema(list(self.row_type)).serialize().to_pybytes()).decode()
         parts = [[part.name, part.rows, part.nbytes] for part in self.parts]
-        saved = {"row_type": row_type, "rows_per_part": self.rows_per_part, "parts": parts}
+        saved = {"format": self.format, "row_type": row_type, "rows_per_part": self.rows_per_part, "parts": parts}
         write_twice(self.folder / STAGED_LIST, json.dumps(saved))
 
     @classmethod
@@ -106,7 +110,7 @@ class StagedInput:
             return None
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(saved["row_type"])))
         parts = tuple(Part(*part) for part in saved["parts"])
-        return cls(folder, parts, pa.struct(list(schema)), saved["rows_per_part"])
+        return cls(folder, parts, pa.struct(list(schema)), saved["rows_per_part"], saved.get("format", 1))
 
 
 def mend_list(folder: Location) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
-from pipeline.io.column_types import stored_struct
+from pipeline.io.column_types import unify
 from pipeline.io.files import locate
 from pipeline.io.listing import list_input
 from pipeline.io.prompt_source import find_prompts
@@ -48,9 +48,15 @@ def staged(
     listing = list_input(str(source), reading.format, reading.split, reading.subset)
     plan = StagingPlan(locate(str(folder)), reading, find_prompts(listing, reading), rows_per_part)
     folder.mkdir(exist_ok=True)
-    parts, fields = stage_files(listing, "00000", plan)
-    read = StagedParts(StagedInput(plan.folder, tuple(parts), stored_struct(fields)), parts).get_read_tasks(1)
-    tables = [rows for task in read for block in task() for _, rows in unpack(block)]
+    parts, seen = stage_files(listing, "00000", plan)
+    row_type = unify(seen, json_objects=listing.of_json)
+    tables = read_parts(StagedInput(plan.folder, tuple(parts), row_type))
     whole = pa.concat_tables(tables).to_pylist()
     problems = {row["request_id"]: row["problem"]["message"] for row in whole if row["problem"] is not None}
     return [table["request_id"].to_pylist() for table in tables], [row["row"] for row in whole], problems
+
+
+def read_parts(staged: StagedInput) -> list[pa.Table]:
+    """Read the rows of all parts, as Ray's tasks do."""
+    tasks = StagedParts(staged, list(staged.parts)).get_read_tasks(1)
+    return [rows for task in tasks for block in task() for _, rows in unpack(block)]

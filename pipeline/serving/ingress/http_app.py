@@ -21,13 +21,14 @@ from pipeline.openai.api_error import OpenAIError
 from pipeline.openai.parsed_request import ParsedRequest
 from pipeline.openai.request_body import parse_chat, parse_completion
 from pipeline.openai.speculation import wants_speculation
+from pipeline.openai.strict_json import parse_json
 from pipeline.serving.ingress import openapi
 from pipeline.serving.ingress.agreement import Agreement
 from pipeline.serving.ingress.connections import Connections
 from pipeline.serving.ingress.engine_handles import Engines, Method
 from pipeline.serving.ingress.event_stream import EventStream
 from pipeline.serving.ingress.hosts import LoopbackHosts
-from pipeline.serving.ingress.json_body import parse_json, read_body
+from pipeline.serving.ingress.json_body import read_body
 from pipeline.serving.ingress.keys import may_ask
 from pipeline.serving.ingress.learner_handle import LearnerHandle
 from pipeline.serving.ingress.metrics_page import metrics_page

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.openai.api_error import OpenAIError
-from pipeline.serving.ingress.json_body import parse_json
+from pipeline.openai.strict_json import parse_json
 
 
 def test_json_is_read() -> None:
