@@ -59,7 +59,7 @@ def _own_settings(value: Any, column: str) -> dict[str, Any]:
             raise RowError("BadSampling", f"column {column!r} is not JSON: {error}") from error
     if value is not None and not isinstance(value, dict):
         raise RowError("BadSampling", f"column {column!r} must be an object of sampling settings, not {shown(value)}")
-    own = {name: _without_nulls(setting) for name, setting in (value or {}).items() if setting is not None}
+    own = {name: _plain_setting(setting) for name, setting in (value or {}).items() if setting is not None}
     if unknown := sorted(own.keys() - _FIELDS):
         known = ", ".join(sorted(_FIELDS))
         names = ", ".join(shown(name).strip("'") for name in unknown)
@@ -67,15 +67,22 @@ def _own_settings(value: Any, column: str) -> dict[str, Any]:
     return own
 
 
-def _without_nulls(setting: Any) -> Any:
-    """Return a setting without its entries that are null, which are how a table has a key of another row."""
+def _plain_setting(setting: Any) -> Any:
+    """Return a setting of a table as JSON has it.
+
+    Entries that are null are keys of another row. A whole number in a column of fractions is an integer.
+    """
     if isinstance(setting, dict):
         return {name: value for name, value in setting.items() if value is not None}
-    return setting
+    return _integer_if_whole(setting)
+
+
+def _integer_if_whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT_FLOATS else value
 
 
 def _column_seed(value: Any) -> Any:
     """Return the seed that a column has: in a CSV it is text, and pandas makes integers floats where one is missing."""
     if isinstance(value, str):
         return int(value) if _INTEGER.fullmatch(value) else value or None
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT_FLOATS else value
+    return _integer_if_whole(value)

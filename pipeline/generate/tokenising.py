@@ -18,6 +18,7 @@ from drafter.text.chat import Chat, encode_chats
 from drafter.text.vocabulary import longest_token, refuse_endless
 from pipeline.errors import RowError
 from pipeline.generate.row_requests import PromptSettings, RowRequest, row_request
+from pipeline.io.column_types import whole
 from pipeline.staging.part_rows import pack, unpack
 from pipeline.staging.row_problems import with_problems
 from pipeline.staging.samples import SAMPLE_COLUMN
@@ -72,7 +73,7 @@ def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
 
 def _samples(rows: pa.Table) -> list[int]:
     """Return which of its row's texts each row is."""
-    structs = rows["row"].combine_chunks()
+    structs = whole(rows["row"])
     samples: list[int] = structs.field(structs.type.get_field_index(SAMPLE_COLUMN)).to_pylist()
     return samples
 

@@ -1,7 +1,7 @@
 """Types of columns: inferred where a format has none, and unified over all files without changing a value.
 
-A column whose values have no type in common is kept as text: text as it is, everything else as JSON. So is a column that
-Parquet cannot hold: one of objects without fields, for instance, or one that is nested too deeply.
+A column whose values have no type in common is kept as text: text as it is, everything else as JSON. So is a column
+that Parquet cannot hold: one of objects without fields, for instance, or one that is nested too deeply.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import io
 import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 import pyarrow as pa
@@ -96,18 +96,19 @@ def infer_column(values: Sequence[Any]) -> pa.Array:
         return pa.array([as_text(value) for value in values], pa.string())
 
 
-def _json_type(value: Any) -> pa.DataType:
+def _json_type(value: Any, *, in_object: bool = False) -> pa.DataType:
     """Return the type of a value of JSON.
 
     Raises:
         _NoCommonTypeError: Items of a list, or an object without fields, have none.
     """
     if isinstance(value, list):
-        return pa.list_(reduce(_common_json, map(_json_type, value), pa.null()))
+        common = partial(_common_json, in_object=in_object)
+        return pa.list_(reduce(common, (_json_type(one, in_object=in_object) for one in value), pa.null()))
     if isinstance(value, dict):
         if not value or len(value) > _MOST_COLUMNS:
             raise _NoCommonTypeError
-        return pa.struct([(name, _json_type(one)) for name, one in value.items()])
+        return pa.struct([(name, _json_type(one, in_object=True)) for name, one in value.items()])
     return _SCALARS[type(value)]
 
 
@@ -117,8 +118,8 @@ _SCALARS = {type(None): pa.null(), bool: pa.bool_(), int: pa.int64(), float: pa.
 def _common_json(one: pa.DataType, other: pa.DataType, *, in_object: bool = False) -> pa.DataType:
     """Return the type that holds values of JSON of both types.
 
-    An object's type is its fields, their order and their types: with other fields it would be another object. Numbers in
-    an object stay what they are, because a chat template writes 1 and 1.0 as different texts.
+    An object's type is its fields, their order and their types: with other fields it would be another object. Numbers
+    in an object stay what they are, because a chat template writes 1 and 1.0 as different texts.
 
     Raises:
         _NoCommonTypeError: There is none.
@@ -252,12 +253,7 @@ def _common_type(one: pa.DataType, other: pa.DataType, *, exact: bool) -> pa.Dat
         for field in other:
             fields[field.name] = _common_type(fields.get(field.name, pa.null()), field.type, exact=exact)
         return pa.struct(list(fields.items()))
-    if (
-        pa.types.is_integer(one)
-        and pa.types.is_floating(other)
-        or pa.types.is_floating(one)
-        and pa.types.is_integer(other)
-    ):
+    if _is_number(one) and _is_number(other) and pa.types.is_integer(one) != pa.types.is_integer(other):
         if not exact:
             raise _NoCommonTypeError
         return pa.float64()
@@ -281,6 +277,10 @@ def _differ_in_kind(one: pa.DataType, other: pa.DataType) -> bool:
         return not (_is_string(one) and _is_string(other))
     units = {getattr(kind, "unit", "day") for kind in (one, other)}
     return "ns" in units and len(units) > 1  # nanoseconds reach from 1677 to 2262, and coarser units farther
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -319,10 +319,10 @@ def _is_moderate(kind: pa.DataType) -> bool:
 @lru_cache
 def _fits_parquet(kind: pa.DataType) -> bool:
     try:
-        pa.parquet.write_table(pa.schema([("x", kind)]).empty_table(), io.BytesIO())
+        with pa.parquet.ParquetWriter(io.BytesIO(), pa.schema([("x", kind)])):
+            return True
     except pa.ArrowNotImplementedError:
         return False
-    return True
 
 
 def conform(column: pa.Array, target: pa.DataType) -> pa.Array:
@@ -351,6 +351,11 @@ def conform_struct(rows: pa.StructArray, target: pa.StructType) -> pa.StructArra
         for field in target
     ]
     return pa.StructArray.from_arrays(columns, fields=list(target))
+
+
+def whole(column: pa.ChunkedArray) -> pa.Array:
+    """Return a column as one array. Arrow itself cannot where it has no rows, and an extension type."""
+    return column.combine_chunks() if column.num_chunks else pa.nulls(0, column.type)
 
 
 def replace_column(table: pa.Table, name: str, column: pa.Array) -> pa.Table:

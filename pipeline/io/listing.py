@@ -187,8 +187,9 @@ def _split_files(uri: str, found: _Found, split: str | None, subset: str | None)
         if split is not None or subset is not None:
             raise InputError(f"input {uri} is not a dataset's folder: leave out reading.split and reading.subset")
         return None
+    there = [name for name, info in found.files.items() if info.type == fs.FileType.File or format_of(name)]
     with _errors_name(uri):
-        names = dataset_files(uri, found.root, list(found.files), split, subset)
+        names = dataset_files(uri, found.root, there, split, subset)
     return None if names is None else set(names)
 
 

@@ -18,6 +18,10 @@ from pipeline.io.line_files import read_json_lines, read_text_lines
 from pipeline.io.listing import InputFile
 from pipeline.io.table_files import read_arrow, read_csv, read_parquet
 
+_ALWAYS_READ = 1 << 30
+_MOST_EXPANDED = 1000
+"""A file of rows expands to fewer times its own size. Some bytes can expand to anything, and would fill the disk."""
+
 
 def read_file(
     filesystem: fs.FileSystem,
@@ -40,10 +44,19 @@ def read_file(
     """
     try:
         if file.format == "jsonl":
-            yield from read_json_lines(filesystem, file, rows, text_column, json_column)
+            chunks = read_json_lines(filesystem, file, rows, text_column, json_column)
         else:
             readers = {"text": read_text_lines, "parquet": read_parquet, "csv": read_csv, "arrow": read_arrow}
-            yield from readers[file.format](filesystem, file, rows)
+            chunks = readers[file.format](filesystem, file, rows)
+        size = 0
+        for chunk in chunks:
+            size += chunk.columns.nbytes
+            if size > max(_ALWAYS_READ, _MOST_EXPANDED * file.size):
+                raise InputError(
+                    f"{file.path} has {file.size} bytes and more than {size >> 20} MiB of rows, as nothing but a few "
+                    "values that are repeated without end: give the rows that are meant, in another file"
+                )
+            yield chunk
     except InputError:
         raise
     except Exception as error:

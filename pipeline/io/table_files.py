@@ -249,7 +249,7 @@ def plain(column: pa.Array) -> pa.Array:
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
-    return plain(pa.array([], kind)).type
+    return plain(pa.nulls(0, kind)).type
 
 
 def _offsets(lists: pa.Array, kind: pa.DataType) -> pa.Array:

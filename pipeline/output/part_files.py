@@ -19,7 +19,7 @@ import pyarrow.parquet
 from pyarrow import fs
 from ray.data.datasource import Datasink
 
-from pipeline.io.column_types import free_name, python_values
+from pipeline.io.column_types import free_name, python_values, whole
 from pipeline.io.files import Location
 from pipeline.output.output_folder import OutputFolder
 from pipeline.staging.part_rows import unpack
@@ -84,7 +84,7 @@ def data_table(rows: pa.Table) -> pa.Table:
     An input column with the name of another becomes `input_NAME`.
     """
     finished = rows.filter(pa.compute.is_null(rows["problem"]))
-    given, generated = finished["row"].combine_chunks(), finished["generated"].combine_chunks()
+    given, generated = whole(finished["row"]), whole(finished["generated"])
     theirs, ours = ([field.name for field in one.type] for one in (given, generated))
     taken = {"request_id", *ours}
     columns = {"request_id": finished["request_id"]}
@@ -113,7 +113,7 @@ def error_table(rows: pa.Table) -> pa.Table:
     problems = failed["problem"].to_pylist()
     inputs = [
         problem["input"] if problem["input"] is not None else text
-        for problem, text in zip(problems, row_texts(failed["row"].combine_chunks()), strict=True)
+        for problem, text in zip(problems, row_texts(whole(failed["row"])), strict=True)
     ]
     return pa.table(
         {

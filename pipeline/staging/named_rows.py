@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from pipeline.errors import ProblemType, RowProblem
 from pipeline.io.chunks import Chunk, UnreadableValueError
-from pipeline.io.column_types import conform_struct, replace_column
+from pipeline.io.column_types import conform_struct, replace_column, whole
 from pipeline.io.listing import InputFile
 from pipeline.io.prompt_source import PromptSource
 from pipeline.openai.api_error import OpenAIError
@@ -45,7 +45,7 @@ def named_rows(file: InputFile, chunk: Chunk, prompts: PromptSource, sampling_co
                 problems.setdefault(index, RowProblem("BadRow", f"the id column {prompts.id_column!r} is empty"))
     asked = _asked(chunk, prompts, sampling_column, problems)
     row = pa.StructArray.from_arrays(
-        [column.combine_chunks() for column in chunk.columns.columns], fields=list(chunk.columns.schema)
+        [whole(column) for column in chunk.columns.columns], fields=list(chunk.columns.schema)
     )
     return pa.table(
         {
@@ -130,4 +130,4 @@ def with_samples(rows: pa.Table, prompts: PromptSource, samples: int, piece_byte
 
 def with_row_type(table: pa.Table, row_type: pa.StructType) -> pa.Table:
     """Return `table` with its column `row` brought to a type that holds it."""
-    return replace_column(table, "row", conform_struct(table.column("row").combine_chunks(), row_type))
+    return replace_column(table, "row", conform_struct(whole(table.column("row")), row_type))

@@ -15,6 +15,7 @@ import pyarrow.parquet
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
+from pipeline.io.column_types import whole
 from pipeline.io.files import Location
 from pipeline.staging.named_rows import with_row_type
 from pipeline.staging.staged_input import Part, StagedInput
@@ -26,7 +27,7 @@ def pack(parts: Iterable[tuple[str, pa.Table]]) -> pa.Table:
 
 
 def _packed(name: str, rows: pa.Table) -> pa.Table:
-    structs = pa.StructArray.from_arrays([column.combine_chunks() for column in rows.columns], fields=list(rows.schema))
+    structs = pa.StructArray.from_arrays([whole(column) for column in rows.columns], fields=list(rows.schema))
     return pa.table({"part": [name], "rows": pa.ListArray.from_arrays([0, len(structs)], structs)})
 
 

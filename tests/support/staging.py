@@ -40,17 +40,21 @@ def write_input(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def staged(
-    source: Path | str, folder: Path, rows_per_part: int = 3, **settings: Any
-) -> tuple[list[list[str]], list[dict[str, Any]], dict[str, str]]:
-    """Stage an input in this process: request ids by part, rows, and messages of problems by request id."""
+def staged_table(source: Path | str, folder: Path, rows_per_part: int = 3, **settings: Any) -> list[pa.Table]:
+    """Stage an input in this process: the rows of each part, as the generation job reads them."""
     reading = ReadingConfig(**settings)
     listing = list_input(str(source), reading.format, reading.split, reading.subset)
     plan = StagingPlan(locate(str(folder)), reading, find_prompts(listing, reading), rows_per_part)
     folder.mkdir(exist_ok=True)
     parts, seen = stage_files(listing, "00000", plan)
-    row_type = unify(seen, json_objects=listing.of_json)
-    tables = read_parts(StagedInput(plan.folder, tuple(parts), row_type))
+    return read_parts(StagedInput(plan.folder, tuple(parts), unify(seen, json_objects=listing.of_json)))
+
+
+def staged(
+    source: Path | str, folder: Path, rows_per_part: int = 3, **settings: Any
+) -> tuple[list[list[str]], list[dict[str, Any]], dict[str, str]]:
+    """Stage an input in this process: request ids by part, rows, and messages of problems by request id."""
+    tables = staged_table(source, folder, rows_per_part, **settings)
     whole = pa.concat_tables(tables).to_pylist()
     problems = {row["request_id"]: row["problem"]["message"] for row in whole if row["problem"] is not None}
     return [table["request_id"].to_pylist() for table in tables], [row["row"] for row in whole], problems
