@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from pipeline.io.column_types import python_rows
 from pipeline.output.output_folder import OutputFolder
 from pipeline.report.row_scan import open_rows, unreadable
 
@@ -35,7 +36,7 @@ def rows_of(output: OutputFolder, columns: Sequence[str] | None) -> Iterator[Row
             raise unreadable(output, error) from error
         if batch is None:
             return
-        yield from batch.to_pylist()
+        yield from python_rows(batch)
 
 
 @dataclass

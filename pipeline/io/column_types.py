@@ -59,12 +59,20 @@ def as_text(value: Any) -> str | None:
     return str(value)
 
 
-def python_values(column: pa.Array) -> list[Any]:
+def python_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
     """Return a column's values, with a text in the place of each that Python cannot hold."""
     try:
         return list(column.to_pylist())
     except Exception:  # Arrow raises what Python's own types raise, each in its own way
         return [_python_value(cell) for cell in column]
+
+
+def python_rows(rows: pa.Table | pa.RecordBatch | pa.StructArray) -> list[dict[str, Any]]:
+    """Return rows with their values as `python_values` has them."""
+    names = rows.type.names if isinstance(rows, pa.StructArray) else rows.schema.names
+    columns = rows.flatten() if isinstance(rows, pa.StructArray) else rows.columns
+    values = [python_values(column) for column in columns]
+    return [{name: some[index] for name, some in zip(names, values, strict=True)} for index in range(len(rows))]
 
 
 def _python_value(cell: pa.Scalar) -> Any:

@@ -19,7 +19,7 @@ import pyarrow.parquet
 from pyarrow import fs
 from ray.data.datasource import Datasink
 
-from pipeline.io.column_types import free_name, python_values, whole
+from pipeline.io.column_types import free_name, python_rows, whole
 from pipeline.io.files import Location
 from pipeline.output.output_folder import OutputFolder
 from pipeline.staging.part_rows import unpack
@@ -98,22 +98,13 @@ def _fields(structs: pa.StructArray) -> list[pa.Array]:
     return [pa.compute.struct_field(structs, [index]) for index in range(structs.type.num_fields)]
 
 
-def row_texts(rows: pa.StructArray) -> list[str]:
-    """Return rows as JSON; what Python or JSON cannot hold is in its place as text."""
-    columns = {field.name: python_values(column) for field, column in zip(rows.type, _fields(rows), strict=True)}
-    return [
-        json.dumps({name: values[index] for name, values in columns.items()}, ensure_ascii=False, default=str)
-        for index in range(len(rows))
-    ]
-
-
 def error_table(rows: pa.Table) -> pa.Table:
     """Return the rows that could not be generated, as `ERROR_SCHEMA`."""
     failed = rows.filter(pa.compute.is_valid(rows["problem"]))
     problems = failed["problem"].to_pylist()
     inputs = [
-        problem["input"] if problem["input"] is not None else text
-        for problem, text in zip(problems, row_texts(whole(failed["row"])), strict=True)
+        problem["input"] if problem["input"] is not None else json.dumps(row, ensure_ascii=False, default=str)
+        for problem, row in zip(problems, python_rows(whole(failed["row"])), strict=True)
     ]
     return pa.table(
         {

@@ -42,7 +42,8 @@ def named_rows(file: InputFile, chunk: Chunk, prompts: PromptSource, sampling_co
         ids = [str(value) if _is_id(value) else place for value, place in zip(values, places, strict=True)]
         for index, value in enumerate(values):
             if not _is_id(value):
-                problems.setdefault(index, RowProblem("BadRow", f"the id column {prompts.id_column!r} is empty"))
+                why = f"cannot be read: {value}" if isinstance(value, UnreadableValueError) else "is empty"
+                problems.setdefault(index, RowProblem("BadRow", f"the id column {prompts.id_column!r} {why}"))
     asked = _asked(chunk, prompts, sampling_column, problems)
     row = pa.StructArray.from_arrays(
         [whole(column) for column in chunk.columns.columns], fields=list(chunk.columns.schema)

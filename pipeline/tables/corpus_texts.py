@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import pyarrow as pa
 from pyarrow import fs
 
 from drafter.errors import RequestError
@@ -14,6 +13,7 @@ from drafter.text.chat import Chat, encode_chats, render_chat
 from pipeline.engines.named_models import model_fingerprint, model_name
 from pipeline.errors import InputError, RowError
 from pipeline.generate.row_requests import row_messages
+from pipeline.io.chunks import Chunk
 from pipeline.io.files import locate
 from pipeline.io.listing import InputFile, InputListing, list_input
 from pipeline.io.reading import read_file
@@ -127,7 +127,7 @@ def token_texts(corpus: Corpus, tokenizer: Any, vocab_size: int) -> Iterator[lis
     for file in corpus.listing.files:
         text_column = corpus.column if corpus.kind == "text" else None
         for chunk in read_file(corpus.listing.filesystem, file, _ROWS, text_column):
-            values = _column(corpus, file, chunk.columns)[:left]
+            values = _column(corpus, file, chunk)[:left]
             match corpus.kind:
                 case "text":
                     yield from _of_texts(values, tokenizer)
@@ -141,12 +141,12 @@ def token_texts(corpus: Corpus, tokenizer: Any, vocab_size: int) -> Iterator[lis
                     return
 
 
-def _column(corpus: Corpus, file: InputFile, rows: pa.Table) -> list[Any]:
-    if corpus.column not in rows.schema.names:
-        found = ", ".join(rows.schema.names)
+def _column(corpus: Corpus, file: InputFile, chunk: Chunk) -> list[Any]:
+    names = chunk.columns.schema.names
+    if corpus.column not in names:
+        found = ", ".join(names)
         raise InputError(f"{file.path} has no column {corpus.column!r} (it has {found}): set reading.text_column")
-    values: list[Any] = rows[corpus.column].to_pylist()
-    return values
+    return chunk.values(corpus.column)
 
 
 def _of_texts(values: Sequence[Any], tokenizer: Any) -> Iterator[list[int] | None]:
