@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial, reduce
 from typing import Any
@@ -175,7 +175,7 @@ def _is_exact(column: pa.Array) -> bool:
 
 def _largest(integers: pa.Array) -> int:
     ends = pa.compute.min_max(integers).as_py()
-    return max(abs(ends["min"] or 0), abs(ends["max"] or 0))
+    return int(max(abs(ends["min"] or 0), abs(ends["max"] or 0)))
 
 
 def unify(seen: Iterable[SeenType], *, json_objects: bool) -> pa.StructType:
@@ -194,17 +194,17 @@ def unify(seen: Iterable[SeenType], *, json_objects: bool) -> pa.StructType:
     columns: dict[str, list[SeenType]] = {}
     for one in seen:
         columns.setdefault(one.name, []).append(one)
-        refuse_many_columns(columns, one.file)
+        refuse_many_columns(len(columns), one.file)
     return pa.struct([(name, _unified(some, json_objects=json_objects)) for name, some in columns.items()])
 
 
-def refuse_many_columns(names: Collection[str], where: str) -> None:
+def refuse_many_columns(count: int, where: str) -> None:
     """Refuse an input with more columns than a part can have.
 
     Raises:
         InputError: There are too many.
     """
-    if len(names) > _MOST_COLUMNS:
+    if count > _MOST_COLUMNS:
         raise InputError(
             f"{where} has more than {_MOST_COLUMNS} different columns: put what differs from row to row into one "
             "column, such as an object named metadata"

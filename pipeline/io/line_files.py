@@ -63,7 +63,7 @@ def _read_lines(
                 records.append({})
                 kept = line if len(line) <= _LONGEST_LINE else line[:_KEPT_OF_LINE]
                 problems[index] = RowProblem("BadRow", one_line(error), kept.decode("utf-8", "replace"))
-            refuse_many_columns(names, f"{file.path} up to line {number}")
+            refuse_many_columns(len(names), f"{file.path} up to line {number}")
         here = dict.fromkeys(name for record in records for name in record)
         columns = {name: infer_column([record.get(name) for record in records]) for name in here}
         # An Arrow table without columns has no rows either.

@@ -40,7 +40,7 @@ def read_parquet(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Itera
     """Read a Parquet file; see `read_file`."""
     with filesystem.open_input_file(file.path) as stream:
         parquet = pa.parquet.ParquetFile(stream)
-        refuse_many_columns(range(parquet.metadata.num_columns), file.path)
+        refuse_many_columns(parquet.metadata.num_columns, file.path)
         _refuse_duplicate_names(file, parquet.schema_arrow.names)
         yield from _chunks(_parquet_batches(file, parquet, stream, rows), rows)
 
@@ -72,7 +72,7 @@ def _dictionary_bytes(file: InputFile, column: pa.parquet.ColumnChunkMetaData, s
     if not column.has_dictionary_page or column.dictionary_page_offset is None:
         return 0
     if column.total_uncompressed_size <= _SMALL_COLUMN:
-        return column.total_uncompressed_size
+        return int(column.total_uncompressed_size)
     stream.seek(column.dictionary_page_offset)
     header = bytes(stream.read(_PAGE_HEADER_BYTES))
     place, size = 0, 0
@@ -129,7 +129,7 @@ def read_arrow(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterato
         is_file = stream.read(len(_ARROW_FILE)) == _ARROW_FILE
         stream.seek(0)
         with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(stream) as reader:
-            refuse_many_columns(reader.schema.names, file.path)
+            refuse_many_columns(len(reader.schema.names), file.path)
             _refuse_duplicate_names(file, reader.schema.names)
             yield from _chunks(map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader, rows)
 
@@ -145,7 +145,7 @@ def read_csv(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator[
     parse = pa.csv.ParseOptions(newlines_in_values=True)
     with filesystem.open_input_stream(file.path, compression="detect") as stream:
         names = pa.csv.open_csv(stream, read, parse).schema.names
-    refuse_many_columns(names, file.path)
+    refuse_many_columns(len(names), file.path)
     _refuse_duplicate_names(file, names)
     convert = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
     with filesystem.open_input_stream(file.path, compression="detect") as stream:

@@ -67,7 +67,7 @@ def stage_files(listing: InputListing, group: str, plan: StagingPlan) -> tuple[l
             pa.parquet.write_table(rows, stream, compression="zstd")
         parts.append(part)
         seen |= here
-        refuse_many_columns({one.name for one in seen}, "the input")
+        refuse_many_columns(len({one.name for one in seen}), "the input")
     return parts, list(seen)
 
 
