@@ -82,6 +82,10 @@ def _python_value(cell: pa.Scalar) -> Any:
         if isinstance(cell, pa.StringScalar | pa.LargeStringScalar):
             return bytes(cell.as_buffer()).decode("utf-8", "replace")
         kind = cell.type
+        if pa.types.is_struct(kind):
+            return {field.name: _python_value(cell[index]) for index, field in enumerate(kind)}
+        if _is_list(kind):
+            return [_python_value(one) for one in cell.values]
         if pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_duration(kind):
             return f"{cell.value} {getattr(kind, 'unit', 'days')} since 1970"
         return str(kind)

@@ -165,4 +165,7 @@ def test_a_value_that_python_cannot_hold_is_text_where_python_is_asked() -> None
     first, epoch, none = python_values(beyond)
     assert first == f"{2**62} us since 1970"
     assert (str(epoch), none) == ("1970-01-01 00:00:00+00:00", None)
-    assert python_values(pa.array([b"caf\xe9", b"x"]).view(pa.string())) == ["caf\ufffd", "x"]
+    texts = pa.array([b"caf\xe9", b"x"]).view(pa.string())
+    assert python_values(texts) == ["caf\ufffd", "x"]
+    nested = pa.ListArray.from_arrays([0, 1, 2], pa.StructArray.from_arrays([texts], ["content"]))
+    assert python_values(nested) == [[{"content": "caf\ufffd"}], [{"content": "x"}]]
