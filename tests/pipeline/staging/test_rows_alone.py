@@ -284,7 +284,9 @@ def test_settings_that_are_all_a_map(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     write_table(pa.table({"prompt": ["x", "y"], "sampling": settings_column}), tmp_path / "in" / "a.parquet")
     first, second = (row_sampling(SamplingParams(), "x", row["asked"], "sampling") for row in staged_rows(tmp_path))
-    assert (first.temperature, first.top_k, second.temperature, second.top_k) == (0.5, 0, 0.0, 3)
+    unset = SamplingParams()
+    assert (first.temperature, first.top_k) == (0.5, unset.top_k)
+    assert (second.temperature, second.top_k) == (unset.temperature, 3)
 
 
 def test_chats_in_a_table_lack_what_is_null(tmp_path: Path) -> None:
