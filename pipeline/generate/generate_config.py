@@ -63,6 +63,7 @@ class GenerateConfig:
         resources: What of the cluster the job takes.
         limits: What is given up, and when.
         writing: How results are written.
+        dry_run: Say how many rows are kept of an earlier submission and how many are to be generated, and do nothing.
     """
 
     input: str
@@ -78,6 +79,7 @@ class GenerateConfig:
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     writing: WritingConfig = field(default_factory=WritingConfig)
+    dry_run: bool = False
 
     def __post_init__(self) -> None:
         for name in ("input", "output", "drafter"):

@@ -20,7 +20,7 @@ from pipeline.engines.named_models import (
 )
 from pipeline.errors import InputError
 from pipeline.generate.generate_config import GenerateConfig
-from pipeline.generate.job_context import JobContext, job_meaning
+from pipeline.generate.job_context import JobContext, input_source, job_meaning
 from pipeline.io.files import locate
 from pipeline.io.listing import list_input
 from pipeline.io.prompt_source import PromptSource, find_prompts
@@ -52,8 +52,14 @@ def generate(config: GenerateConfig) -> None:
     if config.learning.enabled and config.learning.head not in (SHIPPED, NEW):
         heads |= head_fingerprints(config.model, config.learning.head)
     date = output_date(config) if reads_clock else None
-    meaning = job_meaning(config, listing, prompts, base, heads, date)
-    job = JobContext(config, listing, prompts, open_output(config, meaning), meaning, heads)
+    meaning = job_meaning(config, prompts, base, heads, date)
+    output = open_output(config, meaning)
+    job = JobContext(config, listing, prompts, output, meaning, heads, input_source(config, listing))
+    if config.dry_run:
+        from pipeline.generate.growing import dry_run
+
+        print(f"dry run: {dry_run(job)}", flush=True)
+        return
     from pipeline.generate.submission import run  # Ray takes seconds to import: no check waits for it
 
     run(job)
@@ -167,6 +173,8 @@ def open_output(config: GenerateConfig, meaning: dict[str, Any]) -> OutputFolder
     if f"{output.root.path}/".startswith(f"{source.path}/") and source.filesystem.equals(output.root.filesystem):
         raise InputError(f"output {config.output} lies in the input: results would become input")
     check_output(config.output, output, meaning)
+    if config.dry_run:
+        return output
     output.create()
     if output.run_file.type == fs.FileType.File:
         mend_run(output.run_file)

@@ -40,6 +40,7 @@ class JobContext:
         output: Where its results go.
         meaning: All that decides what its results are; see `job_meaning`.
         heads: Fingerprints of its draft heads, by name.
+        source: See `input_source`.
     """
 
     config: GenerateConfig
@@ -48,10 +49,17 @@ class JobContext:
     output: OutputFolder
     meaning: dict[str, Any]
     heads: dict[str, str]
+    source: dict[str, Any]
 
     def save_run(self, state: Literal["running", "finished"], **facts: Any) -> None:
         """Write `run.json`."""
+        facts["input"] = self.source["files"]
         save_run(self.output.run_file, self.config.as_dict(), self.meaning, state=state, **facts)
+
+    @property
+    def several(self) -> bool:
+        """Whether a row of the input may become several, named `ID#0`, `ID#1`, …."""
+        return self.prompts.kind == "openai" or self.config.reading.samples > 1
 
     def engine_facts(self) -> dict[str, Any]:
         """Read from `run.json` what the engines decode with; all None before an engine has reported it."""
@@ -90,8 +98,8 @@ class Work:
         return sum(part.rows for part in self.missing)
 
 
-SETTINGS: dict[str, Literal["bound", "free"]] = {
-    "input": "bound",
+SETTINGS: dict[str, Literal["bound", "rows", "free"]] = {
+    "input": "rows",
     "output": "free",
     "model": "bound",
     "drafter": "free",
@@ -99,6 +107,11 @@ SETTINGS: dict[str, Literal["bound", "free"]] = {
     "learning": "free",
     "learning.enabled": "bound",
     "reading": "bound",
+    "reading.format": "rows",
+    "reading.split": "rows",
+    "reading.subset": "rows",
+    "reading.skip": "rows",
+    "reading.limit": "rows",
     "loading": "free",
     "loading.dtype": "bound",
     "sampling": "bound",
@@ -108,9 +121,11 @@ SETTINGS: dict[str, Literal["bound", "free"]] = {
     "limits": "free",
     "writing": "free",
     "writing.per_step_accepted": "bound",
+    "dry_run": "free",
 }
 """What a later submission of an output may set to another value, by the longest name that fits; docs/operations.md says
-why. `bound`: rows or columns of the output follow from it. `free`: no token does, and nothing else that lasts."""
+why. `bound`: what becomes of a row, or a column, follows from it. `rows`: it says which rows there are; those that are
+done are kept, see `growing`. `free`: no token depends on it, and nothing else that lasts."""
 
 
 def is_bound(setting: str) -> bool:
@@ -119,29 +134,37 @@ def is_bound(setting: str) -> bool:
     return SETTINGS[next(name for name in names if name in SETTINGS)] == "bound"
 
 
+def input_source(config: GenerateConfig, listing: InputListing) -> dict[str, Any]:
+    """Return all that decides which rows a job has: fingerprints of files, and which of their rows are taken.
+
+    Raises:
+        InputError: A file of the input cannot be read.
+    """
+    reading = config.reading
+    return {
+        "files": input_fingerprints(listing),
+        **{name: getattr(reading, name) for name in ("format", "skip", "limit")},
+    }
+
+
 def job_meaning(
     config: GenerateConfig,
-    listing: InputListing,
     prompts: PromptSource,
     base: str,
     heads: dict[str, str],
     date: str | None = None,
 ) -> dict[str, Any]:
-    """Return all that decides which rows come out and what is in them: bound settings, and fingerprints of files.
+    """Return all that decides what becomes of a row: bound settings, and the model by its fingerprint.
 
     Args:
         config: The job's configuration.
-        listing: Its input.
-        prompts: Where the prompts are in it.
+        prompts: Where the prompts are in its input.
         base: Fingerprint of the base model.
         heads: Fingerprints of draft heads, and of a verifier's classifier, by name.
         date: What the clock shows chat templates; None where none reads it.
-
-    Raises:
-        InputError: A file of the input cannot be read.
     """
     meaning: dict[str, Any] = _bound(config.as_dict())
-    meaning |= {"input": input_fingerprints(listing), "model": base}
+    meaning["model"] = base
     meaning["reading"]["date"] = date
     # An exact verifier gives the same tokens whoever drafts. A lenient one accepts what one drafter happens to propose,
     # and a head that learns goes on from what it has learnt.

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
+import pyarrow as pa
 import ray
 
 from drafter.engine.engine_config import EngineConfig
@@ -65,7 +66,7 @@ def stream(job: JobContext, work: Work, board: Any, ledger: Any, learner: str | 
         fn_constructor_kwargs={
             "spec": engine_spec(job, work),
             "limits": job.config.limits,
-            "traits": run_traits(job, work),
+            "traits": run_traits(job, work.staged.row_type),
             "ledger": ledger,
             "progress": board,
             "run": job.config.output,
@@ -106,9 +107,9 @@ def engine_spec(job: JobContext, work: Work) -> EngineSpec:
     )
 
 
-def run_traits(job: JobContext, work: Work) -> RunTraits:
+def run_traits(job: JobContext, row_type: pa.StructType) -> RunTraits:
     """Return what decides which columns the output of this job has."""
-    has_column = work.staged.row_type.get_field_index(job.config.reading.sampling_column) >= 0
+    has_column = row_type.get_field_index(job.config.reading.sampling_column) >= 0
     rows_have_settings = job.prompts.kind == "openai" or has_column
     config = job.config
     return RunTraits(

@@ -201,6 +201,12 @@ def mend(file: Location, parse: Callable[[str], Any]) -> None:
         file.write_text(text)
 
 
+def delete_twice(file: Location) -> None:
+    """Delete what `write_twice` wrote."""
+    _copy_of(file).delete()
+    file.delete()
+
+
 def is_copy(name: str, of: str) -> bool:
     """Return whether a file's name is that of a copy of the file `of`, or of one of the two that was not completed."""
     return name == f"{of}{_COPY}" or (name.startswith(of) and name.endswith(_PARTIAL))

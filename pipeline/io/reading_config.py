@@ -24,7 +24,8 @@ class ReadingConfig:
         subset: Which subset of a Hugging Face dataset; by default the only one, or `default`.
         prompt_column: Column of text prompts; by default `prompt`, if `messages_column` is not set either.
         messages_column: Column of chat messages: a list of {role, content}, or that list as JSON text.
-        id_column: Column whose value names a row, each value once; by default a row is named by its file and line.
+        id_column: Column whose value names a row, each value once; by default `id`, where it does so, and otherwise a
+            row is named by its file and line.
         sampling_column: Column with a row's own sampling settings: an object, or that object as JSON text.
         chat: Send a text prompt as a user's message through the chat template; by default wherever the model has one.
         date: What the clock shows a chat template that writes the date or the time, as in 2026-03-31 or

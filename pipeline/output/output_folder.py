@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pyarrow import fs
 
 from pipeline.errors import InputError
-from pipeline.io.files import Location, make_folders, partials, read_either
+from pipeline.io.files import Location, delete_twice, make_folders, partials, read_either
 from pipeline.staging.staged_input import STAGED_LIST
 
 RUN_FILE = "run.json"
@@ -159,6 +159,10 @@ class OutputFolder:
             return None
         except ValueError as error:
             raise InputError(f"{error}, and so is its copy: choose another output") from error
+
+    def forget_compaction(self) -> None:
+        """Delete the plan, once the files that it is of are gone."""
+        delete_twice(self.compaction_file)
 
     def committed(self) -> set[str]:
         """Return the names of the parts that are in the output."""

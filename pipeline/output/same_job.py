@@ -103,8 +103,8 @@ def _why_not(uri: str, run_file: Location, meant: dict[str, Any]) -> str | None:
         )
     before, now = run["meaning"], json.loads(json.dumps(meant))
     draws = before.pop("draw", None), now.pop("draw", None)
-    # Whether tokens are drawn at all follows from the settings: only where these are the same, the way has changed.
-    different = list(_changes(before, now)) or ([_OTHER_DRAW] if draws[0] != draws[1] else [])
+    # Whether tokens are drawn at all follows from the settings and the rows: only where they are, the way may differ.
+    different = list(_changes(before, now)) or ([_OTHER_DRAW] if None not in draws and draws[0] != draws[1] else [])
     if different:
         return f"output {uri} belongs to another job ({'; '.join(different[:_SHOWN_CHANGES])}): choose another output"
     return None

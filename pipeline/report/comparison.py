@@ -12,6 +12,8 @@ from pipeline.report.row_scan import RowSummary, open_rows, read_errors, read_fu
 
 COMPARED_ROWS = 100
 """Rows that are drawn from both outputs, to be compared token by token."""
+_COMPARED = ("model", "loading", "sampling", "reading")
+"""What of two jobs' meanings is compared."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ def _differences(
         found.append(f"The other output is not plain decoding: its drafter was {other_run['config']['drafter']}")
     if rows.rows != other_rows.rows:
         found.append(f"Not the same in both: the rows, {rows.rows:,} and {other_rows.rows:,}")
-    for name in ("model", "loading", "sampling", "input", "reading"):
-        if run["meaning"].get(name) != other_run["meaning"].get(name):
+    same = {name: run["meaning"].get(name) == other_run["meaning"].get(name) for name in _COMPARED}
+    same["input"] = run.get("input") == other_run.get("input")
+    for name, is_same in same.items():
+        if not is_same:
             found.append(f"Not the same in both: the {name}")
     return found

@@ -12,7 +12,7 @@ from pipeline.errors import ProblemType, RowProblem
 from pipeline.io.chunks import Chunk, UnreadableValueError
 from pipeline.io.column_types import conform_struct, replace_column, whole
 from pipeline.io.listing import InputFile
-from pipeline.io.prompt_source import PromptSource
+from pipeline.io.prompt_source import NoIdsError, PromptSource
 from pipeline.openai.api_error import OpenAIError
 from pipeline.openai.batch import LINE_FIELDS, parse_line
 from pipeline.staging.row_problems import problem_column, with_problems
@@ -41,6 +41,8 @@ def named_rows(file: InputFile, chunk: Chunk, prompts: PromptSource, sampling_co
         values = chunk.values(prompts.id_column)
         ids = [str(value) if _is_id(value) else place for value, place in zip(values, places, strict=True)]
         for index, value in enumerate(values):
+            if not _is_id(value) and prompts.ids_found:
+                raise NoIdsError(f"column {prompts.id_column!r} names no row in {places[index]}")
             if not _is_id(value):
                 why = f"cannot be read: {value}" if isinstance(value, UnreadableValueError) else "is empty"
                 problems.setdefault(index, RowProblem("BadRow", f"the id column {prompts.id_column!r} {why}"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -36,6 +37,8 @@ class StagingPlan:
         reading: How rows become prompts.
         prompts: Where the prompts are.
         rows_per_part: Rows of each part but the last of a task, and those that close by their bytes.
+        source: See `StagedInput`.
+        revision: See `StagedInput`.
         part_bytes: A part with several rows has at most this many bytes.
     """
 
@@ -43,6 +46,8 @@ class StagingPlan:
     reading: ReadingConfig
     prompts: PromptSource
     rows_per_part: int
+    source: Any = None
+    revision: int = 0
     part_bytes: int = PART_BYTES
 
 
@@ -58,7 +63,7 @@ def stage_files(listing: InputListing, group: str, plan: StagingPlan) -> tuple[l
     parts: list[Part] = []
     seen: dict[SeenType, None] = {}
     json_objects = listing.of_json
-    for tables in cut(_rows(listing, plan), plan.rows_per_part, plan.part_bytes):
+    for tables in cut(read_rows(listing, plan), plan.rows_per_part, plan.part_bytes):
         here = dict.fromkeys(one for table in tables for one in _seen_types(table))
         row_type = unify(here, json_objects=json_objects)
         rows = pa.concat_tables([with_row_type(table, row_type) for table in tables]).combine_chunks()
@@ -76,7 +81,7 @@ def _seen_types(rows: pa.Table) -> list[SeenType]:
     return seen_types(pa.Table.from_struct_array(rows["row"]), rows["place"][0].as_py().rpartition(":")[0])
 
 
-def _rows(listing: InputListing, plan: StagingPlan) -> Iterator[pa.Table]:
+def read_rows(listing: InputListing, plan: StagingPlan) -> Iterator[pa.Table]:
     """Read the named rows of all files, without those that `skip` and `limit` leave out."""
     prompts, skip, left = plan.prompts, plan.reading.skip, plan.reading.limit
     text_column = {"text": prompts.column, "openai": prompts.id_column}.get(prompts.kind)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.compute
@@ -17,6 +18,7 @@ from drafter.errors import one_line
 from pipeline.errors import InputError, JobError
 from pipeline.io.column_types import SeenType, unify
 from pipeline.io.listing import InputFile, InputListing
+from pipeline.io.prompt_source import NoIdsError
 from pipeline.staging.samples import row_name
 from pipeline.staging.stage_files import StagingPlan, stage_files
 from pipeline.staging.staged_input import StagedInput
@@ -29,7 +31,9 @@ _EXAMPLES = 3
 
 
 def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None = None) -> StagedInput:
-    """Stage an input.
+    """Stage an input; it counts as staged when the caller has saved the list that is returned.
+
+    A column of ids that nobody has named, and that does not name all rows, is left alone, and a line says so.
 
     Args:
         listing: The input's files.
@@ -41,12 +45,21 @@ def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None =
             are not those that were staged before.
         JobError: The parts cannot be written.
     """
+    try:
+        return _stage(listing, plan, before)
+    except NoIdsError as why:
+        print(f"{one_line(why)}: rows are named by file and line", file=sys.stderr, flush=True)
+        return _stage(listing, replace(plan, prompts=replace(plan.prompts, id_column=None, ids_found=False)), before)
+
+
+def _stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None) -> StagedInput:
     plan.folder.make_folder()
     task = ray.remote(num_cpus=_TASK_CPUS, max_retries=-1)(stage_files)
     # `skip` and `limit` count rows over all files, so one task has to read them all.
     groups = [list(listing.files)] if plan.reading.limit or plan.reading.skip else _groups(listing.files)
+    prefix = f"{plan.revision:03d}-" if plan.revision else ""
     work = [
-        task.remote(InputListing(listing.filesystem, tuple(files)), f"{index:05d}", plan)
+        task.remote(InputListing(listing.filesystem, tuple(files)), f"{prefix}{index:05d}", plan)
         for index, files in enumerate(groups)
     ]
     try:
@@ -68,10 +81,9 @@ def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None =
     seen = dict.fromkeys(one for _, types in done for one in types)
     row_type = unify(seen, json_objects=listing.of_json)
     _say_what_is_text(row_type, seen)
-    staged = StagedInput(plan.folder, parts, row_type, plan.rows_per_part)
+    staged = StagedInput(plan.folder, parts, row_type, plan.rows_per_part, source=plan.source, revision=plan.revision)
     if plan.prompts.id_column is not None:
         _refuse_shared_ids(staged, plan)
-    staged.save()
     return staged
 
 
@@ -121,4 +133,5 @@ def _refuse_shared_ids(staged: StagedInput, plan: StagingPlan) -> None:
             lines.append(row["place"])
     examples = "; ".join(f"{name!r}: {', '.join(lines)}" for name, lines in list(places.items())[:_EXAMPLES])
     column = plan.prompts.id_column
-    raise InputError(f"column {column!r} does not name rows: {len(places)} ids stand for several rows ({examples})")
+    problem = f"column {column!r} does not name rows: {len(places)} ids stand for several rows ({examples})"
+    raise NoIdsError(problem) if plan.prompts.ids_found else InputError(problem)

@@ -53,6 +53,8 @@ class StagedInput:
         row_type: The type that holds every `row`.
         rows_per_part: Rows of each part but the last of a task; 0 where the input will not be staged again.
         format: See `STAGED_FORMAT`; of an earlier release's parts, the list alone can be used.
+        source: What says which rows there are: fingerprints of the input's files, and which rows of them are taken.
+        revision: How often the input of the output had changed by then; names of parts begin with it, from 1 on.
     """
 
     folder: Location
@@ -60,6 +62,8 @@ class StagedInput:
     row_type: pa.StructType
     rows_per_part: int = 0
     format: int = STAGED_FORMAT
+    source: Any = None
+    revision: int = 0
 
     @property
     def rows(self) -> int:
@@ -99,6 +103,7 @@ class StagedInput:
         row_type = base64.b64encode(pa.schema(list(self.row_type)).serialize().to_pybytes()).decode()
         parts = [[part.name, part.rows, part.nbytes] for part in self.parts]
         saved = {"format": self.format, "row_type": row_type, "rows_per_part": self.rows_per_part, "parts": parts}
+        saved |= {"source": self.source, "revision": self.revision}
         write_twice(self.folder / STAGED_LIST, json.dumps(saved))
 
     @classmethod
@@ -110,7 +115,8 @@ class StagedInput:
             return None
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(saved["row_type"])))
         parts = tuple(Part(*part) for part in saved["parts"])
-        return cls(folder, parts, pa.struct(list(schema)), saved["rows_per_part"], saved.get("format", 1))
+        saved_format, source, revision = saved.get("format", 1), saved.get("source"), saved.get("revision", 0)
+        return cls(folder, parts, pa.struct(list(schema)), saved["rows_per_part"], saved_format, source, revision)
 
 
 def mend_list(folder: Location) -> None:

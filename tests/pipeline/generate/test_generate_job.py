@@ -160,6 +160,7 @@ def test_submitting_again_goes_on_where_the_job_stopped(run: Run, finished: Fini
     # A finished job writes nothing, whatever the batches.
     repeated = run(source, *JOB_SETTINGS, "--writing.rows_per_file", 3)
     assert repeated.code == 0
+    assert repeated.stdout == f"nothing is left to do: 7 rows and 2 errors are in {done.folder}\n"
     assert snapshot(done.folder) == before
 
     # Another meaning is refused, and named.
@@ -167,10 +168,11 @@ def test_submitting_again_goes_on_where_the_job_stopped(run: Run, finished: Fini
     assert refused.code == 2
     assert "(sampling.temperature was 0.3, is now 0.5): choose another output" in refused.error
     source_now = source.read_bytes()
-    source.write_bytes(source_now + b'{"prompt": "one more"}\n')
-    assert "input was" in run(source, *JOB_SETTINGS).error
-    source.write_bytes(source_now.replace(b" 5", b" 6"))
-    assert "input was" in run(source, *JOB_SETTINGS).error
+    # A dry run says what has become of the rows.
+    source.write_bytes(source_now.replace(b" 5", b" 6") + b'{"prompt": "one more"}\n')
+    counted = run(source, *JOB_SETTINGS, "--dry_run", True)
+    assert counted.code == 0
+    assert counted.stdout == "dry run: 10 rows: 8 kept, 1 changed, 1 new; 0 removed, whose results go\n"
     source.write_bytes(source_now)
     assert snapshot(done.folder) == before
 

@@ -12,7 +12,6 @@ from pipeline.errors import InputError
 from pipeline.generate.generate_config import GenerateConfig, parse_config
 from pipeline.generate.generate_job import check_verifier, open_output, output_date
 from pipeline.generate.job_context import SETTINGS, job_meaning
-from pipeline.io.listing import list_input
 from pipeline.io.prompt_source import BATCH, PromptSource
 from tests.pipeline.conftest import write_jsonl
 from tests.support.paths import ROOT
@@ -26,7 +25,7 @@ def test_what_was_decoded_leniently_is_not_gone_on_with_exactly(tmp_path: Path) 
     for name in ("exact", "fly"):
         given = ["--input", str(source), "--output", str(tmp_path / name), "--verifier", name]
         config = parse_config(given)
-        meanings[name] = job_meaning(config, list_input(str(source)), TEXT, "base", {})
+        meanings[name] = job_meaning(config, TEXT, "base", {})
         open_output(config, meanings[name])
         (tmp_path / name / "data" / "00000-00000.parquet").write_bytes(b"")
     for name, other in (("exact", "fly"), ("fly", "exact")):
@@ -72,7 +71,7 @@ def test_an_output_is_bound_to_the_draw_if_it_may_have_draws(
 ) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "x"}])
     config: GenerateConfig = parse_config(["--input", str(source), "--output", str(tmp_path / "out"), *settings])
-    meaning = job_meaning(config, list_input(str(source)), prompts, "base", {})
+    meaning = job_meaning(config, prompts, "base", {})
     assert meaning.get("draw") == (DRAW if draws else None)
     # An output that was begun with another draw.
     open_output(config, {**meaning, "draw": "another"} if draws else meaning)
@@ -99,10 +98,10 @@ def test_a_submission_with_another_setting_is_told_which(tmp_path: Path, told: s
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "x"}])
     given = ["--input", str(source), "--output", str(tmp_path / "out")]
     before, now = parse_config(given), parse_config([*given, *OTHERS[told]])
-    open_output(before, job_meaning(before, list_input(str(source)), TEXT, "base", {}))
+    open_output(before, job_meaning(before, TEXT, "base", {}))
     (tmp_path / "out" / "data" / "00000-00000.parquet").write_bytes(b"")
     with pytest.raises(InputError) as caught:
-        open_output(now, job_meaning(now, list_input(str(source)), TEXT, "base", {}))
+        open_output(now, job_meaning(now, TEXT, "base", {}))
     assert f"belongs to another job ({told}): choose another output" in str(caught.value)
 
 
@@ -118,9 +117,9 @@ def test_a_submission_may_have_other_sizes_and_another_drafter_if_the_verifier_i
     for verifier in ("exact", "fly"):
         given = ["--input", str(source), "--output", str(tmp_path / verifier), "--verifier", verifier]
         before, now = parse_config([*given, "--drafter", "ctc"]), parse_config([*given, *FREE])
-        open_output(before, job_meaning(before, list_input(str(source)), TEXT, "base", {"ctc": "1"}))
+        open_output(before, job_meaning(before, TEXT, "base", {"ctc": "1"}))
         (tmp_path / verifier / "data" / "00000-00000.parquet").write_bytes(b"")
-        meaning = job_meaning(now, list_input(str(source)), TEXT, "base", {})
+        meaning = job_meaning(now, TEXT, "base", {})
         if verifier == "exact":
             open_output(now, meaning)
         else:
@@ -136,7 +135,7 @@ def test_every_setting_is_bound_or_free_and_the_documentation_says_which() -> No
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     told = {name: row[1] for row in rows for name in re.findall(r"`([\w.]+)`", row[0])}
     assert {name: told.get(name) for name in SETTINGS} == {
-        name: "no" if binding == "bound" else "yes" for name, binding in SETTINGS.items()
+        name: {"bound": "no", "rows": "rows", "free": "yes"}[binding] for name, binding in SETTINGS.items()
     }
 
 
@@ -148,10 +147,10 @@ def test_one_output_has_one_date(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"reading\.date must be as 2026-03-31 or 2026-03-31T12:00, not 'today'"):
         parse_config([*given, "--reading.date", "today"])
     begun = "2024-02-03T04:05:06"
-    open_output(config, job_meaning(config, list_input(str(source)), TEXT, "base", {}, begun))
+    open_output(config, job_meaning(config, TEXT, "base", {}, begun))
     assert output_date(config) > "2025"  # as long as there is no result
     (tmp_path / "out" / "data" / "00000-00000.parquet").write_bytes(b"")
     assert output_date(config) == begun
     now = parse_config([*given, "--reading.date", "2026-03-31"])
     with pytest.raises(InputError, match=r"reading\.date was '2024-02-03T04:05:06', is now '2026-03-31T00:00:00'"):
-        open_output(now, job_meaning(now, list_input(str(source)), TEXT, "base", {}, output_date(now)))
+        open_output(now, job_meaning(now, TEXT, "base", {}, output_date(now)))
