@@ -28,7 +28,7 @@ from pipeline.learning.learner_spec import LearnerSpec, beginning, learner_spec
 from pipeline.output.output_folder import OutputFolder
 from pipeline.serving.ingress.agreement import read_agreement
 from pipeline.serving.ingress.connections import Connections
-from pipeline.serving.ingress.direct_ingress import before_listening
+from pipeline.serving.ingress.direct_ingress import before_listening, keep_to_this_machine
 from pipeline.serving.ingress.engine_handles import Engines
 from pipeline.serving.ingress.http_app import create_app
 from pipeline.serving.ingress.keys import KeyRule, read_keys, settle
@@ -90,6 +90,7 @@ class Ingress:
             learner=None if learner is None else LearnerHandle(learner),
         )
         before_listening(self._connections)
+        keep_to_this_machine()
 
     def end(self) -> None:
         """Wait no longer for clients that do not read, because the endpoint is being taken down."""

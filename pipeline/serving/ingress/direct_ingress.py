@@ -6,8 +6,12 @@ see `docs/serve.md`.
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Any
 
+import ray
+
+from pipeline.cluster.ports import LOOPBACK
 from pipeline.serving.ingress.connections import Connections
 
 
@@ -28,6 +32,20 @@ def short_ways(port: int) -> dict[str, str]:
         "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
     }
+
+
+def keep_to_this_machine() -> None:
+    """Have Ray (2.60) keep this replica's port for other replicas to the loopback address, where its node has that.
+
+    The port asks for the token, but listens on all addresses. Each replica's constructor calls this, before Ray
+    opens it.
+    """
+    from ray.serve._private import replica
+
+    if not ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback:
+        return
+    add_port = replica.add_port_to_grpc_server
+    replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", LOOPBACK))
 
 
 def before_listening(connections: Connections) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Literal
@@ -77,6 +78,7 @@ class Engines:
     """
 
     def __init__(self, handles: Mapping[str, DeploymentHandle]) -> None:
+        self._asked: asyncio.Task[dict[str, list[Snapshot]]] | None = None
         # Answers are small and many: they need not go through the object store.
         self._handles = {name: handle.options(_by_reference=False) for name, handle in handles.items()}
 
@@ -112,7 +114,15 @@ class Engines:
         raise unavailable()
 
     async def snapshots(self) -> dict[str, list[Snapshot]]:
-        """Return the metrics of all replicas that answer, by the name of their model."""
+        """Return the metrics of all replicas that answer, by the name of their model.
+
+        Who asks while they are being asked shares their answer: whoever may ask, replicas have one such call at a time.
+        """
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.create_task(self._all_snapshots())
+        return await asyncio.shield(self._asked)
+
+    async def _all_snapshots(self) -> dict[str, list[Snapshot]]:
         found: dict[str, list[Snapshot]] = {}
         for name, handle in self._handles.items():
             try:

@@ -10,6 +10,7 @@ from ray import serve
 
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.learning.learning_feed import LearningFeed
+from pipeline.serving.ingress.direct_ingress import keep_to_this_machine
 from pipeline.serving.replica.answers import Answers
 from pipeline.serving.replica.learner_keeper import find_own_learner
 
@@ -26,6 +27,7 @@ class EngineReplica(Answers):
     """
 
     def __init__(self, spec: EngineSpec, seconds: float, *, special_tokens: bool) -> None:
+        keep_to_this_machine()
         cores = ray.get_runtime_context().get_assigned_resources().get("CPU", 1.0)
         lm = replace(spec, threads=math.ceil(cores)).load()
         name = serve.get_replica_context().replica_id.unique_id

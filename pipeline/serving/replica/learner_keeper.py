@@ -18,6 +18,7 @@ from pipeline.learning.learning_config import LearningConfig
 from pipeline.learning.watched_learner import WatchedLearner, find_learner
 from pipeline.progress.pulse import Pulse
 from pipeline.progress.reports import LearningReport
+from pipeline.serving.ingress.direct_ingress import keep_to_this_machine
 
 _ASK_SECONDS = 1.0
 _NAME_SECONDS = 0.2
@@ -38,6 +39,7 @@ class LearnerKeeper:
     """
 
     def __init__(self, spec: LearnerSpec, config: LearningConfig) -> None:
+        keep_to_this_machine()
         self._learner = _only_learner(spec, config)
         self._pulse = Pulse(_ASK_SECONDS, self._ask)
         self._pulse.start()
