@@ -61,6 +61,8 @@ def refuse_unsupported(name: str, config: Any) -> None:
             f"{name}: {config.model_type} has {', '.join(foreign)} layers, whose state cannot be rolled back to an "
             "accepted path; only softmax-attention models can be a base"
         )
+    if missing := [one for one in ("num_hidden_layers", "vocab_size") if not isinstance(getattr(text, one, None), int)]:
+        raise LoadError(f"{name}: the configuration of {config.model_type} has no {' and no '.join(missing)}")
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(config, "auto_map", None):
         raise LoadError(f"{name}: {config.model_type} is not a causal language model that transformers knows")
 
