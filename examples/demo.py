@@ -38,6 +38,8 @@ from recipes.smollm2.__main__ import cache_folder
 from recipes.smollm2.fetch import fetch, is_fetched
 
 SUMMARY = "summary.json"
+SCREEN = "screen.txt"
+"""What the end of the demonstration printed, without colours: README shows it."""
 REPORT = "report.html"
 PLAIN, SPECULATIVE = "plain", "speculative"
 _ANSWERS = 3
@@ -82,7 +84,10 @@ def demonstrate(offline: bool) -> None:
     summary, counts, answers = read_runs(output)
     (output / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     lines = screen(summary, counts, answers, colour=in_colour(sys.stdout))
-    print("\n".join([*lines, *closing(output, summary["model"])]), flush=True)
+    end = closing(output, summary["model"])
+    print("\n".join([*lines, *end]), flush=True)
+    plain_text = [*screen(summary, counts, answers, colour=False), *end]
+    (output / SCREEN).write_text("\n".join(plain_text) + "\n", encoding="utf-8")
 
 
 def _fetched_model() -> Path:
@@ -204,6 +209,8 @@ def closing(output: Path, model: str | None) -> list[str]:
     """Return where everything is, and what to type next."""
     python = Path(sys.executable)
     command = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
+    if model is not None and Path(model).is_relative_to(Path.home()):
+        model = f"~/{Path(model).relative_to(Path.home())}"  # the shell puts it back
     return [
         f"rows        {output / SPECULATIVE}/data (Parquet), and plainly decoded {output / PLAIN}/data",
         f"report      {output / REPORT}",
