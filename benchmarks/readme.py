@@ -1,7 +1,7 @@
 """Write into README what the demo prints and how fast engines are, from committed results.
 
-    make demo && python -m benchmarks.readme --demo build/demo    # take over a run of the demo first
-    python -m benchmarks.readme                                   # write README again
+make demo && python -m benchmarks.readme --demo build/demo    # take over a run of the demo first
+python -m benchmarks.readme                                   # write README again
 """
 
 from __future__ import annotations
