@@ -14,7 +14,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
 
 def outcomes() -> dict[str, str]:
-    return dict(re.findall(r"^\| `([^`]+)` \| ([a-z ]+) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
+    row = re.compile(r"^\| `([^`]+)` \| (equal|refused|differs|not built) \|", re.MULTILINE)
+    return dict(row.findall(PAGE.read_text(encoding="utf-8")))
 
 
 def test_the_page_has_every_family() -> None:

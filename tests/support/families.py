@@ -31,10 +31,13 @@ FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 _SETTINGS: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
+    "lfm2_moe": {"layer_types": ["full_attention"] * 4, "num_hidden_layers": 4},
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 8},
+    "reformer": {"axial_pos_embds": False},
 }
 """What a family's own defaults lack."""
 _WINDOWED = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
