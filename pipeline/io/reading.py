@@ -53,8 +53,8 @@ def read_file(
             size += chunk.columns.nbytes
             if size > max(_ALWAYS_READ, _MOST_EXPANDED * file.size):
                 raise InputError(
-                    f"{file.path} has {file.size} bytes and more than {size >> 20} MiB of rows, as nothing but a few "
-                    "values that are repeated without end: give the rows that are meant, in another file"
+                    f"{file.path} has {file.size} bytes and expands to more than {size >> 20} MiB of rows, which looks "
+                    "like a decompression bomb: split the file, or store the repeated column once"
                 )
             yield chunk
     except InputError:

@@ -220,8 +220,9 @@ def test_columns_of_two_files_change_no_value_or_are_refused(one: pa.Array, othe
     found = pa.concat_arrays([pa.Table.from_struct_array(rows["row"])["x"].combine_chunks() for rows in parts])
     for column, kept in ((one, found[:3]), (other, found[3:])):
         assert kept.is_null().equals(column.is_null())
-        if not pa.types.is_string(found.type) or pa.types.is_string(column.type):
-            assert pa.types.is_struct(column.type) or kept.cast(column.type).equals(column)
+        became_text = pa.types.is_string(found.type) and not pa.types.is_string(column.type)
+        if not (became_text or pa.types.is_struct(column.type) or pa.types.is_null(column.type)):
+            assert kept.cast(column.type).equals(column)
 
 
 def test_rows_of_csv_stay_text(tmp_path: Path) -> None:
