@@ -48,6 +48,12 @@ def check_draft_vocab(config: Any) -> None:
         raise ValueError(f"draft_vocab_size must be from 1 to the size of the vocabulary, {whole}, not {size}")
 
 
+def check_hidden_layers(config: Any) -> None:
+    """Raise `ValueError` if `hidden_layers` is empty, or names what is no layer of any base."""
+    if not config.hidden_layers or min(config.hidden_layers) < LM_HEAD_INPUT:
+        raise ValueError(f"hidden_layers must name at least one layer, and none below {LM_HEAD_INPUT}")
+
+
 class DraftHead(nn.Module, ABC):
     """A trainable drafter. Each subclass is one algorithm; its configuration is a dataclass.
 
@@ -71,6 +77,11 @@ class DraftHead(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.vocabulary: DraftVocabulary | None = draft_vocabulary(config)
+
+    @property
+    def deepest_layer(self) -> int:
+        """The last of the base's layers that the head reads or runs, counted from 0; below 0 if it is none."""
+        return max(self.hidden_layers)
 
     def output(self, base: BaseModel) -> OutputLayer:
         """Return the base's LM head, or its rows of the draft vocabulary."""

@@ -27,10 +27,13 @@ def head_config(name: str, config_class: type, values: Mapping[str, Any]) -> Any
     """
     try:
         # In strict mode pydantic makes a dataclass of JSON, but not of a dict.
-        text = json.dumps(dict(values), default=str)
+        text = json.dumps(dict(values), default=str, allow_nan=False)
         return TypeAdapter(config_class).validate_json(text, strict=True, extra="forbid")
     except ValidationError as error:
         raise LoadError(f"draft head {name!r}: {_reason(error)}") from error
+    except (ArithmeticError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+        # Not a number, nested too deep, or of a type that a check of the class does not expect.
+        raise LoadError(f"draft head {name!r}: its configuration cannot be read: {first_line(error)}") from error
 
 
 def _reason(error: ValidationError) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 
 _SUFFIXES = (".json", ".jinja", ".safetensors", ".model", ".txt", ".py")
 """Files of these kinds decide what a model computes, and which texts it is given."""
+_TEMPLATES = "additional_chat_templates/*"
+"""The only files of a folder's folders that transformers reads. A base with weights in one is refused when it loads."""
 _WHOLE_BYTES = 256 << 20
 """A file of up to this size is hashed whole, which takes a fraction of a second."""
 _BLOCK, _EVERY = 4 << 10, 1 << 20
@@ -31,9 +33,9 @@ def folder_fingerprint(folder: Path) -> str:
     Files of weights that are too large to be hashed whole are sampled; every tensor takes part.
     """
     digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
+    for path in sorted([*folder.iterdir(), *folder.glob(_TEMPLATES)]):
         if path.suffix in _SUFFIXES and path.is_file():
-            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+            digest.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode())
             digest.update(_digest(path))
     return f"v2-{digest.hexdigest()[:16]}"
 

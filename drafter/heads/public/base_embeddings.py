@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from drafter.base.architecture import transformers_loading
+from drafter.base.loading import INDEX, WEIGHTS, read_weight_map
 from drafter.hub import hub_file
-
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def base_embeddings(model: str, config: Any, *, trust_remote_code: bool = False) -> Tensor | None:
@@ -29,8 +27,8 @@ def base_embeddings(model: str, config: Any, *, trust_remote_code: bool = False)
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     wanted = skeleton.get_input_embeddings().weight
     name = next((name for name, one in skeleton.named_parameters() if one is wanted), None)
-    index = _file(model, _INDEX)
-    shard = _WEIGHTS if index is None else json.loads(index.read_bytes())["weight_map"].get(name)
+    index = _file(model, INDEX)
+    shard = WEIGHTS if index is None else read_weight_map(model, index).get(name or "")
     file = None if shard is None else _file(model, shard)
     if file is None or name is None:
         return None

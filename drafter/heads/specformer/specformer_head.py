@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from drafter.base.causal_lm import BaseModel
 from drafter.base.hidden_states import LM_HEAD_INPUT
 from drafter.heads.chosen_log_probs import chosen_log_probs
-from drafter.heads.contract import Tree, check_draft_vocab, check_sizes
+from drafter.heads.contract import Tree, check_draft_vocab, check_hidden_layers, check_sizes
 from drafter.heads.draft_batch import DraftBatch
 from drafter.heads.frame_head import FrameHead
 from drafter.heads.losses import Labels, LossSum, cross_entropy
@@ -55,10 +55,9 @@ class SpecFormerHeadConfig:
     draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        check_sizes(self, "hidden_size", "vocab_size", "depth", "num_heads", "intermediate_size")
+        check_sizes(self, "hidden_size", "vocab_size", "depth", "num_heads", "intermediate_size", "rope_theta")
         check_draft_vocab(self)
-        if not self.hidden_layers:
-            raise ValueError("hidden_layers must name at least one layer")
+        check_hidden_layers(self)
         if self.hidden_size % (2 * self.num_heads):
             raise ValueError(f"hidden_size {self.hidden_size} does not split into {self.num_heads} heads of even width")
 

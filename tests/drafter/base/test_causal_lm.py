@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -210,6 +212,88 @@ def test_missing_and_damaged_models_are_named(tmp_path: Path) -> None:
         load_base(tmp_path / "model", device="cpu")
     with pytest.raises(LoadError, match="no tokenizer"):
         load_tokenizer(tmp_path / "model")
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a model with weights in several files."""
+    folder = tmp_path_factory.mktemp("sharded") / "model"
+    random_model("llama").save_pretrained(folder, max_shard_size="20KB")
+    return folder
+
+
+@pytest.mark.parametrize("named", ["../outside.safetensors", "{}/outside.safetensors", "sub/one.safetensors", "..", 7])
+def test_an_index_that_names_weights_elsewhere_is_refused(sharded: Path, tmp_path: Path, named: object) -> None:
+    folder = shutil.copytree(sharded, tmp_path / "model")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    tensor, file = next(iter(index["weight_map"].items()))
+    shutil.copy(folder / file, tmp_path / "outside.safetensors")
+    index["weight_map"][tensor] = named.format(tmp_path) if isinstance(named, str) else named
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(LoadError, match=r"index\.json names the weights .* which are not a file in its folder"):
+        load_base(folder, device="cpu")
+
+
+def test_an_index_that_is_none_is_refused_in_a_line(sharded: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(sharded, tmp_path / "model")
+    for text in ("[]", "{", '{"weight_map": [1]}', '{"weight_map": {"a": []}}', "[" * 100_000):
+        (folder / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(LoadError, match=r"index\.json cannot be read") as error:
+            load_base(folder, device="cpu")
+        assert "\n" not in str(error.value)
+
+
+def test_links_lead_nowhere_but_to_the_blobs_of_the_hubs_cache(sharded: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "models--org--name"
+    snapshot, blobs = cache / "snapshots" / "0123", cache / "blobs"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(sharded.iterdir())):
+        shutil.copy(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(Path("../../blobs") / str(number))
+    expected = load_base(sharded, device="cpu").fingerprint
+    assert load_base(snapshot, device="cpu").fingerprint == expected
+    elsewhere = tmp_path / "model"
+    elsewhere.symlink_to(sharded)
+    assert load_base(elsewhere, device="cpu").fingerprint == expected
+    linked = shutil.copytree(snapshot, tmp_path / "linked", symlinks=True)
+    for file in linked.iterdir():
+        file.unlink()
+        file.symlink_to(sharded / file.name)
+    with pytest.raises(LoadError, match=r"model-.*safetensors is a link to .*, which is not in its folder: copy it"):
+        load_base(linked, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": 2**62},
+        {"vocab_size": -1},
+        {"num_attention_heads": 0},
+        {"dtype": "float8_e4m3fn"},
+        {"layer_types": [["full_attention"]]},
+        {"transformers_weights": "../outside.safetensors"},
+        {"rope_parameters": 7},
+    ],
+    ids=str,
+)
+def test_a_configuration_of_no_model_is_refused_in_a_line(tied: Path, change: dict[str, object]) -> None:
+    config = json.loads((tied / "config.json").read_text())
+    (tied / "config.json").write_text(json.dumps(config | change))
+    if "dtype" in change:  # it says how the weights are kept, and not how they are computed with
+        assert load_base(tied, device="cpu").dtype == torch.float32
+        return
+    with pytest.raises(LoadError) as error:
+        load_base(tied, device="cpu")
+    assert "\n" not in str(error.value)
+
+
+def test_a_configuration_that_is_nested_too_deep_is_refused_in_a_line(tied: Path) -> None:
+    for depth in (900, 100_000):
+        (tied / "config.json").write_text('{"model_type": "llama", "more": ' + "[" * depth + "]" * depth + "}")
+        with pytest.raises(LoadError) as error:
+            load_base(tied, device="cpu")
+        assert "\n" not in str(error.value)
 
 
 def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
