@@ -198,11 +198,11 @@ def attention_agrees(base: Candidate, change: Callable[[], None]) -> bool:
 
 @torch.inference_mode()
 def trees_agree(base: Candidate, change: Callable[[], None]) -> bool:
-    """Whether trees behind a long text, a short one and none are the same before and after a change of attention.
+    """Whether trees, and single nodes, behind a long text, a short one and none are the same before and after a change.
 
     Args:
         base: The base.
-        change: Makes it.
+        change: Of attention; makes it.
     """
     long = min(_LONG, (base.max_positions or 2 * _LONG) // 2)
     ids = torch.arange(1, long + 19, device=base.device) * 7919 % base.vocab_size
@@ -214,11 +214,19 @@ def trees_agree(base: Candidate, change: Callable[[], None]) -> bool:
     cache = base.new_cache(3, 2 * long)
     base.prefill(cache, 0, [ids[:long]])
     base.prefill(cache, 1, [ids[long : long + 6]])
-    nodes = TreeNodes(ids[-12:].view(3, 4), lengths, depths, ancestors, long + 4)
-    before = base.verify(cache, nodes)
+    ids = ids[-12:].view(3, 4)
+
+    def verified() -> list[Tensor]:
+        sizes = [slice(0, 4), slice(0, 1)]
+        trees = [
+            TreeNodes(ids[:, some], lengths, depths[:, some], ancestors[:, some, some], long + 4) for some in sizes
+        ]
+        return [part for tree in trees for part in base.verify(cache, tree)]
+
+    before = verified()
     change()
     try:
-        after = base.verify(cache, nodes)
+        after = verified()
     except _MODEL_ERRORS:
         return False
     return all(_alike(ours, theirs, base.dtype) for ours, theirs in zip(after, before, strict=True))

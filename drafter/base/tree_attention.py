@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from drafter.base.packing import Packing
-from drafter.base.prefix_attention import CommittedLayers, Prefix, merge_attention, tree_part
+from drafter.base.prefix_attention import CommittedLayers, merge_tree, tree_part
 
 _UNKNOWN = ("softcap", "position_bias", "s_aux")
 """Settings of an attention that this one does not know."""
@@ -73,7 +73,7 @@ def tree_attention(
             key, value = _unpacked(key, packing), _unpacked(value, packing)
     if committed is not None and own is not None:
         assert attention_mask is not None
-        mixed = _attend_in_parts(query, key, value, attention_mask, own, committed.prefix, settings)
+        mixed = _attend_in_parts(query, key, value, attention_mask, own, committed, settings)
     else:
         mixed = _attend(module, query, key, value, attention_mask, settings)
     return (mixed if packing is None else packing.pack(mixed)), None
@@ -95,20 +95,23 @@ def _attend_in_parts(
     value: Tensor,
     mask: Tensor,
     own: tuple[Tensor, Tensor],
-    prefix: Prefix,
+    committed: CommittedLayers,
     settings: dict[str, Any],
 ) -> Tensor:
     """Return `[B, N, H, D]` for queries `[B, H, N, D]`, the nodes' keys `[B, H', N, D]` and the layer's `own`."""
+    prefix = committed.prefix
     _refuse_unknown(settings)
     batch, heads, nodes, dim = query.shape
     scale = settings.get("scaling") or dim**-0.5
+    if committed.all_seen and prefix.parts == 1:  # plain decoding, where every operation counts
+        return prefix.read(query.transpose(1, 2), *own, scale)[0]
     below = query.reshape(batch, key.shape[1], -1, dim)
     if mask.shape[2] != below.shape[2]:  # the heads are shared in another way than the configuration says
         mask = folded(mask[:, :, :nodes], heads // key.shape[1])
-    before = prefix.read(below.transpose(1, 2), *own, scale)
-    mixed, lse = tree_part(below, key, value, mask, scale)
-    both = torch.stack([before[0], mixed.transpose(1, 2)]), torch.stack([before[1], lse.transpose(1, 2)])
-    merged, _ = merge_attention(*both)
+    merged, sums = prefix.read(below.transpose(1, 2), *own, scale)
+    if not committed.all_seen:
+        mixed, lse = tree_part(below, key, value, mask, scale)
+        merged = merge_tree((merged, sums), (mixed.transpose(1, 2), lse.transpose(1, 2)))
     return merged.transpose(1, 2).reshape(batch, heads, nodes, dim).transpose(1, 2).contiguous()
 
 
