@@ -75,7 +75,7 @@ def cells(plan: Plan) -> list[Key]:
 def prepare(plan: Plan) -> Measure:
     """See `Stage`."""
     tokenizer, device = load_tokenizer(str(EMBEDDED_BASE)), pick_device()
-    tokens = 24 if plan.tiny else 64
+    tokens = 24 if plan.tiny else 32
     drawn = random.Random(0)
     prompts = [[drawn.randrange(3, _VOCABULARY) for _ in range(length)] for length in (1, 40, 9, 300, 70, 17)]
     requests = [Request(prompt, SamplingParams(tokens, ignore_eos=True)) for prompt in prompts[:_ROWS]]
