@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
@@ -121,12 +122,25 @@ def take_down(at_once: threading.Event) -> None:
     """
     from ray import serve
 
-    if _NAME in serve.status().applications:
-        with suppress(Exception):  # Ray raises bare ones; an ingress that has failed keeps nobody waiting
-            serve.get_deployment_handle("Ingress", _NAME).end.remote().result(timeout_s=_ASK_SECONDS)
+    application = serve.status().applications.get(_NAME)
+    if application is not None:
+        if application.status == "RUNNING":
+            try:
+                asyncio.run(_cut_unread())
+            except Exception as error:  # Ray raises bare ones
+                message = f"clients that do not read their answers may be waited for: {one_line(error)}"
+                print(message, file=sys.stderr, flush=True)
         serve.delete(_NAME, _blocking=False)  # the other way gives up after a minute
     while _NAME in serve.status().applications and not at_once.wait(_POLL_SECONDS):
         pass
+
+
+async def _cut_unread() -> None:
+    """Tell the ingress to wait no longer for clients that do not read."""
+    from ray import serve
+
+    # With the endpoint's own settings of Ray Serve a handle can only be used in an event loop.
+    await asyncio.wait_for(serve.get_deployment_handle("Ingress", _NAME).end.remote(), _ASK_SECONDS)
 
 
 def deployment_messages() -> str:

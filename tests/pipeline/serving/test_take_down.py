@@ -51,7 +51,7 @@ def test_clients_that_do_not_read_are_not_waited_for(model: Path, tmp_path: Path
             "model": NAME,
             "prompt": "how many",
             "max_tokens": 200,
-            "n": 4,
+            "n": 16,
             "logprobs": 5,
             "stream": True,
             "ignore_eos": True,
