@@ -144,4 +144,4 @@ def test_continuations_are_requests_of_the_same_base() -> None:
         "openai",
     )
     assert job.reading.prompt_column is None
-    assert (job.sampling.temperature, job.sampling.stop) == (0, ("#",))
+    assert (job.sampling.temperature, job.sampling.stop) == (None, ("#",))  # requests bring it
