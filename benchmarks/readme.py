@@ -21,14 +21,14 @@ from drafter.evaluation.tables import markdown_table
 _ROOT = Path(__file__).parents[1]
 _RESULTS = Path(__file__).parent / "results"
 README = _ROOT / "README.md"
-DEMO, PEERS = _RESULTS / "demo", _RESULTS / "peers-readme"
+DEMO, PEERS = _RESULTS / "demo", _RESULTS / "peers-smollm2-epyc"
 _FILES = ("screen.txt", "summary.json")
 _ENGINES = {
     "this engine, none": "this engine, plain decoding",
     "this engine, smollm2-135m-instruct": "this engine, the head that ships",
     "this engine, auto": "this engine, `auto` (the default)",
     "OpenVINO GenAI, plain": "OpenVINO GenAI",
-    "vLLM, plain": "vLLM",
+    "OpenVINO GenAI, prompt lookup": "OpenVINO GenAI, its own speculation",
 }
 """Rows of the table of speed: contenders by what README calls them."""
 
