@@ -67,7 +67,7 @@ class Eagle3HeadConfig:
             raise ValueError(f"heads must have an even width, not {self.head_width}")
         if self.kv_heads < 1 or self.num_heads % self.kv_heads:
             raise ValueError(f"{self.num_heads} heads cannot share {self.kv_heads} heads of keys and values")
-        if not bool(scaled_rates(torch.ones(1), self.rope_scaling or {}).isfinite().all()):
+        if not bool(scaled_rates(torch.ones(1, device="cpu"), self.rope_scaling or {}).isfinite().all()):
             raise ValueError(f"rope_scaling {shown(self.rope_scaling)} turns heads by angles that are not finite")
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -93,11 +94,17 @@ OTHERS: dict[str, list[str]] = {
 }
 
 
+def resolved(arguments: list[str]) -> GenerateConfig:
+    """Return a configuration as a job has it, once a model without settings of its own has given the defaults."""
+    config = parse_config(arguments)
+    return dataclasses.replace(config, sampling=config.sampling.over())
+
+
 @pytest.mark.parametrize("told", OTHERS)
 def test_a_submission_with_another_setting_is_told_which(tmp_path: Path, told: str) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "x"}])
     given = ["--input", str(source), "--output", str(tmp_path / "out")]
-    before, now = parse_config(given), parse_config([*given, *OTHERS[told]])
+    before, now = resolved(given), resolved([*given, *OTHERS[told]])
     open_output(before, job_meaning(before, TEXT, "base", {}))
     (tmp_path / "out" / "data" / "00000-00000.parquet").write_bytes(b"")
     with pytest.raises(InputError) as caught:

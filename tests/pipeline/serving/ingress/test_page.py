@@ -100,7 +100,7 @@ def test_stopping_and_errors_are_told(
     expect(page.locator("#model option")).to_have_count(2)
     page.fill("#prompt", "a" * 2000)
     page.click("#run")
-    expect(page.locator("#status.error")).to_contain_text("prompt and answer together")
+    expect(page.locator("#status.error")).to_contain_text("prompt and output together")
     page.fill("#prompt", "how many")
     page.fill("#tokens", "250")
     with monkeypatch.context() as patch:
