@@ -50,7 +50,7 @@ def filled(text: str) -> str:
     screen = (DEMO / _FILES[0]).read_text(encoding="utf-8").strip("\n")
     record = json.loads((PEERS / "peers.json").read_text(encoding="utf-8"))
     where = PEERS.relative_to(_ROOT)
-    blocks = {"demo": f"```\n{screen}\n```", "speed": f"{speed_table(record)}\n\n[Record]({where}/peers.md)."}
+    blocks = {"demo": f"````\n{screen}\n````", "speed": f"{speed_table(record)}\n\n[Record]({where}/peers.md)."}
     for name, block in blocks.items():
         mark = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         assert mark.search(text), f"README has no block {name}"
