@@ -125,8 +125,11 @@ def take_down(at_once: threading.Event) -> None:
     application = serve.status().applications.get(_NAME)
     if application is not None:
         if application.status == "RUNNING":
+            # Ray Serve's client of a handle reports an error if its loop ends before the process.
+            loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, daemon=True).start()
             try:
-                asyncio.run(_cut_unread())
+                asyncio.run_coroutine_threadsafe(_cut_unread(), loop).result()
             except Exception as error:  # Ray raises bare ones
                 message = f"clients that do not read their answers may be waited for: {one_line(error)}"
                 print(message, file=sys.stderr, flush=True)

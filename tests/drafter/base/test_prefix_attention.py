@@ -39,7 +39,9 @@ def test_two_sets_are_merged_by_their_sums() -> None:
 def test_a_tree_and_what_is_before_it_are_merged_as_any_two_sets() -> None:
     values, lses = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5)
     lses[0, 1], values[0, 1] = -torch.inf, 0.0  # nothing is committed
-    assert torch.allclose(merge_tree(*((values[one], lses[one]) for one in (0, 1))), merge_attention(values, lses)[0])
+    torch.testing.assert_close(
+        merge_tree(*((values[one], lses[one]) for one in (0, 1))), merge_attention(values, lses)[0]
+    )
 
 
 def test_a_set_of_nothing_has_no_weight() -> None:

@@ -44,6 +44,7 @@ def test_large_work_is_done_one_piece_at_a_time_and_not_for_those_who_have_gone(
         await asyncio.to_thread(first_is_on.wait)
         tasks[0].cancel()  # what has begun is done
         tasks[1].cancel()
+        await asyncio.gather(*tasks[:2], return_exceptions=True)  # the thread is told in the loop's next turns
         go_on.set()
         assert await tasks[2] == "third"
         return done
