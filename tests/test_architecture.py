@@ -6,7 +6,7 @@ import ast
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -25,7 +25,7 @@ FORBIDDEN = {
 
 WALLS = {
     "drafter.native": {"drafter.host_memory"},
-    "drafter.base": {"drafter.devices", "drafter.errors", "drafter.host_memory", "drafter.native"},
+    "drafter.base": {"drafter.devices", "drafter.errors", "drafter.host_memory", "drafter.hub", "drafter.native"},
     "drafter.tree": set[str](),
     "drafter.search": {"drafter.devices", "drafter.tree"},
     "drafter.heads": {
@@ -33,6 +33,7 @@ WALLS = {
         "drafter.devices",
         "drafter.drafters.contract",
         "drafter.errors",
+        "drafter.hub",
         "drafter.native",
         "drafter.search",
         "drafter.statistics",
@@ -69,14 +70,17 @@ def files(package: str) -> list[Path]:
     return found
 
 
-def imports(file: Path) -> Iterator[str]:
+@cache
+def imports(file: Path) -> list[str]:
     """Every module or name that a file imports anywhere in it, also in functions and for type checkers."""
+    found: list[str] = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += (f"{node.module}.{alias.name}" for alias in node.names)
+    return found
 
 
 def module_name(file: Path) -> str:
@@ -84,6 +88,7 @@ def module_name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def import_graph() -> dict[str, set[str]]:
     """The modules of the project that each of its modules imports."""
     modules = {module_name(file): file for package in ("drafter", "pipeline", "jobs") for file in files(package)}

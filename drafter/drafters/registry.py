@@ -10,7 +10,7 @@ import torch
 
 from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.drafters.merged import ChoosingDrafter, MergedDrafter
-from drafter.drafters.names import candidates, kind_and_rest, length_and_drafter, merged_names
+from drafter.drafters.names import candidates, check_name, kind_and_rest, length_and_drafter, merged_names
 from drafter.embedded import EMBEDDED_HEADS, OTHER_HEADS
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import is_head_of, load_head
@@ -176,11 +176,9 @@ def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: boo
         return MergedDrafter(*map(loading.load, members))
     if kind in NAMED_WITH_COLON:
         return NAMED_WITH_COLON[kind](rest, loading)
+    check_name(name)
     if name in SHIPPED:
         name = str(EMBEDDED_HEADS / name)
-    elif "/" not in name and not Path(name).exists():
-        known = ", ".join([*TRAINING_FREE, *(f"{one}:…" for one in NAMED_WITH_COLON), *SHIPPED, "auto"])
-        raise LoadError(f"no drafter {name!r}: use {known}, a draft head's folder or hub id, or several joined by '+'")
     return load_head(name, base, HEADS).drafter(base, nodes)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import CONFIG_FILE, WEIGHTS_FILE
-from drafter.heads.contract import head_config
+from drafter.heads.config import head_config
 from drafter.methods.eagle3.config import Eagle3HeadConfig
 from drafter.methods.eagle3.published import theirs
 from drafter.methods.medusa.head import MedusaHeadConfig
