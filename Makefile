@@ -4,18 +4,20 @@ VENV ?= .venv
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Quiet twice: errors alone, no warnings.
+PIP := $(BIN)/python -m pip --quiet --quiet
 
-.PHONY: install demo demo-smollm2 serve cluster-demo test test-slow lint format benchmark chaos clean
+.PHONY: install demo demo-offline serve cluster-demo test test-slow lint format benchmark chaos clean
 
 install: $(INSTALLED) ## Set up the environment.
 
-demo: $(INSTALLED) ## Decode GSM8K questions with the embedded model and write Parquet.
-	@rm -rf build/demo # or the job would find its work done
-	$(BIN)/python -m jobs.generate --config examples/demo.yaml
+demo: $(INSTALLED) ## Answer questions with SmolLM2-135M-Instruct, by plain decoding and with speculation; compare both.
+	@echo "SmolLM2-135M-Instruct answers questions twice, by plain decoding and with speculation: a minute or so"
+	@$(BIN)/python -m examples.demo
 
-demo-smollm2: $(INSTALLED) ## Fetch a real model of 135 million parameters (98 MB) and answer GSM8K questions with it.
-	@rm -rf build/demo-smollm2
-	$(BIN)/python -m recipes.smollm2 fetch demo
+demo-offline: $(INSTALLED) ## The same with the embedded model, on GSM8K questions.
+	@echo "The embedded model answers questions twice, by plain decoding and with speculation: a minute or so"
+	@$(BIN)/python -m examples.demo --offline
 
 serve: $(INSTALLED) ## Serve the embedded model by OpenAI's API at http://127.0.0.1:8000, with a page to try it.
 	$(BIN)/python -m jobs.serve --plain true
@@ -57,14 +59,20 @@ clean: ## Remove the environment and what the tools cache.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: give one as make PYTHON=python3.11")'
 	@echo "Setting up $(VENV): a few minutes, once"
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
 	@# No build isolation, so that the build tool is locked like everything else.
-	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools torch
+	@echo "  torch"
+	@$(PIP) install -c constraints.txt setuptools torch
 	@# DeepSpeed's set-up imports torch. Without a GPU it needs an extension, which is compiled here and not by the first
 	@# job: were that killed half-way, all later ones would wait for ever. A wheel in pip's cache may lack it.
 	@command -v c++ >/dev/null || echo "No C++ compiler: jobs.train will not run on CPUs, and the rest slowly"
-	DS_BUILD_SHM_COMM=$$(command -v c++ >/dev/null && echo 1 || echo 0) \
-	    $(BIN)/python -m pip install --quiet --no-cache-dir -c constraints.txt --no-build-isolation deepspeed
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation --editable '.[dev,train]'
-	$(BIN)/python -m drafter.native.build
+	@echo "  DeepSpeed"
+	@DS_BUILD_SHM_COMM=$$(command -v c++ >/dev/null && echo 1 || echo 0) \
+	    $(PIP) install --no-cache-dir -c constraints.txt --no-build-isolation deepspeed
+	@echo "  Ray, transformers and the others"
+	@$(PIP) install -c constraints.txt --no-build-isolation --editable '.[dev,train]'
+	@echo "  the native library"
+	@$(BIN)/python -m drafter.native.build
+	@# The model of the demonstration, so that nothing is downloaded later. Its two settings keep bars and a warning away.
+	@TQDM_DISABLE=1 DS_ACCELERATOR=cpu $(BIN)/python -m recipes.smollm2 fetch
 	@touch $@

@@ -38,6 +38,7 @@ from drafter.evaluation.environment import environment, machine
 from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.requests import Request, SamplingParams
+from drafter.statistics import BatchChoice
 from drafter.target.loading import load_base, load_tokenizer
 from drafter.target.model import BaseModel
 
@@ -71,6 +72,10 @@ class Turns:
     def observe(self, step: StepObservation) -> None:
         """See `Budget`."""
         self.now.observe(step)
+
+    def choices(self) -> tuple[BatchChoice, ...]:
+        """See `Budget`."""
+        return self.now.choices()
 
     def renewed(self, member: int) -> None:
         """See `Budget`."""

@@ -7,6 +7,10 @@ class RequestError(ValueError):
     """A request that cannot be generated; nobody else's request is affected."""
 
 
+class PromptTooLongError(RequestError):
+    """A request whose prompt leaves no room for output."""
+
+
 class RequestTimeoutError(RequestError):
     """A request that was not done within its own time limit."""
 
@@ -33,12 +37,20 @@ class TrainingError(RuntimeError):
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its class where it has none."""
-    return (str(error).strip() or type(error).__name__).split("\n")[0]
+    return printable((str(error).strip() or type(error).__name__).split("\n")[0])
+
+
+def printable(text: str) -> str:
+    """Escape what a terminal acts on, as Python writes it: control characters, and those that turn the text around.
+
+    All that comes from others goes through it on its way to a terminal: names of files, a dataset's README, a model.
+    """
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def one_line(error: BaseException | str, limit: int = 500) -> str:
-    """An error's message on one line of at most `limit` characters."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    """An error's message on one line of at most `limit` characters, all of them printable."""
+    text = printable(" ".join(str(error).split())) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -23,12 +24,17 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.sequence import Handle
 from drafter.errors import LoadError, RequestError
+from drafter.generation_defaults import GenerationRule, described
 from drafter.methods.learning.drafter import StartingHead, load_learning_drafter
 from drafter.methods.learning.rows import SampleTap
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.target.loading import load_base, load_tokenizer
 from drafter.target.model import BaseModel
+from drafter.text.bounds import tokenise
 from drafter.text.chat import encode_chat
+from drafter.text.streaming import longest_token, refuse_endless
+
+logger = logging.getLogger(__name__)
 
 Message = dict[str, str]
 Prompt = str | Sequence[Message]
@@ -83,10 +89,12 @@ class SpeculativeLM:
         device: str | torch.device = "auto",
         device_map: str | dict[str, Any] | None = None,
         trust_remote_code: bool = False,
+        generation_config: GenerationRule = "auto",
         isolated: bool = False,
         config: EngineConfig | None = None,
         verifier: VerifierSettings | None = None,
         learning: StartingHead | None = None,
+        on_stage: Callable[[str], None] | None = None,
     ) -> SpeculativeLM:
         """Load a base, its tokeniser and a drafter.
 
@@ -100,12 +108,16 @@ class SpeculativeLM:
             device: `auto` is the first GPU, or the CPU.
             device_map: As in transformers, for a base larger than one GPU.
             trust_remote_code: Run modeling code that comes with the weights.
+            generation_config: `ignore` leaves out sampling settings that come with the model, in its
+                `generation_config.json`.
             isolated: Whether no prompt's text may be drafted from another one's: what is drafted can be told from how
                 long an answer takes.
             config: Sizes of the engine.
             verifier: Which draft tokens become output; by default those that plain decoding would give.
             learning: What a head begins with that learns from the rows. `samples` then hands these out, and
                 `engine.drafter.offer` takes versions of it. The drafter is `auto` or this head.
+            on_stage: Is told what is being done, before each part of the start that may take long; by default it is
+                logged at level INFO.
 
         Raises:
             LoadError: Something cannot be found, read or used; the message says what.
@@ -115,7 +127,12 @@ class SpeculativeLM:
 
         def load() -> tuple[BaseModel, Drafter]:
             base = load_base(
-                name, dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code
+                name,
+                dtype=dtype,
+                device=device,
+                device_map=device_map,
+                trust_remote_code=trust_remote_code,
+                generation_config=generation_config,
             )
             nodes = useful_nodes(base.device) if chosen.nodes == "auto" else chosen.nodes
             if learning is None:
@@ -127,11 +144,19 @@ class SpeculativeLM:
                 f"a head learns from what its base says itself, and the verifier {decides.name} lets other "
                 "tokens pass: use exact, or do without learning"
             )
+        tell = on_stage or logger.info
+        tell(f"loading {model or 'the embedded model'}")
         base, loaded = in_passing_thread(load)
         if loaded.withheld and chosen.nodes != "auto":
             raise LoadError("a head that starts from nothing is drafted with once that pays: leave nodes at auto")
+        if line := described(base.generation_settings, str(name)):
+            logger.warning(line)
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
         samples = None if learning is None else SampleTap()
+        if chosen.compile:
+            tell("compiling the model")
+        elif chosen.nodes == "auto" and loaded.spec.max_nodes:
+            tell("timing decode steps")
         return cls(base, loaded, tokenizer, chosen, verifier=decides, samples=samples)
 
     @property
@@ -148,17 +173,19 @@ class SpeculativeLM:
                 prompt that is a text it always is the token.
 
         Raises:
+            PromptTooLongError: The text cannot be `max_length` tokens or fewer.
             RequestError: Not a text or a list of messages, there is no chat template, or a message has the text of a
                 special token, and the tokeniser cannot take it as text.
         """
         if isinstance(prompt, str):
-            return list(self.tokenizer(prompt)["input_ids"])
+            refuse_endless(prompt, self.max_length, longest_token(self.tokenizer))
+            return list(tokenise(self.tokenizer, [prompt])["input_ids"][0])
         if self.tokenizer.chat_template is None:
             raise RequestError("the tokenizer has no chat template: give the prompt as text")
         for place, message in enumerate(prompt, start=1):
             if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
                 raise RequestError(f"message {place} must have a role and a content, not be {message!r}")
-        return encode_chat(self.tokenizer, prompt, special_tokens=special_tokens)
+        return encode_chat(self.tokenizer, prompt, special_tokens=special_tokens, max_length=self.max_length)
 
     def submit(self, request: Request, *, stream: bool = False) -> Handle:
         """Queue a request; safe from any thread.
@@ -185,11 +212,12 @@ class SpeculativeLM:
         special_tokens: bool = False,
         **settings: Any,
     ) -> list[Generation]:
-        """Generate for one prompt or many, and wait for all.
+        """Generate for one prompt or many, and wait for all. If the call is interrupted, its requests are cancelled.
 
         Args:
             prompts: A text, chat messages, or a list of either.
-            sampling: Settings; the defaults are greedy decoding of up to 256 tokens.
+            sampling: Settings. What they leave out is as in the model's `generation_config.json`, and otherwise greedy
+                decoding of up to 256 tokens.
             special_tokens: As in `encode`.
             settings: Fields of `SamplingParams` to change, such as `max_new_tokens=100`.
 
@@ -203,11 +231,16 @@ class SpeculativeLM:
         ids = [self.encode(prompt, special_tokens=special_tokens) for prompt in _as_list(prompts)]
         requests = [Request(prompt_ids, sampling, str(i)) for i, prompt_ids in enumerate(ids)]
         waiting: list[Handle] = []
-        for index, request in enumerate(requests):
-            if index >= self.engine.config.max_queue:
-                waiting[index - self.engine.config.max_queue].result()
-            waiting.append(self.submit(request))
-        return [handle.result() for handle in waiting]
+        try:
+            for index, request in enumerate(requests):
+                if index >= self.engine.config.max_queue:
+                    waiting[index - self.engine.config.max_queue].result()
+                waiting.append(self.submit(request))
+            return [handle.result() for handle in waiting]
+        except BaseException:  # such as Ctrl-C: the next call must not wait for what nobody will read
+            for handle in waiting:
+                handle.cancel()
+            raise
 
     def close(self) -> None:
         """Stop the thread; requests that are not finished end with an error. Comes by itself as the process ends."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from drafter.errors import RequestError, shown
@@ -18,6 +18,8 @@ MOST_STOPS = 16
 """Stop strings that a request may have."""
 LONGEST_STOP = 1000
 """Characters of a stop string."""
+MOST_STOP_TOKENS = 256
+"""Stop tokens that a request may have."""
 _NUMBERS = (
     ("temperature", 0.0, math.inf, False),
     ("top_p", 0.0, 1.0, True),
@@ -100,20 +102,38 @@ def _stops(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _stop_tokens(value: object) -> tuple[int, ...]:
+    """Stop tokens.
+
+    Raises:
+        RequestError: Something else, or too many.
+    """
+    if not isinstance(value, list | tuple) or any(
+        isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in value
+    ):
+        raise RequestError(f"stop_token_ids must be a list of token ids, not {shown(value)}")
+    if len(value) > MOST_STOP_TOKENS:
+        raise RequestError(f"stop_token_ids may have up to {MOST_STOP_TOKENS} tokens, not {len(value)}")
+    return tuple(value)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the base chooses each token, and where it stops.
 
     Names and meanings follow transformers' `generate`; `presence_penalty`, `frequency_penalty` and `logit_bias` are
-    OpenAI's. `drafter.acceptance.choices` says in which order they apply.
+    OpenAI's. `drafter.acceptance.choices` says in which order they apply. What is None is as the model's
+    `generation_config.json` has it, and otherwise as in `ResolvedSampling`.
 
     Args:
-        max_new_tokens: Most tokens to generate; the end-of-sequence token counts.
-        temperature: 0 takes the most probable token; above, the base's distribution at this temperature is sampled.
-        top_k: Keep the k most probable tokens; 0 keeps all.
-        top_p: Keep the smallest set of most probable tokens whose probability reaches this; 1 keeps all.
-        min_p: Keep tokens at least this fraction as probable as the most probable one; 0 keeps all.
-        repetition_penalty: Divide positive (multiply negative) logits of tokens already seen; 1 leaves them.
+        max_new_tokens: Most tokens to generate; the end-of-sequence token counts. By default 256.
+        temperature: 0 takes the most probable token; above, the base's distribution at this temperature is sampled. By
+            default 0.
+        top_k: Keep the k most probable tokens; 0 keeps all, which is the default.
+        top_p: Keep the smallest set of most probable tokens whose probability reaches this; 1, the default, keeps all.
+        min_p: Keep tokens at least this fraction as probable as the most probable one; 0, the default, keeps all.
+        repetition_penalty: Divide positive (multiply negative) logits of tokens already seen; 1, the default, leaves
+            them.
         presence_penalty: Taken off the logit of every token that has been generated, -2 to 2.
         frequency_penalty: Taken off the logit of a token as often as it has been generated, -2 to 2.
         logit_bias: Added to the logits of these tokens, -100 to 100: a mapping from token ids, or (token, bias) pairs,
@@ -122,11 +142,56 @@ class SamplingParams:
             0 to 20, or None for neither. They are the base's own: of its logits before all of the above.
         seed: Tokens are a function of (model, prompt, seed) alone: see `docs/method.md`.
         stop: Strings that end the text; the text is cut before the first one. Up to 16, of up to 1000 characters each.
+        stop_token_ids: Tokens that end the text as the end-of-sequence token does, also with `ignore_eos`. Up to 256.
         ignore_eos: Generate on past the end-of-sequence token.
 
     Raises:
         RequestError: A value is of the wrong type, not finite or out of range.
     """
+
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens is not None:
+            _integer("max_new_tokens", self.max_new_tokens, 1)
+        if self.top_k is not None:
+            _integer("top_k", self.top_k, 0)
+        for name, low, high, low_open in _NUMBERS:
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _number(name, value, low, high, low_open=low_open))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MOST_LOGPROBS)
+        _integer("seed", self.seed, 0)
+        object.__setattr__(self, "stop", _stops(self.stop))
+        object.__setattr__(self, "stop_token_ids", _stop_tokens(self.stop_token_ids))
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos must be true or false, not {shown(self.ignore_eos)}")
+
+    def over(self, defaults: ResolvedSampling | None = None) -> ResolvedSampling:
+        """These settings, with the values of `defaults` where they have none of their own."""
+        if isinstance(self, ResolvedSampling):
+            return self
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return replace(defaults or ResolvedSampling(), **{"logprobs": None, **given})
+
+
+@dataclass(frozen=True)
+class ResolvedSampling(SamplingParams):
+    """Sampling settings in which nothing is left to the model; see `SamplingParams`."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -134,26 +199,6 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
-    logprobs: int | None = None
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        _integer("max_new_tokens", self.max_new_tokens, 1)
-        _integer("top_k", self.top_k, 0)
-        for name, low, high, low_open in _NUMBERS:
-            object.__setattr__(self, name, _number(name, getattr(self, name), low, high, low_open=low_open))
-        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MOST_LOGPROBS)
-        _integer("seed", self.seed, 0)
-        object.__setattr__(self, "stop", _stops(self.stop))
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be true or false, not {shown(self.ignore_eos)}")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from functools import reduce
 from math import sqrt
 from statistics import mean, median
 from typing import Any
@@ -58,29 +59,150 @@ class MemberView:
         rate: Tokens per second and row at its best number of nodes, plain decoding included.
         nodes: That number; 0 where plain decoding is faster.
         drafted_rate: Tokens per second and row where it drafts, though plain decoding be faster.
+        beside: The member, or plain decoding, that it was last compared with, and which was chosen; None where it has
+            not been compared.
+        relative: Its tokens per second ÷ those of `beside`, as both were estimated then. Never above the margin by
+            which another must be better to be chosen.
     """
 
     name: str
     rate: float
     nodes: int
     drafted_rate: float
+    beside: str | None = None
+    relative: float = 0.0
+
+
+PLAIN = "plain decoding"
+"""As `MemberView.beside`."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether drafting pays, as it was last decided, and what that rested on.
+
+    Args:
+        nodes: Draft tokens a row of the tree that is worth most.
+        cost: By how much each of these makes a step longer, in plain steps.
+        gain: Tokens that each of these is expected to bring.
+    """
+
+    nodes: int
+    cost: float
+    gain: float
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it pays: a step then gives more tokens in the time than plain steps do."""
+        return self.gain > self.cost
+
+
+@dataclass
+class StepSums:
+    """Decode steps, beside what plain decoding is estimated to take for the same tokens.
+
+    The estimate of each step is the latency of a plain step times the tokens that a row got. That latency is measured
+    at start, and corrected by every plain step since. A plain step is its own estimate.
+
+    Args:
+        steps: How many.
+        timed: Those of them whose time is known. That of the others is estimated, too, as it is on a GPU.
+        plain: Those of them for which nothing was drafted.
+        row_steps: The same as `steps`, counted once for each row that took part.
+        spec_row_steps: Those of them that verified at least one draft token.
+        seconds: Their time.
+        plain_seconds: That of plain decoding.
+        squared: Sum of squares of the seconds of each step.
+        plain_squared: The same of plain decoding.
+        product: Sum of products of the two.
+    """
+
+    steps: int = 0
+    timed: int = 0
+    plain: int = 0
+    row_steps: int = 0
+    spec_row_steps: int = 0
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+    squared: float = 0.0
+    plain_squared: float = 0.0
+    product: float = 0.0
+
+    def add(
+        self, rows: int, speculated: int, seconds: float, plain_seconds: float, *, timed: bool, plain: bool
+    ) -> None:
+        """Count a step of so many rows, of which `speculated` verified draft tokens."""
+        self.steps += 1
+        self.timed += timed
+        self.plain += plain
+        self.row_steps += rows
+        self.spec_row_steps += speculated
+        self.seconds += seconds
+        self.plain_seconds += plain_seconds
+        self.squared += seconds * seconds
+        self.plain_squared += plain_seconds * plain_seconds
+        self.product += seconds * plain_seconds
+
+    def plus(self, other: StepSums) -> StepSums:
+        """The sums over both."""
+        return StepSums(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+
+    @property
+    def speedup(self) -> float:
+        """γ as estimated: tokens per second relative to plain decoding, prefills left out; 0.0 without steps."""
+        return self.plain_seconds / self.seconds if self.seconds else 0.0
+
+    @property
+    def margin(self) -> float | None:
+        """Half the width of the 95 % confidence interval of `speedup`, a ratio of sums over steps, by the delta method.
+
+        It tells how much steps differ, not how far the latency of a plain step may be off. None for too few steps.
+        """
+        if self.timed < 2 or not self.seconds:
+            return None
+        ratio = self.speedup
+        squares = max(self.plain_squared - 2 * ratio * self.product + ratio * ratio * self.squared, 0.0)
+        return 1.96 * sqrt(squares * self.steps / (self.steps - 1)) / self.seconds
+
+    @property
+    def speculated_share(self) -> float:
+        """Share of `row_steps` that verified at least one draft token."""
+        return self.spec_row_steps / self.row_steps if self.row_steps else 0.0
 
 
 @dataclass(frozen=True)
 class BatchChoice:
-    """Which member drafts at a batch size, and why.
+    """What a budget has chosen at a batch size, and why.
 
     Args:
-        rows: The batch size for which latencies were measured.
-        chosen: Name of the member.
+        rows: The batch size for which latencies were measured. Steps of about so many rows are counted here.
+        chosen: Name of the member that drafts; empty where the drafter is one.
         trials: Trials that have ended.
-        members: What is believed of each.
+        members: What is believed of each, the chosen one among them; none before there is a choice between several.
+        verdict: Whether drafting with the chosen one pays; None before that was decided.
+        sums: The steps.
     """
 
     rows: int
     chosen: str
     trials: int
     members: tuple[MemberView, ...]
+    verdict: Verdict | None = None
+    sums: StepSums = field(default_factory=StepSums)
+
+
+def merged_choices(engines: Iterable[Sequence[BatchChoice]]) -> tuple[BatchChoice, ...]:
+    """What several engines have chosen, by batch size: sums over all, and the choice of the one with most steps."""
+    by_rows: dict[int, list[BatchChoice]] = {}
+    for choice in (one for choices in engines for one in choices):
+        by_rows.setdefault(choice.rows, []).append(choice)
+    return tuple(
+        replace(
+            max(some, key=lambda one: one.sums.steps),
+            sums=reduce(StepSums.plus, (one.sums for one in some)),
+        )
+        for _, some in sorted(by_rows.items())
+    )
 
 
 @dataclass(frozen=True)
@@ -102,7 +224,7 @@ class EngineState:
         stage_seconds: Seconds in each stage of a step; see `drafter.statistics`.
         memory_tokens: Tokens of texts that the drafter remembers.
         memory_bytes: Bytes that its memory of them takes.
-        choices: Which of several drafters drafts, by batch size; empty where there is one.
+        choices: What the budget has chosen, by batch size, and why; empty where it is fixed.
         drafter_version: Number of the newest weights that the drafter has taken; None where they never change.
     """
 
@@ -162,9 +284,22 @@ def acceptance_by_depth(counts: DecodeCounts) -> list[float]:
     return [sum(histogram[depth:]) / steps for depth in range(1, len(histogram))] if steps else []
 
 
+def speculated_share(counts: DecodeCounts) -> float:
+    """Share of decode steps that verified at least one draft token (0.0 if there were no steps)."""
+    return counts.num_spec_steps / counts.num_decode_steps if counts.num_decode_steps else 0.0
+
+
+def per_second(number: float, seconds: float) -> float:
+    """New tokens (or rows) ÷ seconds of generation; loading and timing the models are not part of these. 0.0 in none.
+
+    Every rate of generation that the project shows is this one.
+    """
+    return number / seconds if seconds > 0 else 0.0
+
+
 def mean_rate(tokens: Sequence[int], seconds: Sequence[float]) -> float:
     """Mean over runs of tokens per second; a run is one prompt, or at larger batches all of them."""
-    return mean(made / taken for made, taken in zip(tokens, seconds, strict=True))
+    return mean(per_second(made, taken) for made, taken in zip(tokens, seconds, strict=True))
 
 
 def speedup(rates: Sequence[float], reference: Sequence[float]) -> float:

@@ -1,8 +1,23 @@
-"""`python -m jobs.compare`: two outputs of the same prompts, side by side."""
+"""`drafter compare` or `python -m jobs.compare`: put two outputs of the same prompts side by side."""
 
 import sys
+from collections.abc import Sequence
 
-from pipeline.report.against.job import main
+from pipeline.command_line import run_job
+from pipeline.report.against.config import parse_config
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the job that a command line asks for; see `run_job` for what it returns."""
+    return run_job(_run, arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    config = parse_config(arguments)
+    from pipeline.report.against.job import compare_or_audit  # takes seconds: a mistake is told before
+
+    return compare_or_audit(config)
+
 
 if __name__ == "__main__":
     sys.exit(main())

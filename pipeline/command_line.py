@@ -6,10 +6,14 @@ import dataclasses
 import math
 import re
 import shlex
+import shutil
 import sys
-from argparse import ArgumentError
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, get_type_hints
+import textwrap
+from argparse import SUPPRESS, Action, ArgumentError, RawDescriptionHelpFormatter, _HelpAction
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -18,22 +22,26 @@ from pipeline.errors import InputError, JobError, JobStopped
 
 Config = TypeVar("Config")
 
-_SETTINGS = "Settings come from --config (YAML), then from the command line, which wins. --print_config shows them."
+_SETTINGS = """\
+Settings come from --config (YAML), then from the command line, which wins. --print_config shows them."""
+_MOST_COLUMNS, _OPTION_COLUMNS = 110, 34
+_ALIKE = 0.7
+"""Similarity from which on an unknown name is taken for a slip of a known one; see `difflib`."""
 
 
-def run_job(job: Callable[[Sequence[str] | None], None], arguments: Sequence[str] | None) -> int:
+def run_job(job: Callable[[Sequence[str] | None], int | None], arguments: Sequence[str] | None) -> int:
     """Run a job, and print one line that says what stopped it.
 
     Returns:
-        0 if it is done, 2 for a mistake in the configuration or the input, 1 if it failed, 143 or 130 if it was stopped
-        by SIGTERM or SIGINT.
+        What the job returns, or 0, if it is done; 2 for a mistake in the configuration or the input; 1 if it failed;
+        143 or 130 if it was stopped by SIGTERM or SIGINT.
     """
     try:
-        job(arguments)
+        return job(arguments) or 0
     except InputError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
-    except JobError as error:
+    except (JobError, OSError) as error:  # the latter is storage that is full, or cannot be reached
         print(f"error: the job failed: {one_line(error)}; submit it again to go on", file=sys.stderr)
         return 1
     except JobStopped as stopped:
@@ -42,7 +50,6 @@ def run_job(job: Callable[[Sequence[str] | None], None], arguments: Sequence[str
     except KeyboardInterrupt:
         print("interrupted; submit the job again to go on", file=sys.stderr)
         return 130
-    return 0
 
 
 def command_of(job: str, arguments: Sequence[str] | None) -> str:
@@ -55,7 +62,116 @@ def command_of(job: str, arguments: Sequence[str] | None) -> str:
     return shlex.join(["python", "-m", job, *(sys.argv[1:] if arguments is None else arguments)])
 
 
-def make_parser(config_class: type, job: str, required: str, description: str) -> ArgumentParser:
+def say(line: str) -> None:
+    """Tell the person who waits what the job does now."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def program(module: str) -> str:
+    """Return how a module is run: a job as it was this time, by the console script or as a module."""
+    job = module.removeprefix("jobs.")
+    return f"drafter {job}" if job != module and Path(sys.argv[0]).name == "drafter" else f"python -m {module}"
+
+
+class JobParser(ArgumentParser):
+    """A job's command line, whose `--help` shows what most people set, and `--help-all` everything.
+
+    Args:
+        common: Settings that `--help` shows, in this order; all of them where none are given.
+    """
+
+    def __init__(self, *arguments: Any, common: Sequence[str] = (), **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.common = tuple(common)
+        if common:
+            self.add_argument("--help-all", action=_HelpAll, help="Show all settings.")
+
+    def settings(self) -> dict[str, Action]:
+        """Return all options but those that show help, by their names; of a group, only its settings."""
+        actions = {action.dest: action for action in self._actions if not isinstance(action, _HelpAction)}
+        groups = {name.rpartition(".")[0] for name in actions}
+        return {name: action for name, action in actions.items() if name not in groups}
+
+    def format_help(self, formatter: Any = None, *, everything: bool = False) -> str:
+        """Return the page that `--help` prints, or that of `--help-all`."""
+        page = _HelpPage(self.prog)
+        page.add_usage(self.usage, [], [])
+        page.add_text(self.description)
+        settings = self.settings()
+        shown = {id(action) for action in settings.values()}
+        general = [action for action in self._actions if action.dest in ("help", "help_all", "config", "print_config")]
+        if self.common and not everything:
+            _add_section(page, "common settings", (settings[name] for name in self.common))
+        else:
+            for group in self._action_groups:
+                wanted = [one for one in group._group_actions if id(one) in shown and one not in general]
+                _add_section(page, group.title or "settings", wanted)
+        _add_section(page, "help and files", general)
+        if self.common and not everything:
+            page.add_text(f"--help-all shows all {len(settings)} settings.")
+        return page.format_help()
+
+
+class _HelpAll(_HelpAction):
+    def __call__(self, parser: Any, *_: Any) -> None:
+        print(parser.format_help(everything=True), end="")
+        parser.exit()
+
+
+class _HelpPage(RawDescriptionHelpFormatter):
+    """Keeps the lines of examples, and breaks no name at its hyphens."""
+
+    def __init__(self, program: str) -> None:
+        width = min(shutil.get_terminal_size().columns, _MOST_COLUMNS)
+        super().__init__(program, max_help_position=_OPTION_COLUMNS, width=width)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
+
+    def _format_action_invocation(self, action: Action) -> str:
+        if isinstance(action, _HelpAction):
+            return ", ".join(action.option_strings)
+        if not action.option_strings:
+            return action.dest
+        return f"{action.option_strings[0]} {_value_kind(action)}".rstrip()
+
+    def _expand_help(self, action: Action) -> str:
+        if action.dest == "print_config":
+            return "Print the settings as such a file, and exit."
+        if isinstance(action, _HelpAction):
+            return str(action.help) if action.dest == "help_all" else "Show this page."
+        default = str(action.default).lower() if isinstance(action.default, bool) else action.default
+        unset = default in (None, SUPPRESS, (), {}, "")
+        return (action.help or "") + ("" if unset else f" (default: {default})")
+
+
+def _add_section(page: _HelpPage, title: str, actions: Iterable[Action]) -> None:
+    page.start_section(title)
+    page.add_arguments(actions)
+    page.end_section()
+
+
+def _value_kind(action: Action) -> str:
+    """Return what stands after an option on the help page."""
+    if action.dest in ("config", "print_config"):
+        return "FILE" if action.dest == "config" else ""
+    kind = getattr(action, "_typehint", action.type)
+    options = [one for one in get_args(kind) if one is not type(None)] if _is_union(kind) else [kind]
+    return "|".join(dict.fromkeys(map(_word_for, options)))
+
+
+def _is_union(kind: Any) -> bool:
+    return get_origin(kind) is Union or type(kind).__name__ == "UnionType"
+
+
+def _word_for(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "|".join(map(str, get_args(kind)))
+    words = {None: "TEXT", str: "TEXT", int: "N", float: "X", bool: "true|false"}
+    return words.get(kind) or ("LIST" if get_origin(kind) in (list, tuple) else "VALUE")
+
+
+def make_parser(config_class: type, job: str, required: str, description: str, common: Sequence[str] = ()) -> JobParser:
     """Make the command line of a job.
 
     Args:
@@ -63,20 +179,42 @@ def make_parser(config_class: type, job: str, required: str, description: str) -
         job: The module to run.
         required: Settings without a default, as the usage shows them.
         description: What the job does, with examples.
+        common: The settings that `--help` shows; see `JobParser`.
     """
-    parser = ArgumentParser(
-        prog=f"python -m {job}",
-        usage=f"python -m {job} {required} [--config FILE] [settings]",
-        description=f"{description}\n\n{_SETTINGS}",
-        exit_on_error=False,
-        default_env=False,
-    )
-    parser.add_argument("--config", action="config", help="YAML file with any of the settings below.")
+    parser = new_parser(job, f"{required} [--config FILE] [settings]".strip(), f"{description}\n\n{_SETTINGS}", common)
+    parser.add_argument("--config", action="config", help="YAML file with any of the settings.")
     parser.add_class_arguments(config_class)
     return parser
 
 
-def parse(config_class: type[Config], parser: ArgumentParser, arguments: Sequence[str] | None = None) -> Config:
+def new_parser(job: str, usage: str, description: str, common: Sequence[str] = ()) -> JobParser:
+    """Make the command line of a job that has no settings yet; see `make_parser`."""
+    text = re.sub(r"python -m (jobs\.\w+)", lambda found: program(found[1]), description)
+    return JobParser(
+        prog=program(job),
+        usage=f"{program(job)} {usage}",
+        description=text,
+        exit_on_error=False,
+        default_env=False,
+        common=common,
+    )
+
+
+def parse_arguments(parser: JobParser, arguments: Sequence[str] | None = None) -> Namespace:
+    """Read a command line (`sys.argv` by default) without a configuration class.
+
+    Raises:
+        InputError: An option is unknown, missing, or of the wrong type.
+        SystemExit: `--help` was asked for, and has been printed.
+    """
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        return parser.parse_args(given)
+    except (ArgumentError, TypeError, ValueError) as error:
+        raise InputError(_readable(str(error), parser)) from error
+
+
+def parse(config_class: type[Config], parser: JobParser, arguments: Sequence[str] | None = None) -> Config:
     """Read a configuration from a command line (`sys.argv` by default).
 
     Raises:
@@ -87,14 +225,14 @@ def parse(config_class: type[Config], parser: ArgumentParser, arguments: Sequenc
     return _checked(config_class, parser, lambda: parser.parse_args(given))
 
 
-def parse_object(config_class: type[Config], parser: ArgumentParser, settings: Mapping[str, Any]) -> Config:
+def parse_object(config_class: type[Config], parser: JobParser, settings: Mapping[str, Any]) -> Config:
     """Read a configuration from a mapping, in which groups of settings are mappings too.
 
     Raises:
         InputError: A setting is unknown, or a value is of the wrong type or out of range.
     """
     if "config" in settings:  # only a command line has it
-        raise InputError("Option 'config' is not accepted")
+        raise InputError("unknown setting config: only a command line has it")
     return _checked(config_class, parser, lambda: parser.parse_object(dict(settings)))
 
 
@@ -120,13 +258,13 @@ def _spelled_out(config_class: type, arguments: Sequence[str]) -> list[str]:
     return found
 
 
-def _checked(config_class: type[Config], parser: ArgumentParser, read: Callable[[], Namespace]) -> Config:
+def _checked(config_class: type[Config], parser: JobParser, read: Callable[[], Namespace]) -> Config:
     try:
         return config_class(**_values(config_class, read()))
     except InputError:
         raise
     except (ArgumentError, TypeError, ValueError, OSError) as error:
-        raise InputError(_readable(str(error))) from error
+        raise InputError(_readable(str(error), parser)) from error
 
 
 def _values(kind: type, settings: Namespace, prefix: str = "") -> dict[str, Any]:
@@ -153,9 +291,38 @@ def _group(name: str, kind: type, settings: Any) -> Any:
         raise InputError(f"{name}.{error}") from error
 
 
-def _readable(message: str) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question that names the known name that is most like an unknown one; nothing where none is like it.
+
+    A setting without its group, such as `slots`, is like `engine.slots`.
+    """
+    known = list(known)
+    last = {one.rpartition(".")[2]: one for one in reversed(known)}
+    close = get_close_matches(name, known, 1, _ALIKE)
+    close = close or [last[one] for one in get_close_matches(name.rpartition(".")[2], last, 1, _ALIKE)]
+    return f": did you mean {close[0]}?" if close else ""
+
+
+def _unknown_option(message: str, parser: JobParser) -> str | None:
+    """Return what to say of an unknown setting; None if a message of jsonargparse is about another thing."""
+    settings = parser.settings()
+    if found := re.search(r"unrecognized arguments: (.*)", message):
+        options = [f"--{name}" for name, action in settings.items() if action.option_strings]
+        given = found[1].split()[0].partition("=")[0]
+        if not given.startswith("-"):
+            return f"unexpected argument {given!r}: settings are given as --name value; --help lists them"
+        return f"unknown option {given}{did_you_mean(given, options) or ': --help lists them'}"
+    if found := re.search(r"Group '(.+)' does not accept option '(.+)'|Option '(.+)' is not accepted", message):
+        given = f"{found[1]}.{found[2]}" if found[1] else found[3]
+        return f"unknown setting {given}{did_you_mean(given, settings) or ': --help lists them'}"
+    return None
+
+
+def _readable(message: str, parser: JobParser) -> str:
     """Return a message of jsonargparse on one line, without Python's words for types."""
     message = one_line(message)
+    if (unknown := _unknown_option(message, parser)) is not None:
+        return unknown
     key = re.search(r'Parser key "([^"]+)":', message)
     if key and "Unable to load config" in message:
         return f"{key[1]} must be a group of settings, such as {{name: …}}"

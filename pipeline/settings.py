@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Literal
 
 from pipeline.command_line import at_least
@@ -106,9 +107,12 @@ class ReadingConfig:
         subset: Which subset of a Hugging Face dataset; by default the only one, or `default`.
         prompt_column: Column of text prompts; by default `prompt`, if `messages_column` is not set either.
         messages_column: Column of chat messages: a list of {role, content}, or that list as JSON text.
-        id_column: Column whose value names a row, each value once; by default a row is named by its file and line.
+        id_column: Column whose value names a row, each value once; by default `id`, where it does so, and otherwise a
+            row is named by its file and line.
         sampling_column: Column with a row's own sampling settings: an object, or that object as JSON text.
         chat: Send a text prompt as a user's message through the chat template; by default wherever the model has one.
+        date: What the clock shows a chat template that writes the date or the time, as in 2026-03-31 or
+            2026-03-31T12:00; by default the time at which the output was begun.
         special_tokens: Let the text of a special token in a chat message be that token; by default it is text.
         skip: Leave out this many rows at the beginning.
         limit: Take at most this many rows.
@@ -123,6 +127,7 @@ class ReadingConfig:
     id_column: str | None = None
     sampling_column: str = "sampling"
     chat: bool | None = None
+    date: str | None = None
     special_tokens: bool = False
     skip: int = 0
     limit: int | None = None
@@ -131,6 +136,11 @@ class ReadingConfig:
     def __post_init__(self) -> None:
         if self.prompt_column is not None and self.messages_column is not None:
             raise InputError("reading.prompt_column and reading.messages_column are both set: a row has one prompt")
+        if self.date is not None:
+            try:
+                datetime.fromisoformat(self.date)
+            except ValueError:
+                raise InputError(f"reading.date must be as 2026-03-31 or 2026-03-31T12:00, not {self.date!r}") from None
         at_least("reading.skip", self.skip, 0)
         at_least("reading.limit", self.limit, 1)
         at_least("reading.samples", self.samples, 1)

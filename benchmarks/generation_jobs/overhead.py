@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,8 @@ from drafter.evaluation.results import write_json
 from drafter.llm import SpeculativeLM
 from drafter.requests import SamplingParams
 from pipeline.engines.engine_spec import EngineSpec
-from pipeline.generate.job import main as generate
+from pipeline.generate.config import parse_config
+from pipeline.generate.job import generate
 
 _QUESTIONS = Path(__file__).resolve().parents[2] / "data" / "gsm8k" / "train.jsonl"
 _LOOK_SECONDS = 0.1
@@ -54,9 +55,9 @@ class WatchedEngine(EngineSpec):
 
     looks: Path = Path()
 
-    def load(self) -> SpeculativeLM:
+    def load(self, on_stage: Callable[[str], None] | None = None) -> SpeculativeLM:
         """See `EngineSpec.load`."""
-        lm = super().load()
+        lm = super().load(on_stage)
         threading.Thread(target=look, args=[lm.engine, self.looks], daemon=True).start()
         return lm
 
@@ -127,10 +128,8 @@ def run_job(spec: WatchedEngine, questions: list[Any], sampling: SamplingParams,
     arguments += ["--sampling.max_new_tokens", sampling.max_new_tokens, "--engine.slots", spec.config.slots]
     arguments += ["--engine.nodes", spec.config.nodes, "--resources.cpus_per_actor", spec.threads]
     with patch("pipeline.generate.streaming.EngineSpec", partial(WatchedEngine, looks=spec.looks)):
-        code = generate([str(one) for one in arguments])
+        generate(parse_config([str(one) for one in arguments]))
     ray.shutdown()
-    if code:
-        raise SystemExit(code)
     paths = sorted((folder / "out" / "data").iterdir())
     return [ids for path in paths for ids in pyarrow.parquet.read_table(path)["token_ids"].to_pylist()]
 

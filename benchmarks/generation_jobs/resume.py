@@ -30,9 +30,10 @@ from drafter.requests import Generation, Request
 from drafter.statistics import DecodeCounts
 from drafter.target.loading import load_base
 from pipeline.io.files import locate
-from pipeline.output.columns import column_values, columns_type
+from pipeline.output.columns import RunTraits, column_values, columns_type
 from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import commit_part
+from pipeline.settings import WritingConfig
 from pipeline.staging.staging import Part, StagedInput
 
 _LOOK_SECONDS = 0.1
@@ -92,7 +93,8 @@ class Job:
 def commit_made_up(output: OutputFolder, part: Part, staged: StagedInput) -> None:
     """Commit a part as if its rows had been generated."""
     rows = pa.parquet.read_table(staged.file(part).path)
-    values = column_values(Generation("", [5] * 8, "made up", "length", 10, DecodeCounts()), Request([1] * 10))
+    generation, request = Generation("", [5] * 8, "made up", "length", 10, DecodeCounts()), Request([1] * 10)
+    values = column_values(generation, request, RunTraits(request.sampling, WritingConfig(), rows_have_settings=False))
     commit_part(output, part.name, rows.append_column("generated", pa.array([values] * part.rows, columns_type())))
 
 

@@ -33,11 +33,13 @@ from drafter.statistics import DecodeCounts
 from drafter.target.loading import load_base
 from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.shares import HELPER_CPUS
-from pipeline.generate.job import main as generate
+from pipeline.command_line import run_job
+from pipeline.generate.config import parse_config
+from pipeline.generate.job import generate
 from pipeline.io.files import locate
 from pipeline.io.listing import list_input
 from pipeline.io.prompt_source import find_prompts
-from pipeline.output.columns import column_values, columns_type
+from pipeline.output.columns import RunTraits, column_values, columns_type
 from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import commit_part
 from pipeline.settings import ReadingConfig, WritingConfig
@@ -204,7 +206,7 @@ def driver_costs(folder: Path, parts: int) -> dict[str, float]:
     def run(name: str, rows: int) -> float:
         before = processor_seconds()
         command = ["--input", str(source), "--output", str(folder / name), "--reading.limit", str(rows), *settings]
-        if generate(command) != 0:
+        if run_job(lambda given: generate(parse_config(given)), command) != 0:
             raise SystemExit("error: the job did not run")
         return processor_seconds() - before
 
@@ -291,8 +293,9 @@ def typical_part() -> tuple[pa.Table, pa.Table]:
     }
     prompt, output = list(range(_PROMPT_TOKENS)), list(range(1000, 1000 + _OUTPUT_TOKENS))
     request = Request(prompt, SamplingParams(max_new_tokens=_OUTPUT_TOKENS, seed=1))
+    traits = RunTraits(request.sampling, WritingConfig(), rows_have_settings=False)
     generation = Generation("", output, "word " * _OUTPUT_TOKENS, "length", len(prompt), DecodeCounts())
-    generated = pa.array([column_values(generation, request)] * ROWS_PER_PART, columns_type())
+    generated = pa.array([column_values(generation, request, traits)] * ROWS_PER_PART, columns_type())
     sampling = [json.dumps(asdict(request.sampling))] * ROWS_PER_PART
     prompt_ids = pa.array([prompt] * ROWS_PER_PART, pa.list_(pa.int32()))
     requests = pa.table({**shared, "prompt_ids": prompt_ids, "sampling": sampling})

@@ -1,11 +1,13 @@
-"""The first day on a GPU, in stages; all of them, or those that are named.
+"""The first minutes on a GPU, then the first day: stages of cells, the cheapest and most telling first.
 
-    python -m benchmarks.gpu --output results
+    python -m benchmarks.gpu --kit correctness --output results
+    python -m benchmarks.gpu --kit times --output results
+    python -m benchmarks.gpu --output results    # all stages, for a day
     python -m benchmarks.gpu --stage costs --stage profile --output results --model MODEL --drafter HEAD
-    python -m benchmarks.gpu --output results --tiny    # on a CPU, to see that everything runs
+    python -m benchmarks.gpu --kit times --output results --tiny    # on a CPU, to see that everything runs
 
-Each result is written as soon as it is there. The same command goes on where the last one was interrupted or was out of
-time; what has failed is tried again. At the end, and after each stage, `gpu.md` in the folder has all tables.
+Each result is written as soon as it is there, and after each of them `gpu.md` in the folder has all tables. The same
+command goes on where the last one was interrupted or was out of time; what has failed is tried again.
 """
 
 from __future__ import annotations
@@ -33,8 +35,11 @@ from drafter.evaluation.environment import surroundings
 from drafter.target.loading import pick_device
 
 STAGES: dict[str, Stage] = {one.name: one for one in page.STAGES}
+KITS = {"correctness": ("families", "capture", "identity", "operators"), "times": ("costs",)}
+"""Stages of each of the two commands that a borrowed machine is given first."""
 _DONE, _LEFT, _BROKEN = 0, 1, 3
 """Exit codes: nothing is left; something is; the process cannot go on, but another can."""
+_KIT_MINUTES, _STAGE_MINUTES = 4.0, 9.0
 _CRASHES = (-signal.SIGSEGV, -signal.SIGABRT)
 
 
@@ -43,23 +48,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder for results")
     parser.add_argument("--stage", choices=STAGES, action="append", help="one of them (default: all)")
+    parser.add_argument("--kit", choices=KITS, help="those of a prepared command")
     parser.add_argument("--model", default=str(EMBEDDED_BASE), help="base (default: the embedded one)")
     parser.add_argument("--drafter", default="ctc", help="its drafter, for example a head's folder (default: ctc)")
     parser.add_argument("--tiny", action="store_true", help="few and small cells")
-    parser.add_argument("--minutes", type=float, default=9.0, help="no cell of a stage begins later (default: 9)")
+    parser.add_argument("--minutes", type=float, help="no cell begins later (default: 4 for a kit, 9 for a stage)")
     parser.add_argument("--run", default=datetime.now(UTC).isoformat(), help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     args.output.mkdir(parents=True, exist_ok=True)
-    names = args.stage or list(STAGES)
+    names = args.stage or list(KITS[args.kit] if args.kit else STAGES)
+    args.minutes = args.minutes or (_KIT_MINUTES if args.kit else _STAGE_MINUTES)
     if len(names) > 1:
-        codes = {name: _in_process(name, args.output, [*_asked(args), "--run", args.run]) for name in names}
+        codes, end = {}, time.monotonic() + 60 * args.minutes
+        for name in names:
+            if args.kit:  # its stages share the time
+                args.minutes = max(end - time.monotonic(), 1.0) / 60
+            codes[name] = _in_process(name, args.output, [*_asked(args), "--run", args.run])
         left = [name for name, code in codes.items() if code]
     else:
         signal.signal(signal.SIGTERM, _interrupt)
         plan = Plan(args.model, args.drafter, args.tiny)
         command = shlex.join(["python", "-m", "benchmarks.gpu", "--stage", names[0], *_asked(args)])
         code = run(STAGES[names[0]], plan, args.output, args.minutes, args.run, command)
-        page.write_page(args.output)
         if code == _BROKEN:
             sys.exit(_BROKEN)
         left = names if code else []
@@ -93,6 +103,7 @@ def run(stage: Stage, plan: Plan, output: Path, minutes: float, run_name: str, c
                     traceback.print_exc()
                     outcome = {"error": f"{type(error).__name__}: {first_line(error)}"}
             file.write(cell, run_name, about, outcome | {"seconds": round(time.monotonic() - started, 3)})
+        page.write_page(output)
         if "error" in outcome:
             failed += 1
             print(f"  {outcome['error']}", flush=True)

@@ -14,15 +14,18 @@ from drafter.statistics import StageTimes
 from drafter.target.model import BaseModel
 
 _CURVES: tuple[tuple[str, tuple[int, ...], dict[str, int]], ...] = (
-    ("nodes", (0, 4, 8, 16, 32, 63), {"rows": 1, "context": 512}),
-    ("nodes", (0, 16, 63), {"rows": 16, "context": 512}),
-    ("rows", (1, 2, 4, 8, 16, 32, 64), {"nodes": 0, "context": 512}),
-    ("rows", (1, 4, 16, 64), {"nodes": 16, "context": 512}),
+    ("rows", (1, 16, 64), {"nodes": 0, "context": 512}),
+    ("rows", (1, 16, 64), {"nodes": 16, "context": 512}),
+    ("nodes", (4, 8, 32, 63), {"rows": 1, "context": 512}),
+    ("nodes", (4, 63), {"rows": 16, "context": 512}),
+    ("nodes", (4,), {"rows": 64, "context": 512}),
+    ("rows", (256,), {"nodes": 0, "context": 512}),
+    ("rows", (4, 128), {"nodes": 0, "context": 512}),
     ("context", (512, 2048, 8192), {"nodes": 0, "rows": 1}),
     ("context", (512, 2048, 8192), {"nodes": 16, "rows": 1}),
     ("context", (2048, 8192), {"nodes": 0, "rows": 8}),
 )
-"""What grows, over which values, and what is held."""
+"""What grows, over which values, and what is held; the most telling ones first."""
 _TINY: tuple[tuple[str, tuple[int, ...], dict[str, int]], ...] = (
     ("nodes", (0, 4), {"rows": 1, "context": 64}),
     ("rows", (1, 2), {"nodes": 4, "context": 64}),
@@ -31,7 +34,7 @@ _TINY: tuple[tuple[str, tuple[int, ...], dict[str, int]], ...] = (
 
 def cells(plan: Plan) -> list[Key]:
     """The curves' points, each once."""
-    curves, shapes = (_TINY, ["tiny"]) if plan.tiny else (_CURVES, ["llama-1b", "llama-8b"])
+    curves, shapes = (_TINY, ["tiny"]) if plan.tiny else (_CURVES, ["llama-8b", "llama-1b"])
     points = [held | {name: value} for name, values, held in curves for value in values]
     ordered = [{name: point[name] for name in ("rows", "nodes", "context")} for point in points]
     return [
@@ -79,7 +82,7 @@ def row(cell: Key, values: Values) -> dict[str, object]:
         "verify ms": f"{1e3 * values['verify']:.2f}",
         "roofline ÷ verify": f"{values['least'] / values['verify']:.2f}",
         "formula GB": f"{read / 1e9:.3f}",
-        "GB/s by it": f"{read / 1e9 / values['verify']:.0f}",
+        "bytes ÷ bandwidth ms": f"{1e3 * read / values['machine']['bytes_per_second']:.2f}",
     }
 
 

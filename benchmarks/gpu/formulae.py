@@ -94,7 +94,7 @@ def ngram(depth: int) -> DraftWork:
 
 def ctc_prefix(weights: int, context: int, frames: int, depth: int) -> DraftWork:
     """Independent frames: one pass, and the exact prefix search over all of them."""
-    return DraftWork(weights, 1, context, frames, 29.5, 122 + 12 * depth)
+    return DraftWork(weights, 1, context, frames, 29.5, 131 + 12 * depth)
 
 
 def ctc_lattice(weights: int, context: int, band: int, beam: int, depth: int, factor: int) -> DraftWork:
@@ -104,7 +104,7 @@ def ctc_lattice(weights: int, context: int, band: int, beam: int, depth: int, fa
     the band.
     """
     states = band * (1 + (depth - 1) * beam)
-    return DraftWork(weights + depth * factor, 1, context, states, 10.0, 87 + 62 * depth)
+    return DraftWork(weights + depth * factor, 1, context, states, 10.0, 90 + 62 * depth)
 
 
 def medusa(weights: int, depth: int) -> DraftWork:
@@ -119,7 +119,7 @@ class StepBytes:
     Args:
         weights: The base's matrices, once.
         kv: Keys and values of all positions that are read, each once whatever the number of query heads.
-        masks: A number for each query head of a group, node and position, in every layer.
+        masks: A number for each query head of a group and two nodes of a tree, in every layer.
         activations: What goes from kernel to kernel.
         logits: The largest is looked for twice: the choice, and whether all are numbers.
         commit: Keys and values of the accepted path, read to be moved, twice.
@@ -153,13 +153,13 @@ def step_bytes(sizes: BaseSizes, rows: int, nodes: int, kv_length: int, depth: i
     """
     item, tokens = sizes.itemsize, rows * nodes
     # Numbers that the kernels of a layer read of a token: of its state, inside the MLP, of queries, of keys and values.
-    # A tree's queries are laid out anew, and what attention has mixed, too.
-    queries = 7.5 if nodes == 1 else 9.5
+    # A tree's queries are laid out anew, and what attention has mixed of committed positions and of the tree is merged.
+    queries = 7.5 if nodes == 1 else 22.5
     numbers = 29 * sizes.hidden + 4 * sizes.intermediate + queries * sizes.queries + 7.5 * sizes.keys
     return StepBytes(
         weights=sizes.weights,
         kv=rows * kv_length * sizes.kv_per_position,
-        masks=sizes.layers * tokens * kv_length * (sizes.queries // sizes.keys) * item,
+        masks=sizes.layers * tokens * nodes * (sizes.queries // sizes.keys) * item,
         activations=round(sizes.layers * tokens * numbers * item),
         logits=2 * tokens * sizes.vocabulary * item,
         commit=0 if nodes == 1 else 2 * rows * (depth + 1) * sizes.kv_per_position,
@@ -188,6 +188,15 @@ def sampling_bytes(sizes: BaseSizes, rows: int, depth: int) -> dict[str, int]:
     }
 
 
-def step_kernels(sizes: BaseSizes, nodes: int, draft: DraftWork) -> int:
-    """Number of kernels of a greedy step: of the layers, of the rest of the step, and of drafting."""
-    return 40 * sizes.layers + 55 if nodes == 1 else 42 * sizes.layers + 92 + draft.kernels
+def step_kernels(sizes: BaseSizes, nodes: int, draft: DraftWork, *, parts: bool = False) -> int:
+    """Number of kernels of a greedy step: of the layers, of the rest of the step, and of drafting.
+
+    Args:
+        sizes: Of the base.
+        nodes: N, tree nodes of each row, the root included.
+        draft: What drafting runs.
+        parts: Whether a row's committed positions are shared out to several parts; see `prefix_attention.parts_of`.
+    """
+    if nodes == 1:
+        return 40 * sizes.layers + 66
+    return (64 if parts else 52) * sizes.layers + 103 + draft.kernels

@@ -7,17 +7,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import capture, costs, decoding, identity, operators, profile, suite
+from benchmarks.gpu import capture, costs, decoding, families, identity, operators, profile
 from benchmarks.gpu.cells import Stage
 from drafter.evaluation.environment import machine
 from drafter.evaluation.tables import markdown_table
 
 PAGE_FILE = "gpu.md"
 STAGES: tuple[Stage, ...] = (
-    operators.STAGE,
-    suite.STAGE,
-    identity.STAGE,
+    families.STAGE,
     capture.STAGE,
+    identity.STAGE,
+    operators.STAGE,
     costs.STAGE,
     decoding.STAGE,
     profile.STAGE,

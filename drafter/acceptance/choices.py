@@ -7,6 +7,7 @@ transformers: logit bias, repetition penalty, frequency and presence penalty, te
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,8 +73,9 @@ class SamplingTable:
             prompt_lengths=zeros(slots),
         )
 
-    def set(self, slot: int, params: SamplingParams, prompt_length: int) -> None:
+    def set(self, slot: int, given: SamplingParams, prompt_length: int) -> None:
         """Enter a request with a prompt of `prompt_length` tokens."""
+        params = given.over()
         self.temperature[slot] = params.temperature
         self.top_k[slot] = min(params.top_k, _MOST_TOKENS)
         self.top_p[slot] = params.top_p
@@ -121,8 +123,9 @@ class SamplingMode:
         return not (self.biased or self.penalties or self.random)
 
     @classmethod
-    def of(cls, params: list[SamplingParams]) -> SamplingMode:
+    def of(cls, given: Sequence[SamplingParams]) -> SamplingMode:
         """The union of what the rows need."""
+        params = [one.over() for one in given]
         drawn = [p for p in params if p.temperature > 0]
         return cls(
             biased=any(p.logit_bias for p in params),

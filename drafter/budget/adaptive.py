@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from drafter.budget.contract import Counts, Floats, StepLoad, StepObservation, StepSeconds
 from drafter.budget.latency_table import LatencyTable, StepCosts
 from drafter.drafters.contract import Ask
+from drafter.statistics import BatchChoice, StepSums, Verdict
 
 _MOST_DOUBLINGS = 2
 """So many times the pause doubles."""
@@ -92,6 +93,8 @@ class _Band:
         run: Plain steps that are left of such a run.
         plain: Plain steps since the last drafted one.
         told: Plain steps that have told what they take.
+        verdict: Whether drafting pays, as it was last decided.
+        sums: All steps.
     """
 
     gain: Floats
@@ -107,6 +110,8 @@ class _Band:
     run: int = 0
     plain: int = 0
     told: int = 0
+    verdict: Verdict | None = None
+    sums: StepSums = field(default_factory=StepSums)
 
     @property
     def truth(self) -> float:
@@ -157,6 +162,7 @@ class AdaptiveBudget:
         nearest = self._bands[min(known, key=lambda other: abs(other - place))]
         band.gain = nearest.gain.copy()
         band.promised, band.came_true = nearest.promised, nearest.came_true
+        band.verdict = self._verdict(band, load)
         plain = float(self._rates(band, load)[0])
         if self.drafted_rate(load) < HOPELESS * plain:
             self._pause(band, load, steps_to_see(_TRIED_TREES, load.rows) * self.expected_loss(load, plain))
@@ -176,7 +182,12 @@ class AdaptiveBudget:
         return np.full(len(log_probs), log_probs.shape[1])
 
     def observe(self, step: StepObservation) -> None:
-        """Learn what nodes are worth and what they cost; see `Budget.observe`."""
+        """Learn what nodes are worth and what they cost, and count the step; see `Budget.observe`."""
+        self.count(step, self._band(step.rows).sums)
+        self.learn(step)
+
+    def learn(self, step: StepObservation) -> None:
+        """Learn what nodes are worth and what they cost."""
         band = self._band(step.rows)
         if not step.asked:
             self._observe_plain(band, step)
@@ -203,10 +214,37 @@ class AdaptiveBudget:
         band.came_true += pace * (accepted - band.came_true)
         if band.seen < tries:
             return
-        if self._rates(band, step.load).argmax() == 0:
-            self._pause(band, step.load, band.lost)
-        else:
+        band.verdict = self._verdict(band, step.load)
+        if band.verdict.drafts:
             band.pause.failures = 0
+        else:
+            self._pause(band, step.load, band.lost)
+
+    def count(self, step: StepObservation, sums: StepSums) -> None:
+        """Add a step to sums, beside what plain decoding is estimated to take for as many tokens."""
+        timed = step.seconds is not None
+        if not step.asked:
+            seconds = step.seconds.rest if step.seconds is not None else self.seconds(step.load, 0)
+            sums.add(step.rows, 0, seconds, seconds, timed=timed, plain=True)
+            return
+        expected = self._seconds(self._band(step.rows), step.load)
+        seconds = float(expected[self._nodes.searchsorted(step.asked)])
+        if step.seconds is not None:
+            seconds = step.seconds.reading + step.seconds.drafting + step.seconds.rest
+        plain = float(expected[0]) * step.tokens / step.rows
+        sums.add(step.rows, int((step.verified > 0).sum()), seconds, plain, timed=timed, plain=False)
+
+    def verdict(self, rows: int) -> Verdict | None:
+        """Whether drafting pays in steps of `rows` rows, as it was last decided; None if it never was."""
+        return self._band(rows).verdict
+
+    def choices(self) -> tuple[BatchChoice, ...]:
+        """What was chosen at each batch size that has been seen; see `Budget.choices`."""
+        return tuple(
+            BatchChoice(int(rows), "", 0, (), band.verdict, replace(band.sums))
+            for rows, band in zip(self.table.batches, self._bands, strict=True)
+            if band.sums.steps
+        )
 
     def renewed(self, member: int) -> None:
         """End all pauses; what is believed is corrected by the steps that come. See `Budget.renewed`."""
@@ -270,6 +308,14 @@ class AdaptiveBudget:
         steps = math.ceil(lost / (_LOOKS * float(self._seconds(band, load)[0])))
         band.look_again()
         band.pause.begin(max(steps, steps_to_see(_TRIED_TREES, load.rows)), _LONGEST_PAUSE)
+
+    def _verdict(self, band: _Band, load: StepLoad) -> Verdict:
+        """What each draft token of the best tree costs and brings. Drafting pays where a step's rate is above plain
+        decoding's, (1 + gain) / (1 + cost) > 1."""
+        tokens, seconds = self._tokens(band), self._seconds(band, load)
+        best = 1 + int((tokens / seconds)[1:].argmax())
+        nodes = int(self._nodes[best])
+        return Verdict(nodes, float(seconds[best] / seconds[0] - 1) / nodes, float(tokens[best] - 1) / nodes)
 
     def _learn_gain(self, band: _Band, size: int, promised: Floats) -> None:
         """Average what the leading nodes of a tree of the `size`-th number promised, and extend it to larger trees."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from drafter.budget.adaptive import HOPELESS, AdaptiveBudget, Pause, steps_to_see
 from drafter.budget.contract import Counts, Floats, StepLoad, StepObservation
 from drafter.drafters.contract import Ask
-from drafter.statistics import BatchChoice, MemberView
+from drafter.statistics import PLAIN, BatchChoice, MemberView, StepSums
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +44,9 @@ class _Band:
         trials: Trials that have ended.
         untried: Members without a trial so far, of which it is not known from other batch sizes what comes of one.
         entered: Whether there has been a step.
+        compared: Of each member that was not chosen: what was, when the two were last compared, and by how much it was
+            as fast as that.
+        sums: All steps.
     """
 
     pauses: list[Pause]
@@ -54,6 +57,8 @@ class _Band:
     trials: int = 0
     untried: set[int] = field(default_factory=set)
     entered: bool = False
+    compared: dict[int, tuple[str, float]] = field(default_factory=dict)
+    sums: StepSums = field(default_factory=StepSums)
 
 
 class ChoosingBudget:
@@ -88,12 +93,13 @@ class ChoosingBudget:
 
     def observe(self, step: StepObservation) -> None:
         """Learn what the member that drafted is worth, and who drafts next; see `Budget.observe`."""
+        band = self._band(step.rows)
+        self._budgets[step.member].count(step, band.sums)
         if step.asked:
-            self._budgets[step.member].observe(step)
+            self._budgets[step.member].learn(step)
         else:  # a plain step says to all what plain decoding costs
             for budget in self._budgets:
-                budget.observe(step)
-        band = self._band(step.rows)
+                budget.learn(step)
         if band.trial is None:
             for pause in band.pauses:
                 pause.step()
@@ -112,21 +118,36 @@ class ChoosingBudget:
         self._withheld.discard(member)
 
     def choices(self) -> tuple[BatchChoice, ...]:
-        """Return who drafts at each batch size that has been seen, and what is believed of the members."""
-        found = []
-        for rows, band in zip(self._budgets[0].table.batches, self._bands, strict=True):
-            if band.trials or (band.entered and not band.untried):
-                views = tuple(
-                    self._view(member, StepLoad(int(rows)))
-                    for member in range(len(self._names))
-                    if member not in self._withheld and member not in band.untried
-                )
-                found.append(BatchChoice(int(rows), self._names[band.leader], band.trials, views))
-        return tuple(found)
+        """Return who drafts at each batch size that has been seen, and why; see `Budget.choices`."""
+        sizes = zip(map(int, self._budgets[0].table.batches), self._bands, strict=True)
+        return tuple(self._choice(rows, band) for rows, band in sizes if band.sums.steps)
 
-    def _view(self, member: int, load: StepLoad) -> MemberView:
+    def _choice(self, rows: int, band: _Band) -> BatchChoice:
+        """The choice at a batch size. Before there is one, it has no views and no verdict."""
+        name, sums = self._names[band.leader], replace(band.sums)
+        if not band.trials and band.untried:
+            return BatchChoice(rows, name, 0, (), None, sums)
+        views = tuple(
+            self._view(band, member, StepLoad(rows))
+            for member in range(len(self._names))
+            if member not in self._withheld and member not in band.untried
+        )
+        return BatchChoice(rows, name, band.trials, views, self._budgets[band.leader].verdict(rows), sums)
+
+    def _view(self, band: _Band, member: int, load: StepLoad) -> MemberView:
         budget = self._budgets[member]
-        return MemberView(self._names[member], *budget.best(load), budget.drafted_rate(load))
+        compared = () if member == band.leader else band.compared.get(member, ())
+        return MemberView(self._names[member], *budget.best(load), budget.drafted_rate(load), *compared)
+
+    def _compare(self, band: _Band, member: int, load: StepLoad) -> None:
+        """Note how fast a member is beside what was chosen in its place, by what is believed of both now.
+
+        What is believed of the one that drafts changes with each step, and of the other no more: put beside one another
+        later, the two could say the opposite of what was chosen.
+        """
+        rate, nodes = self._budgets[band.leader].best(load)
+        chosen = self._names[band.leader] if nodes else PLAIN
+        band.compared[member] = chosen, self._budgets[member].drafted_rate(load) / rate
 
     def _enter(self, band: _Band, load: StepLoad) -> None:
         """Begin with what other batch sizes have told of the members, as if these had had a trial at this one."""
@@ -138,6 +159,8 @@ class ChoosingBudget:
         enough = steps_to_see(_TRIAL_TREES, load.rows)
         for member in known:
             band.untried.discard(member)
+            if member != band.leader:
+                self._compare(band, member, load)
             self._pause(band, member, load, enough * self._budgets[member].expected_loss(load, best))
         self._begin_trial(band, load.rows)
 
@@ -159,8 +182,10 @@ class ChoosingBudget:
         if member != band.leader and rates[member] > _BETTER * rates[band.leader]:
             band.leader, loser = member, band.leader
             band.pauses[member].failures = 0
+        if loser != band.leader:
+            self._compare(band, loser, step.load)
         if settles or (loser != member and not band.untried):
-            self._tell(band, step.rows, rates)
+            self._tell(band, step.rows)
         # What a trial of the loser loses, relative to the steps that the leader would make in the same time.
         share = 1 - budget.drafted_rate(step.load) / rates[band.leader] if loser == member else 0.0
         lost = max(share, 0.0) * band.seconds
@@ -182,9 +207,12 @@ class ChoosingBudget:
         rate = self._budgets[band.leader].best(step.load)[0]
         return self._budgets[band.trial].drafted_rate(step.load) < HOPELESS * rate
 
-    def _tell(self, band: _Band, rows: int, rates: Sequence[float]) -> None:
-        listed = ", ".join(f"{name} {rate:,.0f}" for name, rate in zip(self._names, rates, strict=True))
-        _log.info("%s drafts for about %d rows (tokens/s a row: %s)", self._names[band.leader], rows, listed)
+    def _tell(self, band: _Band, rows: int) -> None:
+        others = {self._names[member]: found for member, found in band.compared.items() if member != band.leader}
+        listed = ", ".join(
+            f"{name} is {share:.2f} times as fast as {chosen}" for name, (chosen, share) in others.items()
+        )
+        _log.info("%s drafts for about %d rows (%s)", self._names[band.leader], rows, listed)
 
     def _begin_trial(self, band: _Band, rows: int) -> None:
         """Begin the next trial, if one is due: the leader's comes first, where it has had none."""

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drafter.drafters.contract import Ask
+from drafter.statistics import BatchChoice
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -58,6 +59,7 @@ class StepObservation:
         accepted: `[B, N]` bool: whether each of them became output.
         seconds: Where the time went; None where the host does not know.
         member: `Ask.member`.
+        emitted: New tokens of all rows; None where no row ended, so that they are a row's accepted ones and one more.
     """
 
     load: StepLoad
@@ -67,6 +69,12 @@ class StepObservation:
     accepted: npt.NDArray[np.bool_]
     seconds: StepSeconds | None = None
     member: int = 0
+    emitted: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of all rows."""
+        return self.rows + int(self.accepted.sum()) if self.emitted is None else self.emitted
 
     @property
     def rows(self) -> int:
@@ -96,6 +104,9 @@ class Budget(Protocol):
     def observe(self, step: StepObservation) -> None:
         """Learn from a step. Comes after every step, drafted or not."""
 
+    def choices(self) -> tuple[BatchChoice, ...]:
+        """What was chosen by batch size, and why; nothing where nothing is chosen. May be asked from any thread."""
+
     def renewed(self, member: int) -> None:
         """Hear that a member drafts with other weights from now on: what it brings is to be found out again."""
 
@@ -124,6 +135,10 @@ class FixedBudget:
 
     def observe(self, step: StepObservation) -> None:
         """Learn nothing."""
+
+    def choices(self) -> tuple[BatchChoice, ...]:
+        """Nothing is chosen."""
+        return ()
 
     def renewed(self, member: int) -> None:
         """Draft as before."""

@@ -69,7 +69,7 @@ class CTCHeadConfig:
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "vocab_size", "num_frames", "depth", "num_layers", "num_heads", "intermediate_size")
-        check_sizes(self, *sizes, "band", "joint_size", "joint_layers")
+        check_sizes(self, *sizes, "band", "joint_size", "joint_layers", "rope_theta")
         check_draft_vocab(self)
         if self.module == "attention" and self.hidden_size % (2 * self.num_heads):
             raise ValueError(f"hidden_size {self.hidden_size} does not split into {self.num_heads} heads of even width")
@@ -79,6 +79,8 @@ class CTCHeadConfig:
             raise ValueError(f"without a blank each of {self.num_frames} frames says a token: depth must be num_frames")
         if self.label_context < 0:
             raise ValueError(f"label_context must be at least 0, not {self.label_context}")
+        if self.label_context and self.band > self.num_frames:
+            raise ValueError(f"band must be at most num_frames, {self.num_frames}, not {self.band}")
         if self.label_context and self.loss != "prefix":
             raise ValueError("with a label context the loss must be 'prefix'")
 

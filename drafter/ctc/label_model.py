@@ -198,7 +198,7 @@ class NativeSearch:
         recent_terms = self._table[:, known] if self._head.vocabulary is None else self._terms(known)
         recent_terms = recent_terms.contiguous()
         tokens, parents, depths = (torch.empty(rows, size, dtype=torch.long) for _ in range(3))
-        log_probs = torch.empty(rows, size)
+        log_probs = torch.empty(rows, size, dtype=torch.float32)
         search = SearchStruct(
             labels=LabelTableStruct(
                 self._table.data_ptr(), recent_terms.data_ptr(), config.label_context, self._tokens, len(known)

@@ -152,7 +152,8 @@ class _Level:
 
 def _roots(model: LabelModel, batch: int, device: torch.device) -> _Paths:
     """Return the empty path of each row. All its mass arrives before the first frame."""
-    rows, whole = torch.arange(batch, device=device), torch.ones(batch, device=device)
+    rows = torch.arange(batch, device=device)
+    whole = torch.ones(batch, dtype=torch.float32, device=device)
     return _Paths(rows, None, 1, torch.full_like(rows, -1), whole, [whole], model.start(), before=0)
 
 

@@ -64,7 +64,7 @@ def best_trie(log_probs: Tensor, pending: Tensor, depth: int, size: int, candida
     # Transfers [B, C, T, 2T]: from the mass before each frame to (n + b | b) before each frame, one token later.
     runs = _runs(torch.cat([emit, blank], 2).transpose(1, 2))
     blanks = runs[:, -1]
-    waits = torch.cat([blanks + torch.eye(frames, device=probs.device), blanks], 2)
+    waits = torch.cat([blanks + torch.eye(frames, dtype=probs.dtype, device=probs.device), blanks], 2)
     transfer = torch.bmm(runs[:, :-1].flatten(1, 2), waits).view(batch * width, frames, 2 * frames)
 
     # A prefix has two rows of mass before each frame: n + b goes on with a token other than its last, and b may repeat

@@ -6,7 +6,12 @@ the levels of a stack, `,` the drafters among which one is chosen, and `+` binds
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
+
+from drafter import plugins
+from drafter.embedded import EMBEDDED_HEADS
+from drafter.errors import LoadError
 
 _TAKE_ALL = ("stack:", "auto:")
 
@@ -59,3 +64,21 @@ def leaf_names(name: str) -> list[str]:
             return members
         members = stack_levels(rest) if kind == "stack" else candidates(rest)
     return list(dict.fromkeys(leaf for member in members for leaf in leaf_names(member)))
+
+
+def check_name(name: str) -> None:
+    """Check that a drafter, one of `leaf_names`, is one that can be looked for; nothing is loaded.
+
+    Raises:
+        LoadError: There is none of that name, and it is neither a path nor a hub id.
+    """
+    kind, rest = kind_and_rest(name)
+    kinds, without_weights = sorted(["auto", *plugins.names("families")]), ["none", *plugins.names("drafters")]
+    heads = sorted(folder.name for folder in EMBEDDED_HEADS.iterdir() if (folder / "config.json").is_file())
+    if kind in kinds or "/" in name or Path(name).expanduser().exists() or name in ("auto", *without_weights, *heads):
+        return
+    known = ["auto", *without_weights, *heads, *(f"{one}:…" for one in kinds)]
+    close = get_close_matches(f"{kind}:…" if kind else name, known, 1)
+    use = f"use {', '.join(known)}, a draft head's folder or hub id, or several joined by '+'"
+    hint = f"did you mean {close[0].replace('…', rest)}? ({use})" if close else use
+    raise LoadError(f"no drafter {name!r}: {hint}")

@@ -9,7 +9,7 @@ import torch
 
 from drafter.drafters.contract import Drafter, Loading, PlainDecoding
 from drafter.drafters.merged import ChoosingDrafter, MergedDrafter
-from drafter.drafters.names import candidates, kind_and_rest, merged_names
+from drafter.drafters.names import candidates, check_name, kind_and_rest, merged_names
 from drafter.embedded import EMBEDDED_HEADS, OTHER_HEADS
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import is_head_of, load_head
@@ -88,8 +88,8 @@ def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: boo
         name: `none`, `ngram`, `memory`, `cacheback`, `cacheback:` and a table of `jobs.cache`, `exit:N` (the base's
             first N layers), the algorithm of an embedded head (`ctc`), a head's folder or hub id, `model:` and a draft
             model's folder or hub id, several of these joined by `+`, `long:N:DRAFTER` (a chain of N tokens that
-            n-grams go on with), `stack:LOWER>model:A` (levels of draft models), or `auto`: the CTC head shipped with the
-            project for this base, alone and merged with `cacheback`, `cacheback` and `memory`, of which the fastest
+            n-grams go on with), `stack:LOWER>model:A` (levels of draft models), or `auto`: the CTC head shipped with
+            the project for this base, alone and merged with `cacheback`, `cacheback` and `memory`, of which the fastest
             drafts; `auto:A,B` chooses among these.
         base: The base it drafts for.
         nodes: Draft nodes of its largest trees.
@@ -114,11 +114,9 @@ def _load(name: str, loading: Loading) -> Drafter:
         return MergedDrafter(*map(loading.load, members))
     if kind in FAMILIES:
         return FAMILIES[kind](rest, loading)
+    check_name(name)
     if name in SHIPPED:
         name = str(EMBEDDED_HEADS / name)
-    elif "/" not in name and not Path(name).exists():
-        known = ", ".join([*TRAINING_FREE, *(f"{one}:…" for one in FAMILIES), *SHIPPED, "auto"])
-        raise LoadError(f"no drafter {name!r}: use {known}, a draft head's folder or hub id, or several joined by '+'")
     return load_head(name, loading.base, HEADS).drafter(loading.base, loading.nodes)
 
 

@@ -33,6 +33,7 @@ from drafter.engine.step import DeviceStep, Flight, Flights, RowOutcomes, StepOu
 from drafter.engine.tap import EndedRow, RowTap
 from drafter.engine.warm_up import compile_base, engine_sizes, measure_steps, plan_or_refuse, try_dearest_step
 from drafter.errors import EngineError, LoadError
+from drafter.generation_defaults import sampling_defaults
 from drafter.requests import Request
 from drafter.statistics import EngineState, StageTimes
 from drafter.target.model import BaseModel
@@ -60,7 +61,8 @@ class Engine:
 
     Raises:
         LoadError: `max_length` is more than the base has positions, the base cannot be compiled, drafter and verifier
-            do not go together, the verifier is another base's, or a GPU has not the memory.
+            do not go together, the verifier is another base's, the base's own sampling settings cannot be met, or a GPU
+            has not the memory.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Engine:
         verifier.open(base)
         self.base, self.drafter, self.tokenizer = base, drafter, tokenizer
         self.config, self.verifier, self._tap = config, verifier, tap
+        self._defaults = sampling_defaults(base.generation_settings, base.name)
         self._version = drafter.version
         limit = base.max_positions or DEFAULT_MAX_LENGTH
         if config.max_length is not None and config.max_length > limit:
@@ -130,6 +133,7 @@ class Engine:
             QueueFullError: `max_queue` requests are waiting.
             EngineError: The engine has failed before.
         """
+        request = replace(request, sampling=request.sampling.over(self._defaults))
         refuse_unusable(request, self.base, self.verifier, self.max_length)
         handle = Handle(request, stream=stream, on_cancel=self.scheduler.waiting.look_again)
         if self.idle:
@@ -156,7 +160,7 @@ class Engine:
             stage_seconds=dict(self._times.seconds),
             memory_tokens=memory.tokens,
             memory_bytes=memory.nbytes,
-            choices=self.budget.choices() if isinstance(self.budget, ChoosingBudget) else (),
+            choices=self.budget.choices(),
             drafter_version=self._version,
         )
 
@@ -263,7 +267,6 @@ class Engine:
             self._times.mark("wait")
             outcome = flight.outcome.unpack()
             alive = flight.alive
-            self._teach_budget(flight, outcome, alive)
             logprobs = flight.outcome.read_logprobs(flight.wanted, outcome.tokens)
             self._steps += 1
             self._row_steps += len(alive)
@@ -280,6 +283,7 @@ class Engine:
                 self._output_tokens += emitted
                 self._accepted_tokens += sequence.counts.per_step_accepted[-1]
                 self._draft_tokens += drafted
+            self._teach_budget(flight, outcome, {row: len(tokens) for row, tokens in zip(alive, given, strict=True)})
             slots = self.scheduler.slots_of([flight.sequences[row] for row in alive])
             self.drafter.observe(Committed(slots, given))
             for row in reversed(alive):
@@ -316,8 +320,9 @@ class Engine:
             slot = self.scheduler.active.index(sequence)
             tap.put(row, *self.batch.fetch_hidden(slot, row.length))
 
-    def _teach_budget(self, flight: Flight, outcome: RowOutcomes, alive: list[int]) -> None:
-        alive = [row for row in alive if outcome.sound[row]]
+    def _teach_budget(self, flight: Flight, outcome: RowOutcomes, emitted: dict[int, int]) -> None:
+        """Let the budget learn from a step; `emitted` are the new tokens by row."""
+        alive = [row for row in emitted if outcome.sound[row]]
         if not flight.planned or not alive:
             return
         log_probs = outcome.log_probs[alive]
@@ -332,6 +337,7 @@ class Engine:
                 on_path,
                 flight.seconds,
                 flight.member,
+                sum(emitted[row] for row in alive),
             )
         )
 

@@ -15,11 +15,11 @@ import numpy as np
 
 from drafter.acceptance.contract import Verifier
 from drafter.drafters.contract import Ids
-from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
+from drafter.errors import NotFiniteError, PromptTooLongError, RequestError, RequestTimeoutError
 from drafter.requests import FinishReason, Generation, Request, SamplingParams, Timing, TokenDelta, TokenLogprob
 from drafter.statistics import DecodeCounts
 from drafter.target.model import BaseModel
-from drafter.text.streaming import Detokenizer, StopSearch, cut_at_stop
+from drafter.text.streaming import Detokenizer, StopSearch, cut_at_stop, special_texts
 
 
 class Handle:
@@ -192,11 +192,13 @@ class Sequence:
     _unshown: str = ""  # and those that came after them
     _detokenizer: Detokenizer | None = None
     _stops: StopSearch = field(init=False)
+    _special_texts: dict[int, str] = field(init=False)
 
     def __post_init__(self) -> None:
         if self.handle.streams or self.sampling.stop:
             self._detokenizer = Detokenizer(self.tokenizer)
         self._stops = StopSearch(self.sampling.stop)
+        self._special_texts = special_texts(self.tokenizer) if self.sampling.stop else {}
 
     @property
     def sampling(self) -> SamplingParams:
@@ -251,6 +253,8 @@ class Sequence:
             if self._detokenizer is not None:
                 piece = self._detokenizer.push(token)
                 self._stops.push(piece)
+                if special := self._special_texts.get(token):
+                    self._stops.push(special, hidden=True)
                 if self._stops.found:
                     self.finish_reason = "stop"
                 if self.handle.streams:
@@ -309,10 +313,11 @@ class Sequence:
         """The result for the caller; `finish_reason` must be set."""
         assert self.finish_reason is not None
         request = self.handle.request
+        text = self.tokenizer.decode(self.output, skip_special_tokens=True)
         return Generation(
             request_id=request.request_id,
             token_ids=self.output,
-            text=cut_at_stop(self.tokenizer.decode(self.output, skip_special_tokens=True), self.sampling.stop),
+            text=cut_at_stop(text[: self._stops.cut], self.sampling.stop),
             finish_reason=self.finish_reason,
             prompt_tokens=len(request.prompt_ids),
             counts=self.counts,
@@ -335,7 +340,7 @@ class Sequence:
     def _new_text(self) -> str:
         if self.finish_reason is not None:
             return self.generation().text[self._shown :]
-        safe = len(self._unshown) - self._stops.held_back
+        safe = max(0, len(self._unshown) - self._stops.held_back)
         new, self._unshown = self._unshown[:safe], self._unshown[safe:]
         self._shown += len(new)
         return new
@@ -354,8 +359,8 @@ def refuse_unusable(request: Request, base: BaseModel, verifier: Verifier, max_l
         max_length: Tokens that prompt and output may have together.
 
     Raises:
-        RequestError: The prompt is empty, too long, or not of token ids in the vocabulary; a bias is not; or the
-            verifier does not define what the settings ask for.
+        RequestError: The prompt is empty, too long, or not of token ids in the vocabulary; a bias or a stop token is
+            not; or the verifier does not define what the settings ask for.
     """
     verifier.refuse(request.sampling)
     ids = request.prompt_ids
@@ -368,6 +373,8 @@ def refuse_unusable(request: Request, base: BaseModel, verifier: Verifier, max_l
         raise RequestError(f"the prompt has token ids outside the vocabulary of {base.vocab_size}")
     if (beyond := max(dict(request.sampling.logit_bias), default=0)) >= base.vocab_size:
         raise RequestError(f"logit_bias has token {beyond}, outside the vocabulary of {base.vocab_size}")
+    if (beyond := max(request.sampling.stop_token_ids, default=0)) >= base.vocab_size:
+        raise RequestError(f"stop_token_ids has token {beyond}, outside the vocabulary of {base.vocab_size}")
 
 
 def refuse_long(prompt_tokens: int, max_length: int) -> None:
@@ -378,10 +385,10 @@ def refuse_long(prompt_tokens: int, max_length: int) -> None:
         max_length: Tokens that prompt and output may have together.
 
     Raises:
-        RequestError: It leaves none.
+        PromptTooLongError: It leaves none.
     """
     if prompt_tokens >= max_length:
-        raise RequestError(
+        raise PromptTooLongError(
             f"the prompt has {prompt_tokens} tokens, but prompt and output together may have {max_length}: "
             "shorten the prompt or raise max_length"
         )
@@ -397,12 +404,13 @@ def new_sequence(handle: Handle, base: BaseModel, tokenizer: Any, verifier: Veri
         verifier: Decides which of its draft tokens are accepted.
         max_length: Tokens that prompt and output may have together.
     """
-    prompt, sampling = len(handle.request.prompt_ids), handle.request.sampling
+    prompt, sampling = len(handle.request.prompt_ids), handle.request.sampling.over()
+    ends = frozenset() if sampling.ignore_eos else base.eos_token_ids
     return Sequence(
         handle,
         limit=min(sampling.max_new_tokens, max_length - prompt),
         length=prompt - 1,
-        eos=frozenset() if sampling.ignore_eos else base.eos_token_ids,
+        eos=ends | set(sampling.stop_token_ids),
         tokenizer=tokenizer,
         verifier=verifier,
     )

@@ -255,9 +255,13 @@ def compile_base(step: DeviceStep) -> None:
                 tree = bare_trees(torch.zeros(rows, dtype=torch.long, device=base.device), nodes)
                 kv_length = length + nodes
                 step.verify(tree, kv_length + (kv_length == rows * nodes))
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a compiler's faults are of many kinds, and not all are wrapped as its own
         reason = " ".join(str(error).strip().split("\n")[:2])
-        raise LoadError(f"{base.name} cannot be compiled here: {reason} (leave compile out)") from error
+        raise LoadError(
+            f"{base.name} cannot be compiled here: {type(error).__name__}: {reason} (leave compile out)"
+        ) from error
     state.forget()
 
 

@@ -11,6 +11,7 @@ import torch
 
 from drafter.devices import synchronise
 from drafter.engine.engine import Engine
+from drafter.generation_defaults import sampling_defaults
 from drafter.requests import Generation, Request
 from drafter.statistics import DecodeCounts
 from drafter.target.prepacked import as_loaded
@@ -97,10 +98,11 @@ def transformers_decoder(base: Generating, batch: int, pad: int, **settings: Any
 
     def generate(requests: Sequence[Request]) -> list[list[int]]:
         prompts, sampling = [list(request.prompt_ids) for request in requests], requests[0].sampling
+        sampling = sampling.over(sampling_defaults(base.model.generation_config.to_dict(), "of `generate`"))
         width = max(map(len, prompts))
         ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=base.device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=base.device)
-        drawn = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+        drawn = {"do_sample": True} | {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
         torch.manual_seed(sampling.seed)
         with as_loaded(base.model):
             made = base.model.generate(

@@ -215,7 +215,7 @@ class Evaluation:
 
 def warm_up_request(request: Request) -> Request:
     """Return a request as long as the given one, which teaches a drafter nothing: it is read backwards."""
-    tokens = min(request.sampling.max_new_tokens, _WARM_UP_TOKENS)
+    tokens = min(request.sampling.over().max_new_tokens, _WARM_UP_TOKENS)
     sampling = replace(request.sampling, max_new_tokens=tokens, ignore_eos=True)
     return replace(request, prompt_ids=request.prompt_ids[::-1], sampling=sampling)
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from drafter.heads.contract import Tree
+from drafter.heads.config import Tree
 
 Nodes = int | Literal["auto"]
 

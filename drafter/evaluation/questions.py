@@ -1,7 +1,8 @@
-"""Questions to evaluate on: conversations in MT-bench's format, or one question per line as in GSM8K.
+"""Questions to evaluate on: conversations in MT-bench's format, or a question or prompt per line.
 
-A line is a JSON object with `turns`, the list of the user's messages, or with `question`. It may have `question_id` and
-`category`. Other keys, such as the right answer, are for who scores answers.
+A line is a JSON object with `turns`, the list of the user's messages; with `prompt` or `messages`, as `jobs.generate`
+reads them; or with `question`, as in GSM8K. It may have `question_id` and `category`. Other keys, such as the right
+answer, are for who scores answers.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from drafter.evaluation.decoders import decode_all
 from drafter.requests import Request, SamplingParams
 from drafter.target.model import BaseModel
 from drafter.text.chat import encode_chat
+
+_KEYS = ("turns", "prompt", "messages", "question")
+"""Keys that hold what is asked; of several that a line has, the first."""
 
 
 class QuestionError(ValueError):
@@ -62,7 +66,7 @@ def read_questions(file: str | Path, limit: int | None = None) -> list[Question]
         raise QuestionError(f"question file {file} is not UTF-8 text: give JSON lines") from error
     questions = [_question(file, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not questions:
-        raise QuestionError(f"question file {file} is empty: give one JSON object per line, with turns or question")
+        raise QuestionError(f"question file {file} is empty: give one JSON object per line, with a prompt")
     if limit is None or limit >= len(questions):
         return questions
     return [questions[index * len(questions) // limit] for index in range(limit)]
@@ -86,15 +90,30 @@ def _question(file: str | Path, number: int, line: str) -> Question:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise QuestionError(f"question file {file}, line {number}: not JSON: {error}") from error
-    if not isinstance(row, dict) or not row.keys() & {"turns", "question"}:
-        raise QuestionError(f"question file {file}, line {number}: it must be an object with turns or question")
-    turns: Any = row["turns"] if "turns" in row else [row["question"]]
+    where = f"question file {file}, line {number}"
+    found = next((key for key in _KEYS if isinstance(row, dict) and key in row), None)
+    if found is None:
+        raise QuestionError(f"{where}: it must be an object with one of {', '.join(_KEYS)}")
+    turns: Any = row[found]
+    if found == "messages":
+        turns = _turns_of(row[found], where)
+    elif found != "turns":
+        turns = [row[found]]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise QuestionError(f"question file {file}, line {number}: its turns must be texts, at least one, none empty")
+        raise QuestionError(f"{where}: its {found} must hold texts, at least one, none empty")
     category = row.get("category") or ""
     if not isinstance(category, str):
-        raise QuestionError(f"question file {file}, line {number}: category must be a text, not {category!r}")
+        raise QuestionError(f"{where}: category must be a text, not {category!r}")
     return Question(str(row.get("question_id", f"line {number}")), category, tuple(turns), row)
+
+
+def _turns_of(messages: Any, where: str) -> list[Any]:
+    """Return the user's messages of a chat; the base answers each of them itself."""
+    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+        raise QuestionError(f"{where}: its messages must be a list of {{role, content}}")
+    if others := [one.get("role") for one in messages if one.get("role") not in ("user", "assistant")]:
+        raise QuestionError(f"{where}: a message of the role {others[0]!r} is not evaluated: leave it out")
+    return [one.get("content") for one in messages if one["role"] == "user"]
 
 
 # ---- Prompts of conversations, made once so that every decoder is measured on the same prompts.

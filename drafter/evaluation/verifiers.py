@@ -18,7 +18,7 @@ from drafter.engine.engine import Engine
 from drafter.evaluation.decoders import decode_all
 from drafter.evaluation.tables import markdown_table
 from drafter.requests import Generation, Request
-from drafter.statistics import DecodeCounts, PairedSums, kept_share, mean_acceptance_length, speedup, total
+from drafter.statistics import DecodeCounts, PairedSums, kept_share, mean_acceptance_length, per_second, speedup, total
 from drafter.target.model import BaseModel
 
 EXACT = VerifierSettings()
@@ -169,7 +169,7 @@ class VerifierTrials:
             both = [(engine, rates), (plain, plain_rates)]
             for one, found in both if turn % 2 == 0 else both[::-1]:
                 seconds, made = decode_all(one, requests)
-                found.append(sum(len(generation.token_ids) for generation in made) / seconds)
+                found.append(per_second(sum(len(generation.token_ids) for generation in made), seconds))
                 if one is engine and not first:
                     first = made
         return VerifierRun(

@@ -270,7 +270,8 @@ class AttentionReader(ContextReader, FrameReader):
         seen: Tensor | Prefix
         if self._attend is not None:
             parts = parts_of(rows, module.num_heads, frames, self._length)
-            seen, texts = Prefix(context.lengths + (frames + 1), self._length, parts, self._attend), self._cache
+            lengths, texts = context.lengths + (frames + 1), self._cache
+            seen = Prefix.of(lengths, self._length, parts, self._attend, frames, some=True)
         else:
             texts = self._texts(rows, context.longest + 1 + frames)
             last = ahead if module.causal else ahead[:, -1:]
@@ -367,7 +368,7 @@ class NativeAttentionReader(AttentionReader):
         slots = entries.slots.numpy()
         positions = (np.array(context.host_lengths)[slots] - entries.back.numpy()).clip(0)
         embeddings = self._base.embed(torch.from_numpy(context.tokens.numpy()[slots, positions])).float().contiguous()
-        states = torch.empty(len(ends), frames, self._module.width)
+        states = torch.empty(len(ends), frames, self._module.width, dtype=torch.float32)
         asked = FramesStruct(
             cache=self._cache.data_ptr(),
             slots=len(self._cached),

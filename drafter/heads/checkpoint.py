@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from drafter.errors import LoadError, first_line
-from drafter.heads.contract import DraftHead, Provenance, head_config
+from drafter.heads.config import head_config
+from drafter.heads.contract import DraftHead, Provenance
 from drafter.heads.layouts import public_config, read_public
+from drafter.heads.published import refuse_other_base
+from drafter.hub import hub_file, not_found
 from drafter.target.model import BaseModel
 
 CONFIG_FILE = "config.json"
@@ -62,13 +65,14 @@ def _in_folder(name: str, folder: Path) -> tuple[Path, Path]:
 
 def _on_hub(name: str, hint: str) -> tuple[Path, Path]:
     try:
-        config_file = hf_hub_download(name, CONFIG_FILE)
+        config_file = hub_file(name, CONFIG_FILE)
     except (OSError, ValueError, RuntimeError, HFValidationError) as error:
-        reason = "not in the local cache, and the hub cannot be reached" if _is_offline(error) else first_line(error)
-        raise LoadError(f"no draft head at {name!r}: no such folder, and as a hub id: {reason}; {hint}") from error
+        raise LoadError(
+            f"no draft head at {name!r}: no such folder, and as a hub id: {not_found(error)}; {hint}"
+        ) from error
     for weights in PUBLISHED_WEIGHTS:
         try:
-            return Path(config_file), Path(hf_hub_download(name, weights))
+            return config_file, hub_file(name, weights)
         except EntryNotFoundError as error:
             missing = error
         except (OSError, ValueError, RuntimeError) as error:
@@ -96,6 +100,11 @@ def _only_pickles(folder: Path) -> str:
 # ---- Draft heads on disk: a folder with `config.json` and `model.safetensors`, as transformers' users expect.
 
 FORMAT_VERSION = 1
+_CALLS_PER_TENSOR = 1000
+"""Functions of torch that building a head calls for each of its tensors at most; a dozen is usual."""
+_REALS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_INTEGERS = (torch.int64, torch.int32)
+"""Types of tensors in a file, which become those of the head."""
 
 
 @dataclass(frozen=True)
@@ -165,10 +174,10 @@ def load_head(name_or_path: str | Path, base: BaseModel, algorithms: Mapping[str
             f"draft head {name!r} belongs to the base {trained_for.name!r} (fingerprint {trained_for.fingerprint}), "
             f"not to {base.name!r} ({base.fingerprint}): train a head for this base, or load the other base"
         )
-    head_class = algorithms[config.algorithm]
-    head = head_class(head_config(name, head_class.config_class, config.head))
+    tensors = _read_weights(name, weights_file)
+    head = _new_head(name, algorithms[config.algorithm], config.head, tensors, base, trained_for.name)
     head.provenance = Provenance(trained_for.name, trained_for.fingerprint, config.training)
-    return _ready(name, head, _read_weights(name, weights_file), base)
+    return _ready(name, head, tensors, base)
 
 
 def is_head_of(name_or_path: str | Path, base: BaseModel) -> bool:
@@ -195,8 +204,7 @@ def _published(
     """Return a published head, which has no weights yet, and its weights."""
     try:
         found = read_public(name, config, tensors, base)
-        head_class = algorithms[found.algorithm]
-        head = head_class(head_config(name, head_class.config_class, found.fields))
+        head = _new_head(name, algorithms[found.algorithm], found.fields, found.tensors, base, found.made_for)
     except (LoadError, torch.OutOfMemoryError):
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -209,9 +217,59 @@ def _published(
     return head, found.tensors
 
 
+class _AtMost(TorchFunctionMode):
+    """Lets only so many functions of torch be called in a `with` block."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self._left = calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError(f"it has more layers than {WEIGHTS_FILE} has tensors for")
+        return func(*args, **(kwargs or {}))
+
+
+def _new_head(
+    name: str,
+    head_class: type[DraftHead],
+    fields: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    base: BaseModel,
+    made_for: str | None,
+) -> DraftHead:
+    """Return a head for `base`, whose weights are yet to be loaded.
+
+    A configuration may say any size. So the head is built without memory first. The tensors, which take no memory until
+    their file is read, must have its names, shapes and types.
+
+    Raises:
+        LoadError: The configuration is not allowed, or is not that of the tensors or of a head for this base.
+    """
+    config = head_config(name, head_class.config_class, fields)
+    refuse_other_base(name, base, made_for, {one: getattr(config, one) for one in ("hidden_size", "vocab_size")})
+    try:
+        with torch.device("meta"), _AtMost(_CALLS_PER_TENSOR * (1 + len(tensors))):
+            skeleton = head_class(config)
+    except (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+        why = first_line(error)
+        raise LoadError(f"draft head {name!r}: no head can be built as its {CONFIG_FILE} says: {why}") from error
+    if skeleton.deepest_layer >= base.num_layers:
+        raise LoadError(
+            f"draft head {name!r} reads layer {skeleton.deepest_layer} of its base, counted from 0, and {base.name!r} "
+            f"has {base.num_layers} layers: load the base that it was trained for"
+        )
+    _refuse_other_tensors(name, skeleton.state_dict(), tensors)
+    return head_class(config)
+
+
 def _ready(name: str, head: DraftHead, tensors: dict[str, Tensor], base: BaseModel) -> DraftHead:
     """Return the head with its weights, ready to draft."""
-    _load_weights(name, head, tensors)
+    for key, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise LoadError(f"draft head {name!r}: tensor {key!r} holds values that are not finite")
+    head.load_state_dict(tensors)
     head.to(base.device, base.dtype).eval().requires_grad_(False)
     if head.vocabulary is not None:
         try:
@@ -254,12 +312,13 @@ def _read_config(name: str, file: Path) -> _HeadFile:
 def _read_weights(name: str, file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)  # type: ignore[no-any-return]
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        # Some types of numbers are in the format, and not in every release of torch.
         raise LoadError(f"draft head {name!r} has damaged weights: {first_line(error)}") from error
 
 
-def _load_weights(name: str, head: DraftHead, tensors: dict[str, Tensor]) -> None:
-    expected = head.state_dict()
+def _refuse_other_tensors(name: str, expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Raise `LoadError` unless the tensors have the names and shapes that are expected, and types that fit."""
     if missing := sorted(set(expected) - set(tensors)):
         raise LoadError(f"draft head {name!r}: tensor {missing[0]!r} is missing from {WEIGHTS_FILE}")
     if unknown := sorted(set(tensors) - set(expected)):
@@ -270,6 +329,7 @@ def _load_weights(name: str, head: DraftHead, tensors: dict[str, Tensor]) -> Non
                 f"draft head {name!r}: tensor {key!r} has shape {list(tensor.shape)}, its configuration says "
                 f"{list(expected[key].shape)}"
             )
-        if not bool(torch.isfinite(tensor).all()):
-            raise LoadError(f"draft head {name!r}: tensor {key!r} holds values that are not finite")
-    head.load_state_dict(tensors)
+        allowed = _REALS if expected[key].is_floating_point() else _INTEGERS
+        if tensor.dtype not in allowed:
+            known = ", ".join(str(one).removeprefix("torch.") for one in allowed)
+            raise LoadError(f"draft head {name!r}: tensor {key!r} is of type {tensor.dtype}; it can be {known}")

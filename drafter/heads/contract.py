@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from drafter.drafters.contract import Drafter
-from drafter.errors import LoadError, first_line
+from drafter.heads.config import Tree as Tree
 from drafter.heads.draft_vocabulary import DraftTargets, DraftVocabulary, OutputLayer, draft_vocabulary
 from drafter.heads.losses import DraftBatch, Labels, LossSum
 from drafter.target.forward import LM_HEAD_INPUT
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree
-
-Tree = Literal["exact", "static"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +47,12 @@ def check_draft_vocab(config: Any) -> None:
         raise ValueError(f"draft_vocab_size must be from 1 to the size of the vocabulary, {whole}, not {size}")
 
 
+def check_hidden_layers(config: Any) -> None:
+    """Raise `ValueError` if `hidden_layers` is empty, or names what is no layer of any base."""
+    if not config.hidden_layers or min(config.hidden_layers) < LM_HEAD_INPUT:
+        raise ValueError(f"hidden_layers must name at least one layer, and none below {LM_HEAD_INPUT}")
+
+
 class DraftHead(nn.Module, ABC):
     """A trainable drafter. Each subclass is one algorithm; its configuration is a dataclass.
 
@@ -74,6 +76,11 @@ class DraftHead(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.vocabulary: DraftVocabulary | None = draft_vocabulary(config)
+
+    @property
+    def deepest_layer(self) -> int:
+        """The last of the base's layers that the head reads or runs, counted from 0; below 0 if it is none."""
+        return max(self.hidden_layers)
 
     def output(self, base: BaseModel) -> OutputLayer:
         """Return the base's LM head, or its rows of the draft vocabulary."""
@@ -145,40 +152,3 @@ class DraftHead(nn.Module, ABC):
         Raises:
             ValueError: As in `drafter`.
         """
-
-
-# ---- A head's configuration from values that somebody wrote: a checkpoint, a job's file, a command line.
-
-
-def head_config(name: str, config_class: type, values: Mapping[str, Any]) -> Any:
-    """Return an instance of the dataclass `config_class`.
-
-    Args:
-        name: The head, for messages.
-        config_class: Configuration of the head's algorithm.
-        values: Its fields. Types must match exactly, but an integer will do for a float.
-
-    Raises:
-        LoadError: A field is unknown or missing, or its value is not allowed.
-    """
-    try:
-        # In strict mode pydantic makes a dataclass of JSON, but not of a dict.
-        text = json.dumps(dict(values), default=str)
-        return TypeAdapter(config_class).validate_json(text, strict=True, extra="forbid")
-    except ValidationError as error:
-        raise LoadError(f"draft head {name!r}: {_reason(error)}") from error
-
-
-def _reason(error: ValidationError) -> str:
-    """Say what is wrong with the first wrong field."""
-    first = error.errors(include_url=False)[0]
-    key = first["loc"][0] if first["loc"] else None
-    match first["type"]:
-        case "unexpected_keyword_argument":
-            return f"unknown configuration key {key!r}; made by a later release?"
-        case "missing":
-            return f"configuration key {key!r} is missing"
-        case "value_error":
-            return first_line(first["ctx"]["error"])
-    wanted = first["msg"].removeprefix("Input should be ")
-    return f"configuration key {key!r} cannot be {first['input']!r}: it must be {wanted}"

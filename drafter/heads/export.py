@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import CONFIG_FILE, WEIGHTS_FILE
-from drafter.heads.contract import head_config
+from drafter.heads.config import head_config
 from drafter.heads.layouts import layouts
 from drafter.heads.published import Layout, TargetOfExport
 from drafter.heads.registry import HEADS

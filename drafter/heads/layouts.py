@@ -20,7 +20,7 @@ def public_config(file: Path) -> Json | None:
     """Return a `config.json` if it is that of a published head; None if it is one of ours, or nobody's."""
     try:
         config = json.loads(file.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, RecursionError, ValueError):
         return None  # who reads it as one of ours says what is wrong
     if not isinstance(config, dict) or "algorithm" in config:
         return None

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from drafter.errors import LoadError, shown
+from drafter.hub import hub_file
+from drafter.target.architecture import transformers_loading
+from drafter.target.loading import INDEX, WEIGHTS, read_weight_map
 from drafter.target.model import BaseModel
 
 Json = Mapping[str, Any]
@@ -144,8 +145,6 @@ def refuse_other_embeddings(name: str, base: BaseModel, embeddings: Tensor) -> N
 
 # ---- A base's token embeddings, read from its files without loading the rest of it.
 
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-
 
 def base_embeddings(model: str, config: Any, *, trust_remote_code: bool = False) -> Tensor | None:
     """Return the token embeddings `[V, d]`; None if they cannot be told from the other tensors of the model's files.
@@ -155,12 +154,12 @@ def base_embeddings(model: str, config: Any, *, trust_remote_code: bool = False)
         config: Its configuration, of transformers.
         trust_remote_code: Run modeling code that comes with it.
     """
-    with torch.device("meta"):
+    with transformers_loading(), torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     wanted = skeleton.get_input_embeddings().weight
     name = next((name for name, one in skeleton.named_parameters() if one is wanted), None)
-    index = _file(model, _INDEX)
-    shard = _WEIGHTS if index is None else json.loads(index.read_bytes())["weight_map"].get(name)
+    index = _file(model, INDEX)
+    shard = WEIGHTS if index is None else read_weight_map(model, index).get(name or "")
     file = None if shard is None else _file(model, shard)
     if file is None or name is None:
         return None
@@ -172,6 +171,6 @@ def _file(model: str, name: str) -> Path | None:
     if (folder := Path(model).expanduser()).is_dir():
         return folder / name if (folder / name).is_file() else None
     try:
-        return Path(hf_hub_download(model, name))
+        return hub_file(model, name)
     except (OSError, ValueError):
         return None

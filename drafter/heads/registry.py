@@ -9,7 +9,8 @@ from torch import Tensor
 
 from drafter.ctc.head import CTCHead
 from drafter.errors import LoadError
-from drafter.heads.contract import DraftHead, head_config
+from drafter.heads.config import head_config
+from drafter.heads.contract import DraftHead
 from drafter.plugins import resolved
 from drafter.target.model import BaseModel
 

@@ -288,7 +288,7 @@ class PackedMatrix:
         self._bias: Tensor | None = None
         if bias is not None:
             width = 2 * library().drafter_lanes()
-            self._bias = torch.zeros(-(-self.outputs // width) * width)
+            self._bias = torch.zeros(-(-self.outputs // width) * width, dtype=torch.float32)
             self._bias[: self.outputs] = torch.where(order >= 0, _suitable(bias)[order.clamp_min(0)], 0)
 
     def struct(self) -> MatrixStruct:

@@ -1,18 +1,44 @@
-"""What a model's configuration says: whether it can be a base, what its layers see, how long its texts may be."""
+"""What a model's configuration says: whether it can be a base, what its layers see, how long its texts may be.
+
+And the lock under which transformers makes a model of it.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from drafter.errors import LoadError
 
+_MAKING = threading.RLock()
+TIE_WEIGHTS, _LINSPACE = PreTrainedModel.tie_weights, torch.linspace
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+@contextmanager
+def transformers_loading() -> Iterator[None]:
+    """Hold the process's one lock for making models with transformers.
+
+    While `from_pretrained` runs, it replaces `PreTrainedModel.tie_weights` and `torch.linspace` for the whole process.
+    At its end it restores what it found. If two loads overlap, the second one finds the first one's replacement and
+    leaves it there: all later models with tied embeddings keep an `lm_head` without data. Callers who load models of
+    their own in other threads can hold this lock, too.
+    """
+    with _MAKING:
+        try:
+            yield
+        finally:
+            # A load outside of this lock may have overlapped. To restore does it no harm if it is still under way: its
+            # embeddings are tied earlier, and once more when their weights are there.
+            PreTrainedModel.tie_weights, torch.linspace = TIE_WEIGHTS, _LINSPACE
 
 
 def refuse_unsupported(name: str, config: Any) -> None:
@@ -36,6 +62,8 @@ def refuse_unsupported(name: str, config: Any) -> None:
             f"{name}: {config.model_type} has {', '.join(foreign)} layers, whose state cannot be rolled back to an "
             "accepted path; only softmax-attention models can be a base"
         )
+    if missing := [one for one in ("num_hidden_layers", "vocab_size") if not isinstance(getattr(text, one, None), int)]:
+        raise LoadError(f"{name}: the configuration of {config.model_type} has no {' and no '.join(missing)}")
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(config, "auto_map", None):
         raise LoadError(f"{name}: {config.model_type} is not a causal language model that transformers knows")
 
@@ -61,6 +89,14 @@ def max_positions(config: Any) -> int | None:
         # one another.
         original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
         return int(original)
+    longest = _positions(config)
+    if getattr(config, "attn_temperature_tuning", False) and (scale := getattr(config, "floor_scale", None)):
+        # From there on Llama 4 scales attention by a token's place in the cache, as if all rows were equally long.
+        return int(min(longest or scale, scale)) - 1
+    return longest
+
+
+def _positions(config: Any) -> int | None:
     for field in ("max_position_embeddings", "n_positions", "seq_length"):
         if getattr(config, field, None):
             return int(getattr(config, field))
@@ -146,7 +182,7 @@ def first_fingerprint(model: nn.Module, embedding: Tensor, sizes: Sequence[Any])
     digest = hashlib.sha256(repr(list(sizes)).encode())
     flat = embedding.flatten()
     # Clamped, because the last of these is rounded up where the embedding is large.
-    places = torch.linspace(0, flat.numel() - 1, _SAMPLED_FIRST).long().clamp_max(flat.numel() - 1)
+    places = torch.linspace(0, flat.numel() - 1, _SAMPLED_FIRST, dtype=torch.float32).long().clamp_max(flat.numel() - 1)
     vectors = [p.detach().flatten() for _, p in sorted(model.named_parameters()) if p.dim() == 1]
     for tensor in [flat[places.to(flat.device)], *vectors]:
         digest.update(tensor.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())

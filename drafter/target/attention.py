@@ -35,31 +35,65 @@ Parts = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Prefix:
-    """Which positions are read of B rows. Row `b` is slot `b` of S slots.
+    """Which positions are read of B rows. Row `b` is slot `b` of S slots. Made by `of`, once for all layers.
 
     Args:
         lengths: `[B]` int64: the first so many positions of each row.
         slot: L, positions of a slot.
-        parts: Into how many parts of equal length the positions of a slot are shared out.
+        parts: P, into how many parts of equal length the positions of a slot are shared out.
         attend: How they are read.
+        queries: How many queries each row has, unless a layer has others.
+        starts: `[B · P + 1]` int32 first position of each part among all. One more than there are parts, and not used.
+        used: `[B · P]` int32 how many positions of each part are read.
+        asked: `[B · P + 1]` int32 first query of each part, if each has all of its row's.
+        unseen: `[P, B, 1, 1]` bool: the parts of which nothing is read; None if something is read of all.
     """
 
     lengths: Tensor
     slot: int
     parts: int
     attend: PrefixAttention
+    queries: int
+    starts: Tensor
+    used: Tensor
+    asked: Tensor
+    unseen: Tensor | None
+
+    @classmethod
+    def of(
+        cls, lengths: Tensor, slot: int, parts: int, attend: PrefixAttention, queries: int, *, some: bool = False
+    ) -> Prefix:
+        """Find where the parts lie.
+
+        Args:
+            lengths: See `Prefix`.
+            slot: See `Prefix`.
+            parts: See `Prefix`.
+            attend: See `Prefix`.
+            queries: See `Prefix`.
+            some: Whether no length is 0.
+        """
+        rows, size, device = len(lengths), -(-slot // parts), lengths.device
+        part = torch.arange(parts, device=device) * size
+        used = (lengths[:, None] - part).clamp(0, size).int()
+        row = torch.arange(rows, device=device)[:, None] * slot
+        starts = torch.nn.functional.pad((row + part).flatten(), (0, 1)).int()
+        unseen = None if some and parts == 1 else (used == 0).T[:, :, None, None]
+        return cls(
+            lengths, slot, parts, attend, queries, starts, used.flatten(), _every(queries, rows * parts, device), unseen
+        )
 
     def read(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Parts:
         """Attend to them.
 
         Args:
-            query: `[B, Q, H', D]`.
+            query: `[B, Q, H, D]`. H is H'; or with one query and one part a multiple of it, and only the values count.
             key: `[S · L, H', D]`.
             value: `[S · L, H', D]`.
             scale: Of the scores.
 
         Returns:
-            `[B, Q, H', D]` and `[B, Q, H']`.
+            `[B, Q, H, D]` and `[B, Q, H]`.
         """
         return self.attend(query, key, value, self, scale)
 
@@ -76,11 +110,13 @@ class CommittedLayers:
         layers: Keys and values `[S · L, H', D]` of each layer.
         whole: The layers that see all of them.
         prefix: Which positions these are.
+        all_seen: Whether they are all that a node sees: each row has one node, and its own position is among them.
     """
 
     layers: list[tuple[Tensor, Tensor]]
     whole: frozenset[int]
     prefix: Prefix
+    all_seen: bool = False
 
 
 def merge_attention(values: Tensor, lses: Tensor) -> Parts:
@@ -98,6 +134,12 @@ def merge_attention(values: Tensor, lses: Tensor) -> Parts:
     return mixed.to(values.dtype), largest + total.log()
 
 
+def merge_tree(before: Parts, tree: Parts) -> Tensor:
+    """Merge attention to committed positions, which may be none, and to a tree; the same in fewer operations."""
+    share = (before[1] - tree[1]).sigmoid()[..., None]
+    return torch.lerp(tree[0].float(), before[0].float(), share).to(tree[0].dtype)
+
+
 def parts_of(rows: int, heads: int, queries: int, slot: int) -> int:
     """Into how many parts to share out the positions of a slot.
 
@@ -112,7 +154,8 @@ def parts_of(rows: int, heads: int, queries: int, slot: int) -> int:
 
 def masked_prefix_attention(query: Tensor, key: Tensor, value: Tensor, prefix: Prefix, scale: float) -> Parts:
     """The same as a `PrefixAttention` is to compute, by reading all positions and masking: what others are held to."""
-    rows = len(query)
+    rows, groups = len(query), query.shape[2] // key.shape[1]
+    key, value = (one.repeat_interleave(groups, 1) for one in (key, value))
     key, value = (one.unflatten(0, (-1, prefix.slot))[:rows].float() for one in (key, value))
     scores = torch.einsum("bqhd,blhd->bqhl", query.float(), key) * scale
     unseen = torch.arange(prefix.slot, device=query.device) >= prefix.lengths[:, None]
@@ -123,24 +166,28 @@ def masked_prefix_attention(query: Tensor, key: Tensor, value: Tensor, prefix: P
 
 
 def flash_prefix_attention(query: Tensor, key: Tensor, value: Tensor, prefix: Prefix, scale: float) -> Parts:
-    """By PyTorch's flash attention for sequences of different lengths: each part of each row is a sequence."""
+    """By PyTorch's flash attention for sequences of different lengths: each part of each row is a sequence.
+
+    For single queries whose heads share KV heads the kernel shares out positions by itself.
+    """
     rows, queries = query.shape[:2]
     parts, size = prefix.parts, -(-prefix.slot // prefix.parts)
-    part = torch.arange(parts, device=query.device) * size
-    used = (prefix.lengths[:, None] - part).clamp(0, size).int().flatten()
-    row = torch.arange(rows, device=query.device)[:, None] * prefix.slot
-    # One entry more than there are sequences, of which only the beginnings are read where `used` is given.
-    starts = torch.nn.functional.pad((row + part).flatten(), (0, 1)).int()
-    ends = torch.arange(rows * parts + 1, device=query.device, dtype=torch.int32) * queries
+    firsts = prefix.asked if queries == prefix.queries else _every(queries, rows * parts, query.device)
+    # Of the parts only the beginnings are read where `seqused_k` is given.
     asked = query[:, None].expand(-1, parts, -1, -1, -1).reshape(-1, *query.shape[2:])
     mixed, lse, *_ = torch.ops.aten._flash_attention_forward(
-        asked, key, value, ends, starts, queries, size, 0.0, False, False, scale=scale, seqused_k=used
+        asked, key, value, firsts, prefix.starts, queries, size, 0.0, False, False, scale=scale, seqused_k=prefix.used
     )
     values = mixed.view(rows, parts, *query.shape[1:]).transpose(0, 1)
     lses = lse.view(-1, rows, parts, queries).permute(2, 1, 3, 0)
-    # The kernel says +inf of a sequence without a position.
-    lses = lses.masked_fill((used == 0).view(rows, parts).T[:, :, None, None], -torch.inf)
+    if prefix.unseen is not None:  # the kernel says +inf of a sequence without a position
+        lses = lses.masked_fill(prefix.unseen, -torch.inf)
     return (values[0], lses[0]) if parts == 1 else merge_attention(values, lses)
+
+
+def _every(size: int, count: int, device: torch.device) -> Tensor:
+    """Return `[count + 1]` int32 beginnings of pieces of one size."""
+    return torch.arange(count + 1, device=device, dtype=torch.int32) * size
 
 
 def tree_part(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Parts:
@@ -172,10 +219,10 @@ def prefix_attention_agrees(
 ) -> bool:
     """Whether it runs there, and gives what `masked_prefix_attention` gives, for rows of several lengths and parts."""
     random, slot = torch.Generator().manual_seed(0), 3 * _PART
-    query, keys = (torch.randn(size, heads, dim, generator=random) for size in (2 * 5, 2 * slot))
+    query, keys = (torch.randn(size, heads, dim, generator=random, dtype=torch.float32) for size in (2 * 5, 2 * slot))
     query, keys = query.view(2, 5, heads, dim).to(device, dtype), keys.to(device, dtype)
     lengths = torch.tensor([slot - 7, 0], device=device)
-    prefix = Prefix(lengths, slot, 3, attend)
+    prefix = Prefix.of(lengths, slot, 3, attend, 5)
     try:
         found, lse = prefix.read(query, keys, keys.flip(0), dim**-0.5)
     except (RuntimeError, TypeError):
@@ -192,7 +239,7 @@ def prefix_attention_on(device: torch.device, dtype: torch.dtype) -> PrefixAtten
     return flash_prefix_attention if device.type == "cuda" and half and has else None
 
 
-# ---- Attention of draft trees behind transformers' interface: packed queries, and each KV head read once.
+# ---- Attention of draft trees: masks, and attention behind transformers' interface that reads each KV head once.
 
 _UNKNOWN = ("softcap", "position_bias", "s_aux")
 """Settings of an attention that this one does not know."""
@@ -245,7 +292,7 @@ def tree_attention(
             key, value = _unpacked(key, packing), _unpacked(value, packing)
     if committed is not None and own is not None:
         assert attention_mask is not None
-        mixed = _attend_in_parts(query, key, value, attention_mask, own, committed.prefix, settings)
+        mixed = _attend_in_parts(query, key, value, attention_mask, own, committed, settings)
     else:
         mixed = _attend(module, query, key, value, attention_mask, settings)
     return (mixed if packing is None else packing.pack(mixed)), None
@@ -267,20 +314,23 @@ def _attend_in_parts(
     value: Tensor,
     mask: Tensor,
     own: tuple[Tensor, Tensor],
-    prefix: Prefix,
+    committed: CommittedLayers,
     settings: dict[str, Any],
 ) -> Tensor:
     """Return `[B, N, H, D]` for queries `[B, H, N, D]`, the nodes' keys `[B, H', N, D]` and the layer's `own`."""
+    prefix = committed.prefix
     _refuse_unknown(settings)
     batch, heads, nodes, dim = query.shape
     scale = settings.get("scaling") or dim**-0.5
+    if committed.all_seen and prefix.parts == 1:  # plain decoding, where every operation counts
+        return prefix.read(query.transpose(1, 2), *own, scale)[0]
     below = query.reshape(batch, key.shape[1], -1, dim)
     if mask.shape[2] != below.shape[2]:  # the heads are shared in another way than the configuration says
         mask = folded(mask[:, :, :nodes], heads // key.shape[1])
-    before = prefix.read(below.transpose(1, 2), *own, scale)
-    mixed, lse = tree_part(below, key, value, mask, scale)
-    both = torch.stack([before[0], mixed.transpose(1, 2)]), torch.stack([before[1], lse.transpose(1, 2)])
-    merged, _ = merge_attention(*both)
+    merged, sums = prefix.read(below.transpose(1, 2), *own, scale)
+    if not committed.all_seen:
+        mixed, lse = tree_part(below, key, value, mask, scale)
+        merged = merge_tree((merged, sums), (mixed.transpose(1, 2), lse.transpose(1, 2)))
     return merged.transpose(1, 2).reshape(batch, heads, nodes, dim).transpose(1, 2).contiguous()
 
 
@@ -302,3 +352,56 @@ def _attend(
 
 AttentionInterface.register(TREE_ATTENTION, tree_attention)
 AttentionMaskInterface.register(TREE_ATTENTION, sdpa_mask)
+
+
+def tree_attention_mask(
+    lengths: Tensor,
+    depths: Tensor,
+    ancestors: Tensor,
+    kv_length: int,
+    *,
+    window: int | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """Which cached positions the last Q of N nodes see: `[B, Q, kv_length]` bool.
+
+    A node sees the row's committed positions, its ancestors and itself. Node `j` of row `b` lies at cache index
+    `lengths[b] + j` but at position `lengths[b] + depths[b, j]`; windows and chunks are counted in positions.
+
+    With one committed position and the tree 0 → 1, 0 → 2 the mask is (columns: committed, nodes 0, 1, 2)::
+
+        1 1 . .
+        1 1 1 .
+        1 1 . 1
+
+    Args:
+        lengths: `[B]` committed positions.
+        depths: `[B, N]` depth of each node below the root.
+        ancestors: `[B, Q, N]` bool, the last Q rows of `TokenTree.ancestors`; all of them, with Q = N, for whole trees.
+        kv_length: Cache positions that attention reads.
+        window: A sliding window: a node sees positions less than this far behind it.
+        chunk: Chunked attention: a node sees only positions of its own chunk of this many.
+    """
+    asked, nodes = ancestors.shape[1:]
+    index = torch.arange(kv_length, device=lengths.device)
+    if nodes == 1 and window is None and chunk is None:  # plain decoding, where every operation counts
+        return (index <= lengths[:, None])[:, None]
+    node = index - lengths[:, None]  # [B, kv_length]: node id at each cache index, negative where committed
+    in_tree = node.clamp(0, nodes - 1)
+    seen = ancestors.gather(2, in_tree[:, None, :].expand(-1, asked, -1)) & (node < nodes)[:, None]
+    seen = seen | (node < 0)[:, None]
+    if window is None and chunk is None:
+        return seen
+    own = (lengths[:, None] + depths[:, nodes - asked :])[:, :, None]
+    other = torch.where(node < 0, index, lengths[:, None] + depths.gather(1, in_tree))[:, None]
+    if window is not None:
+        seen = seen & (own - other < window)
+    if chunk is not None:
+        seen = seen & (own // chunk == other // chunk)
+    return seen
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask as numbers to add to attention scores: `[B, 1, N, kv_length]`, 0 or the dtype's lowest number."""
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    return torch.where(mask, zero, torch.finfo(dtype).min)[:, None]

@@ -116,9 +116,12 @@ class KVCache:
         positions: Of all slots together; by default each has `length` of its own.
 
     Attributes:
+        in_order: Whether a slot's positions lie one after another.
         block: Positions that lie together.
         blocks: `[slots, n]` int64 on the host: where each slot's blocks are among all.
     """
+
+    in_order = True
 
     def __init__(
         self,

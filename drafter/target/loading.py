@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from drafter.errors import LoadError, first_line
-from drafter.target.architecture import refuse_unsupported
+from drafter.errors import LoadError, first_line, one_line, shown
+from drafter.hub import hub_file, local_only, not_found
+from drafter.target.architecture import TIE_WEIGHTS, refuse_unsupported, transformers_loading
 from drafter.target.model import BaseModel
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_STRANGE = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
+"""What transformers raises for a configuration that says something nobody expects, such as one nested too deep."""
+
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def load_base(
@@ -20,6 +29,7 @@ def load_base(
     device: str | torch.device = "auto",
     device_map: str | dict[str, Any] | None = None,
     trust_remote_code: bool = False,
+    generation_config: Literal["auto", "ignore"] = "auto",
 ) -> BaseModel:
     """Load a base model; its weights must be safetensors.
 
@@ -29,20 +39,24 @@ def load_base(
         device: `auto`, or a torch device. Not used with `device_map`.
         device_map: As in transformers, for a base larger than one GPU.
         trust_remote_code: Run modeling code that comes with the weights.
+        generation_config: `ignore` leaves out sampling settings that come with the model, in its
+            `generation_config.json`; its end-of-sequence tokens stay.
 
     Raises:
         LoadError: Not found, not readable, or not a model that can be decoded by trees.
     """
     name = str(name_or_path)
     target = pick_device(device)
-    kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local_only(name)}
     try:
         config = AutoConfig.from_pretrained(name, **kwargs)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LoadError(
-            f"no base model at {name!r}: {first_line(error)} (give a folder with config.json, or a hub id)"
-        ) from error
-    refuse_unsupported(name, config)
+        refuse_unsupported(name, config)
+    except LoadError:
+        raise
+    except Exception as error:  # it is a stranger's, and transformers and the hub's client have errors of their own
+        reason = one_line(error, 300) if Path(name).exists() else not_found(error)
+        raise LoadError(f"no base model at {name!r}: {reason} (give a folder with config.json, or a hub id)") from error
+    _refuse_weights_elsewhere(name, config)
     kwargs |= {"dtype": pick_dtype(dtype, target), "use_safetensors": True}
     if device_map is not None:
         kwargs["device_map"] = device_map
@@ -50,21 +64,119 @@ def load_base(
     if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
         kwargs["attn_implementation"] = "eager"
     try:
-        try:
-            model = AutoModelForCausalLM.from_pretrained(name, **kwargs)
-        except ValueError as error:
-            if "scaled_dot_product_attention" not in str(error):
-                raise
-            model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="eager", **kwargs)
+        with transformers_loading():
+            try:
+                model = AutoModelForCausalLM.from_pretrained(name, **kwargs)
+            except ValueError as error:
+                if "scaled_dot_product_attention" not in str(error):
+                    raise
+                model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="eager", **kwargs)
+        require_data(name, model)
         if device_map is None:
             model = model.to(target)
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+    except LoadError:
+        raise
+    except (*_STRANGE, ImportError) as error:
         raise LoadError(f"base model {name!r} cannot be loaded: {first_line(error)}") from error
     except Exception as error:  # safetensors raises a class of its own for a damaged file
         if type(error).__module__.startswith("safetensors") or "Safetensor" in type(error).__name__:
             raise LoadError(f"base model {name!r} has damaged weights: {first_line(error)}") from error
         raise
+    if generation_config == "ignore":
+        tokens = {name: getattr(model.generation_config, name) for name in _SPECIAL_TOKENS}
+        model.generation_config = GenerationConfig(**tokens)
     return BaseModel(model, name)
+
+
+def read_weight_map(name: str, index: Path) -> dict[str, str]:
+    """Return the names of the files that a checkpoint in several files has its tensors in, by tensor.
+
+    Args:
+        name: Of the model, for messages.
+        index: `model.safetensors.index.json`.
+
+    Raises:
+        LoadError: It cannot be read, or names a file that is not beside it.
+    """
+    try:
+        found: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+        files = set(found.values())
+    except _STRANGE as error:
+        raise LoadError(f"base model {name!r}: {index.name} cannot be read: {first_line(error)}") from error
+    for file in files:
+        _refuse_path(name, index.name, file)
+    return found
+
+
+def _refuse_weights_elsewhere(name: str, config: Any) -> None:
+    """Refuse a model some of whose weights are not files of its own folder: the folder is the model.
+
+    A link leads nowhere else, except in the hub's cache, whose folders of snapshots link to its blobs.
+
+    Raises:
+        LoadError: A file is named that is elsewhere, or is a link to one.
+    """
+    if (named := getattr(config, "transformers_weights", None)) is not None:
+        _refuse_path(name, "config.json", named)
+    folder, first = Path(name), named or WEIGHTS
+    if not folder.is_dir():
+        # The client of the hub joins names with its cache's folder.
+        if (index := _on_hub(name, first if first.endswith(".json") else INDEX)) is not None:
+            read_weight_map(name, index)
+        return
+    if not named and not (folder / WEIGHTS).is_file():
+        first = INDEX
+    files = {first}
+    if first.endswith(".json") and (folder / first).is_file():
+        files |= set(read_weight_map(name, folder / first).values())
+    here = folder.resolve()
+    homes = [here, *([here.parents[1].joinpath("blobs").resolve()] if here.parent.name == "snapshots" else [])]
+    for file in sorted(files):
+        target = (folder / file).resolve()
+        if target.parent not in homes:
+            raise LoadError(
+                f"base model {name!r}: {file} is a link to {str(target)!r}, which is not in its folder: copy it there"
+            )
+
+
+def _refuse_path(name: str, file: str, named: object) -> None:
+    """Raise `LoadError` unless what a file of a model's folder names is a file beside it."""
+    if not isinstance(named, str) or named in ("", ".", "..") or Path(named).name != named:
+        raise LoadError(
+            f"base model {name!r}: {file} names the weights {shown(named)}, which are not a file in its folder: the "
+            "folder is the model, so put them there"
+        )
+
+
+def _on_hub(name: str, file: str) -> Path | None:
+    try:
+        return hub_file(name, file)
+    except (OSError, RuntimeError, ValueError):
+        return None  # it has weights in one file, or who loads them says what is wrong
+
+
+def require_data(name: str, model: PreTrainedModel) -> None:
+    """Check that every parameter and buffer of a model has data, except weights that its device map offloads.
+
+    Tied weights that a load in another thread has left without data are tied once more.
+
+    Raises:
+        LoadError: One has none; it is named.
+    """
+    if {"cpu", "disk"} & {str(device) for device in getattr(model, "hf_device_map", {}).values()}:
+        return  # what accelerate offloads is on the meta device until a forward needs it
+    if _without_data(model) is not None:
+        TIE_WEIGHTS(model, recompute_mapping=False)
+    if (missing := _without_data(model)) is not None:
+        raise LoadError(
+            f"base model {name!r}: no data was loaded for {missing}; load it again, and not while other threads load "
+            "models with transformers"
+        )
+
+
+def _without_data(model: torch.nn.Module) -> str | None:
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    return next((name for name, tensor in tensors if tensor.is_meta), None)
 
 
 def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False, local_files_only: bool = False) -> Any:
@@ -78,12 +190,13 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False,
     Raises:
         LoadError: There is none to load.
     """
+    name = str(name_or_path)
     try:
         return AutoTokenizer.from_pretrained(
-            str(name_or_path), trust_remote_code=trust_remote_code, local_files_only=local_files_only
+            name, trust_remote_code=trust_remote_code, local_files_only=local_files_only or local_only(name)
         )
     except Exception as error:  # tokenizers raises bare `Exception` for a damaged file
-        raise LoadError(f"no tokenizer at {str(name_or_path)!r}: {first_line(error)}") from error
+        raise LoadError(f"no tokenizer at {name!r}: {first_line(error)}") from error
 
 
 def pick_device(device: str | torch.device = "auto") -> torch.device:

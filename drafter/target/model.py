@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from drafter import devices
-from drafter.errors import LoadError
+from drafter.errors import LoadError, one_line
 from drafter.native.build import BuildError
 from drafter.target.architecture import (
     decoder_of,
@@ -34,6 +34,7 @@ from drafter.target.native_decoder import NativeDecoder, NotLlamaLikeError, read
 from drafter.target.paged_kv_cache import BLOCK, SPARE, PagedKVCache, blocks_of
 from drafter.target.prepacked import prepack
 from drafter.target.proof import attention_agrees, executors_agree, prove_tree_decoding, run_plainly, trees_agree
+from drafter.target.small_copy import lengths_beyond, names_window, small_copy
 
 _log = logging.getLogger(__name__)
 
@@ -84,12 +85,37 @@ class BaseModel:
         plain = run_plainly(self)
         self._layer_shapes = plain.layer_shapes
         prove_tree_decoding(self, plain)
+        self._prove_long_texts()
         if native:
             self._executor = self._native() or self._model_code
         # The native executor has weights of its own. What is left is the LM head, which draft heads call.
         prepack(self.model if self._executor is self._model_code else self._head)
         self._sizes = [model.config.model_type, self.config.num_hidden_layers, self.hidden_size, self.vocab_size]
         self.fingerprint = fingerprint(self.model, self._sizes)
+
+    def _prove_long_texts(self) -> None:
+        """Prove on a small copy what no short text shows: windows, chunks, and all else that depends on the length.
+
+        Raises:
+            LoadError: The copy gives other logits, or cannot be made of a model whose configuration names a window.
+        """
+        if not (lengths := lengths_beyond(self.config, self.max_positions)):
+            return
+        listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        try:
+            copy = small_copy(self.model, self.max_positions)
+        except Exception as error:  # whatever a model's code raises for sizes that it was not made for
+            if not (windows := [name for name in lengths if names_window(name)]):
+                _log.debug("%s has no small copy: %s", self.name, error)
+                return
+            raise LoadError(
+                f"{self.name}: {self.model.config.model_type} has {', '.join(windows)}, and no small copy can be made "
+                f"to prove what it does with longer texts ({one_line(error, 200)}); it cannot be a base"
+            ) from error
+        try:
+            BaseModel(copy, self.name, native=False)
+        except LoadError as error:
+            raise LoadError(f"{error}; so it is with texts longer than {listed}, tried on a small copy") from error
 
     def _native(self) -> Executor | None:
         """The native executor, if it can run this model and agrees with the model's own code."""
@@ -159,6 +185,11 @@ class BaseModel:
         eos = self.model.generation_config.eos_token_id
         eos = self.config.eos_token_id if eos is None else eos
         return frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
+
+    @property
+    def generation_settings(self) -> dict[str, Any]:
+        """Settings of `generate` that came with the model; see `drafter.generation_defaults`."""
+        return self.model.generation_config.to_dict()  # type: ignore[no-any-return]
 
     # ---- what draft heads borrow
 

@@ -12,10 +12,18 @@ from torch import Tensor, nn
 
 from drafter import devices
 from drafter.target.architecture import attention_kinds, max_positions, whole_layers
-from drafter.target.attention import CommittedLayers, Prefix, PrefixAttention, folded, parts_of
+from drafter.target.attention import (
+    CommittedLayers,
+    Prefix,
+    PrefixAttention,
+    additive,
+    folded,
+    parts_of,
+    tree_attention_mask,
+)
 from drafter.target.forward import DecoderLayers, TreeNodes
 from drafter.target.kv_cache import KVCache
-from drafter.target.packing import Packing, additive, tree_attention_mask
+from drafter.target.packing import Packing
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -166,7 +174,8 @@ class ModelCode:
         # Blocks are not in order, a tree larger than these has no mask for query heads that share a KV head, and the
         # keys of nodes that were run before are in the cache alone.
         large = nodes.tokens.shape[1] > _LARGEST_TREE
-        if attend is None or cache.block != cache.length or large or nodes.follows:
+        # To compare the cache's sizes would be a guard of a compiler, and torch 2.11's cannot name sizes of objects.
+        if attend is None or not cache.in_order or large or nodes.follows:
             return self._inputs(cache, 0, nodes)
         layers = cache.layers()
         size = nodes.tokens.shape[1]
@@ -176,8 +185,13 @@ class ModelCode:
         if nodes.full is not None:
             lengths = torch.where(lengths < nodes.full, lengths, 0)
         parts = parts_of(rows, layers[0][0].shape[1], size * self.query_groups, cache.length)
-        prefix = Prefix(lengths, cache.length, parts, attend)
-        return self._inputs(cache, 0, nodes, CommittedLayers(layers, self.whole, prefix))
+        queries, single = nodes.tokens.shape[1] * self.query_groups, nodes.tokens.shape[1] == 1
+        if single:
+            lengths = lengths + 1  # the node's own position is written before it is read
+            if self.query_groups > 1:
+                parts, queries = 1, 1
+        prefix = Prefix.of(lengths, cache.length, parts, attend, queries, some=single)
+        return self._inputs(cache, 0, nodes, CommittedLayers(layers, self.whole, prefix, all_seen=single))
 
     def _inputs(
         self, cache: KVCache, slot: int, nodes: TreeNodes, committed: CommittedLayers | None = None, first: int = 0
@@ -216,6 +230,8 @@ class ModelCode:
         S is N for attention that reads in two parts.
         """
         if in_parts and window is None and chunk is None:
+            if nodes.tokens.shape[1] == 1:
+                return nodes.ancestors[:, None]  # nobody reads it, but without one the model would make its own
             # A GPU's kernels want rows of masks to begin at a multiple of eight.
             size = nodes.ancestors.shape[2]
             padded = nn.functional.pad(nodes.ancestors, (0, -size % 8))

@@ -78,7 +78,7 @@ class LlamaLike:
     def rotations(self, positions: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines `[positions, D / 2]`, as the model computes them."""
         places = torch.arange(positions)[None]
-        cosines, sines = self.rotary(torch.zeros(1, 1, 1), places)
+        cosines, sines = self.rotary(torch.zeros(1, 1, 1, dtype=torch.float32), places)
         half = self.head_size // 2
         return cosines[0, :, :half].float().contiguous(), sines[0, :, :half].float().contiguous()
 
@@ -248,9 +248,11 @@ class NativeDecoder:
         """Run tree nodes; see `Executor.verify`."""
         rows, size = nodes.tokens.shape
         which = torch.arange(rows * size) if nodes.packing is None else nodes.packing.nodes
-        empty = torch.empty if len(which) == rows * size else torch.zeros
-        logits = empty(rows, size, self._vocabulary)
-        hidden = empty(rows, size, len(nodes.hidden_layers) * self._hidden)
+        logits = _floats(rows, size, self._vocabulary)
+        hidden = _floats(rows, size, len(nodes.hidden_layers) * self._hidden)
+        if len(which) < rows * size:
+            logits.zero_()
+            hidden.zero_()
         texts = _Texts(0, nodes.tokens, nodes.lengths, nodes.depths, nodes.ancestors, which)
         self._run(cache, texts, nodes.hidden_layers, hidden, logits)
         return logits, hidden
@@ -269,7 +271,7 @@ class NativeDecoder:
         which = (torch.arange(size) < counts[:, None]).flatten().nonzero()[:, 0]
         tokens = torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True)
         depths = torch.arange(size).expand(len(prompts), -1)
-        hidden = torch.empty(len(prompts) * size, len(hidden_layers) * self._hidden)
+        hidden = _floats(len(prompts) * size, len(hidden_layers) * self._hidden)
         texts = _Texts(slot, tokens, torch.tensor(starts), depths, None, which)
         self._run(cache, texts, hidden_layers, hidden, None)
         return hidden if len(prompts) == 1 else hidden[which]
@@ -279,8 +281,8 @@ class NativeDecoder:
     ) -> tuple[Tensor, Tensor]:
         """Run the last piece of a prompt; see `Executor.prefill_last`."""
         size = len(prompt)
-        which, logits = torch.arange(size), torch.empty(size, self._vocabulary)
-        hidden = torch.empty(size, len(hidden_layers) * self._hidden)
+        which, logits = torch.arange(size), _floats(size, self._vocabulary)
+        hidden = _floats(size, len(hidden_layers) * self._hidden)
         texts = _Texts(slot, prompt[None], torch.tensor([start]), which[None], None, which)
         self._run(cache, texts, hidden_layers, hidden, logits, size - 1)
         return logits[-1:], hidden
@@ -291,7 +293,7 @@ class NativeDecoder:
         fresh = size - first
         new = torch.arange(rows * fresh) if nodes.packing is None else nodes.packing.nodes
         which = new // fresh * size + first + new % fresh
-        hidden = torch.empty(rows, size, self._hidden)
+        hidden = _floats(rows, size, self._hidden)
         texts = _Texts(0, nodes.tokens, nodes.lengths, nodes.depths, nodes.ancestors, which)
         self._run(cache, texts, (LM_HEAD_INPUT,), hidden, None, layers=layers)
         return hidden[:, first:]
@@ -363,3 +365,8 @@ class NativeDecoder:
             self._rotations = self._decoder.rotations(count)
             self._struct.cosines, self._struct.sines = (part.data_ptr() for part in self._rotations)
             self._struct.positions = count
+
+
+def _floats(*shape: int) -> Tensor:
+    """Room for numbers of the library's type, whatever is the default: a load in another thread changes that one."""
+    return torch.empty(shape, dtype=torch.float32)

@@ -34,6 +34,8 @@ class PagedKVCache(KVCache):
         blocks: Blocks of all rows together; at least as many as one row of `length` positions takes.
     """
 
+    in_order = False
+
     def __init__(
         self, shapes: list[LayerShape | None], slots: int, length: int, device: torch.device, blocks: int
     ) -> None:

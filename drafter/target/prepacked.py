@@ -216,9 +216,8 @@ def _fastest_ways(kind: _Kind, layers: Sequence[nn.Linear]) -> tuple[Way, Way]:
     products = [[way(layer.weight, layer.bias) for layer in layers] for way in ways]
 
     def fastest(counts: Sequence[int]) -> Way:
-        times = torch.tensor(
-            [[_seconds(some, torch.ones(count, kind.inputs)) for count in counts] for some in products]
-        )
+        inputs = [torch.ones(count, kind.inputs, dtype=torch.float32) for count in counts]
+        times = torch.tensor([[_seconds(some, one) for one in inputs] for some in products], dtype=torch.float32)
         times[0] /= _WORTH
         return ways[int((times / times.amin(0)).sum(1).argmin())]
 

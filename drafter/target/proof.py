@@ -19,6 +19,10 @@ _MODEL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError
 """What a model's code may raise when it is run in a way that it does not know."""
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.1
 """Largest difference of logits, relative to the largest logit, in fp32 and in half precision."""
+_PROMPTS, _STEPS = (11, 26), 4
+"""Tokens of two prompts, and of what follows each: the second is longer than two windows of `PASSED` tokens."""
+_TREE, _PATH = (-1, 0, 0, 2, 2), (0, 2, 4)
+"""Parents of the nodes of the proof's trees, and the true continuation in them: before each of its nodes is a decoy."""
 _LONG = 520
 """Tokens of a text that is long enough to be read in several parts."""
 
@@ -49,64 +53,113 @@ class Candidate(Protocol):
 
 @dataclass(frozen=True)
 class PlainRun:
-    """A few tokens run the model's own way.
+    """Two texts run the model's own way, each by itself.
 
     Args:
-        ids: `[6]` the tokens.
-        logits: `[6, V]` after each of them.
+        texts: `[P + 4]` the tokens of each.
+        logits: `[P + 4, V]` after each of them.
         layer_shapes: What each layer caches; None for a layer that caches nothing.
     """
 
-    ids: Tensor
-    logits: Tensor
+    texts: list[Tensor]
+    logits: list[Tensor]
     layer_shapes: list[LayerShape | None]
 
 
 @torch.inference_mode()
 def run_plainly(base: Candidate) -> PlainRun:
-    """Run six tokens as the model would by itself.
+    """Run two texts of different lengths as the model would by itself.
 
     Raises:
         LoadError: The model does not run with a cache.
     """
-    ids = torch.arange(1, 7, device=base.device) * 7919 % base.vocab_size
+    room = (base.max_positions or _PROMPTS[1] + _STEPS) - _STEPS
+    lengths = [max(1, min(length, room)) + _STEPS for length in _PROMPTS]
+    ids = 1 + torch.arange(1, sum(lengths) + 1, device=base.device) * 7919 % max(base.vocab_size - 2, 1)
+    texts: list[Tensor] = list(ids.split(lengths))
+    logits: list[Tensor] = []
     try:
-        plain = base.model(input_ids=ids[None], past_key_values=DynamicCache(config=base.config), use_cache=True)
+        for text in texts:
+            plain = base.model(input_ids=text[None], past_key_values=DynamicCache(config=base.config), use_cache=True)
+            logits.append(plain.logits[0])
         shapes = [_layer_shape(layer) for layer in plain.past_key_values.layers]
     except _MODEL_ERRORS as error:
         raise _does_not_run(base, error) from error
-    return PlainRun(ids, plain.logits[0], shapes)
+    return PlainRun(texts, logits, shapes)
 
 
 @torch.inference_mode()
 def prove_tree_decoding(base: Candidate, plain: PlainRun) -> None:
-    """Run the same tokens as a draft tree does, and refuse the model if the logits differ.
+    """Run the same texts as the engine does, and refuse the model if the logits differ.
 
-    A decoy node stands before the true continuation, so that a model that ignores the mask or the positions is found
-    out.
+    Two rows of different lengths are prefilled and verified together, by a draft tree and then plainly, and a slot
+    between them is free. In each tree a decoy node stands before the true continuation, so that a model that ignores
+    the mask or the positions is found out.
 
     Raises:
         LoadError: The model does not run with a tree mask and a slot cache, or gives other logits.
     """
-    ids, kind = plain.ids, base.model.config.model_type
+    kind = base.model.config.model_type
     try:
-        cache = base.new_cache(2, 16)
-        first, hidden = base.prefill_last(cache, 0, ids[:4])
-        # Root ids[4], a decoy child, and the true child ids[5].
-        tokens = torch.stack([ids[4], ids[0], ids[5]])[None]
-        ancestors = torch.tensor([[True, False, False], [True, True, False], [True, False, True]], device=base.device)
-        lengths = torch.tensor([4], device=base.device)
-        depths = torch.tensor([[0, 1, 1]], device=base.device)
-        logits, node_hidden = base.verify(cache, TreeNodes(tokens, lengths, depths, ancestors[None], 8))
+        found, widths = _run_as_engine(base, plain.texts)
     except _MODEL_ERRORS as error:
         raise _does_not_run(base, error) from error
-    if not _alike(torch.cat([first, logits[0, [0, 2]]]), plain.logits[3:], base.dtype):
-        raise LoadError(
-            f"{base.name}: {kind} gives other logits with a tree mask, explicit positions and a slot cache than by "
-            "itself; it cannot be a base (state-space and linear attention, ALiBi and bidirectional models cannot)"
-        )
-    if hidden.shape[-1] != node_hidden.shape[-1]:
+    for logits, expected in zip(found, plain.logits, strict=True):
+        if not _alike(logits, expected[-len(logits) :], base.dtype):
+            raise LoadError(
+                f"{base.name}: {kind} gives other logits with a tree mask, explicit positions and a slot cache than by "
+                "itself; it cannot be a base (state-space and linear attention, ALiBi, bidirectional models, and such "
+                "that make windows of their own cannot)"
+            )
+    if len(widths) > 1:
         raise LoadError(f"{base.name}: the decoder's output is not the LM head's input; it cannot be a base")
+
+
+def _run_as_engine(base: Candidate, texts: list[Tensor]) -> tuple[list[Tensor], set[int]]:
+    """Return logits `[5, V]` after the last tokens of each text, and the widths of the hidden states.
+
+    The first text is in slot 0, the second one in slot 2.
+    """
+    slots, device = (0, 2), base.device
+    prompts = [len(text) - _STEPS for text in texts]
+    cache = base.new_cache(3, max(prompts) + _STEPS + len(_TREE))
+    free = cache.length - len(_TREE)
+    ends: list[Tensor] = []
+    widths: set[int] = set()
+    for slot, text, length in zip(slots, texts, prompts, strict=True):
+        half = length // 2
+        if half:
+            widths.add(base.prefill(cache, slot, [text[:half]]).shape[-1])
+        end, hidden = base.prefill_last(cache, slot, text[half:length], half)
+        ends.append(end)
+        widths.add(hidden.shape[-1])
+
+    def verify(trees: list[Tensor], depths: list[int], ancestors: Tensor, lengths: list[int]) -> Tensor:
+        nodes = TreeNodes(
+            torch.stack([trees[0], trees[0][:1].expand(len(depths)), trees[1]]),
+            torch.tensor([lengths[0], free, lengths[1]], device=device),
+            torch.tensor([depths] * 3, device=device),
+            ancestors.to(device).expand(3, -1, -1),
+            max(lengths) + len(depths),
+            full=free,
+        )
+        logits, hidden = base.verify(cache, nodes)
+        widths.add(hidden.shape[-1])
+        return logits[list(slots)]
+
+    ancestors = torch.eye(len(_TREE), dtype=torch.bool)
+    for node, parent in enumerate(_TREE[1:], start=1):
+        ancestors[node] |= ancestors[parent]
+    next_ones = [text[-_STEPS:] for text in texts]
+    decoyed = [torch.stack([some[0], some[3], some[1], some[0], some[2]]) for some in next_ones]
+    drafted = verify(decoyed, [0, 1, 1, 2, 2], ancestors, prompts)[:, list(_PATH)]
+    cache.commit(
+        torch.tensor([prompts[0], free, prompts[1]], device=device),
+        torch.tensor([_PATH, (0, 0, 0), _PATH], device=device),
+    )
+    after = [length + len(_PATH) for length in prompts]
+    plain = verify([some[3:] for some in next_ones], [0], torch.ones(1, 1, dtype=torch.bool), after)
+    return [torch.cat(parts) for parts in zip(ends, drafted, plain, strict=True)], widths
 
 
 @torch.inference_mode()
@@ -144,11 +197,11 @@ def attention_agrees(base: Candidate, change: Callable[[], None]) -> bool:
 
 @torch.inference_mode()
 def trees_agree(base: Candidate, change: Callable[[], None]) -> bool:
-    """Whether trees behind a long text, a short one and none are the same before and after a change of attention.
+    """Whether trees, and single nodes, behind a long text, a short one and none are the same before and after a change.
 
     Args:
         base: The base.
-        change: Makes it.
+        change: Of attention; makes it.
     """
     long = min(_LONG, (base.max_positions or 2 * _LONG) // 2)
     ids = torch.arange(1, long + 19, device=base.device) * 7919 % base.vocab_size
@@ -160,11 +213,19 @@ def trees_agree(base: Candidate, change: Callable[[], None]) -> bool:
     cache = base.new_cache(3, 2 * long)
     base.prefill(cache, 0, [ids[:long]])
     base.prefill(cache, 1, [ids[long : long + 6]])
-    nodes = TreeNodes(ids[-12:].view(3, 4), lengths, depths, ancestors, long + 4)
-    before = base.verify(cache, nodes)
+    ids = ids[-12:].view(3, 4)
+
+    def verified() -> list[Tensor]:
+        sizes = [slice(0, 4), slice(0, 1)]
+        trees = [
+            TreeNodes(ids[:, some], lengths, depths[:, some], ancestors[:, some, some], long + 4) for some in sizes
+        ]
+        return [part for tree in trees for part in base.verify(cache, tree)]
+
+    before = verified()
     change()
     try:
-        after = base.verify(cache, nodes)
+        after = verified()
     except _MODEL_ERRORS:
         return False
     return all(_alike(ours, theirs, base.dtype) for ours, theirs in zip(after, before, strict=True))

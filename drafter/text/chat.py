@@ -7,13 +7,18 @@ template's own become such.
 
 from __future__ import annotations
 
+import math
 import re
+import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
 from drafter.errors import RequestError, one_line
+from drafter.text.bounds import bounded_template, refuse_panics, tokenise
+from drafter.text.streaming import longest_token, refuse_endless
 
 _ROLE = re.compile(r"[\w.-]+")
 _HARMLESS = "x"
@@ -22,18 +27,39 @@ _MOST_SPELLED = 1000
 """Texts of special tokens in the messages of a chat. Each is encoded by itself, in a tenth of a millisecond."""
 _NO_CHARACTER = "\U0010ffff"
 """Of Unicode's code points one that never will be a character: no vocabulary has it."""
+_CLOCK = "strftime_now"
+"""The function by which a chat template reads the clock: Llama 3.2's and Granite's write today's date."""
+_SET_CLOCK = (
+    "{% macro strftime_now(format) %}{% set set_clock = namespace(text=format) %}"
+    "{% for code, value in clock_codes.items() %}{% set set_clock.text = set_clock.text.replace(code, value) %}"
+    "{% endfor %}{{ set_clock.text }}{% endmacro %}\n"
+)
+"""Stands before a template and hides the function of that name. transformers lets no function through to a template, so
+this one is written in the template's own language. Jinja drops the newline after a block."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages, and the text that the chat template makes of them, up to the beginning of the assistant's answer."""
+    """Messages, and the text that the chat template makes of them, up to the beginning of the assistant's answer.
+
+    Args:
+        messages: The messages.
+        text: The text.
+        now: What the clock showed, for a template that reads it.
+    """
 
     messages: Sequence[dict[str, Any]]
     text: str
+    now: datetime | None = None
 
 
-def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> Chat:
+def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], now: datetime | None = None) -> Chat:
     """Apply the tokeniser's chat template.
+
+    Args:
+        tokenizer: A transformers tokeniser with a chat template.
+        messages: The chat.
+        now: What the clock shows a template that reads it; by default the time of this call.
 
     Raises:
         RequestError: The template refuses the messages, or a role is more than a word.
@@ -43,20 +69,52 @@ def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> Chat:
         # Templates put roles into the names of special tokens.
         if not isinstance(role, str) or not _ROLE.fullmatch(role):
             raise RequestError(f"message {place} has the role {role!r}: a role is one word")
+    now = now or datetime.now()
     try:
-        text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+        settings = {"tokenize": False, "add_generation_prompt": True, **_clock(tokenizer, now)}
+        with bounded_template():
+            text = str(tokenizer.apply_chat_template(list(messages), **settings))
     except Exception as error:  # A template comes with the model and may raise anything.
         raise RequestError(f"the chat template does not take these messages: {one_line(error)}") from error
-    return Chat(messages, text)
+    return Chat(messages, text, now)
 
 
-def encode_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], *, special_tokens: bool = False) -> list[int]:
+def reads_clock(tokenizer: Any) -> bool:
+    """Return whether the tokeniser's chat template may write the date or the time."""
+    template = tokenizer.chat_template
+    return any(_CLOCK in one for one in (template.values() if isinstance(template, dict) else [template or ""]))
+
+
+def _clock(tokenizer: Any, now: datetime) -> dict[str, Any]:
+    """Return the arguments of `apply_chat_template` by which a template that reads the clock finds this time there."""
+    if not reads_clock(tokenizer):
+        return {}
+    return {"chat_template": _SET_CLOCK + tokenizer.get_chat_template(), "clock_codes": _written(now)}
+
+
+@lru_cache(maxsize=2)
+def _written(now: datetime) -> dict[str, str]:
+    """Return how each code of a `strftime` format is written, in the order in which to replace them."""
+    codes = [f"%{flag}{letter}" for flag in ("-", "") for letter in string.ascii_letters]
+    return {"%%": "\0"} | {code: now.strftime(code) for code in codes} | {"\0": "%"}
+
+
+def encode_chat(
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    *,
+    special_tokens: bool = False,
+    max_length: float = math.inf,
+) -> list[int]:
     """Return the tokens of one chat; see `encode_chats`.
 
     Raises:
+        PromptTooLongError: Its text cannot be `max_length` tokens or fewer.
         RequestError: The chat cannot be encoded.
     """
-    (found,) = encode_chats(tokenizer, [render_chat(tokenizer, messages)], special_tokens=special_tokens)
+    chat = render_chat(tokenizer, messages)
+    refuse_endless(chat.text, max_length, longest_token(tokenizer))
+    (found,) = encode_chats(tokenizer, [chat], special_tokens=special_tokens)
     if isinstance(found, RequestError):
         raise found
     return found
@@ -78,7 +136,12 @@ def encode_chats(
     if not chats:
         return []
     # The template has written the special tokens that begin a text, too.
-    encoded = tokenizer([chat.text for chat in chats], add_special_tokens=False)
+    try:
+        encoded = tokenise(tokenizer, [chat.text for chat in chats], add_special_tokens=False)
+    except RequestError as error:
+        if len(chats) == 1:
+            return [error]
+        return [one for chat in chats for one in encode_chats(tokenizer, [chat], special_tokens=special_tokens)]
     if special_tokens:
         return list(encoded["input_ids"])
     return [
@@ -114,10 +177,12 @@ def _safe(tokenizer: Any, chat: Chat, ids: list[int], texts: set[str]) -> list[i
     try:
         if inside:
             settings = {"add_generation_prompt": True, "sanitize_control_tokens": True, "return_dict": False}
-            ids = list(tokenizer.apply_chat_template(list(chat.messages), **settings))
+            settings |= _clock(tokenizer, chat.now or datetime.now())
+            with refuse_panics():
+                ids = list(tokenizer.apply_chat_template(list(chat.messages), **settings))
         # The control: the template by itself writes the same special tokens.
-        without = render_chat(tokenizer, [_harmless(message, texts) for message in chat.messages]).text
-        proper = tokenizer(without, add_special_tokens=False)["input_ids"]
+        without = render_chat(tokenizer, [_harmless(message, texts) for message in chat.messages], chat.now).text
+        (proper,) = tokenise(tokenizer, [without], add_special_tokens=False)["input_ids"]
     except Exception as error:  # some tokenisers cannot, and say so each in its own way
         refusal.__cause__ = error
         return refusal

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from drafter.errors import PromptTooLongError
+
 _INCOMPLETE = "\ufffd"
 _LONGEST_CHARACTER = 8
 """Tokens of a character, at most: UTF-8 has no more than four bytes for one."""
@@ -62,21 +64,40 @@ class StopSearch:
 
     Attributes:
         found: Whether one of them is in the text so far.
+        cut: If so, characters that are shown of the text before the first of them; None otherwise.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._searches = [_Search(text) for text in stop]
         self.found = False
+        self.cut: int | None = None
+        self._length = 0
+        self._hidden: list[tuple[int, int]] = []  # beginning and length of each hidden piece
 
     @property
     def held_back(self) -> int:
         """How many characters at the end of the text may be the beginning of a stop string."""
         return max((search.matched for search in self._searches), default=0)
 
-    def push(self, piece: str) -> None:
-        """Add a piece to the text; not after one is found."""
+    def push(self, piece: str, *, hidden: bool = False) -> None:
+        """Add a piece to the text; not after one is found.
+
+        Args:
+            piece: The piece.
+            hidden: Whether it is not shown, as the text of a special token: stop strings are found in it all the same.
+        """
+        if hidden:
+            self._hidden.append((self._length, len(piece)))
         for search in self._searches:
-            self.found |= search.push(piece)
+            if end := search.push(piece):
+                cut = self._shown(self._length + end - search.length)
+                self.cut = cut if self.cut is None else min(cut, self.cut)
+                self.found = True
+        self._length += len(piece)
+
+    def _shown(self, place: int) -> int:
+        """Return how many characters before a place are shown."""
+        return place - sum(min(max(place - begin, 0), length) for begin, length in self._hidden)
 
 
 class _Search:
@@ -90,13 +111,18 @@ class _Search:
         self._wanted, self._borders = wanted, _borders(wanted)
         self.matched = 0
 
-    def push(self, piece: str) -> bool:
-        """Add a piece to the text; return whether the string is in it, where the search ends."""
-        for character in piece:
+    @property
+    def length(self) -> int:
+        """Characters of the string."""
+        return len(self._wanted)
+
+    def push(self, piece: str) -> int:
+        """Add a piece to the text; return how much of it ends with the string, which ends the search, or 0."""
+        for place, character in enumerate(piece, start=1):
             self.matched = _next(self._wanted, self._borders, self.matched, character)
             if self.matched == len(self._wanted):
-                return True
-        return False
+                return place
+        return 0
 
 
 @lru_cache(maxsize=64)  # the choices of a request have the same strings
@@ -120,10 +146,47 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
     return text[: min((at for at in map(text.find, stop) if at >= 0), default=len(text))]
 
 
-# ---- What tells tokenisers apart: token ids mean the same wherever the vocabulary is the same.
+# ---- A tokeniser's vocabulary: what tells it from others, how long a text its tokens make, and which have no text.
+
+_COMPOSED = 4
+"""A tokeniser's normaliser may make one character of several, but hardly ever of more than this."""
 
 
 def vocabulary_digest(tokenizer: Any) -> str:
-    """Return 16 hex digits for a tokeniser's vocabulary: its tokens, added ones included, and their ids."""
+    """Return 16 hex digits for a tokeniser's vocabulary: its tokens, added ones included, and their ids.
+
+    Token ids mean the same wherever this is the same.
+    """
     entries = sorted((number, token) for token, number in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=4)
+def longest_token(tokenizer: Any) -> int:
+    """Return the characters of a tokeniser's longest token."""
+    return max(map(len, tokenizer.get_vocab()))
+
+
+def refuse_endless(text: str, max_length: float, longest: int) -> None:
+    """Refuse a text that cannot be short enough, before it is tokenised, which would take minutes and gigabytes.
+
+    Args:
+        text: The text of a prompt.
+        max_length: Tokens that prompt and output may have together.
+        longest: See `longest_token`.
+
+    Raises:
+        PromptTooLongError: The text is too long.
+    """
+    if len(text) > max_length * longest * _COMPOSED:
+        raise PromptTooLongError(
+            f"the prompt has {len(text)} characters, but prompt and output together may have {max_length} tokens: "
+            "shorten the prompt or raise max_length"
+        )
+
+
+@lru_cache(maxsize=4)
+def special_texts(tokenizer: Any) -> dict[int, str]:
+    """Return the texts of a tokeniser's special tokens, which decoded texts leave out."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {token: entry.content for token, entry in added.items() if entry.special}

@@ -1,111 +1,24 @@
-"""The configuration of a job that makes a table of n-grams, and its command line."""
+"""The texts of a corpus as token ids, whatever its rows hold."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
-import pyarrow as pa
 from pyarrow import fs
 
 from drafter.errors import RequestError
 from drafter.text.chat import Chat, encode_chats, render_chat
-from pipeline.command_line import at_least, make_parser, parse
+from pipeline.cacheback.config import CacheConfig
 from pipeline.engines.models import model_fingerprint, model_name
 from pipeline.errors import InputError, RowError
 from pipeline.generate.row_requests import row_messages
 from pipeline.io.files import locate
 from pipeline.io.listing import InputFile, InputListing, list_input
-from pipeline.io.reading import read_file
+from pipeline.io.reading import Chunk, read_file
 from pipeline.output.folder import OutputFolder
 from pipeline.output.run_file import read_run
-
-
-@dataclass(frozen=True)
-class CorpusConfig:
-    """Which texts are counted.
-
-    Args:
-        format: Format of the input files; `auto` goes by their names.
-        split: Which split of a Hugging Face dataset, such as `train`; by default the only one.
-        subset: Which subset of a Hugging Face dataset; by default the only one, or `default`.
-        text_column: Column of texts. By default, of an output of jobs.generate the generated tokens are counted, and of
-            anything else the first column of `text`, `prompt`, `messages` and `token_ids` that there is.
-        messages_column: Column of chats: a list of {role, content}, or that list as JSON text.
-        tokens_column: Column of token ids of this model's tokeniser.
-        limit: Take at most this many rows.
-    """
-
-    format: Literal["auto", "jsonl", "parquet", "csv", "text", "arrow"] = "auto"
-    split: str | None = None
-    subset: str | None = None
-    text_column: str | None = None
-    messages_column: str | None = None
-    tokens_column: str | None = None
-    limit: int | None = None
-
-    def __post_init__(self) -> None:
-        given = [
-            name for name in ("text_column", "messages_column", "tokens_column") if getattr(self, name) is not None
-        ]
-        if len(given) > 1:
-            raise InputError(f"reading.{given[0]} and reading.{given[1]} are both set: a row has one text")
-        at_least("reading.limit", self.limit, 1)
-
-
-@dataclass(frozen=True)
-class CacheConfig:
-    """A job that makes a table of n-grams.
-
-    Args:
-        input: The corpus: a file, a folder, a pattern, a URI, or the output of a job of jobs.generate.
-        output: File for the table.
-        model: Base model, whose tokeniser's ids the table has: hub id or folder; by default the embedded one.
-        trust_remote_code: Run code that comes with the tokeniser.
-        reading: Which texts are counted.
-        leaders: Tokens that the table has followers of, at most: the most frequent ones.
-        followers: Followers of a token at most: the most frequent ones. Each is three tokens.
-    """
-
-    input: str
-    output: str
-    model: str | None = None
-    trust_remote_code: bool = False
-    reading: CorpusConfig = field(default_factory=CorpusConfig)
-    leaders: int = 65_536
-    followers: int = 8
-
-    def __post_init__(self) -> None:
-        for name in ("input", "output"):
-            if not getattr(self, name).strip():
-                raise InputError(f"{name} is empty")
-        if "://" in self.output:
-            raise InputError(f"output {self.output} is a URI: every engine reads the table from a path, so give one")
-        at_least("leaders", self.leaders, 1)
-        at_least("followers", self.followers, 1)
-
-
-_DESCRIPTION = """\
-Count which tokens follow each other in a corpus, and write the most frequent n-grams to a file: a
-frozen table for the drafter cacheback, which asks it after the texts that it decodes.
-
-The corpus is any input of jobs.generate with texts, chats or token ids in a column, or the output of
-such a job. The table belongs to the tokeniser of --model.
-
-  python -m jobs.cache --input 'texts/*.parquet' --reading.text_column text --output table.safetensors
-  python -m jobs.cache --input results --model MODEL --output table.safetensors
-  python -m jobs.generate --drafter cacheback:table.safetensors --model MODEL --input … --output …"""
-
-
-def parse_config(arguments: Sequence[str] | None = None) -> CacheConfig:
-    """Read the configuration from a command line; see `command_line.parse`."""
-    return parse(
-        CacheConfig, make_parser(CacheConfig, "jobs.cache", "--input PATH --output FILE", _DESCRIPTION), arguments
-    )
-
-
-# ---- The texts of a corpus as token ids, whatever its rows hold.
 
 _ROWS = 512
 """Rows that are tokenised together."""
@@ -213,7 +126,7 @@ def token_texts(corpus: Corpus, tokenizer: Any, vocab_size: int) -> Iterator[lis
     for file in corpus.listing.files:
         text_column = corpus.column if corpus.kind == "text" else None
         for chunk in read_file(corpus.listing.filesystem, file, _ROWS, text_column):
-            values = _column(corpus, file, chunk.columns)[:left]
+            values = _column(corpus, file, chunk)[:left]
             match corpus.kind:
                 case "text":
                     yield from _of_texts(values, tokenizer)
@@ -227,12 +140,12 @@ def token_texts(corpus: Corpus, tokenizer: Any, vocab_size: int) -> Iterator[lis
                     return
 
 
-def _column(corpus: Corpus, file: InputFile, rows: pa.Table) -> list[Any]:
-    if corpus.column not in rows.schema.names:
-        found = ", ".join(rows.schema.names)
+def _column(corpus: Corpus, file: InputFile, chunk: Chunk) -> list[Any]:
+    names = chunk.columns.schema.names
+    if corpus.column not in names:
+        found = ", ".join(names)
         raise InputError(f"{file.path} has no column {corpus.column!r} (it has {found}): set reading.text_column")
-    values: list[Any] = rows[corpus.column].to_pylist()
-    return values
+    return chunk.values(corpus.column)
 
 
 def _of_texts(values: Sequence[Any], tokenizer: Any) -> Iterator[list[int] | None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,8 +14,8 @@ from pyarrow import fs
 
 from drafter.errors import LoadError, one_line
 from drafter.source_commit import source_commit
-from pipeline.cacheback.corpus_texts import CacheConfig, Corpus, open_corpus, parse_config, token_texts
-from pipeline.command_line import run_job
+from pipeline.cacheback.config import CacheConfig
+from pipeline.cacheback.corpus_texts import Corpus, open_corpus, token_texts
 from pipeline.engines.models import model_name
 from pipeline.errors import InputError
 from pipeline.io.files import Location, locate
@@ -26,11 +25,6 @@ from pipeline.output.run_file import versions
 _NGRAMS = 1 << 22
 """Different n-grams that are counted at once; they take a few hundred MiB."""
 _LINE_SECONDS = 10.0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job that a command line asks for, and return its exit code; see `run_job`."""
-    return run_job(lambda given: make_table(parse_config(given)), arguments)
 
 
 def make_table(config: CacheConfig) -> None:

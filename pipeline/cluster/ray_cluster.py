@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray._private.services import find_bootstrap_address
 
 from drafter.errors import one_line
-from pipeline.cluster.shares import Cluster, Node
+from drafter.source_commit import ROOT
+from pipeline.cluster.shares import ActorResources, Cluster, Node
 from pipeline.errors import JobError
 
+_PACKAGES = ("drafter", "jobs", "pipeline")
 _NO_PROGRESS_SECONDS = 6 * 3600
 """A job that has lost its machines waits this long for others."""
 
@@ -31,6 +36,17 @@ def connect() -> Cluster:
     may_grow = _join_or_start()
     alive = (node["Resources"] for node in ray.nodes() if node["Alive"])
     return Cluster(tuple(Node(has.get("CPU", 0.0), has.get("GPU", 0.0)) for has in alive), may_grow)
+
+
+def takes(resources: ActorResources) -> str:
+    """Return in words what an actor takes of the cluster, and how much of it is free."""
+    free, there = ray.available_resources(), ray.cluster_resources()
+    parts = [
+        f"{share:g} {unit} ({free.get(name, 0.0):g} of {there.get(name, 0.0):g} are free)"
+        for share, unit, name in ((resources.cpus, "CPU cores", "CPU"), (resources.gpus, "GPUs", "GPU"))
+        if share
+    ]
+    return " and ".join(parts)
 
 
 def cluster_here(patience: float = 5.0) -> bool:
@@ -64,20 +80,67 @@ def _join_or_start() -> bool:
     if ray.is_initialized():
         return True
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "runtime_env": _own_packages()}
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # the other lines mean nothing to the job's owner
     try:
+        starts = will_start()
+        print("starting Ray on this machine" if starts else "joining the Ray cluster", file=sys.stderr, flush=True)
         with _held_back_stderr():
-            if will_start():
+            if starts:
                 # By default Ray runs its workers at a lower priority than every other process. An engine's threads
                 # wait for each other at each operation, so one that has to stand back holds up all.
                 os.environ.setdefault("RAY_worker_niceness", "0")
+                _keep_to_this_machine()
                 ray.init(address="local", include_dashboard=False, **quiet)
                 return False
             ray.init(address="auto", **quiet)
     except Exception as error:  # Ray raises bare ones
         raise JobError(f"no Ray cluster could be reached or started: {one_line(error)}") from error
     return True
+
+
+def _own_packages() -> dict[str, Any] | None:
+    """Return the runtime environment in which workers import our packages; None where Ray's own will do.
+
+    Ray puts the driver's working directory first on its workers' path. If it has a folder with the name of one of our
+    packages, they would import that one.
+    """
+    root, here = str(ROOT), [os.getcwd()]
+    if Path.cwd() == ROOT or not any(PathFinder.find_spec(name, here) for name in _PACKAGES):
+        return None
+
+    def import_ours() -> None:  # pickled as code: a worker that has to find it in a module would look in the wrong one
+        import importlib
+        import sys
+
+        sys.path.insert(0, root)
+        for name in ("drafter", "pipeline"):  # before the first task, for which Ray changes the path
+            importlib.import_module(name)
+
+    return {"worker_process_setup_hook": import_ours}
+
+
+def _keep_to_this_machine() -> None:
+    """Have the cluster that `ray.init` starts listen on the loopback address only, with a token that is the user's own.
+
+    By default Ray (2.60) takes the machine's own address for its node's, and then two of its processes give metrics to
+    whoever connects; and it writes its token to a file that all users can read.
+    """
+    from ray._private import ray_constants
+
+    # The setting by which Ray keeps to the loopback address on macOS. This process has read it already.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    if any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+        return
+    token = Path.home() / ".ray" / "auth_token"  # where Ray looks for it
+    token.parent.mkdir(mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):
+        descriptor = os.open(token, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(secrets.token_hex(32))
+    if token.stat().st_uid == os.getuid():
+        token.chmod(0o600)
 
 
 @contextmanager

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentParser
 
 from drafter.errors import one_line
 from drafter.source_commit import ROOT, for_a_copy
-from pipeline.command_line import at_least, make_parser, parse, run_job
+from pipeline.command_line import JobParser, at_least, make_parser, parse, program, say
 from pipeline.errors import InputError, JobError
 
 _MISTAKE = 2
@@ -87,11 +86,6 @@ Exit codes: 0, the job is done; 2, there is a mistake; 1, the job failed too oft
   python -m jobs.submit --address http://head:8265 --submissions 20 -- python -m jobs.train --config train.yaml"""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Submit the job that a command line asks for; see `run_job`."""
-    return run_job(lambda given: submit(*parse_submission(given)), arguments)
-
-
 def parse_submission(arguments: Sequence[str] | None = None) -> tuple[SubmitConfig, str]:
     """Read from a command line how to submit and which command to run.
 
@@ -106,9 +100,9 @@ def parse_submission(arguments: Sequence[str] | None = None) -> tuple[SubmitConf
     return config, shlex.join(command)
 
 
-def _parser() -> ArgumentParser:
+def _parser() -> JobParser:
     parser = make_parser(SubmitConfig, "jobs.submit", "", _DESCRIPTION)
-    parser.usage = "python -m jobs.submit [--config FILE] [settings] -- python -m jobs.JOB …"
+    parser.usage = f"{program('jobs.submit')} [--config FILE] [settings] -- python -m jobs.JOB …"
     return parser
 
 
@@ -126,11 +120,11 @@ def submit(config: SubmitConfig, command: str) -> None:
     for number in range(1, config.submissions + 1):
         name, new = _hand_over(client, command, environment, config.name)
         how = "submitted as" if new else "still under way as"
-        _say(f"{how} {name} ({number} of at most {config.submissions}): {command}")
+        say(f"{how} {name} ({number} of at most {config.submissions}): {command}")
         try:
             ended = asyncio.run(_follow(client, name))
         except KeyboardInterrupt:
-            _say(f"the job goes on; `ray job logs --follow {name}` shows it, `ray job stop {name}` ends it")
+            say(f"the job goes on; `ray job logs --follow {name}` shows it, `ray job stop {name}` ends it")
             raise SystemExit(130) from None
         if ended.status == JobStatus.SUCCEEDED:
             return
@@ -138,7 +132,7 @@ def submit(config: SubmitConfig, command: str) -> None:
             raise JobError(f"{name} was stopped")
         if ended.driver_exit_code == _MISTAKE:
             raise InputError(f"{name} ended with a mistake in its configuration or input: see above")
-        _say(f"{name} failed: {one_line(ended.message or 'no reason is known')}")
+        say(f"{name} failed: {one_line(ended.message or 'no reason is known')}")
     raise JobError(f"{config.submissions} submissions did not finish it")
 
 
@@ -228,7 +222,3 @@ async def _follow(client: Any, name: str) -> Any:
             if failures > _PATIENCE:
                 raise JobError(f"the cluster does not answer, and {name} may still run: {one_line(error)}") from error
         await asyncio.sleep(_POLL_SECONDS)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -111,7 +111,8 @@ class EngineActor:
         self._facts = EngineFacts(
             base.fingerprint, engine.verifier.name, engine.verifier.lossless, dict(engine.verifier.settings)
         )
-        self._columns = wanted_columns(replace(traits, lossless=self._facts.lossless))
+        self._traits = replace(traits, lossless=self._facts.lossless)
+        self._columns = wanted_columns(self._traits)
         tags = {"run": run, "model": spec.model or "embedded", "drafter": spec.drafter}
         self._metrics, self._row_metrics = EngineMetrics(engine.state, tags), RowMetrics(tags)
         self._memory = MemoryFeed(engine.drafter, others, run)
@@ -132,7 +133,7 @@ class EngineActor:
         another.
         """
         try:
-            self._lm = spec.load()
+            self._lm = spec.load(partial(self._tell, "starting"))
         except Exception as error:
             traceback.print_exc()
             if isinstance(error, LoadError):
@@ -195,7 +196,7 @@ class EngineActor:
         """Count a request that has just finished, and return what it adds to its row."""
         self._row_metrics.generated(generation.finish_reason, slot_seconds(generation))
         self._memory.finished(generation, request)
-        return column_values(generation, request, self._columns)
+        return column_values(generation, request, self._traits, self._columns)
 
     def _report(self, part: str, errors: int, outcomes: Mapping[str, RowOutcome]) -> None:
         """Report how much of a part is done; the engine never sees `errors` of its rows."""

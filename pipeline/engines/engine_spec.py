@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,26 +42,29 @@ class EngineSpec:
     verifier: VerifierSettings = field(default_factory=VerifierSettings)
     learning: Beginning | None = None
 
-    def load(self) -> SpeculativeLM:
+    def load(self, on_stage: Callable[[str], None] | None = None) -> SpeculativeLM:
         """Load the models and start the engine.
+
+        Args:
+            on_stage: As in `SpeculativeLM.from_pretrained`.
 
         Raises:
             LoadError: The models cannot be loaded.
         """
         torch.set_num_threads(self.threads)
         if self.learning is None:
-            return self._load(None)
+            return self._load(None, on_stage)
         with tempfile.TemporaryDirectory(prefix="drafter-head-") as folder:
             start = self.learning.here(folder)
             try:
-                return self._load(start)
+                return self._load(start, on_stage)
             except LoadError as error:
                 if start == self.learning.start:
                     raise
                 print(f"the head that was learnt is left out: {one_line(error)}", file=sys.stderr, flush=True)
-                return self._load(self.learning.start)
+                return self._load(self.learning.start, on_stage)
 
-    def _load(self, start: StartingHead | None) -> SpeculativeLM:
+    def _load(self, start: StartingHead | None, on_stage: Callable[[str], None] | None) -> SpeculativeLM:
         drafter = self.drafter
         if start is not None and start.folder is not None and drafter != "auto":
             drafter = start.folder  # the head alone, by where this process has it
@@ -71,5 +75,6 @@ class EngineSpec:
             isolated=self.isolated,
             verifier=self.verifier,
             learning=start,
+            on_stage=on_stage,
             **self.loading,
         )

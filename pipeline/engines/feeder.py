@@ -224,4 +224,4 @@ class Feeder:
 
 def _longest(request: Request) -> int:
     """Tokens that a request may come to."""
-    return len(request.prompt_ids) + request.sampling.max_new_tokens
+    return len(request.prompt_ids) + request.sampling.over().max_new_tokens

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from drafter.acceptance.settings import VerifierSettings
-from drafter.drafters.names import kind_and_rest, leaf_names, model_and_device
+from drafter.drafters.names import check_name, kind_and_rest, leaf_names, model_and_device
 from drafter.embedded import EMBEDDED_BASE, EMBEDDED_HEADS
-from drafter.errors import one_line
+from drafter.errors import LoadError, one_line
+from drafter.generation_defaults import GENERATION_FILE, read_generation_file
 from pipeline.errors import InputError
 
 _SUFFIXES = (".json", ".jinja", ".safetensors", ".model", ".txt", ".py")
 """Files of these kinds decide what a model computes, and which texts it is given."""
+_TEMPLATES = "additional_chat_templates/*"
+"""The only files of a folder's folders that transformers reads. A base with weights in one is refused when it loads."""
 _WHOLE_BYTES = 256 << 20
 """A file of up to this size is hashed whole, which takes a fraction of a second."""
 _BLOCK, _EVERY = 4 << 10, 1 << 20
@@ -37,9 +40,9 @@ def folder_fingerprint(folder: Path) -> str:
     Files of weights that are too large to be hashed whole are sampled; every tensor takes part.
     """
     digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
+    for path in sorted([*folder.iterdir(), *folder.glob(_TEMPLATES)]):
         if path.suffix in _SUFFIXES and path.is_file():
-            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+            digest.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode())
             digest.update(_digest(path))
     return f"v2-{digest.hexdigest()[:16]}"
 
@@ -130,6 +133,29 @@ def model_fingerprint(name: str) -> str:
     return _on_hub("model", name)
 
 
+def generation_settings(name: str) -> dict[str, Any]:
+    """Return what a base's `generation_config.json` says; nothing where it has none.
+
+    Args:
+        name: As in `model_fingerprint`, which has found it.
+
+    Raises:
+        InputError: The file cannot be read.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        from drafter.hub import hub_file  # as in `_on_hub`
+
+        try:
+            folder = hub_file(name, GENERATION_FILE).parent
+        except (OSError, ValueError, RuntimeError):  # most likely the model has no such file
+            return {}
+    try:
+        return read_generation_file(folder, name)
+    except LoadError as error:
+        raise InputError(str(error)) from error
+
+
 def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:
     """Return the fingerprints of draft heads, embedded ones included, draft models and tables that `drafter` names.
 
@@ -140,6 +166,10 @@ def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:
         drafter = "ctc"
     found = {}
     for name in leaf_names(drafter):
+        try:
+            check_name(name)
+        except LoadError as error:
+            raise InputError(str(error)) from error
         kind, rest = kind_and_rest(name)
         if kind == "model":
             found[name] = model_fingerprint(model_and_device(rest)[0])
@@ -184,14 +214,14 @@ def _table_fingerprint(name: str, path: str) -> str:
 
 def _on_hub(what: str, name: str) -> str:
     """Return a hub id with the commit that it stands for now, or in the local cache where the hub is not asked."""
-    from huggingface_hub import hf_hub_download  # most jobs need no hub, and do not wait for this import
+    from drafter.hub import hub_file, not_found  # most jobs need no hub, and do not wait for this import
 
     try:
-        file = hf_hub_download(name, _CONFIG)
+        file = hub_file(name, _CONFIG)
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(
-            f"{what} {name} is no folder, and as a hub id: {one_line(error)} (give a folder, or a hub id that this "
-            "machine can reach or has in its cache)"
+            f"{what} {name} is no folder, and as a hub id: {one_line(not_found(error))} (give a folder, or a hub "
+            "id that this machine can reach or has in its cache)"
         ) from error
     # The cache keeps each commit's files in a folder of its name.
-    return f"{name}@{Path(file).parent.name}"
+    return f"{name}@{file.parent.name}"

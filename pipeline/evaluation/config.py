@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from drafter.acceptance.settings import VerifierSettings
 from drafter.embedded import EMBEDDED_HEADS
 from drafter.evaluation.plan import Nodes, Plan
-from drafter.heads.contract import Tree
+from drafter.heads.config import Tree
 from pipeline.command_line import at_least, make_parser, parse
 from pipeline.errors import InputError
 from pipeline.generate.config import LoadingConfig
@@ -32,7 +32,8 @@ class EvaluateConfig:
         nodes: One or a list: number of draft tokens verified in a step. `auto` adapts to what pays on the machine.
         batches: One or a list: number of requests decoded together.
         temperatures: One or a list: sampling temperatures.
-        questions: Question files by name: JSON lines with `turns` (MT-bench's format) or `question` (GSM8K's).
+        questions: Question files by name: JSON lines with `prompt` or `messages`, as `jobs.generate` reads them,
+            `turns` (MT-bench's format) or `question` (GSM8K's).
         questions_per_file: Number of questions to take, spread evenly over each file; null takes all.
         samples: Answers to each question, each with a seed of its own, above temperature 0.
         rounds: How often everything is timed.
@@ -186,7 +187,7 @@ class PlanConfig:
         drafters: A list of drafters that may be levels of a stack: `model:` and a model's folder or hub id; or, as the
             lowest level alone, `cacheback`, `ngram`, `memory`, or several of these joined by `+`.
         model: Base model, as a hub id or folder; by default the embedded demonstration model.
-        questions: A sample of the job's prompts: JSON lines with `turns` (MT-bench's format) or `question` (GSM8K's).
+        questions: A sample of the job's prompts: JSON lines, as `jobs.evaluate` takes them.
         questions_per_file: Number of questions to take, spread evenly over the file; null takes all. The plan rests on
             every other one; what it expects is compared with what the others take.
         nodes: Draft tokens that the base verifies in a step; by default as many as can pay on the device.

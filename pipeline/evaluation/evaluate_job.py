@@ -22,26 +22,21 @@ from drafter.evaluation.tables import speed_tables, write_report
 from drafter.target.loading import load_base, load_tokenizer
 from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.shares import ActorResources, share_out
-from pipeline.command_line import command_of, run_job
+from pipeline.command_line import say
 from pipeline.engines.models import model_name
 from pipeline.errors import InputError
-from pipeline.evaluation.config import EvaluateConfig, parse_config
+from pipeline.evaluation.config import EvaluateConfig
 from pipeline.evaluation.measuring import measured
 from pipeline.evaluation.verifiers import RESULTS_FILE as VERIFIERS_FILE
 from pipeline.evaluation.verifiers import evaluate_verifiers
 from pipeline.generate.config import LoadingConfig
 from pipeline.settings import ResourcesConfig
 
-Item = Results | list[Cell] | Progress
-"""What the task yields: first results without cells, then the cells of each setting together, and progress."""
+Item = Results | list[Cell] | Progress | str
+"""What the task yields: what it does until it is ready, results without cells, then the cells
+of each setting together, and progress."""
 
 _LINE_SECONDS = 5.0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job that a command line asks for; see `run_job` for what it returns."""
-    command = command_of("jobs.evaluate", arguments)
-    return run_job(lambda given: evaluate(parse_config(given), command), arguments)
 
 
 def evaluate(config: EvaluateConfig, command: str) -> None:
@@ -149,8 +144,10 @@ def measure(
         QuestionError: The questions do not fit the base or the plan.
     """
     torch.set_num_threads(threads)
+    yield f"loading the model {model}"
     base = load_base(model, **asdict(loading))
     tokenizer = load_tokenizer(model, trust_remote_code=loading.trust_remote_code)
+    yield "timing steps, and decoding the prompts"
     evaluation = Evaluation(base, tokenizer, questions, plan)
     yield evaluation.describe(command, files)
     yield from evaluation.run(done)
@@ -162,7 +159,8 @@ def collect(stream: Iterator[Item], folder: Path, earlier: Results | None) -> Re
     Raises:
         InputError: `earlier` holds another measurement.
     """
-    results = next(stream)
+    while isinstance(results := next(stream), str):
+        say(results)
     assert isinstance(results, Results)
     if earlier is not None:
         if not earlier.same_measurement(results):

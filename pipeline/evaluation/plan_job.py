@@ -25,18 +25,11 @@ from drafter.methods.draft_models.measurement import (
 from drafter.target.loading import load_base, load_tokenizer
 from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.shares import share_out
-from pipeline.command_line import command_of, run_job
 from pipeline.engines.models import head_fingerprints, model_name
 from pipeline.errors import InputError
-from pipeline.evaluation.config import PlanConfig, parse_plan
+from pipeline.evaluation.config import PlanConfig
 from pipeline.evaluation.measuring import measured
 from pipeline.settings import ResourcesConfig
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job that a command line asks for; see `run_job` for what it returns."""
-    command = command_of("jobs.plan", arguments)
-    return run_job(lambda given: plan(parse_plan(given), command), arguments)
 
 
 def plan(config: PlanConfig, command: str) -> None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import yaml
-from jsonargparse import ArgumentParser
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineSettings
+from drafter.generation_defaults import GenerationRule
 from drafter.requests import SamplingParams
-from pipeline.command_line import make_parser, parse
+from pipeline.command_line import JobParser, make_parser, parse
 from pipeline.errors import InputError
 from pipeline.learning.config import LearningConfig
 from pipeline.settings import LimitsConfig, ReadingConfig, ResourcesConfig, WritingConfig
@@ -28,12 +28,15 @@ class LoadingConfig:
         device: Where the models run; `auto` is the GPU where there is one, otherwise the CPU.
         device_map: As in transformers, for a base that is larger than one GPU.
         trust_remote_code: Run the modeling code that comes with the weights.
+        generation_config: `ignore` leaves out sampling settings that come with the model, in its
+            `generation_config.json`; by default they count where the job's own say nothing.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     device_map: str | None = None
     trust_remote_code: bool = False
+    generation_config: GenerationRule = "auto"
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class GenerateConfig:
         resources: What of the cluster the job takes.
         limits: What is given up, and when.
         writing: How results are written.
+        dry_run: Say how many rows are kept of an earlier submission and how many are to be generated, and do nothing.
     """
 
     input: str
@@ -72,6 +76,7 @@ class GenerateConfig:
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     writing: WritingConfig = field(default_factory=WritingConfig)
+    dry_run: bool = False
 
     def __post_init__(self) -> None:
         for name in ("input", "output", "drafter"):
@@ -88,7 +93,8 @@ class GenerateConfig:
     def as_dict(self) -> dict[str, Any]:
         """Return the configuration as plain values, for YAML and JSON."""
         values = dataclasses.asdict(self)
-        values["sampling"]["stop"] = list(self.sampling.stop)
+        for name in ("stop", "stop_token_ids"):
+            values["sampling"][name] = list(values["sampling"][name])
         values["sampling"]["logit_bias"] = [list(pair) for pair in values["sampling"]["logit_bias"]]
         return values
 
@@ -97,6 +103,40 @@ class GenerateConfig:
         return str(yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True))
 
 
+COMMON = (
+    "input",
+    "output",
+    "model",
+    "drafter",
+    "sampling.max_new_tokens",
+    "sampling.temperature",
+    "sampling.top_p",
+    "sampling.top_k",
+    "sampling.min_p",
+    "sampling.seed",
+    "sampling.stop",
+    "sampling.logprobs",
+    "reading.prompt_column",
+    "reading.messages_column",
+    "reading.id_column",
+    "reading.format",
+    "reading.split",
+    "reading.limit",
+    "reading.samples",
+    "reading.chat",
+    "engine.slots",
+    "engine.max_length",
+    "engine.nodes",
+    "engine.kv_gib",
+    "engine.compile",
+    "loading.dtype",
+    "loading.device",
+    "resources.max_actors",
+    "resources.gpus_per_actor",
+    "resources.cpus_per_actor",
+    "writing.rows_per_file",
+)
+"""Settings that `--help` shows of a generation job."""
 _DESCRIPTION = """\
 Generate a text for every row of a dataset, by speculative decoding that never changes the tokens.
 
@@ -110,9 +150,9 @@ Submitting the same command again goes on where the job stopped.
   python -m jobs.generate --config examples/demo.yaml --output elsewhere"""
 
 
-def generate_parser(job: str = "jobs.generate", description: str = _DESCRIPTION) -> ArgumentParser:
+def generate_parser(job: str = "jobs.generate", description: str = _DESCRIPTION) -> JobParser:
     """Make the command line of the generation job, or of the same job by another name."""
-    return make_parser(GenerateConfig, job, "--input PATH --output DIR", description)
+    return make_parser(GenerateConfig, job, "--input PATH --output DIR", description, COMMON)
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> GenerateConfig:

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 from pyarrow import fs
 
-from pipeline.command_line import parse, run_job
-from pipeline.engines.models import classifier_fingerprints, head_fingerprints, model_fingerprint, model_name
+from drafter.errors import LoadError
+from drafter.generation_defaults import described, sampling_defaults
+from pipeline.engines.models import (
+    classifier_fingerprints,
+    generation_settings,
+    head_fingerprints,
+    model_fingerprint,
+    model_name,
+)
 from pipeline.errors import InputError
-from pipeline.generate.config import GenerateConfig, generate_parser, parse_config
-from pipeline.generate.job_context import JobContext, job_meaning
+from pipeline.generate.config import GenerateConfig
+from pipeline.generate.job_context import JobContext, input_source, job_meaning
 from pipeline.io.files import locate
 from pipeline.io.listing import list_input
 from pipeline.io.prompt_source import PromptSource, find_prompts
 from pipeline.learning.config import NEW, SHIPPED
 from pipeline.output.folder import OutputFolder
-from pipeline.output.run_file import check_output, mend_run, save_run
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job that a command line asks for, and return its exit code; see `run_job`."""
-    return run_job(lambda given: generate(parse_config(given)), arguments)
+from pipeline.output.run_file import check_output, mend_run, read_run, save_run
 
 
 def generate(config: GenerateConfig) -> None:
@@ -34,23 +37,53 @@ def generate(config: GenerateConfig) -> None:
         JobError: The job failed on the way.
         JobStopped: The job was told to stop.
     """
+    print(f"checking {config.input} and the model", file=sys.stderr, flush=True)
     reading = config.reading
     listing = list_input(config.input, reading.format, reading.split, reading.subset)
     prompts = find_prompts(listing, reading)
     if prompts.kind == "openai":
         refuse_settings_of_requests(config)
     base = model_fingerprint(model_name(config.model))
-    check_tokenizer(config, prompts)
+    config = with_model_defaults(config, drawn=prompts.kind == "openai")
+    reads_clock = check_tokenizer(config, prompts)
     check_verifier(config)
     heads = head_fingerprints(config.model, config.drafter) | classifier_fingerprints(config.verifier)
     if config.learning.enabled and config.learning.head not in (SHIPPED, NEW):
         heads |= head_fingerprints(config.model, config.learning.head)
-    meaning = job_meaning(config, listing, prompts, base, heads)
-    job = JobContext(config, listing, prompts, open_output(config, meaning), meaning)
-    print(config.as_yaml(), end="", file=sys.stderr, flush=True)
+    date = output_date(config) if reads_clock else None
+    meaning = job_meaning(config, prompts, base, heads, date)
+    output = open_output(config, meaning)
+    job = JobContext(config, listing, prompts, output, meaning, heads, input_source(config, listing))
+    if config.dry_run:
+        from pipeline.generate.growing import dry_run
+
+        print(f"dry run: {dry_run(job)}", flush=True)
+        return
     from pipeline.generate.submission import run  # Ray takes seconds to import: no check waits for it
 
     run(job)
+
+
+def with_model_defaults(config: GenerateConfig, *, drawn: bool) -> GenerateConfig:
+    """Return a configuration whose sampling leaves nothing open: the rest is as the model's own settings have it.
+
+    Args:
+        config: The job's.
+        drawn: Whether rows are drawn unless they say otherwise, as OpenAI's requests are.
+
+    Raises:
+        InputError: The model's settings cannot be read, or ask for what the engine cannot do.
+    """
+    name, settings = model_name(config.model), {}
+    if config.loading.generation_config == "auto":
+        settings = generation_settings(name)
+    try:
+        defaults = sampling_defaults(settings, name, drawn=drawn)
+    except LoadError as error:
+        raise InputError(str(error)) from error
+    if line := described(settings, name):
+        print(line, file=sys.stderr, flush=True)
+    return replace(config, sampling=config.sampling.over(defaults))
 
 
 def refuse_settings_of_requests(config: GenerateConfig) -> None:
@@ -66,7 +99,7 @@ def refuse_settings_of_requests(config: GenerateConfig) -> None:
         "reading.id_column": reading.id_column is not None,
         "reading.chat": reading.chat is not None,
         "reading.samples": reading.samples > 1,
-        "sampling.temperature": config.sampling.temperature > 0,
+        "sampling.temperature": config.sampling.temperature is not None,
     }
     for name, is_set in given.items():
         if is_set:
@@ -75,14 +108,18 @@ def refuse_settings_of_requests(config: GenerateConfig) -> None:
             )
 
 
-def check_tokenizer(config: GenerateConfig, prompts: PromptSource) -> None:
+def check_tokenizer(config: GenerateConfig, prompts: PromptSource) -> bool:
     """Load the base's tokeniser, to see that it can be loaded and has a chat template where one is needed.
+
+    Returns:
+        Whether the chat template, where one is used, reads the clock.
 
     Raises:
         InputError: It cannot, or has none.
     """
     from drafter.errors import LoadError
     from drafter.target.loading import load_tokenizer  # torch takes seconds to import: no check before waits for it
+    from drafter.text.chat import reads_clock
 
     name = model_name(config.model)
     try:
@@ -91,6 +128,22 @@ def check_tokenizer(config: GenerateConfig, prompts: PromptSource) -> None:
         raise InputError(str(error)) from error
     if (prompts.kind == "messages" or config.reading.chat) and tokenizer.chat_template is None:
         raise InputError(f"model {name} has no chat template: give text prompts, with reading.chat false")
+    return reads_clock(tokenizer) and (prompts.kind != "text" or config.reading.chat is not False)
+
+
+def output_date(config: GenerateConfig) -> str:
+    """Return what the clock shows chat templates: the time at which the output was begun, unless a setting says it."""
+    if config.reading.date is not None:
+        return datetime.fromisoformat(config.reading.date).isoformat(timespec="seconds")
+    output = OutputFolder(locate(config.output))
+    if output.run_file.exists and output.has_results():
+        try:
+            date = read_run(output.run_file)["meaning"]["reading"]["date"]
+        except (ValueError, KeyError, TypeError):  # `check_output` says what is wrong with it
+            date = None
+        if isinstance(date, str):
+            return date
+    return datetime.now().isoformat(timespec="seconds")
 
 
 def check_verifier(config: GenerateConfig) -> None:
@@ -119,30 +172,11 @@ def open_output(config: GenerateConfig, meaning: dict[str, Any]) -> OutputFolder
     if f"{output.root.path}/".startswith(f"{source.path}/") and source.filesystem.equals(output.root.filesystem):
         raise InputError(f"output {config.output} lies in the input: results would become input")
     check_output(config.output, output, meaning)
+    if config.dry_run:
+        return output
     output.create()
     if output.run_file.type == fs.FileType.File:
         mend_run(output.run_file)
     else:
         save_run(output.run_file, config.as_dict(), meaning, state="running")
     return output
-
-
-# ---- The distillation job: the generation job, with defaults for text that a draft head learns from.
-
-_DESCRIPTION = """\
-Let the base answer prompts itself, to get the text that its draft head learns from.
-
-This is jobs.generate with longer answers by default: the same input, output and settings, and
-submitting the same command again goes on where the job stopped. jobs.train takes the output.
-
-  python -m jobs.distill --input prompts.jsonl --output distilled
-  python -m jobs.distill --input prompts.jsonl --output distilled-sampled --sampling.temperature 0.8
-  python -m jobs.distill --config examples/distill.yaml"""
-_DEFAULTS = {"sampling.max_new_tokens": 1024}
-
-
-def parse_config(arguments: Sequence[str] | None = None) -> GenerateConfig:
-    """Read the configuration of the distillation job from a command line; see `command_line.parse`."""
-    parser = generate_parser("jobs.distill", _DESCRIPTION)
-    parser.set_defaults(_DEFAULTS)
-    return parse(GenerateConfig, parser, arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from drafter.acceptance.settings import VerifierSettings
@@ -22,8 +22,10 @@ if TYPE_CHECKING:  # it imports torch, which checks do without
 
 LEARNING = "learning"
 """In `run.json`: what a head has learnt from the rows, what that has cost and what it has saved."""
-DRAFTING = "drafting"
-"""In `run.json`: which of several drafters drafted, by batch size, and why."""
+SPECULATION = "speculation"
+"""In `run.json`: what drafting was worth, what was chosen and why; see `speculation_record`."""
+DRAFTERS = "drafters"
+"""In `run.json`: the drafter of each submission that generated, and the fingerprints of its heads, by its name."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class JobContext:
         prompts: Where the prompts are in them.
         output: Where its results go.
         meaning: All that decides what its results are; see `job_meaning`.
+        heads: Fingerprints of its draft heads, by name.
+        source: See `input_source`.
     """
 
     config: GenerateConfig
@@ -43,17 +47,32 @@ class JobContext:
     prompts: PromptSource
     output: OutputFolder
     meaning: dict[str, Any]
+    heads: dict[str, str]
+    source: dict[str, Any]
 
     def save_run(self, state: Literal["running", "finished"], **facts: Any) -> None:
         """Write `run.json`."""
+        facts["input"] = self.source["files"]
         save_run(self.output.run_file, self.config.as_dict(), self.meaning, state=state, **facts)
+
+    @property
+    def several(self) -> bool:
+        """Whether a row of the input may become several, named `ID#0`, `ID#1`, …."""
+        return self.prompts.kind == "openai" or self.config.reading.samples > 1
 
     def engine_facts(self) -> dict[str, Any]:
         """Read from `run.json` what the engines decode with; all None before an engine has reported it."""
         run = read_run(self.output.run_file)
-        names = [*(field.name for field in dataclasses.fields(EngineFacts)), DRAFTING]
+        names = [*(field.name for field in dataclasses.fields(EngineFacts)), SPECULATION, DRAFTERS]
         names += [LEARNING] if self.config.learning.enabled else []
         return {name: run.get(name) for name in names}
+
+    def note_drafter(self) -> None:
+        """Note in `run.json` who drafts from now on: rows have only the name of their drafter."""
+        facts = self.engine_facts()
+        before: list[Any] = facts[DRAFTERS] or []
+        mine = {"drafter": self.config.drafter, "heads": self.heads}
+        self.save_run("running", **facts | {DRAFTERS: before if mine in before else [*before, mine]})
 
 
 @dataclass(frozen=True)
@@ -78,33 +97,89 @@ class Work:
         return sum(part.rows for part in self.missing)
 
 
-def job_meaning(
-    config: GenerateConfig, listing: InputListing, prompts: PromptSource, base: str, heads: dict[str, str]
-) -> dict[str, Any]:
-    """Return all that decides which rows come out and what is in them; not how many machines or rows at once.
+SETTINGS: dict[str, Literal["bound", "rows", "free"]] = {
+    "input": "rows",
+    "output": "free",
+    "model": "bound",
+    "drafter": "free",
+    "verifier": "bound",
+    "learning": "free",
+    "learning.enabled": "bound",
+    "reading": "bound",
+    "reading.format": "rows",
+    "reading.split": "rows",
+    "reading.subset": "rows",
+    "reading.skip": "rows",
+    "reading.limit": "rows",
+    "loading": "free",
+    "loading.dtype": "bound",
+    "sampling": "bound",
+    "engine": "free",
+    "engine.max_length": "bound",
+    "resources": "free",
+    "limits": "free",
+    "writing": "free",
+    "writing.per_step_accepted": "bound",
+    "dry_run": "free",
+}
+"""What a later submission of an output may set to another value, by the longest name that fits; docs/operations.md says
+why. `bound`: what becomes of a row, or a column, follows from it. `rows`: it says which rows there are; those that are
+done are kept, see `growing`. `free`: no token depends on it, and nothing else that lasts."""
 
-    Args:
-        config: The job's configuration.
-        listing: Its input.
-        prompts: Where the prompts are in it.
-        base: Fingerprint of the base model.
-        heads: Fingerprints of draft heads, and of a verifier's classifier, by name.
+
+def is_bound(setting: str) -> bool:
+    """Return whether all submissions of an output must have the same value of a setting, such as `sampling.top_k`."""
+    names = [setting.rsplit(".", count)[0] for count in range(setting.count(".") + 1)]
+    return SETTINGS[next(name for name in names if name in SETTINGS)] == "bound"
+
+
+def input_source(config: GenerateConfig, listing: InputListing) -> dict[str, Any]:
+    """Return all that decides which rows a job has: fingerprints of files, and which of their rows are taken.
 
     Raises:
         InputError: A file of the input cannot be read.
     """
-    draws = config.sampling.temperature > 0 or prompts.own_sampling
+    reading = config.reading
     return {
-        "input": input_fingerprints(listing),
-        "reading": asdict(config.reading),
-        "model": base,
-        "dtype": config.loading.dtype,
-        "drafter": config.drafter,
-        "heads": heads,
-        "sampling": config.as_dict()["sampling"],
-        "max_length": config.engine.max_length,
-        "per_step_accepted": config.writing.per_step_accepted,
-        **({"learning": True} if config.learning.enabled else {}),  # a column more
-        **({"draw": DRAW} if draws else {}),
-        **({} if config.verifier == VerifierSettings() else {"verifier": asdict(config.verifier)}),
+        "files": input_fingerprints(listing),
+        **{name: getattr(reading, name) for name in ("format", "skip", "limit")},
     }
+
+
+def job_meaning(
+    config: GenerateConfig,
+    prompts: PromptSource,
+    base: str,
+    heads: dict[str, str],
+    date: str | None = None,
+) -> dict[str, Any]:
+    """Return all that decides what becomes of a row: bound settings, and the model by its fingerprint.
+
+    Args:
+        config: The job's configuration.
+        prompts: Where the prompts are in its input.
+        base: Fingerprint of the base model.
+        heads: Fingerprints of draft heads, and of a verifier's classifier, by name.
+        date: What the clock shows chat templates; None where none reads it.
+    """
+    meaning: dict[str, Any] = _bound(config.as_dict())
+    meaning["model"] = base
+    meaning["reading"]["date"] = date
+    # An exact verifier gives the same tokens whoever drafts. A lenient one accepts what one drafter happens to propose,
+    # and a head that learns goes on from what it has learnt.
+    if config.verifier != VerifierSettings() or config.learning.enabled:
+        meaning |= {"drafter": config.drafter, "heads": heads}
+    if config.sampling.over().temperature > 0 or prompts.own_sampling:
+        meaning["draw"] = DRAW
+    return meaning
+
+
+def _bound(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the bound ones of some settings, in the same groups."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            found |= {name: inner} if (inner := _bound(value, f"{prefix}{name}.")) else {}
+        elif is_bound(f"{prefix}{name}"):
+            found[name] = value
+    return found

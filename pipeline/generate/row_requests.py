@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from drafter.errors import RequestError, shown
@@ -16,7 +17,7 @@ from pipeline.io.prompt_source import PromptSource
 from pipeline.openai.batch import parse_line
 from pipeline.openai.requests import OpenAIError, is_messages
 from pipeline.settings import ReadingConfig
-from pipeline.staging.samples import SAMPLE_COLUMN, SEED_COLUMN, SEEDS, hashed_seed, sample_seed
+from pipeline.staging.samples import SEED_COLUMN, SEEDS, hashed_seed, sample_seed
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
@@ -65,7 +66,7 @@ def _own_settings(value: Any, column: str) -> dict[str, Any]:
             raise RowError("BadSampling", f"column {column!r} is not JSON: {error}") from error
     if value is not None and not isinstance(value, dict):
         raise RowError("BadSampling", f"column {column!r} must be an object of sampling settings, not {shown(value)}")
-    own = {name: setting for name, setting in (value or {}).items() if setting is not None}
+    own = {name: _plain_setting(setting) for name, setting in (value or {}).items() if setting is not None}
     if unknown := sorted(own.keys() - _FIELDS):
         known = ", ".join(sorted(_FIELDS))
         names = ", ".join(shown(name).strip("'") for name in unknown)
@@ -73,11 +74,25 @@ def _own_settings(value: Any, column: str) -> dict[str, Any]:
     return own
 
 
+def _plain_setting(setting: Any) -> Any:
+    """Return a setting of a table as JSON has it.
+
+    Entries that are null are keys of another row. A whole number in a column of fractions is an integer.
+    """
+    if isinstance(setting, dict):
+        return {name: value for name, value in setting.items() if value is not None}
+    return _integer_if_whole(setting)
+
+
+def _integer_if_whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT_FLOATS else value
+
+
 def _column_seed(value: Any) -> Any:
     """Return the seed that a column has: in a CSV it is text, and pandas makes integers floats where one is missing."""
     if isinstance(value, str):
         return int(value) if _INTEGER.fullmatch(value) else value or None
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT_FLOATS else value
+    return _integer_if_whole(value)
 
 
 # ---- What a row asks for: its prompt, through the chat template where there is one, and its settings.
@@ -94,6 +109,7 @@ class PromptSettings:
         reading: Whether prompts are chats, and where a row's own settings are.
         sampling: The run's settings; a row's own override them.
         max_length: Tokens that no engine of the run takes more of, prompt and output together.
+        now: What the clock shows chat templates: the same for all rows of an output, whenever they are generated.
     """
 
     tokenizer: str
@@ -102,6 +118,7 @@ class PromptSettings:
     reading: ReadingConfig
     sampling: SamplingParams
     max_length: int
+    now: datetime | None = None
 
 
 @dataclass(frozen=True)
@@ -117,47 +134,51 @@ class RowRequest:
     sampling: SamplingParams
 
 
-def row_request(request_id: str, row: dict[str, Any], settings: PromptSettings, tokenizer: Any) -> RowRequest:
+def row_request(
+    request_id: str, row: dict[str, Any], settings: PromptSettings, tokenizer: Any, sample: int = 0
+) -> RowRequest:
     """Return what a row asks for.
 
     Args:
         request_id: The row's name.
-        row: Its columns.
+        row: Its columns that the job reads.
         settings: How rows become requests.
         tokenizer: Has the chat template.
+        sample: Which of the row's texts this is.
 
     Raises:
         RowError: There is no prompt, the chat template does not take it, or the row's settings cannot be used.
     """
     if settings.source.kind == "openai":
-        return _batch_request(request_id, row, settings.sampling, tokenizer)
+        return _batch_request(request_id, row, settings, tokenizer, sample)
     reading, column = settings.reading, settings.source.column
-    sample = row[SAMPLE_COLUMN] if reading.samples > 1 else 0
     sampling = row_sampling(settings.sampling, request_id, row, reading.sampling_column, sample)
     value = row.get(column)
     if settings.source.kind == "messages":
-        return RowRequest(_chat(row_messages(value, column), tokenizer), sampling)
+        return RowRequest(_chat(row_messages(value, column), tokenizer, settings.now), sampling)
     if not isinstance(value, str) or not value.strip():
         raise RowError("BadPrompt", f"column {column!r} is empty")
     if tokenizer.chat_template is None if reading.chat is None else not reading.chat:
         return RowRequest(value, sampling)
-    return RowRequest(_chat([{"role": "user", "content": value}], tokenizer), sampling)
+    return RowRequest(_chat([{"role": "user", "content": value}], tokenizer, settings.now), sampling)
 
 
-def _batch_request(request_id: str, line: dict[str, Any], defaults: SamplingParams, tokenizer: Any) -> RowRequest:
+def _batch_request(
+    request_id: str, line: dict[str, Any], settings: PromptSettings, tokenizer: Any, sample: int
+) -> RowRequest:
     """Return what a row of an OpenAI batch asks for: one of the choices of its line."""
+    defaults = settings.sampling
     try:
         asked = parse_line(line)
         sampling = asked.sampling(defaults)
     except OpenAIError as error:
         raise RowError("BadRequest", error.message) from error
-    sample = line[SAMPLE_COLUMN]
     own_seed = asked.settings.get("seed")
     seed = row_seed(defaults.seed, request_id) if own_seed is None else sample_seed(own_seed, sample)
     sampling = dataclasses.replace(sampling, seed=seed)
     prompt = asked.prompts[sample // asked.n]
     if is_messages(prompt):
-        return RowRequest(_chat(prompt, tokenizer), sampling)
+        return RowRequest(_chat(prompt, tokenizer, settings.now), sampling)
     return RowRequest(prompt, sampling)
 
 
@@ -207,8 +228,8 @@ def _is_content(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _chat(messages: list[dict[str, Any]], tokenizer: Any) -> Chat:
+def _chat(messages: list[dict[str, Any]], tokenizer: Any, now: datetime | None) -> Chat:
     try:
-        return render_chat(tokenizer, messages)
+        return render_chat(tokenizer, messages, now)
     except RequestError as error:
         raise RowError("BadPrompt", str(error)) from error

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
+from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
@@ -15,9 +16,11 @@ import ray
 
 from drafter.engine.config import EngineConfig
 from drafter.engine.sequence import refuse_long
-from drafter.errors import RequestError
+from drafter.errors import PromptTooLongError, RequestError
 from drafter.target.loading import load_tokenizer
+from drafter.text.bounds import tokenise
 from drafter.text.chat import Chat, encode_chats
+from drafter.text.streaming import longest_token, refuse_endless
 from pipeline.cluster.shares import HELPER_CPUS
 from pipeline.engines.engine_actor import EngineActor
 from pipeline.engines.engine_spec import EngineSpec
@@ -27,13 +30,12 @@ from pipeline.engines.shared_texts import OtherTexts
 from pipeline.errors import RowError
 from pipeline.generate.job_context import JobContext, Work
 from pipeline.generate.row_requests import PromptSettings, RowRequest, row_request
+from pipeline.io.column_types import whole
 from pipeline.output.columns import RunTraits
 from pipeline.output.part_files import PartsDatasink
 from pipeline.staging.rows import with_problems
+from pipeline.staging.samples import SAMPLE_COLUMN
 from pipeline.staging.staging import StagedParts, pack, unpack
-
-_COMPOSED = 4
-"""A tokeniser's normaliser may make one character of several, but hardly ever of more than this."""
 
 
 def to_requests(block: pa.Table, settings: PromptSettings) -> pa.Table:
@@ -42,21 +44,29 @@ def to_requests(block: pa.Table, settings: PromptSettings) -> pa.Table:
 
 
 def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
-    """Add `prompt_ids` (list of int32) and `sampling` (`SamplingParams` as JSON) to staged rows.
+    """Replace what staged rows asked for by `prompt_ids` (list of int32) and `sampling` (`SamplingParams` as JSON).
 
     Rows that cannot become a request get a `problem` and nulls instead.
     """
     tokenizer = _tokenizer(settings.tokenizer, settings.trust_remote_code)
     problems = rows["problem"].to_pylist()
     requests: dict[int, RowRequest] = {}
-    for index, (name, row) in enumerate(zip(rows["request_id"].to_pylist(), rows["row"].to_pylist(), strict=True)):
+    samples = (
+        _samples(rows) if settings.source.kind == "openai" or settings.reading.samples > 1 else [0] * rows.num_rows
+    )
+    columns = (rows["request_id"].to_pylist(), rows["asked"].to_pylist(), samples)
+    for index, (name, asked, sample) in enumerate(zip(*columns, strict=True)):
         if problems[index] is None:
             try:
-                request = row_request(name, row, settings, tokenizer)
-                refuse_endless(request.prompt, settings.max_length, _longest_token(tokenizer))
+                request = row_request(name, json.loads(asked), settings, tokenizer, sample)
+                text = request.prompt.text if isinstance(request.prompt, Chat) else request.prompt
+                if isinstance(text, str):
+                    refuse_endless(text, settings.max_length, longest_token(tokenizer))
                 requests[index] = request
             except RowError as error:
                 problems[index] = vars(error.problem)
+            except PromptTooLongError as error:
+                problems[index] = vars(RowError("Refused", str(error)).problem)
     ids: dict[int, list[int]] = {}
     for index, found in _tokenise(requests, tokenizer, special_tokens=settings.reading.special_tokens):
         if isinstance(found, RequestError):
@@ -70,35 +80,16 @@ def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
             ids[index] = found
     samplings = {index: json.dumps(dataclasses.asdict(requests[index].sampling)) for index in ids}
     order = range(rows.num_rows)
-    rows = with_problems(rows, problems)
+    rows = with_problems(rows, problems).drop_columns(["asked"])
     rows = rows.append_column("prompt_ids", pa.array([ids.get(index) for index in order], pa.list_(pa.int32())))
     return rows.append_column("sampling", pa.array([samplings.get(index) for index in order], pa.string()))
 
 
-def refuse_endless(prompt: str | Chat | list[int], max_length: int, longest_token: int) -> None:
-    """Refuse a text that cannot be short enough, before it is tokenised, which would take minutes and gigabytes.
-
-    Args:
-        prompt: A text, a chat, or token ids, which need no tokeniser.
-        max_length: Tokens that prompt and output may have together.
-        longest_token: Characters of the vocabulary's longest token.
-
-    Raises:
-        RowError: The text is too long.
-    """
-    text = prompt.text if isinstance(prompt, Chat) else prompt
-    if isinstance(text, str) and len(text) > max_length * longest_token * _COMPOSED:
-        raise RowError(
-            "Refused",
-            f"the prompt has {len(text)} characters, but prompt and output together may have {max_length} tokens: "
-            "shorten the prompt or raise max_length",
-        )
-
-
-@lru_cache(maxsize=2)
-def _longest_token(tokenizer: Any) -> int:
-    """Return the characters of the longest token."""
-    return max(map(len, tokenizer.get_vocab()))
+def _samples(rows: pa.Table) -> list[int]:
+    """Return which of its row's texts each row is."""
+    structs = whole(rows["row"])
+    samples: list[int] = structs.field(structs.type.get_field_index(SAMPLE_COLUMN)).to_pylist()
+    return samples
 
 
 def _tokenise(
@@ -118,9 +109,18 @@ def _tokenise(
                 chats[index] = chat
             case ids:
                 yield index, ids
-    if texts:
-        yield from zip(texts, tokenizer(list(texts.values()))["input_ids"], strict=True)
+    yield from zip(texts, _encode_texts(tokenizer, list(texts.values())), strict=True)
     yield from zip(chats, encode_chats(tokenizer, list(chats.values()), special_tokens=special_tokens), strict=True)
+
+
+def _encode_texts(tokenizer: Any, texts: list[str]) -> list[list[int] | RequestError]:
+    """Return the token ids of each text, or why it has none."""
+    if not texts:
+        return []
+    try:
+        return list(tokenise(tokenizer, texts)["input_ids"])
+    except RequestError as error:
+        return [error] if len(texts) == 1 else [one for text in texts for one in _encode_texts(tokenizer, [text])]
 
 
 @lru_cache(maxsize=2)
@@ -164,7 +164,7 @@ def stream(job: JobContext, work: Work, board: Any, ledger: Any, learner: str | 
         fn_constructor_kwargs={
             "spec": engine_spec(job, work),
             "limits": job.config.limits,
-            "traits": run_traits(job, work),
+            "traits": run_traits(job, work.staged.row_type),
             "ledger": ledger,
             "progress": board,
             "run": job.config.output,
@@ -177,7 +177,7 @@ def stream(job: JobContext, work: Work, board: Any, ledger: Any, learner: str | 
 
 def prompt_settings(job: JobContext) -> PromptSettings:
     """Return how rows of this job become requests."""
-    config = job.config
+    config, date = job.config, job.meaning["reading"]["date"]
     return PromptSettings(
         model_name(config.model),
         config.loading.trust_remote_code,
@@ -185,6 +185,7 @@ def prompt_settings(job: JobContext) -> PromptSettings:
         config.reading,
         config.sampling,
         config.engine.longest,
+        None if date is None else datetime.fromisoformat(date),
     )
 
 
@@ -204,11 +205,14 @@ def engine_spec(job: JobContext, work: Work) -> EngineSpec:
     )
 
 
-def run_traits(job: JobContext, work: Work) -> RunTraits:
+def run_traits(job: JobContext, row_type: pa.StructType) -> RunTraits:
     """Return what decides which columns the output of this job has."""
-    has_column = work.staged.row_type.get_field_index(job.config.reading.sampling_column) >= 0
+    has_column = row_type.get_field_index(job.config.reading.sampling_column) >= 0
     rows_have_settings = job.prompts.kind == "openai" or has_column
-    return RunTraits(job.config.sampling, job.config.writing, rows_have_settings, learning=job.config.learning.enabled)
+    config = job.config
+    return RunTraits(
+        config.sampling, config.writing, rows_have_settings, config.drafter, learning=config.learning.enabled
+    )
 
 
 def most_engines(work: Work) -> int:

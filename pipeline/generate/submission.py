@@ -15,27 +15,30 @@ from pyarrow import fs
 
 from drafter.errors import one_line
 from drafter.target.loading import load_tokenizer
-from pipeline.cluster.ray_cluster import beside_driver, connect, quiet_ray_data
+from pipeline.cluster.ray_cluster import beside_driver, connect, quiet_ray_data, takes
 from pipeline.cluster.shares import share_out
 from pipeline.engines.ledger import Ledger, LedgerCounts, SavedRow, delete_unfinished, read_unfinished, write_unfinished
 from pipeline.engines.models import model_name
 from pipeline.errors import InputError, JobError, JobStopped
-from pipeline.generate.job_context import DRAFTING, LEARNING, JobContext, Work
-from pipeline.generate.streaming import stream
+from pipeline.generate.growing import delete_strays, grow
+from pipeline.generate.job_context import LEARNING, SPECULATION, JobContext, Work
+from pipeline.generate.streaming import run_traits, stream
+from pipeline.io.files import partials
 from pipeline.learning.job_learner import JobLearner, beside_learner
 from pipeline.learning.learner_spec import Beginning, beginning, learner_spec
 from pipeline.output.batch_results import write_batch
+from pipeline.output.columns import wanted_columns
 from pipeline.output.compaction import compact
 from pipeline.output.folder import OutputFolder
 from pipeline.output.lease import Lease
 from pipeline.output.part_files import discard_torn, is_whole
 from pipeline.output.run_file import read_run, take_output
-from pipeline.output.summary import count_rows, read_totals, summarise
+from pipeline.output.summary import count_rows, read_totals, speculation_record, summarise
 from pipeline.progress.board import PartReport, Progress, ProgressBoard, Tally
 from pipeline.progress.prometheus import JobMetrics
 from pipeline.progress.status_file import StatusFile
 from pipeline.progress.watch import ProgressWatch, display
-from pipeline.staging.staging import Part, StagedInput, StagingPlan, mend_list, stage
+from pipeline.staging.staging import STAGED_FORMAT, Part, StagedInput, StagingPlan, mend_list, stage
 from pipeline.stopping import Stopping, StopRequestedError
 
 _DRAIN_PULSE_SECONDS = 0.2
@@ -49,7 +52,8 @@ def generate_missing(job: JobContext, work: Work, stopping: Stopping, status: St
         InputError: The models cannot be loaded.
         JobError: The pipeline failed.
     """
-    print(f"{work.rows} of {work.staged.rows} rows to generate", file=sys.stderr, flush=True)
+    wanted = f"an engine takes {takes(work.resources)}"
+    print(f"{work.rows} of {work.staged.rows} rows to generate; {wanted}", file=sys.stderr, flush=True)
     quiet_ray_data()
     missing = {part.name for part in work.missing}
     unfinished = [row for row in read_unfinished(job.output) if row.part in missing]
@@ -175,27 +179,35 @@ def run(job: JobContext) -> None:
     """
     last = Progress()
     stopping = Stopping()
+    lease = Lease(job.output.lease, lost=lambda by: stopping.stop(f"{by} works on the output now"))
     try:
-        if not is_finished(job.output):
-            lease = Lease(job.output.lease, lost=lambda by: stopping.stop(f"{by} works on the output now"))
-            with stopping, lease, StatusFile(job.output.status_file) as status:
-                if take_output(job.config.output, job.output, job.meaning):
-                    job.save_run("running")
-                last = finish(job, stopping, status)
+        if is_finished(job):
+            if lease.is_left or partials(job.output.root):  # of a driver that was killed at its very end
+                with lease:
+                    job.output.delete_temporary()
+            rows, errors = count_rows(job.output)
+            print(f"nothing is left to do: {rows:,} rows and {errors:,} errors are in {job.config.output}", flush=True)
+            return
+        with stopping, lease, StatusFile(job.output.status_file) as status:
+            if take_output(job.config.output, job.output, job.meaning):
+                job.save_run("running")
+            last = finish(job, stopping, status)
     except StopRequestedError as stop:
         raise JobStopped(str(stop)) from None
-    print(summarise(job.output, read_totals(job.output), last.tokens, last.rows, last.seconds), flush=True)
+    said = (job.engine_facts()[SPECULATION] or {}).get("sentences", ())
+    print(summarise(job.output, read_totals(job.output), last.tokens, last.rows, last.seconds, said), flush=True)
 
 
-def is_finished(output: OutputFolder) -> bool:
-    """Return whether an earlier submission completed the output, and nothing was taken away or damaged since."""
+def is_finished(job: JobContext) -> bool:
+    """Return whether an earlier submission completed the output, and neither it nor the input has changed since."""
+    output = job.output
     if output.run_file.type != fs.FileType.File:
         return False
     run = read_run(output.run_file)
     if run["state"] != "finished" or run.get("batch_bytes") != batch_bytes(output):
         return False
     staged = StagedInput.load(output.staged)
-    return staged is not None and is_whole(output, staged.parts)
+    return staged is not None and staged.source == job.source and is_whole(output, staged.parts)
 
 
 def batch_bytes(output: OutputFolder) -> dict[str, int]:
@@ -217,9 +229,20 @@ def finish(job: JobContext, stopping: Stopping, status: StatusFile) -> Progress:
         raise InputError(f"output {job.config.output} has results but no list of their rows (_staged): choose another")
     if staged is not None:
         mend_list(output.staged)
+        delete_strays(output, staged)
         discard_torn(output, staged.parts)
+        if staged.format != STAGED_FORMAT and staged.without(output.committed()):
+            if output.has_results():
+                raise InputError(
+                    f"output {job.config.output} was begun by an earlier release, which staged its input otherwise: "
+                    "go on with that release, or choose another output"
+                )
+            staged = None  # nothing is lost by staging the input again
+    if staged is not None and staged.source != job.source and not output.has_results():
+        output.forget_job()
+        staged = None
     last = Progress()
-    if staged is None or staged.without(output.committed()) or staged.damaged(needed(job, staged)):
+    if staged is None or staged.source != job.source or staged.without(output.committed()) or is_damaged(job, staged):
         staged, last = stage_and_generate(job, staged, stopping, status)
     compact_mb = job.config.writing.compact_mb
     compact(output, None if compact_mb is None else int(compact_mb * 2**20))
@@ -236,7 +259,7 @@ def finish(job: JobContext, stopping: Stopping, status: StatusFile) -> Progress:
     delete_unfinished(output)
     facts = job.engine_facts()
     if last.choices:
-        facts[DRAFTING] = [asdict(choice) for choice in last.choices]
+        facts[SPECULATION] = speculation_record(last.choices)
     if last.learning is not None:
         facts[LEARNING] = asdict(last.learning)
     job.save_run("finished", rows=staged.rows, batch_bytes=batch_bytes(output), **facts)
@@ -246,6 +269,39 @@ def finish(job: JobContext, stopping: Stopping, status: StatusFile) -> Progress:
 def needed(job: JobContext, staged: StagedInput) -> list[Part]:
     """Return the parts whose staged rows are still to be read: those to generate, and all for a batch's answers."""
     return list(staged.parts) if job.prompts.kind == "openai" else staged.without(job.output.committed())
+
+
+def is_damaged(job: JobContext, staged: StagedInput) -> bool:
+    """Return whether staged rows that are still to be read cannot be."""
+    return bool(staged.damaged(needed(job, staged)))
+
+
+def stage_as_it_is(job: JobContext, before: StagedInput | None) -> StagedInput:
+    """Stage the input, unless that is done: for the first time, again where it is damaged, or anew if it has changed.
+
+    Args:
+        job: The job.
+        before: What is staged.
+
+    Raises:
+        InputError: The input cannot be used, or the output has no result for any of its rows.
+        JobError: The staged input cannot be written.
+    """
+    rows, source = job.config.writing.rows_per_file, job.source
+    plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, rows, source)
+    if before is None:
+        staged = stage(job.listing, plan)
+        staged.save()
+        return staged
+    if before.source != source:
+        staged = stage(job.listing, replace(plan, revision=before.revision + 1))
+        traits = run_traits(job, staged.row_type)
+        columns = wanted_columns(replace(traits, lossless=job.engine_facts()["lossless"] is not False))
+        grow(job, before, staged, columns)
+        return staged
+    if is_damaged(job, before):
+        return stage(job.listing, replace(plan, rows_per_part=before.rows_per_part, revision=before.revision), before)
+    return before
 
 
 def stage_and_generate(
@@ -263,12 +319,10 @@ def stage_and_generate(
     stopping.take_over()
     resources = share_out(config.resources, beside_learner(config.learning, cluster))
     status.takes(resources)
-    if staged is None or staged.damaged(needed(job, staged)):
-        rows = config.writing.rows_per_file if staged is None else staged.rows_per_part
-        plan = StagingPlan(job.output.staged, config.reading, job.prompts, rows)
-        staged = stage(job.listing, plan, staged)
+    staged = stage_as_it_is(job, staged)
     learns = beginning(config.learning, job.output) if config.learning.enabled else None
     work = Work(staged, staged.without(job.output.committed()), resources, learns)
     if not work.missing:
         return staged, Progress()
+    job.note_drafter()
     return staged, generate_missing(job, work, stopping, status)

@@ -1,7 +1,7 @@
-"""Columns whose type is known only when all rows have been seen: inferred by chunk, unified at the end.
+"""Types of columns: inferred where a format has none, and unified over all files without changing a value.
 
-Parquet cannot hold every column: no object without fields, which is what a column that is always `{}` has, and none
-that is nested too deeply. Such a column is kept as JSON text.
+A column whose values have no type in common is kept as text: text as it is, everything else as JSON. So is a column
+that Parquet cannot hold: one of objects without fields, for instance, or one that is nested too deeply.
 """
 
 from __future__ import annotations
@@ -9,159 +9,350 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet
 
+from pipeline.errors import InputError
+
 _DEEPEST = 48
 """Levels that a column may be nested. Parquet reads 100, and a list takes two. Arrow between processes reads 64, of
 which a part's own lists and structs take some."""
+_MOST_COLUMNS = 10_000
+"""Columns of an input, and fields of an object that is kept as one. Each part has its own copy of their names."""
+_EXACT_FLOATS = 2**53
+"""Integers up to this are exact as float64; beyond, one float stands for several."""
+_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
-_LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
+class _NoCommonTypeError(Exception):
+    """No type holds the values of two types."""
+
+
+@dataclass(frozen=True)
+class SeenType:
+    """A type that a column has in a file.
+
+    Args:
+        name: The column's name.
+        type: Its type there.
+        exact: Whether all its integers are exact as float64, and all its times as microseconds.
+        file: The file's name, for errors.
+    """
+
+    name: str
+    type: pa.DataType
+    exact: bool
+    file: str
 
 
 def as_text(value: Any) -> str | None:
-    """Return text and None as they are, and any other value as JSON."""
+    """Return text and None as they are, what JSON has as JSON, and anything else as Python writes it."""
     if value is None or isinstance(value, str):
         return value
-    return json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, bool | int | float | list | dict):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return str(value)
+
+
+def python_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
+    """Return a column's values, with a text in the place of each that Python cannot hold."""
+    try:
+        return list(column.to_pylist())
+    except Exception:  # Arrow raises what Python's own types raise, each in its own way
+        return [_python_value(cell) for cell in column]
+
+
+def python_rows(rows: pa.Table | pa.RecordBatch | pa.StructArray) -> list[dict[str, Any]]:
+    """Return rows with their values as `python_values` has them."""
+    names = rows.type.names if isinstance(rows, pa.StructArray) else rows.schema.names
+    columns = rows.flatten() if isinstance(rows, pa.StructArray) else rows.columns
+    values = [python_values(column) for column in columns]
+    return [{name: some[index] for name, some in zip(names, values, strict=True)} for index in range(len(rows))]
+
+
+def _python_value(cell: pa.Scalar) -> Any:
+    try:
+        return cell.as_py()
+    except Exception:  # see `python_values`
+        if isinstance(cell, pa.StringScalar | pa.LargeStringScalar):
+            return bytes(cell.as_buffer()).decode("utf-8", "replace")
+        kind = cell.type
+        if pa.types.is_struct(kind):
+            return {field.name: _python_value(cell[index]) for index, field in enumerate(kind)}
+        if _is_list(kind):
+            return [_python_value(one) for one in cell.values]
+        if pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_duration(kind):
+            return f"{cell.value} {getattr(kind, 'unit', 'days')} since 1970"
+        return str(kind)
+
+
+def text_column(column: pa.Array) -> pa.Array:
+    """Return a column of any type as text; see `as_text`."""
+    return pa.array([as_text(value) for value in python_values(column)], pa.string())
+
+
+# Values of JSON
 
 
 def infer_column(values: Sequence[Any]) -> pa.Array:
-    """Make an Arrow column of Python values; where no type holds all of them, a column of text (`as_text`)."""
+    """Make an Arrow column of values of JSON; where no type holds each of them as it is, a column of text."""
     try:
-        column = pa.array(values)
-    except (pa.ArrowException, OverflowError, TypeError, ValueError):
-        return _text_column(values)
-    return _text_column(values) if _too_deep(column.type) else column
+        kind = stored_type(reduce(_common_json, {_json_type(value) for value in values}, pa.null()))
+        return pa.array(values, kind)
+    except (_NoCommonTypeError, pa.ArrowException, OverflowError, TypeError):
+        return pa.array([as_text(value) for value in values], pa.string())
 
 
-def _text_column(values: Iterable[Any]) -> pa.Array:
-    return pa.array([as_text(value) for value in values], pa.string())
+def _json_type(value: Any, *, in_object: bool = False) -> pa.DataType:
+    """Return the type of a value of JSON.
+
+    Raises:
+        _NoCommonTypeError: Items of a list, or an object without fields, have none.
+    """
+    if isinstance(value, list):
+        common = partial(_common_json, in_object=in_object)
+        return pa.list_(reduce(common, (_json_type(one, in_object=in_object) for one in value), pa.null()))
+    if isinstance(value, dict):
+        if not value or len(value) > _MOST_COLUMNS:
+            raise _NoCommonTypeError
+        return pa.struct([(name, _json_type(one, in_object=True)) for name, one in value.items()])
+    return _SCALARS[type(value)]
 
 
-def unify_types(types: Sequence[pa.DataType]) -> pa.DataType:
-    """Return the type that holds values of all `types`: a wider number, a struct with all fields, or else text."""
-    if _have_nothing_in_common(types):
-        return pa.string()
-    schemas = [pa.schema([("x", one)]) for one in types]
+_SCALARS = {type(None): pa.null(), bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
+
+
+def _common_json(one: pa.DataType, other: pa.DataType, *, in_object: bool = False) -> pa.DataType:
+    """Return the type that holds values of JSON of both types.
+
+    An object's type is its fields, their order and their types: with other fields it would be another object. Numbers
+    in an object stay what they are, because a chat template writes 1 and 1.0 as different texts.
+
+    Raises:
+        _NoCommonTypeError: There is none.
+    """
+    if one == other or pa.types.is_null(other):
+        return one
+    if pa.types.is_null(one):
+        return other
+    if pa.types.is_list(one) and pa.types.is_list(other):
+        return pa.list_(_common_json(one.value_type, other.value_type, in_object=in_object))
+    if pa.types.is_struct(one) and pa.types.is_struct(other) and one.names == other.names:
+        return pa.struct(
+            [(a.name, _common_json(a.type, b.type, in_object=True)) for a, b in zip(one, other, strict=True)]
+        )
+    if {one, other} == {pa.int64(), pa.float64()} and not in_object:
+        return pa.float64()  # Arrow refuses to convert integers that are not exact
+    raise _NoCommonTypeError
+
+
+# Types of several files
+
+
+def seen_types(table: pa.Table, file: str) -> list[SeenType]:
+    """Return the types that the columns of a table have, which is of a file of this name."""
+    return [
+        SeenType(field.name, field.type, all(map(_is_exact, column.chunks)), file)
+        for field, column in zip(table.schema, table.columns, strict=True)
+    ]
+
+
+def _is_exact(column: pa.Array) -> bool:
+    kind = column.type
+    if _is_list(kind):
+        return _is_exact(column.flatten())
+    if pa.types.is_struct(kind):
+        return all(map(_is_exact, column.flatten()))
+    if pa.types.is_map(kind):
+        return _is_exact(column.items)
+    if kind in (pa.int64(), pa.uint64()):
+        return _largest(column) <= _EXACT_FLOATS
+    if pa.types.is_timestamp(kind) or pa.types.is_duration(kind):
+        return _largest(column.cast(pa.int64())) <= 2**63 * _PER_SECOND[kind.unit] // _PER_SECOND["us"]
+    return True
+
+
+def _largest(integers: pa.Array) -> int:
+    ends = pa.compute.min_max(integers).as_py()
+    return int(max(abs(ends["min"] or 0), abs(ends["max"] or 0)))
+
+
+def unify(seen: Iterable[SeenType], *, json_objects: bool) -> pa.StructType:
+    """Return one field for each column, in order of first appearance, whose type holds every value as it is.
+
+    Where there is none, it is text, if text can tell the values.
+
+    Args:
+        seen: Types of the columns.
+        json_objects: Whether they come from JSON, where objects with other fields are other values. In tables, a
+            field that some files lack is null there, as a column is.
+
+    Raises:
+        InputError: There are too many columns, or one with types that neither a type nor text can hold.
+    """
+    columns: dict[str, list[SeenType]] = {}
+    for one in seen:
+        columns.setdefault(one.name, []).append(one)
+        refuse_many_columns(len(columns), one.file)
+    return pa.struct([(name, _unified(some, json_objects=json_objects)) for name, some in columns.items()])
+
+
+def refuse_many_columns(count: int, where: str) -> None:
+    """Refuse an input with more columns than a part can have.
+
+    Raises:
+        InputError: There are too many.
+    """
+    if count > _MOST_COLUMNS:
+        raise InputError(
+            f"{where} has more than {_MOST_COLUMNS} different columns: put what differs from row to row into one "
+            "column, such as an object named metadata"
+        )
+
+
+def _unified(seen: Sequence[SeenType], *, json_objects: bool) -> pa.DataType:
+    exact = all(one.exact for one in seen)
+    kind, first = seen[0].type, seen[0]
+    for one in seen[1:]:
+        try:
+            if json_objects:
+                kind = _common_json(kind, one.type)
+                if not exact and _has_floats(kind) and not all(_has_floats(other.type) for other in seen):
+                    raise _NoCommonTypeError
+            else:
+                kind = _common_type(kind, one.type, exact=exact)
+        except _NoCommonTypeError:
+            if all(_text_tells(other.type) for other in seen):
+                return pa.string()
+            raise InputError(
+                f"column {one.name!r} holds {first.type} in {first.file} and {one.type} in {one.file}, and no type "
+                "holds both: convert one of them, or leave the column out"
+            ) from None
+    return stored_type(kind)
+
+
+def _has_floats(kind: pa.DataType) -> bool:
+    return kind == pa.float64() or (pa.types.is_list(kind) and _has_floats(kind.value_type))
+
+
+def _common_type(one: pa.DataType, other: pa.DataType, *, exact: bool) -> pa.DataType:
+    """Return the type that holds all values of two Arrow types as they are.
+
+    Args:
+        one: A type.
+        other: Another.
+        exact: See `SeenType`.
+
+    Raises:
+        _NoCommonTypeError: There is none.
+    """
+    if one == other or pa.types.is_null(other):
+        return one
+    if pa.types.is_null(one):
+        return other
+    if _is_list(one) and _is_list(other):
+        item = _common_type(one.value_type, other.value_type, exact=exact)
+        return pa.large_list(item) if pa.types.is_large_list(one) or pa.types.is_large_list(other) else pa.list_(item)
+    if pa.types.is_map(one) and pa.types.is_map(other) and one.key_type == other.key_type:
+        return pa.map_(one.key_type, _common_type(one.item_type, other.item_type, exact=exact))
+    if pa.types.is_struct(one) and pa.types.is_struct(other):
+        fields = {field.name: field.type for field in one}
+        for field in other:
+            fields[field.name] = _common_type(fields.get(field.name, pa.null()), field.type, exact=exact)
+        return pa.struct(list(fields.items()))
+    if _is_number(one) and _is_number(other) and pa.types.is_integer(one) != pa.types.is_integer(other):
+        if not exact:
+            raise _NoCommonTypeError
+        return pa.float64()
+    if _differ_in_kind(one, other) or (not exact and hasattr(one, "unit")):
+        raise _NoCommonTypeError
+    schemas = [pa.schema([("x", kind)]) for kind in (one, other)]
     try:
         return pa.unify_schemas(schemas, promote_options="permissive").field("x").type
-    except pa.ArrowException:
-        return pa.string()
+    except pa.ArrowException as error:
+        raise _NoCommonTypeError from error
 
 
-def _have_nothing_in_common(types: Sequence[pa.DataType]) -> bool:
-    """Whether pyarrow has a type for these, or for fields or items of these, that does not hold all values."""
-    structs = [one for one in types if pa.types.is_struct(one)]
-    names = {one.field(index).name for one in structs for index in range(one.num_fields)}
-    inner = [[one.field(name).type for one in structs if one.get_field_index(name) >= 0] for name in sorted(names)]
-    inner.append([one.value_type for one in types if isinstance(one, _LISTS)])
-    inner.append([one.item_type for one in types if pa.types.is_map(one)])
-    return (
-        _have_no_common_number(types)
-        or _have_no_common_time(types)
-        or any(_have_nothing_in_common(some) for some in inner if some)
-    )
+def _differ_in_kind(one: pa.DataType, other: pa.DataType) -> bool:
+    """Whether pyarrow has a type for both that does not hold all values, or holds them as something else."""
+    if pa.types.is_integer(one) and pa.types.is_integer(other):
+        unsigned = [pa.types.is_unsigned_integer(kind) for kind in (one, other)]
+        return pa.uint64() in (one, other) and not all(unsigned)
+    if pa.types.is_decimal(one) or pa.types.is_decimal(other):
+        return not (pa.types.is_decimal(one) and pa.types.is_decimal(other))
+    if _is_string(one) or _is_string(other):
+        return not (_is_string(one) and _is_string(other))
+    units = {getattr(kind, "unit", "day") for kind in (one, other)}
+    return "ns" in units and len(units) > 1  # nanoseconds reach from 1677 to 2262, and coarser units farther
 
 
-def _have_no_common_time(types: Sequence[pa.DataType]) -> bool:
-    """Whether some are in nanoseconds, which reach from 1677 to 2262, and others are coarser and reach farther."""
-    timed = [one for one in types if pa.types.is_timestamp(one) or pa.types.is_duration(one) or pa.types.is_date(one)]
-    units = {getattr(one, "unit", "day") for one in timed}
-    return "ns" in units and len(units) > 1
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
-def _have_no_common_number(types: Sequence[pa.DataType]) -> bool:
-    """Whether pyarrow has a type for numbers of these types that does not hold all of them."""
-    decimals = [pa.types.is_decimal(one) for one in types]
-    exact = [pa.types.is_decimal(one) or pa.types.is_floating(one) or pa.types.is_null(one) for one in types]
-    unsigned = pa.uint64() in types and any(pa.types.is_signed_integer(one) for one in types)
-    return unsigned or (any(decimals) and (not all(exact) or pa.float16() in types))
+def _is_list(kind: pa.DataType) -> bool:
+    return isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
+
+
+def _is_string(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _text_tells(kind: pa.DataType) -> bool:
+    """Whether a text says all that a value of this type is."""
+    if pa.types.is_nested(kind):
+        return all(_text_tells(kind.field(index).type) for index in range(kind.num_fields))
+    binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
+    return not binary and (isinstance(kind, pa.JsonType) or not isinstance(kind, pa.BaseExtensionType))
+
+
+# What Parquet holds
 
 
 def stored_type(kind: pa.DataType) -> pa.DataType:
     """Return the type that a column of type `kind` has in a Parquet file: its own, or text if Parquet has no such."""
-    return pa.string() if _too_deep(kind) or not _fits_parquet(kind) else kind
+    return kind if _is_moderate(kind) and _fits_parquet(kind) else pa.string()
 
 
-def stored_struct(fields: Iterable[pa.Field]) -> pa.StructType:
-    """Return the type that rows of these columns have in a Parquet file."""
-    return pa.struct([field.with_type(stored_type(field.type)) for field in fields])
-
-
-def known_type(kind: pa.DataType) -> pa.DataType:
-    """Return what is known of a column's type, for `unify_types`, after it has been stored as `stored_type(kind)`.
-
-    A column that is always `{}` in one part, and is stored there as text, may be an object with fields in another. Its
-    JSON tells all that such a column held, so that `conform` can read it back; it does not tell dates, for instance.
-    """
-    return kind if stored_type(kind) == kind or (not _too_deep(kind) and _is_json(kind)) else pa.string()
-
-
-def _too_deep(kind: pa.DataType) -> bool:
-    """Whether more than `_DEEPEST` lists, structs and the like are around a type's values."""
-    level = [kind]
+def _is_moderate(kind: pa.DataType) -> bool:
+    """Whether a type is nested at most `_DEEPEST` levels, and has at most `_MOST_COLUMNS` fields in all."""
+    level, count = [kind], 0
     for _ in range(_DEEPEST + 1):
         level = [one.field(index).type for one in level if pa.types.is_nested(one) for index in range(one.num_fields)]
-    return bool(level)
+        count += len(level)
+    return not level and count <= _MOST_COLUMNS
 
 
 @lru_cache
 def _fits_parquet(kind: pa.DataType) -> bool:
     try:
-        pa.parquet.write_table(pa.schema([("x", kind)]).empty_table(), io.BytesIO())
+        with pa.parquet.ParquetWriter(io.BytesIO(), pa.schema([("x", kind)])):
+            return True
     except pa.ArrowNotImplementedError:
         return False
-    return True
-
-
-def _is_json(kind: pa.DataType) -> bool:
-    """Whether JSON has these values, so that what `as_text` writes can be read back."""
-    if pa.types.is_nested(kind):
-        known = pa.types.is_struct(kind) or pa.types.is_list(kind)
-        return known and all(_is_json(kind.field(index).type) for index in range(kind.num_fields))
-    return kind in (pa.null(), pa.bool_(), pa.int64(), pa.float64(), pa.string())
-
-
-def unify_fields(groups: Iterable[Iterable[pa.Field]]) -> list[pa.Field]:
-    """Return one field for each name, in order of first appearance, of the type that holds all of its values."""
-    types: dict[str, list[pa.DataType]] = {}
-    for fields in groups:
-        for field in fields:
-            seen = types.setdefault(field.name, [])
-            if field.type not in seen:
-                seen.append(field.type)
-    return [pa.field(name, unify_types(seen)) for name, seen in types.items()]
 
 
 def conform(column: pa.Array, target: pa.DataType) -> pa.Array:
-    """Convert `column` to `target`, a type that `unify_types` made of the column's and others.
+    """Convert `column` to `target`, a type that `unify` made of the column's and others.
 
-    An integer beyond 2⁵³ in a column of floats becomes the nearest of these.
+    Raises:
+        InputError: A value has no place in that type, which happens only where a file was not what it is now.
     """
     if column.type == target:
         return column
     if pa.types.is_null(column.type):
         return pa.nulls(len(column), target)
-    if pa.types.is_string(target) and pa.types.is_timestamp(column.type):
-        return column.cast(target)
-    if pa.types.is_string(target) and not pa.types.is_large_string(column.type):
-        return _text_column(column.to_pylist())
-    if pa.types.is_string(column.type) and pa.types.is_nested(target):  # see `known_type`
-        return pa.array([None if text is None else json.loads(text) for text in column.to_pylist()], target)
+    if pa.types.is_string(target) and not _is_string(column.type):
+        return text_column(column)
     try:
         return column.cast(target)
-    except pa.ArrowException:
-        pass
-    try:
-        return pa.array(column.to_pylist(), target)
-    except (pa.ArrowException, OverflowError):
-        return column.cast(options=pa.compute.CastOptions(target, allow_float_truncate=True))
+    except pa.ArrowException as error:
+        raise InputError(f"a value of type {column.type} cannot be kept as {target}: {error}") from error
 
 
 def conform_struct(rows: pa.StructArray, target: pa.StructType) -> pa.StructArray:
@@ -172,6 +363,11 @@ def conform_struct(rows: pa.StructArray, target: pa.StructType) -> pa.StructArra
         for field in target
     ]
     return pa.StructArray.from_arrays(columns, fields=list(target))
+
+
+def whole(column: pa.ChunkedArray) -> pa.Array:
+    """Return a column as one array. Arrow itself cannot where it has no rows, and an extension type."""
+    return column.combine_chunks() if column.num_chunks else pa.nulls(0, column.type)
 
 
 def replace_column(table: pa.Table, name: str, column: pa.Array) -> pa.Table:

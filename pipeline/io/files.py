@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -69,6 +69,7 @@ def pattern_regex(pattern: str) -> re.Pattern[str]:
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 _COPY_BYTES = 8 << 20
 _COPY = ".copy"
+_PARTIAL = ".partial"
 _NOTHING_TO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 """What a mounted store answers that is no disk and cannot sync, folders above all."""
 
@@ -122,14 +123,8 @@ class Location:
 
     def write_text(self, text: str) -> None:
         """Write a small UTF-8 file, as a whole or not at all; of two who write it at once, one wins."""
-        partial = Location(self.filesystem, f"{self.path}.{uuid.uuid4().hex[:8]}.partial")
-        try:
-            with self.open_whole(partial) as stream:
-                stream.write(text.encode("utf-8"))
-        except OSError:
-            if partial.type == fs.FileType.File:
-                self.filesystem.delete_file(partial.path)
-            raise
+        with self.open_whole() as stream:
+            stream.write(text.encode("utf-8"))
 
     def make_folder(self) -> None:
         """Make a folder and those that it is in, unless they are there."""
@@ -172,7 +167,7 @@ class Location:
 
         Args:
             aside: Where a file system keeps the bytes until the rename; by default beside the file. Two who may write
-                the file at once must name different places.
+                the file at once must name different places. Nothing stays there if the file cannot be written.
         """
         if self.filesystem.type_name in _OBJECT_STORES:
             with tempfile.TemporaryFile() as collected:
@@ -181,11 +176,16 @@ class Location:
                 with self.filesystem.open_output_stream(self.path, compression=None) as stream:
                     shutil.copyfileobj(collected, stream, _COPY_BYTES)
             return
-        partial = f"{self.path}.partial" if aside is None else aside.path
-        with self.filesystem.open_output_stream(partial, compression=None) as stream:
-            yield stream
-        sync(self.filesystem, partial)
-        self.filesystem.move(partial, self.path)
+        partial = aside or Location(self.filesystem, f"{self.path}.{uuid.uuid4().hex[:8]}{_PARTIAL}")
+        try:
+            with self.filesystem.open_output_stream(partial.path, compression=None) as stream:
+                yield stream
+            sync(self.filesystem, partial.path)
+            self.filesystem.move(partial.path, self.path)
+        except BaseException:
+            with suppress(OSError):  # what went wrong before is what matters
+                partial.delete()
+            raise
         sync(self.filesystem, _parent(self.path))
 
 
@@ -243,9 +243,20 @@ def mend(file: Location, parse: Callable[[str], Any]) -> None:
         file.write_text(text)
 
 
+def delete_twice(file: Location) -> None:
+    """Delete what `write_twice` wrote."""
+    _copy_of(file).delete()
+    file.delete()
+
+
 def is_copy(name: str, of: str) -> bool:
     """Return whether a file's name is that of a copy of the file `of`, or of one of the two that was not completed."""
-    return name == f"{of}{_COPY}" or (name.startswith(of) and name.endswith(".partial"))
+    return name == f"{of}{_COPY}" or (name.startswith(of) and name.endswith(_PARTIAL))
+
+
+def partials(folder: Location) -> list[Location]:
+    """Return the files in a folder that processes were writing: those of dead ones may be deleted."""
+    return [folder / info.base_name for info in folder.children() if info.path.endswith(_PARTIAL)]
 
 
 def _copy_of(file: Location) -> Location:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from pyarrow import fs
@@ -258,6 +259,11 @@ class InputListing:
     filesystem: fs.FileSystem
     files: tuple[InputFile, ...]
 
+    @property
+    def of_json(self) -> bool:
+        """Whether the files hold JSON; all of an input's files have one format."""
+        return any(file.format == "jsonl" for file in self.files)
+
 
 def list_input(uri: str, format: str = "auto", split: str | None = None, subset: str | None = None) -> InputListing:
     """List the files of an input.
@@ -282,8 +288,12 @@ def list_input(uri: str, format: str = "auto", split: str | None = None, subset:
             continue
         guess = format_of(name)
         chosen = guess if wanted == "auto" else wanted
-        if found.is_folder and of_split is None and (guess is None or guess != chosen):
+        may_be_folder = info.type == fs.FileType.NotFound and "." not in info.base_name
+        if found.is_folder and of_split is None and (guess is None or guess != chosen) and not may_be_folder:
             continue  # a folder may hold other files beside its data
+        if info.type != fs.FileType.File:
+            what = "is a link to nothing" if info.type == fs.FileType.NotFound else "is neither a file nor a folder"
+            raise InputError(f"input {info.path} {what}: put the file there, or take the name away")
         if chosen is None:
             raise InputError(f"the name of input {info.path} does not tell its format: set reading.format")
         files.append(InputFile(info.path, name, info.size, chosen))  # type: ignore[arg-type]
@@ -329,15 +339,44 @@ def _find(uri: str) -> _Found:
             raise InputError(f"input {uri} does not exist")
         if info.type == fs.FileType.File:
             return _Found(root, False, {root.name: info})
-        infos = root.filesystem.get_file_info(fs.FileSelector(root.path, recursive=True))
+        if info.type != fs.FileType.Directory:
+            raise InputError(f"input {uri} is neither a file nor a folder")
+        infos = _below(root)
     pattern = pattern_regex(locate(uri).path) if by_pattern else None
     files = {}
     for info in sorted(infos, key=lambda info: str(info.path)):
         name = str(info.path[len(root.path) :].lstrip("/"))
         hidden = any(part[0] in "._" for part in name.split("/"))
-        if info.type == fs.FileType.File and not hidden and (pattern is None or pattern.fullmatch(info.path)):
+        if info.type != fs.FileType.Directory and not hidden and (pattern is None or pattern.fullmatch(info.path)):
             files[name] = info
     return _Found(root, not by_pattern, files)
+
+
+def _below(root: Location) -> list[fs.FileInfo]:
+    """List everything below a folder, and what links lead to.
+
+    On a local disk, pyarrow leaves out links that lead nowhere, and follows those in a circle again and again.
+
+    Raises:
+        InputError: Links lead in a circle.
+        OSError: A folder cannot be read.
+    """
+    if not isinstance(root.filesystem, fs.LocalFileSystem):
+        return list(root.filesystem.get_file_info(fs.FileSelector(root.path, recursive=True)))
+
+    def refuse(error: OSError) -> NoReturn:
+        raise error
+
+    paths: list[str] = []
+    for folder, folders, files in os.walk(root.path, onerror=refuse, followlinks=True):
+        # Names that begin so are left out, and need not be readable.
+        folders[:] = [name for name in folders if name[0] not in "._"]
+        for name in folders:
+            path = os.path.join(folder, name)
+            if os.path.islink(path) and f"{os.path.realpath(folder)}/".startswith(f"{os.path.realpath(path)}/"):
+                raise InputError(f"input {path} is a link to a folder that it is in: its rows would have no end")
+        paths += [os.path.join(folder, name) for name in files]
+    return list(root.filesystem.get_file_info(paths))
 
 
 def _exists(uri: str) -> bool:
@@ -351,8 +390,9 @@ def _split_files(uri: str, found: _Found, split: str | None, subset: str | None)
         if split is not None or subset is not None:
             raise InputError(f"input {uri} is not a dataset's folder: leave out reading.split and reading.subset")
         return None
+    there = [name for name, info in found.files.items() if info.type == fs.FileType.File or format_of(name)]
     with _errors_name(uri):
-        names = dataset_files(uri, found.root, list(found.files), split, subset)
+        names = dataset_files(uri, found.root, there, split, subset)
     return None if names is None else set(names)
 
 

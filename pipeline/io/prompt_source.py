@@ -12,6 +12,7 @@ from pipeline.io.listing import InputFile, InputListing
 from pipeline.io.reading import read_file
 from pipeline.settings import ReadingConfig
 
+_ID_COLUMN = "id"
 _LOOK_ROWS = 100
 """Rows at the beginning of the input that decide where the prompts are."""
 
@@ -25,12 +26,18 @@ class PromptSource:
         kind: What the column holds: text, chat messages, or the body of a request to OpenAI.
         id_column: The column that names a row; None where the row's file and line do.
         own_sampling: Whether the first rows bring sampling settings of their own.
+        ids_found: Whether nobody has named the column of ids, which is used because it is there: see `NoIdsError`.
     """
 
     column: str
     kind: Literal["text", "messages", "openai"] = "text"
     id_column: str | None = None
     own_sampling: bool = False
+    ids_found: bool = False
+
+
+class NoIdsError(InputError):
+    """A column that was taken for ids has none. Rows are named by file and line then, unless it was asked for."""
 
 
 BATCH = PromptSource("body", "openai", "custom_id", own_sampling=True)
@@ -64,12 +71,14 @@ def _is_batch(file: InputFile, columns: list[str], config: ReadingConfig) -> boo
 
 def _choose_source(file: InputFile, schema: pa.Schema, config: ReadingConfig) -> PromptSource:
     own = config.sampling_column in schema.names
+    found = config.id_column is None and _ID_COLUMN in schema.names and _may_be_ids(schema.field(_ID_COLUMN).type)
+    ids = _ID_COLUMN if found else config.id_column
     if config.messages_column is not None:
-        source = PromptSource(config.messages_column, "messages", config.id_column, own)
+        source = PromptSource(config.messages_column, "messages", ids, own, found)
     elif config.prompt_column is None and "prompt" not in schema.names and "messages" in schema.names:
-        source = PromptSource("messages", "messages", config.id_column, own)
+        source = PromptSource("messages", "messages", ids, own, found)
     else:
-        source = PromptSource(config.prompt_column or "prompt", "text", config.id_column, own)
+        source = PromptSource(config.prompt_column or "prompt", "text", ids, own, found)
     setting = "messages_column" if source.kind == "messages" else "prompt_column"
     for column, name in ((source.column, setting), (source.id_column, "id_column")):
         if column is not None and column not in schema.names:
@@ -90,17 +99,22 @@ def check_types(file: InputFile, schema: pa.Schema, source: PromptSource) -> Non
         return
     for column in filter(None, (source.column, source.id_column)):
         if column not in schema.names:
-            raise InputError(f"{file.path} has no column {column!r} (it has {', '.join(schema.names)})")
+            problem = f"{file.path} has no column {column!r} (it has {', '.join(schema.names)})"
+            raise NoIdsError(problem) if source.ids_found and column == source.id_column else InputError(problem)
     kind = schema.field(source.column).type
-    messages = source.kind == "messages" and (pa.types.is_list(kind) or pa.types.is_large_list(kind))
+    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    messages = source.kind == "messages" and lists
     if not (_is_text(kind) or messages or pa.types.is_null(kind)):
         wanted = "chat messages" if source.kind == "messages" else "text"
         raise InputError(f"column {source.column!r} of {file.path} holds {kind}, not {wanted}")
-    if source.id_column is not None:
-        kind = schema.field(source.id_column).type
-        if not (_is_text(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind)):
-            raise InputError(f"column {source.id_column!r} of {file.path} holds {kind}: ids are text or integers")
+    if source.id_column is not None and not _may_be_ids(kind := schema.field(source.id_column).type):
+        problem = f"column {source.id_column!r} of {file.path} holds {kind}: ids are text or integers"
+        raise NoIdsError(problem) if source.ids_found else InputError(problem)
+
+
+def _may_be_ids(kind: pa.DataType) -> bool:
+    return _is_text(kind) or bool(pa.types.is_integer(kind) or pa.types.is_null(kind))
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or isinstance(kind, pa.JsonType))

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.csv
 import pyarrow.parquet
 from pyarrow import fs
 
 from drafter.errors import one_line
 from pipeline.errors import InputError, RowProblem
-from pipeline.io.column_types import as_text, infer_column
+from pipeline.io.column_types import as_text, infer_column, refuse_many_columns, text_column
 from pipeline.io.files import Location
 from pipeline.io.listing import InputFile
+
+
+class UnreadableValueError(ValueError):
+    """A value of a table that the job cannot read: text that is not UTF-8, for instance."""
 
 
 @dataclass
@@ -28,17 +36,79 @@ class Chunk:
         columns: The rows; a row with a problem is all null.
         numbers: Each row's number in the file, from 1; in files of lines, the line's number.
         problems: By index in the chunk, why a row is no record.
+        records: In JSON lines, the rows as they were read. A column's type depends on all its rows, and these do not.
     """
 
     columns: pa.Table
     numbers: list[int]
     problems: dict[int, RowProblem] = field(default_factory=dict)
+    records: list[dict[str, Any]] | None = None
+
+    def values(self, name: str, most_bytes: int | None = None) -> list[Any]:
+        """Return each row's value in a column, as JSON has it; None where there is no such column.
+
+        In a table, fields of structs and entries of maps that are null are left out: a file has no other way to say
+        that a row lacks them.
+
+        Args:
+            name: The column.
+            most_bytes: A value that takes more in a table is not read.
+
+        Returns:
+            The values, with an `UnreadableValueError` for each that cannot be read.
+        """
+        if self.records is not None:
+            return [record.get(name) for record in self.records]
+        if name not in self.columns.column_names:
+            return [None] * len(self.numbers)
+        column = self.columns.column(name)
+        values = _all_values(column) if most_bytes is None or column.nbytes <= most_bytes else None
+        return values if values is not None else [_value(column, row, most_bytes) for row in range(len(column))]
+
+
+def _all_values(column: pa.ChunkedArray) -> list[Any] | None:
+    """Return the values of a column; None where one of them cannot be read."""
+    try:
+        return [_without_nulls(value) for value in column.to_pylist(maps_as_pydicts="strict")]
+    except Exception:  # Arrow raises what Python's own types raise, each in its own way
+        return None
+
+
+def _value(column: pa.ChunkedArray, row: int, most_bytes: int | None) -> Any:
+    size = column.slice(row, 1).nbytes
+    if most_bytes is not None and size > most_bytes:
+        return UnreadableValueError(f"it has {size >> 20} MiB, and up to {most_bytes >> 20} MiB are read")
+    try:
+        return _without_nulls(column[row].as_py(maps_as_pydicts="strict"))
+    except UnicodeDecodeError as error:
+        return UnreadableValueError(f"it is not UTF-8: byte {error.start + 1} is {error.object[error.start]:#04x}")
+    except Exception as error:  # see `_all_values`
+        return UnreadableValueError(f"{type(error).__name__}: {error}")
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [_without_nulls(one) for one in value]
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    return value
 
 
 # ---- Files of tables: Parquet, CSV and Arrow. Their rows are records, or the file as a whole cannot be read.
 
 _CSV_BLOCK_BYTES = 32 << 20
 """What is parsed of a CSV at once; no row can be longer."""
+_BATCH_BYTES = 64 << 20
+"""About what is read of a table at once; a single row may be larger."""
+_LARGEST_DICTIONARY = 256 << 20
+_SMALL_COLUMN = 512 << 10
+"""A column chunk of so few bytes needs no second look, which is a request of its own in an object store."""
+_PAGE_HEADER_BYTES = 32
+_NEXT_INT32 = b"\x15"
+"""In Thrift's compact protocol: the next field, an int32."""
+_VIEW_BYTES = 16
 _PARQUET_MARK = b"PAR1"
 _FOOTER_BYTES = 64 << 10
 """The footers of most files are shorter; for a longer one a second piece is read."""
@@ -50,8 +120,58 @@ def read_parquet(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Itera
     """Read a Parquet file; see `read_file`."""
     with filesystem.open_input_file(file.path) as stream:
         parquet = pa.parquet.ParquetFile(stream)
+        refuse_many_columns(parquet.metadata.num_columns, file.path)
         _refuse_duplicate_names(file, parquet.schema_arrow.names)
-        yield from _chunks(parquet.iter_batches(batch_size=rows), rows)
+        yield from _chunks(_parquet_batches(file, parquet, stream, rows), rows)
+
+
+def _parquet_batches(
+    file: InputFile, parquet: pa.parquet.ParquetFile, stream: pa.NativeFile, rows: int
+) -> Iterator[pa.RecordBatch]:
+    for number in range(parquet.num_row_groups):
+        group = parquet.metadata.row_group(number)
+        if not group.num_rows:
+            continue
+        row_bytes = group.total_byte_size // group.num_rows
+        for index in range(group.num_columns):
+            row_bytes = max(row_bytes, _dictionary_bytes(file, group.column(index), stream))
+        most = max(1, min(rows, _BATCH_BYTES // max(row_bytes, 1)))
+        yield from parquet.iter_batches(batch_size=most, row_groups=[number])
+
+
+def _dictionary_bytes(file: InputFile, column: pa.parquet.ColumnChunkMetaData, stream: pa.NativeFile) -> int:
+    """Return how large a column chunk's dictionary is, and so how large any of its values may be.
+
+    The file's metadata does not say it. Each row of a batch may repeat the largest value, so that a small file can take
+    any amount of memory. The header of the dictionary's page says it:
+    https://parquet.apache.org/docs/file-format/data-pages/
+
+    Raises:
+        InputError: It is too large to be read.
+    """
+    if not column.has_dictionary_page or column.dictionary_page_offset is None:
+        return 0
+    if column.total_uncompressed_size <= _SMALL_COLUMN:
+        return int(column.total_uncompressed_size)
+    stream.seek(column.dictionary_page_offset)
+    header = bytes(stream.read(_PAGE_HEADER_BYTES))
+    place, size = 0, 0
+    for _ in range(2):  # the page's type, and its uncompressed size: fields 1 and 2, each a varint in zigzag
+        if header[place : place + 1] != _NEXT_INT32:
+            return 0  # encrypted, or damaged: then it cannot be read at all
+        place, shift, size = place + 1, 0, 0
+        while place < len(header):
+            size |= (header[place] & 0x7F) << shift
+            place, shift = place + 1, shift + 7
+            if header[place - 1] < 0x80:
+                break
+        size >>= 1
+    if size > _LARGEST_DICTIONARY:
+        raise InputError(
+            f"column {column.path_in_schema!r} of {file.path} has a dictionary of {size >> 20} MiB, and up to "
+            f"{_LARGEST_DICTIONARY >> 20} MiB are read: write the file again without dictionaries"
+        )
+    return size
 
 
 def parquet_rows(file: Location) -> int | None:
@@ -89,6 +209,7 @@ def read_arrow(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterato
         is_file = stream.read(len(_ARROW_FILE)) == _ARROW_FILE
         stream.seek(0)
         with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(stream) as reader:
+            refuse_many_columns(len(reader.schema.names), file.path)
             _refuse_duplicate_names(file, reader.schema.names)
             yield from _chunks(map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader, rows)
 
@@ -104,6 +225,7 @@ def read_csv(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator[
     parse = pa.csv.ParseOptions(newlines_in_values=True)
     with filesystem.open_input_stream(file.path, compression="detect") as stream:
         names = pa.csv.open_csv(stream, read, parse).schema.names
+    refuse_many_columns(len(names), file.path)
     _refuse_duplicate_names(file, names)
     convert = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
     with filesystem.open_input_stream(file.path, compression="detect") as stream:
@@ -111,27 +233,112 @@ def read_csv(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator[
 
 
 def _refuse_duplicate_names(file: InputFile, names: list[str]) -> None:
-    duplicates = sorted({name for name in names if names.count(name) > 1})
+    duplicates = sorted(name for name, count in Counter(names).items() if count > 1)
     if duplicates:
         raise InputError(f"{file.path} has several columns named {', '.join(map(repr, duplicates))}")
 
 
 def _chunks(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[Chunk]:
-    """Cut batches to at most `rows` rows and number these."""
+    """Cut batches to at most `rows` rows, fewer where they are large, and number these."""
     first = 1
     for batch in batches:
-        for start in range(0, batch.num_rows, rows):
-            table = _plain(pa.Table.from_batches([batch.slice(start, rows)]))
+        step = max(1, min(rows, _BATCH_BYTES // max(sum(map(_largest_row, batch.columns)), 1)))
+        for start in range(0, batch.num_rows, step):
+            some = batch.slice(start, step)
+            table = pa.table([plain(column) for column in some.columns], some.schema.names)
             yield Chunk(table, list(range(first, first + table.num_rows)))
             first += table.num_rows
 
 
-def _plain(table: pa.Table) -> pa.Table:
-    """Drop dictionary encoding and schema metadata, which differ from file to file."""
-    for index, one in enumerate(table.schema):
-        if pa.types.is_dictionary(one.type):
-            table = table.set_column(index, one.name, table.column(index).cast(one.type.value_type))
-    return table.replace_schema_metadata(None)
+def _largest_row(column: pa.Array) -> int:
+    """Return about how many bytes a row may have once its encodings are undone; 0 where these repeat nothing."""
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return _largest_value(column.dictionary)
+    if pa.types.is_run_end_encoded(kind):
+        return _largest_value(column.values)
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        return _largest_value(column)
+    if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
+        longest = pa.compute.max(pa.compute.list_value_length(column)).as_py() or 0
+        return int(longest * column.values.nbytes // max(len(column.values), 1))
+    if pa.types.is_struct(kind) and kind.num_fields:
+        return sum(map(_largest_row, column.flatten()))
+    return 0
+
+
+def _largest_value(values: pa.Array) -> int:
+    kind = values.type
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        views = values.buffers()[1]  # of 16 bytes each, which begin with the value's length as an int32
+        lengths = np.frombuffer(views, np.int32)[:: _VIEW_BYTES // 4][values.offset : values.offset + len(values)]
+        return int(lengths.max(initial=0))
+    if (
+        pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+        or pa.types.is_string(kind)
+        or pa.types.is_large_string(kind)
+    ):
+        return pa.compute.max(pa.compute.binary_length(values)).as_py() or 0
+    return int(values.nbytes)
+
+
+def plain(column: pa.Array) -> pa.Array:
+    """Undo what is only another encoding of the same values, and has no place in a column that others read.
+
+    These are dictionaries and run ends, which differ from file to file, and views, which Arrow cannot filter. Nested
+    ones too. Seconds become milliseconds, as in Parquet, or text where these do not reach as far.
+    """
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return plain(column.dictionary_decode())
+    if pa.types.is_run_end_encoded(kind):
+        return plain(pa.compute.run_end_decode(column))
+    if pa.types.is_string_view(kind):
+        return column.cast(pa.string())
+    if pa.types.is_binary_view(kind):
+        return column.cast(pa.binary())
+    if pa.types.is_timestamp(kind) and kind.unit == "s":
+        try:
+            return column.cast(pa.timestamp("ms", kind.tz))
+        except pa.ArrowInvalid:
+            return text_column(column)
+    if not pa.types.is_nested(kind):
+        return column
+    if pa.types.is_struct(kind):
+        if not kind.num_fields:
+            return column
+        fields = [plain(one) for one in column.flatten()]
+        if all(one.type == field.type for one, field in zip(fields, kind, strict=True)):
+            return column
+        return pa.StructArray.from_arrays(fields, [field.name for field in kind], mask=column.is_null())
+    if pa.types.is_map(kind):
+        target = pa.map_(_plain_type(kind.key_type), _plain_type(kind.item_type))
+        return column if target == kind else column.cast(target)
+    if pa.types.is_fixed_size_list(kind):
+        target = pa.list_(_plain_type(kind.value_type), kind.list_size)
+        return column if target == kind else column.cast(target)
+    if pa.types.is_union(kind):
+        return column
+    large = pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind)
+    values = plain(column.flatten())
+    if values.type == kind.value_type and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return column
+    offsets = _offsets(column, pa.int64() if large else pa.int32())
+    return (pa.LargeListArray if large else pa.ListArray).from_arrays(offsets, values)
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    return plain(pa.nulls(0, kind)).type
+
+
+def _offsets(lists: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Return where each list begins in the items of all, null for a list that is null, and where the last one ends."""
+    lengths = pa.compute.list_value_length(lists)
+    ends = pa.compute.cumulative_sum(pa.compute.fill_null(lengths.cast(kind), 0))
+    begins = pa.concat_arrays([pa.array([0], kind), ends])
+    known = pa.concat_arrays([lengths.is_valid(), pa.array([True])])
+    return pa.compute.if_else(known, begins, pa.scalar(None, kind))
 
 
 # ---- Files of lines: JSON lines and plain text. A line that is no record becomes a row with a problem.
@@ -155,10 +362,9 @@ def read_json_lines(
     rows: int,
     text_column: str | None,
     json_column: str | None,
-    integer_column: str | None,
 ) -> Iterator[Chunk]:
     """Read a file of one JSON object a line; see `read_file`."""
-    parse = partial(_parse_json, text_column=text_column, json_column=json_column, integer_column=integer_column)
+    parse = partial(_parse_json, text_column=text_column, json_column=json_column)
     return _read_lines(filesystem, file, rows, parse)
 
 
@@ -170,23 +376,26 @@ def read_text_lines(filesystem: fs.FileSystem, file: InputFile, rows: int) -> It
 def _read_lines(
     filesystem: fs.FileSystem, file: InputFile, rows: int, parse: Callable[[bytes], dict[str, Any]]
 ) -> Iterator[Chunk]:
+    names: dict[str, None] = {}
     for some in _some_lines(_numbered_lines(filesystem, file), rows):
         records: list[dict[str, Any]] = []
         problems = {}
-        for index, (_, line) in enumerate(some):
+        for index, (number, line) in enumerate(some):
             try:
                 if len(line) > _LONGEST_LINE:
                     raise ValueError(f"the line has more than {_LONGEST_LINE >> 20} MiB")
                 records.append(parse(line))
+                names.update(dict.fromkeys(records[-1]))
             except (ValueError, RecursionError) as error:
                 records.append({})
                 kept = line if len(line) <= _LONGEST_LINE else line[:_KEPT_OF_LINE]
                 problems[index] = RowProblem("BadRow", one_line(error), kept.decode("utf-8", "replace"))
-        names = list(dict.fromkeys(name for record in records for name in record))
-        columns = {name: infer_column([record.get(name) for record in records]) for name in names}
+            refuse_many_columns(len(names), f"{file.path} up to line {number}")
+        here = dict.fromkeys(name for record in records for name in record)
+        columns = {name: infer_column([record.get(name) for record in records]) for name in here}
         # An Arrow table without columns has no rows either.
         table = pa.table(columns) if columns else pa.table({_TEXT_COLUMN: pa.nulls(len(some), pa.string())})
-        yield Chunk(table, [number for number, _ in some], problems)
+        yield Chunk(table, [number for number, _ in some], problems, records)
 
 
 def _some_lines(lines: Iterable[tuple[int, bytes]], most: int) -> Iterator[list[tuple[int, bytes]]]:
@@ -224,9 +433,7 @@ def _numbered_lines(filesystem: fs.FileSystem, file: InputFile) -> Iterator[tupl
             yield number + 1, bytes(text)
 
 
-def _parse_json(
-    line: bytes, *, text_column: str | None, json_column: str | None, integer_column: str | None
-) -> dict[str, Any]:
+def _parse_json(line: bytes, *, text_column: str | None, json_column: str | None) -> dict[str, Any]:
     text = _decode(line).strip()
     if not text:
         raise ValueError("the line is blank")
@@ -249,8 +456,6 @@ def _parse_json(
         raise ValueError(f"{text_column!r} is {as_text(record[text_column])}, not text")
     if json_column in record:
         record[json_column] = as_text(record[json_column])
-    if integer_column is not None and isinstance(record.get(integer_column), float):
-        record[integer_column] = as_text(record[integer_column])
     return record
 
 
@@ -276,6 +481,10 @@ def _decode(line: bytes) -> str:
 
 # ---- Reading an input file of any format, in chunks of rows.
 
+_ALWAYS_READ = 1 << 30
+_MOST_EXPANDED = 1000
+"""A file of rows expands to fewer times its own size. Some bytes can expand to anything, and would fill the disk."""
+
 
 def read_file(
     filesystem: fs.FileSystem,
@@ -283,7 +492,6 @@ def read_file(
     rows: int,
     text_column: str | None = None,
     json_column: str | None = None,
-    integer_column: str | None = None,
 ) -> Iterator[Chunk]:
     """Read a file in chunks of at most `rows` rows, none of them empty.
 
@@ -292,20 +500,26 @@ def read_file(
         file: The file.
         rows: Most rows of a chunk.
         text_column: In JSON lines, a row whose value in this column is not text gets a problem.
-        json_column: In JSON lines, objects of this column stay JSON text: as Arrow values, 1 and 1.0 would become one
-            type.
-        integer_column: In JSON lines, numbers of this column that are no integers stay JSON text: one of them, as an
-            Arrow value, would make floats of all integers.
+        json_column: In JSON lines, objects of this column stay JSON text, whatever they have in common.
 
     Raises:
         InputError: The file is damaged or is not of its format.
     """
     try:
         if file.format == "jsonl":
-            yield from read_json_lines(filesystem, file, rows, text_column, json_column, integer_column)
+            chunks = read_json_lines(filesystem, file, rows, text_column, json_column)
         else:
             readers = {"text": read_text_lines, "parquet": read_parquet, "csv": read_csv, "arrow": read_arrow}
-            yield from readers[file.format](filesystem, file, rows)
+            chunks = readers[file.format](filesystem, file, rows)
+        size = 0
+        for chunk in chunks:
+            size += chunk.columns.nbytes
+            if size > max(_ALWAYS_READ, _MOST_EXPANDED * file.size):
+                raise InputError(
+                    f"{file.path} has {file.size} bytes and expands to more than {size >> 20} MiB of rows, which looks "
+                    "like a decompression bomb: split the file, or store the repeated column once"
+                )
+            yield chunk
     except InputError:
         raise
     except Exception as error:

@@ -88,7 +88,8 @@ class LearningFeed:
 
     def _give(self, learner: Any, samples: SampleTap) -> Any:
         state = self._engine.state()
-        beat = EngineBeat(state.output_tokens, state.row_steps, state.choices, state.busy_seconds)
+        choices = tuple(choice for choice in state.choices if choice.members)
+        beat = EngineBeat(state.output_tokens, state.row_steps, choices, state.busy_seconds)
         rows = samples.take(_BATCH_BYTES)
         return learner.exchange.remote(self._name, beat, [self._put(rows)] if rows else [])
 

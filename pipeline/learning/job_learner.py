@@ -99,8 +99,9 @@ class WatchedLearner:
         """Print what is new."""
         before, self.last = self.last, report
         if report.version is not None and report.version != before.version:
-            beta = "" if report.published_beta is None else f", β {report.published_beta:.2f} on rows held out"
-            tell(f"version {report.version} of the head after {report.steps:,} steps{beta}")
+            length = report.published_beta
+            measured = "" if length is None else f", {length:.2f} tokens a step on rows held out"
+            tell(f"version {report.version} of the head after {report.steps:,} steps{measured}")
         if report.state != self._said and report.state not in ("starting", "measuring"):
             self._said = report.state
             tell(f"{report.state}: {report.reason}")

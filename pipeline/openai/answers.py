@@ -8,6 +8,7 @@ each choice of an answer that is not streamed, the statistics of the whole.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -63,16 +64,44 @@ def lossless_mark(*generations: Generation) -> dict[str, Any]:
 # ---- The bodies of answers: what was generated, in OpenAI's schema.
 
 TokenText = Callable[[int], str]
-"""Gives the text of a token by itself."""
+"""Gives the text of a token by itself; bytes of half a character are surrogates, as Python's `surrogateescape` has
+them."""
+_HALVES = re.compile("[\udc80-\udcff]")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+"""A token for a byte in vocabularies of SentencePiece."""
+_PRINTED_BYTES = (*range(33, 127), *range(161, 173), *range(174, 256))
+_BYTES = {chr(byte): byte for byte in _PRINTED_BYTES} | {
+    chr(256 + place): byte for place, byte in enumerate(sorted(set(range(256)) - set(_PRINTED_BYTES)))
+}
+"""Bytes as vocabularies of byte-level BPE write them, since GPT-2."""
 _IMPOSSIBLE = -9999.0
 """OpenAI's log-probability of a token that is too unlikely for a number; JSON has no minus infinity."""
 
 
 def token_text(tokenizer: Any, token: int) -> str:
-    """Return the text of a token inside a text, which may begin with a space; `\ufffd` stands for half a character."""
+    """Return the text of a token inside a text, which may begin with a space; see `TokenText`.
+
+    Where the vocabulary does not say which bytes a token of half a character has, `\ufffd` stands for it.
+    """
     # Tokenisers that put words together leave out the space before the first one, so the second one tells.
     once, twice = (str(tokenizer.decode([token] * times, clean_up_tokenization_spaces=False)) for times in (1, 2))
-    return twice[len(once) :]
+    text = twice[len(once) :]
+    if "\ufffd" not in text:
+        return text
+    known = _vocabulary_bytes(str(tokenizer.convert_ids_to_tokens(token)))
+    return text if known is None else known.decode(errors="surrogateescape")
+
+
+def _vocabulary_bytes(entry: str) -> bytes | None:
+    """Return the bytes of an entry of a vocabulary; None where it is not written as bytes are."""
+    if found := _BYTE_TOKEN.fullmatch(entry):
+        return bytes([int(found[1], 16)])
+    return bytes(_BYTES[character] for character in entry) if all(one in _BYTES for one in entry) else None
+
+
+def _shown(text: str) -> str:
+    """Return a token's text without the bytes of half characters, which no JSON has; it is as long."""
+    return _HALVES.sub("\ufffd", text)
 
 
 def chat_response(
@@ -175,9 +204,8 @@ def chat_logprobs(
 
     def described(token: int, logprob: float) -> dict[str, Any]:
         text = token_text(token)
-        # A token of half a character has no text by itself, and so no bytes that are known.
-        known = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": _number(logprob), "bytes": known}
+        known = None if "\ufffd" in text else list(text.encode(errors="surrogateescape"))
+        return {"token": _shown(text), "logprob": _number(logprob), "bytes": known}
 
     return {
         "content": [
@@ -203,7 +231,7 @@ def completion_logprobs(
     """
     if logprobs is None:
         return None
-    texts = [token_text(one.token_id) for one in logprobs]
+    texts = [_shown(token_text(one.token_id)) for one in logprobs]
     offsets = []
     for text in texts:
         offsets.append(offset)
@@ -211,7 +239,9 @@ def completion_logprobs(
     return {
         "tokens": texts,
         "token_logprobs": [_number(one.logprob) for one in logprobs],
-        "top_logprobs": [{token_text(token): _number(logprob) for token, logprob in one.top} for one in logprobs],
+        "top_logprobs": [
+            {_shown(token_text(token)): _number(logprob) for token, logprob in one.top} for one in logprobs
+        ],
         "text_offset": offsets,
     }
 

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drafter.requests import Generation
 from pipeline.openai.answers import TokenText, chat_response, completion_response, lossless_mark
-from pipeline.openai.requests import OpenAIError, ParsedRequest, bad_request, missing, parse_chat, parse_completion
+from pipeline.openai.requests import (
+    OpenAIError,
+    ParsedRequest,
+    bad_request,
+    missing,
+    parse_chat,
+    parse_completion,
+    parse_json,
+)
 
+LINE_FIELDS = ("custom_id", "method", "url", "body")
+"""Fields of a line."""
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 
@@ -18,7 +27,7 @@ def parse_line(line: Mapping[str, Any]) -> ParsedRequest:
     """Return what a line asks for.
 
     Args:
-        line: Its `method`, `url` and `body`, the last as JSON text.
+        line: Its `LINE_FIELDS`; the body as JSON text.
 
     Raises:
         OpenAIError: It is not a request that can be answered.
@@ -31,10 +40,7 @@ def parse_line(line: Mapping[str, Any]) -> ParsedRequest:
             raise bad_request(message, name, "unsupported_value")
     if line.get("body") is None:
         raise missing("body")
-    try:
-        body = json.loads(line["body"])
-    except (ValueError, RecursionError):
-        body = line["body"]  # text that is not JSON is no object either
+    body = parse_json(line["body"].encode())
     request = parse_chat(body) if line["url"] == _CHAT else parse_completion(body)
     if request.stream:
         message = "Unsupported value: 'stream' can only be false in a batch."

@@ -1,11 +1,14 @@
-"""JSON as the standard has it: Python alone would write NaN and infinities, which other readers refuse."""
+"""JSON as the standard has it: Python alone would read and write NaN and infinities, which others refuse.
+
+Bodies of requests are read here, whether they come to the endpoint or as a line of a batch.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import TypeIs
@@ -23,12 +26,50 @@ def to_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
+def parse_json(body: bytes) -> Any:
+    """Return what JSON says, as the standard has it: UTF-8, no NaN or infinities, and text that can be encoded.
+
+    Raises:
+        OpenAIError: 400, it is not JSON.
+    """
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_number)
+        if b"\\u" in body:  # an escape can be half of a surrogate pair, which is not a character
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        raise OpenAIError(400, f"The body is not JSON: {_reason(error)}.", code="invalid_json") from error
+    return value
+
+
+def _number(text: str) -> float | int:
+    """Return a number; a whole one is an integer, because JSON does not tell 1.0 from 1 and some clients write 1.0."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _reason(error: Exception) -> str:
+    match error:
+        case json.JSONDecodeError():
+            return f"{error.msg} at line {error.lineno}, column {error.colno}"
+        case UnicodeDecodeError() | UnicodeEncodeError():
+            return "it is not valid UTF-8"
+        case RecursionError():
+            return "it is nested too deeply"
+        case _:
+            return "it has a number that cannot be read"
+
+
 # ---- OpenAI's shape of an error.
 
 NOT_FINITE = "not_finite"
 """Code of the error for a model that overflows; asked again, it would overflow again."""
 _LONGEST_SHOWN = 80
 """Characters of a value that a message quotes."""
+_IN_PIECES = json.JSONEncoder(ensure_ascii=False, default=str)
 
 
 class OpenAIError(Exception):
@@ -69,7 +110,16 @@ def not_finite() -> OpenAIError:
 
 def shown(value: Any) -> str:
     """Return a value of a request as a message quotes it: JSON, and its beginning if it is long."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = ""
+    for piece in _IN_PIECES.iterencode(value[: _LONGEST_SHOWN + 1] if isinstance(value, str) else value):
+        text += piece
+        if len(text) > _LONGEST_SHOWN:
+            break
+    return clipped(text)
+
+
+def clipped(text: str) -> str:
+    """Return a text, or its beginning if it is long."""
     return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 1] + "…"
 
 
@@ -87,8 +137,7 @@ class ParsedRequest:
     Args:
         model: The model's name in the body.
         prompts: What to continue: one prompt, or several for a text completion with a list of prompts.
-        settings: The fields of `SamplingParams` that the body decides. A body that does not give the temperature asks
-            for OpenAI's default of 1; what else it leaves out is not here.
+        settings: The fields of `SamplingParams` that the body decides; what it leaves out is not here.
         n: Choices of each prompt.
         stream: Whether tokens are sent as they come.
         include_usage: Whether a stream ends with the usage.
@@ -112,7 +161,7 @@ class ParsedRequest:
         return self.settings.get("logprobs") is not None
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
-        """Return the settings of one text: `defaults`, changed by what the body decides.
+        """Return the settings of one text: `defaults`, which draw, changed by what the body decides.
 
         Raises:
             OpenAIError: A value that the engine does not take.
@@ -134,24 +183,37 @@ def is_messages(prompt: Prompt) -> TypeIs[Messages]:
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles as a chat template knows them; `developer` is OpenAI's newer name for `system`."""
 _MESSAGE_FIELDS = {"role", "content", "name"}
+MOST_MESSAGES = 2048
+"""Messages of a chat. Each becomes several tokens, however empty it is."""
 _TOKENS = 2**31
 """Token ids are below this."""
 
 
-def chat_messages(messages: list[dict[str, Any]]) -> Messages:
+def chat_messages(messages: Any) -> Messages:
     """Return messages as a chat template takes them: known roles, contents of text.
 
     Raises:
-        OpenAIError: A message has a field, a role or a content that is not supported.
+        OpenAIError: They are no list of messages, or too many; or one has a field, a role or a content that is not
+            supported.
     """
+    if not isinstance(messages, list):
+        message = f"Invalid 'messages': it must be a list of messages, not {shown(messages)}."
+        raise bad_request(message, "messages", "invalid_type")
+    if not 1 <= len(messages) <= MOST_MESSAGES:
+        message = (
+            f"Invalid 'messages': it must have at least 1 and at most {MOST_MESSAGES} messages, not {len(messages)}."
+        )
+        raise bad_request(message, "messages", "invalid_value")
     return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
 
 
-def _message(message: dict[str, Any], path: str) -> dict[str, Any]:
+def _message(message: Any, path: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise bad_request(f"Invalid '{path}': it must be an object, not {shown(message)}.", path, "invalid_type")
     given = {name: value for name, value in message.items() if value is not None and value != []}
     for name in given:
         if name not in _MESSAGE_FIELDS:
-            where = f"{path}.{name}"
+            where = f"{path}.{clipped(name)}"
             raise bad_request(f"Unsupported parameter: '{where}' is not supported.", where, "unsupported_parameter")
     role, name = given.get("role"), given.get("name", "")
     if not isinstance(role, str) or role not in _ROLES:
@@ -281,34 +343,49 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """What the bodies of chat and text completions share; ranges are OpenAI's."""
+    """What the bodies of chat and text completions share; ranges are OpenAI's.
+
+    Pydantic checks single values only. It makes an error of each wrong value in a list or an object, which takes
+    seconds and hundreds of megabytes for a megabyte: these are checked elsewhere, up to the first mistake.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, ge=0, le=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
     n: int = Field(1, ge=1, le=128)
     seed: int | None = None
     stop: Any = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Any = None
+    # vLLM's parameters, which its clients send in `extra_body`.
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    ignore_eos: bool | None = None
+    stop_token_ids: Any = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     # These say whose request it is, and nothing about its answer.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Any = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
     def settings(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams` that both kinds of body decide alike."""
-        found: dict[str, Any] = {"temperature": self.temperature}
+        found: dict[str, Any] = {}
+        for name in ("temperature", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids"):
+            if getattr(self, name) is not None:
+                found[name] = getattr(self, name)
+        if self.top_k is not None:
+            found["top_k"] = max(self.top_k, 0)  # vLLM's -1 keeps all
         if self.top_p == 0:  # the smallest set that reaches nothing: one token
             found["top_k"] = 1
-        elif self.top_p < 1:
+        elif self.top_p is not None:
             found["top_p"] = self.top_p
         if self.max_tokens is not None:
             found["max_new_tokens"] = self.max_tokens
@@ -319,7 +396,7 @@ class Body(BaseModel):
         for name in ("presence_penalty", "frequency_penalty"):
             if getattr(self, name):
                 found[name] = getattr(self, name)
-        if self.logit_bias:
+        if self.logit_bias is not None:
             found["logit_bias"] = _logit_bias(self.logit_bias)
         return found
 
@@ -342,7 +419,7 @@ class Body(BaseModel):
 class ChatBody(Body):
     """The body of a chat completion."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Any
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -363,6 +440,9 @@ def _validated(kind: type[AnyBody], body: dict[str, Any]) -> AnyBody:
     if not isinstance(body, dict):
         raise bad_request("The body of the request is not a JSON object.", None, "invalid_type")
     given = {name: value for name, value in body.items() if value is not None}
+    for name in given:
+        if name not in kind.model_fields and name not in _UNSUPPORTED:
+            raise _unknown(name)
     for name in [name for name in given if name in _UNSUPPORTED]:
         value = given.pop(name)
         if not any(type(value) is type(harmless) and value == harmless for harmless in _UNSUPPORTED[name]):
@@ -370,6 +450,12 @@ def _validated(kind: type[AnyBody], body: dict[str, Any]) -> AnyBody:
     options = given.get("stream_options")
     if isinstance(options, dict):
         given["stream_options"] = {name: value for name, value in options.items() if _asks_for_something(name, value)}
+        for name in given["stream_options"]:
+            if name not in StreamOptions.model_fields:
+                raise _unknown(f"stream_options.{name}")
+    metadata = given.get("metadata")
+    if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
+        raise bad_request("Invalid 'metadata': it must be an object with texts.", "metadata", "invalid_type")
     try:
         return kind.model_validate(given)
     except ValidationError as error:
@@ -387,11 +473,14 @@ def _refusal(error: ValidationError) -> OpenAIError:
     path = _path(first["loc"])
     if first["type"] == "missing":
         return missing(path)
-    if first["type"] == "extra_forbidden":
-        return bad_request(f"Unknown parameter: '{path}'.", path, "unknown_parameter")
     code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
     found = "" if ", not " in first["msg"] else f", not {shown(first['input'])}"
     return bad_request(f"Invalid '{path}': {first['msg']}{found}.", path, code)
+
+
+def _unknown(name: str) -> OpenAIError:
+    name = clipped(name)
+    return bad_request(f"Unknown parameter: '{name}'.", name, "unknown_parameter")
 
 
 def _unsupported(name: str, value: Any) -> OpenAIError:
@@ -428,12 +517,16 @@ def _stop(value: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _logit_bias(value: dict[str, float]) -> dict[int, float]:
+def _logit_bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        message = f"Invalid 'logit_bias': it must be an object, not {shown(value)}."
+        raise bad_request(message, "logit_bias", "invalid_type")
     if len(value) > MOST_BIASES:
         message = f"Invalid 'logit_bias': up to {MOST_BIASES} tokens are allowed, not {len(value)}."
         raise bad_request(message, "logit_bias", "object_above_max_properties")
     for token, bias in value.items():
-        if not (token.isascii() and token.isdigit() and len(token) < 10) or not -100 <= bias <= 100:
+        number = isinstance(bias, int | float) and not isinstance(bias, bool) and -100 <= bias <= 100
+        if not number or not (token.isascii() and token.isdigit() and len(token) < 10):
             message = f"Invalid 'logit_bias': token ids with numbers of -100 to 100, not {shown({token: bias})}."
             raise bad_request(message, "logit_bias", "invalid_value")
-    return {int(token): bias for token, bias in value.items()}
+    return {int(token): float(bias) for token, bias in value.items()}

@@ -55,6 +55,7 @@ class RunTraits:
         sampling: The run's sampling settings.
         writing: How the run's results are written.
         rows_have_settings: Whether a row may bring sampling settings of its own.
+        drafter: The run's drafter, as its configuration names it.
         lossless: Whether the engine's verifier is lossless; otherwise every row is marked.
         learning: Whether a head learns from the rows, so that rows are drafted with different versions of it.
     """
@@ -62,6 +63,7 @@ class RunTraits:
     sampling: SamplingParams
     writing: WritingConfig
     rows_have_settings: bool
+    drafter: str = "none"
     lossless: bool = True
     learning: bool = False
 
@@ -81,14 +83,14 @@ class OutputColumn:
     Args:
         name: Its name.
         type: Its Arrow type.
-        value: What a finished request puts there.
+        value: What a finished request of a run puts there.
         wanted: Whether a run's output has the column.
         repeatable: Whether a row that is generated again has the same value.
     """
 
     name: str
     type: pa.DataType
-    value: Callable[[Generation, Request], Any]
+    value: Callable[[Generation, Request, RunTraits], Any]
     wanted: Callable[[RunTraits], bool] = _always
     repeatable: bool = True
 
@@ -102,47 +104,48 @@ def slot_seconds(generation: Generation) -> float:
 _TEXT, _INTEGER, _FLOAT, _INTEGERS = pa.string(), pa.int64(), pa.float64(), pa.list_(pa.int64())
 
 COLUMNS = (
-    OutputColumn("text", _TEXT, lambda g, r: g.text),
-    OutputColumn("prompt_token_ids", _INTEGERS, lambda g, r: list(r.prompt_ids)),
-    OutputColumn("token_ids", _INTEGERS, lambda g, r: g.token_ids),
-    OutputColumn("finish_reason", _TEXT, lambda g, r: g.finish_reason),
-    OutputColumn("num_prompt_tokens", _INTEGER, lambda g, r: g.prompt_tokens),
-    OutputColumn("num_output_tokens", _INTEGER, lambda g, r: len(g.token_ids)),
-    OutputColumn("seed", _INTEGER, lambda g, r: r.sampling.seed),
-    OutputColumn("num_decode_steps", _INTEGER, lambda g, r: g.counts.num_decode_steps),
-    OutputColumn("num_spec_steps", _INTEGER, lambda g, r: g.counts.num_spec_steps),
-    OutputColumn("num_draft_tokens", _INTEGER, lambda g, r: g.counts.num_draft_tokens),
-    OutputColumn("num_accepted_draft_tokens", _INTEGER, lambda g, r: g.counts.num_accepted_draft_tokens),
-    OutputColumn("acceptance_histogram", _INTEGERS, lambda g, r: g.counts.acceptance_histogram),
+    OutputColumn("text", _TEXT, lambda g, r, run: g.text),
+    OutputColumn("prompt_token_ids", _INTEGERS, lambda g, r, run: list(r.prompt_ids)),
+    OutputColumn("token_ids", _INTEGERS, lambda g, r, run: g.token_ids),
+    OutputColumn("finish_reason", _TEXT, lambda g, r, run: g.finish_reason),
+    OutputColumn("num_prompt_tokens", _INTEGER, lambda g, r, run: g.prompt_tokens),
+    OutputColumn("num_output_tokens", _INTEGER, lambda g, r, run: len(g.token_ids)),
+    OutputColumn("seed", _INTEGER, lambda g, r, run: r.sampling.seed),
+    OutputColumn("num_decode_steps", _INTEGER, lambda g, r, run: g.counts.num_decode_steps),
+    OutputColumn("num_spec_steps", _INTEGER, lambda g, r, run: g.counts.num_spec_steps),
+    OutputColumn("num_draft_tokens", _INTEGER, lambda g, r, run: g.counts.num_draft_tokens),
+    OutputColumn("num_accepted_draft_tokens", _INTEGER, lambda g, r, run: g.counts.num_accepted_draft_tokens),
+    OutputColumn("acceptance_histogram", _INTEGERS, lambda g, r, run: g.counts.acceptance_histogram),
     OutputColumn(
         "per_step_accepted",
         _INTEGERS,
-        lambda g, r: g.counts.per_step_accepted,
+        lambda g, r, run: g.counts.per_step_accepted,
         wanted=lambda run: run.writing.per_step_accepted,
     ),
-    OutputColumn("mean_acceptance_length", _FLOAT, lambda g, r: mean_acceptance_length(g.counts)),
-    OutputColumn("draft_acceptance_rate", _FLOAT, lambda g, r: draft_acceptance_rate(g.counts)),
-    OutputColumn("generation_seconds", _FLOAT, lambda g, r: slot_seconds(g), repeatable=False),
-    OutputColumn("finished_at", pa.timestamp("ms", "UTC"), lambda g, r: datetime.now(UTC), repeatable=False),
+    OutputColumn("mean_acceptance_length", _FLOAT, lambda g, r, run: mean_acceptance_length(g.counts)),
+    OutputColumn("draft_acceptance_rate", _FLOAT, lambda g, r, run: draft_acceptance_rate(g.counts)),
+    OutputColumn("generation_seconds", _FLOAT, lambda g, r, run: slot_seconds(g), repeatable=False),
+    OutputColumn("finished_at", pa.timestamp("ms", "UTC"), lambda g, r, run: datetime.now(UTC), repeatable=False),
     OutputColumn(
         "logprobs",
         LOGPROBS_TYPE,
-        lambda g, r: logprobs_value(g.logprobs),
+        lambda g, r, run: logprobs_value(g.logprobs),
         wanted=lambda run: run.sampling.logprobs is not None or run.rows_have_settings,
     ),
+    OutputColumn("drafter", _TEXT, lambda g, r, run: run.drafter, repeatable=False),
     OutputColumn(
         "drafter_version",
         _INTEGER,
-        lambda g, r: g.drafter_versions[-1] if g.drafter_versions else None,
+        lambda g, r, run: g.drafter_versions[-1] if g.drafter_versions else None,
         wanted=lambda run: run.learning,
         repeatable=False,
     ),
-    OutputColumn("lossless", pa.bool_(), lambda g, r: g.lossless, wanted=_leniently),
-    OutputColumn("verifier", _TEXT, lambda g, r: g.verifier, wanted=_leniently),
-    OutputColumn("num_lenient_tokens", _INTEGER, lambda g, r: len(g.lenient), wanted=_leniently),
-    OutputColumn("lenient_positions", _INTEGERS, lambda g, r: g.lenient, wanted=_leniently),
+    OutputColumn("lossless", pa.bool_(), lambda g, r, run: g.lossless, wanted=_leniently),
+    OutputColumn("verifier", _TEXT, lambda g, r, run: g.verifier, wanted=_leniently),
+    OutputColumn("num_lenient_tokens", _INTEGER, lambda g, r, run: len(g.lenient), wanted=_leniently),
+    OutputColumn("lenient_positions", _INTEGERS, lambda g, r, run: g.lenient, wanted=_leniently),
 )
-"""All columns, in the order of the output; `g` is the generation and `r` its request."""
+"""All columns, in the order of the output; `g` is the generation, `r` its request and `run` the traits of its run."""
 
 TIMING_COLUMNS = tuple(column.name for column in COLUMNS if not column.repeatable)
 """Names of the columns that differ when a row is generated again."""
@@ -159,7 +162,7 @@ def columns_type(columns: Sequence[OutputColumn] = COLUMNS) -> pa.StructType:
 
 
 def column_values(
-    generation: Generation, request: Request, columns: Sequence[OutputColumn] = COLUMNS
+    generation: Generation, request: Request, run: RunTraits, columns: Sequence[OutputColumn] = COLUMNS
 ) -> dict[str, Any]:
     """Return what a request that has just finished adds to its row."""
-    return {column.name: column.value(generation, request) for column in columns}
+    return {column.name: column.value(generation, request, run) for column in columns}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pyarrow import fs
 
 from pipeline.errors import InputError
-from pipeline.io.files import Location, make_folders, read_either
+from pipeline.io.files import Location, delete_twice, make_folders, partials, read_either
 from pipeline.staging.staging import STAGED_LIST
 
 RUN_FILE = "run.json"
@@ -130,6 +130,10 @@ class OutputFolder:
     def delete_temporary(self) -> None:
         """Delete what earlier submissions were writing when they ended; only the holder of the lease may do so."""
         self.temporary.filesystem.delete_dir_contents(self.temporary.path, missing_dir_ok=True)
+        for folder in (self.root, self.data, self.errors, self.staged, self.head):
+            for partial in partials(folder):
+                if not partial.name.startswith(LEASE_FILE):  # which the lease itself writes, and cleans up
+                    partial.delete()
 
     def has_results(self) -> bool:
         """Return whether any row has been generated that is kept: of a committed part, or left by who was stopped."""
@@ -155,6 +159,10 @@ class OutputFolder:
             return None
         except ValueError as error:
             raise InputError(f"{error}, and so is its copy: choose another output") from error
+
+    def forget_compaction(self) -> None:
+        """Delete the plan, once the files that it is of are gone."""
+        delete_twice(self.compaction_file)
 
     def committed(self) -> set[str]:
         """Return the names of the parts that are in the output."""

@@ -20,7 +20,7 @@ from types import TracebackType
 from pyarrow import fs
 
 from pipeline.errors import InputError
-from pipeline.io.files import Location
+from pipeline.io.files import Location, partials
 
 BEAT_SECONDS = 5.0
 """The holder changes the file this often."""
@@ -103,7 +103,18 @@ class Lease:
         self._thread.join()
         held = self._read()
         if held is not None and held.name == self._me.name:
+            for partial in self._partials():  # of dead submissions: those that live write nothing while this one does
+                partial.delete()
             self._file.filesystem.delete_file(self._file.path)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether anything is left of a submission: one that works, or one that ended without giving the lease up."""
+        return self._file.exists or bool(self._partials())
+
+    def _partials(self) -> list[Location]:
+        folder = Location(self._file.filesystem, self._file.path.rpartition("/")[0])
+        return [one for one in partials(folder) if one.name.startswith(self._file.name)]
 
     def _refuse_unless(self, free: bool, holder: Holder) -> None:
         if not free:

@@ -21,7 +21,8 @@ import pyarrow.parquet
 from pyarrow import fs
 from ray.data.datasource import Datasink
 
-from pipeline.io.column_types import free_name
+from drafter.errors import printable
+from pipeline.io.column_types import free_name, python_rows, whole
 from pipeline.io.files import Location
 from pipeline.io.reading import parquet_rows
 from pipeline.output.folder import OutputFolder
@@ -87,7 +88,7 @@ def data_table(rows: pa.Table) -> pa.Table:
     An input column with the name of another becomes `input_NAME`.
     """
     finished = rows.filter(pa.compute.is_null(rows["problem"]))
-    given, generated = finished["row"].combine_chunks(), finished["generated"].combine_chunks()
+    given, generated = whole(finished["row"]), whole(finished["generated"])
     theirs, ours = ([field.name for field in one.type] for one in (given, generated))
     taken = {"request_id", *ours}
     columns = {"request_id": finished["request_id"]}
@@ -107,7 +108,7 @@ def error_table(rows: pa.Table) -> pa.Table:
     problems = failed["problem"].to_pylist()
     inputs = [
         problem["input"] if problem["input"] is not None else json.dumps(row, ensure_ascii=False, default=str)
-        for problem, row in zip(problems, failed["row"].to_pylist(), strict=True)
+        for problem, row in zip(problems, python_rows(whole(failed["row"])), strict=True)
     ]
     return pa.table(
         {
@@ -158,7 +159,7 @@ def discard_torn(output: OutputFolder, parts: Iterable[Part]) -> None:
         return
     names = ", ".join(file.place.path.removeprefix(f"{output.root.path}/") for file in torn[:_SHOWN])
     more = f" and {len(torn) - _SHOWN} others" if len(torn) > _SHOWN else ""
-    print(f"results that are not whole are made again: {names}{more}", file=sys.stderr, flush=True)
+    print(f"results that are not whole are made again: {printable(names)}{more}", file=sys.stderr, flush=True)
     for file in torn:
         file.place.filesystem.delete_file(file.place.path)
 

@@ -17,9 +17,9 @@ from pipeline.errors import InputError
 from pipeline.io.files import Location, is_copy, mend, read_either, write_twice
 from pipeline.output.folder import LEASE_FILE, RUN_FILE
 
-FORMAT = 2
+FORMAT = 3
 """Rises where this release must not go on with the outputs of earlier ones. In format 1, fingerprints of models did not
-cover every tensor."""
+cover every tensor; in format 2, rows did not say who drafted them."""
 _PACKAGES = ("drafter", "torch", "transformers", "tokenizers", "ray", "pyarrow")
 
 
@@ -82,8 +82,7 @@ def versions(*more: str) -> dict[str, str | None]:
 _LONGEST_CHANGE = 120
 """Characters of two values that a message still shows."""
 _SHOWN_CHANGES = 3
-_IN_WORDS = {"draw": "the version that began it draws other tokens from the same seeds"}
-"""What it means that a value differs, where the value is no setting."""
+_OTHER_DRAW = "the version that began it draws other tokens from the same seeds"
 
 
 class JobFolder(Protocol):
@@ -162,7 +161,11 @@ def _why_not(uri: str, run_file: Location, meant: dict[str, Any]) -> str | None:
             f"output {uri} was made by another release (its format is {run.get('format', 1)}, and this release "
             f"writes {FORMAT}): go on with that release, or choose another output"
         )
-    if different := list(_changes(run["meaning"], json.loads(json.dumps(meant)))):
+    before, now = run["meaning"], json.loads(json.dumps(meant))
+    draws = before.pop("draw", None), now.pop("draw", None)
+    # Whether tokens are drawn at all follows from the settings and the rows: only where they are, the way may differ.
+    different = list(_changes(before, now)) or ([_OTHER_DRAW] if None not in draws and draws[0] != draws[1] else [])
+    if different:
         return f"output {uri} belongs to another job ({'; '.join(different[:_SHOWN_CHANGES])}): choose another output"
     return None
 
@@ -180,8 +183,6 @@ def _changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> I
         old, new = before.get(name), now.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
             yield from _changes(old, new, f"{prefix}{name}.")
-        elif old != new and not prefix and name in _IN_WORDS:
-            yield _IN_WORDS[name]
         elif old != new:
             long = len(repr(old)) + len(repr(new)) > _LONGEST_CHANGE
             yield f"{prefix}{name} " + ("is another" if long else f"was {old!r}, is now {new!r}")

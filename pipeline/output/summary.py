@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
 import pyarrow.dataset
 from pyarrow import fs
 from tqdm import tqdm
 
-from drafter.statistics import DecodeCounts, draft_acceptance_rate, mean_acceptance_length, total
+from drafter.statistics import (
+    PLAIN,
+    BatchChoice,
+    DecodeCounts,
+    MemberView,
+    StepSums,
+    draft_acceptance_rate,
+    mean_acceptance_length,
+    per_second,
+    speculated_share,
+    total,
+)
 from pipeline.io.files import Location
 from pipeline.output.folder import OutputFolder
 
@@ -22,6 +35,10 @@ _COUNTS = (
     "acceptance_histogram",
 )
 _BAR = 40
+_LONG = 100.0
+"""Seconds of which tenths are of no interest."""
+_ALIKE = 0.995
+"""A member that is so many times as fast as the one that drafts is as fast."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +79,14 @@ def _dataset(folder: Location) -> pyarrow.dataset.Dataset:
     return pyarrow.dataset.dataset(folder.path, filesystem=folder.filesystem, format="parquet")
 
 
-def summarise(output: OutputFolder, found: OutputTotals, new_tokens: int, new_rows: int, seconds: float) -> str:
+def summarise(
+    output: OutputFolder,
+    found: OutputTotals,
+    new_tokens: int,
+    new_rows: int,
+    seconds: float,
+    sentences: Sequence[str] = (),
+) -> str:
     """Write the summary for a person.
 
     Args:
@@ -71,6 +95,7 @@ def summarise(output: OutputFolder, found: OutputTotals, new_tokens: int, new_ro
         new_tokens: Tokens that this submission generated.
         new_rows: Rows that this submission finished, errors included.
         seconds: How long it generated, without its start.
+        sentences: What drafting was worth, and why; see `speculation_record`.
     """
     counts = found.counts
     lines = [
@@ -78,13 +103,10 @@ def summarise(output: OutputFolder, found: OutputTotals, new_tokens: int, new_ro
         f"tokens      {counts.num_output_tokens:,} in {counts.num_decode_steps:,} decode steps of a row",
     ]
     if new_rows:
-        rate = f"{new_tokens / seconds:,.0f} tokens/s, {new_rows / seconds:,.1f} rows/s" if seconds > 0 else "at once"
-        lines.append(f"speed       {rate} ({new_rows:,} rows in {tqdm.format_interval(seconds)})")
-    lines.append(
-        f"β           {mean_acceptance_length(counts):.2f} tokens a base forward (plain decoding: 1.00); "
-        f"{draft_acceptance_rate(counts):.0%} of {counts.num_draft_tokens:,} draft tokens accepted"
-    )
-    lines += histogram_lines(counts)
+        rates = f"{per_second(new_tokens, seconds):,.0f} tokens/s, {per_second(new_rows, seconds):,.1f} rows/s"
+        lines.append(f"speed       {rates} ({new_rows:,} rows in {tqdm.format_interval(seconds)} of generation)")
+    lines += acceptance_lines(counts)
+    lines += [f"{'' if place else 'drafting':<12}{sentence}" for place, sentence in enumerate(sentences)]
     lines.append(f"results     {output.data.path}")
     if found.errors:
         lines.append(f"errors      {output.errors.path}")
@@ -93,6 +115,18 @@ def summarise(output: OutputFolder, found: OutputTotals, new_tokens: int, new_ro
             lines.append(f"batch       {place.path}")
     lines.append(f"run         {output.run_file.path}")
     return "\n".join(lines)
+
+
+def acceptance_lines(counts: DecodeCounts) -> list[str]:
+    """Say how many tokens a step gave, in how many of the steps there were draft tokens, and how many came true."""
+    if not counts.num_draft_tokens:
+        return ["speculation none: every step was plain decoding, and gave one token"]
+    return [
+        f"speculation {mean_acceptance_length(counts):.2f} tokens a step (plain decoding: 1.00); "
+        f"{speculated_share(counts):.0%} of the steps speculated; "
+        f"{draft_acceptance_rate(counts):.0%} of {counts.num_draft_tokens:,} draft tokens accepted",
+        *histogram_lines(counts),
+    ]
 
 
 def histogram_lines(counts: DecodeCounts) -> list[str]:
@@ -105,3 +139,137 @@ def histogram_lines(counts: DecodeCounts) -> list[str]:
         f"{accepted:>8}    {'█' * round(_BAR * number / most) or '▏':<{_BAR}} {number / steps:>6.1%}"
         for accepted, number in enumerate(counts.acceptance_histogram)
     ]
+
+
+def speculation_record(choices: Sequence[BatchChoice]) -> dict[str, Any] | None:
+    """What drafting was worth beside plain decoding, as an estimate, and what was chosen and why: for `status.json` and
+    `run.json`. None where nothing was chosen or decoded.
+    """
+    if not choices:
+        return None
+    return {
+        **_figures(_all_steps(choices)),
+        "by_rows": [
+            {
+                "rows": choice.rows,
+                "chosen": choice.chosen,
+                "drafts": None if choice.verdict is None else choice.verdict.drafts,
+                "nodes": None if choice.verdict is None else choice.verdict.nodes,
+                "token_cost": None if choice.verdict is None else round(choice.verdict.cost, 4),
+                "token_gain": None if choice.verdict is None else round(choice.verdict.gain, 4),
+                "trials": choice.trials,
+                **_figures(choice.sums),
+                "members": [
+                    {"name": one.name, "beside": one.beside, "relative": round(one.relative, 3)}
+                    for one in choice.members
+                    if one.beside is not None
+                ],
+            }
+            for choice in choices
+        ],
+        "sentences": speculation_sentences(choices),
+    }
+
+
+def speculation_sentences(choices: Sequence[BatchChoice]) -> list[str]:
+    """What plain decoding would have taken, what was chosen at each batch size and why, and what was of no use."""
+    found = [] if not choices else _plain_sentence(_all_steps(choices))
+    found += [_choice_sentence(choice) for choice in choices]
+    return found + _unused_sentence(choices)
+
+
+def _all_steps(choices: Sequence[BatchChoice]) -> StepSums:
+    return reduce(StepSums.plus, (choice.sums for choice in choices))
+
+
+def _figures(sums: StepSums) -> dict[str, Any]:
+    return {
+        "estimated_speedup": round(sums.speedup, 4),
+        "margin": None if sums.margin is None else round(sums.margin, 4),
+        "steps": sums.steps,
+        "timed_steps": sums.timed,
+        "plain_steps": sums.plain,
+        "speculated_share": round(sums.speculated_share, 4),
+        "seconds": round(sums.seconds, 3),
+        "plain_seconds": round(sums.plain_seconds, 3),
+    }
+
+
+def _plain_sentence(sums: StepSums) -> list[str]:
+    if not sums.spec_row_steps:
+        return []
+    return [
+        f"The decode steps took {_span(sums.seconds)}. Plain decoding would have taken about "
+        f"{_span(sums.plain_seconds)} for as many tokens, {_times(sums)} as long ({_basis(sums)})."
+    ]
+
+
+def _choice_sentence(choice: BatchChoice) -> str:
+    """Such as "Plain decoding at 16 rows: a draft token costs 0.31 of a step and would bring 0.22 tokens."."""
+    sums, verdict, place = choice.sums, choice.verdict, _rows(choice.rows)
+    if verdict is None:
+        return f"Not decided at {place}: {sums.steps:,} steps are too few to tell whether drafting pays."
+    cost, gain = f"{max(verdict.cost, 0.0):.2f} of a step", f"{verdict.gain:.2f} tokens"
+    name = _name(choice.chosen)
+    if verdict.drafts:
+        drafted = f"{name[0].upper()}{name[1:]} drafts" if name else "Drafting"
+        worth = f"{_times(sums)} plain decoding's speed in {sums.steps:,} steps, of which {_share(sums)} speculated"
+        return f"{drafted} at {place}: a draft token costs {cost} and brings {gain}; {worth}."
+    whose = f" of {name}" if name else ""
+    tried = f"; drafting was tried in {_share(sums)} of {sums.steps:,} steps" if sums.spec_row_steps else ""
+    return f"Plain decoding at {place}: a draft token{whose} costs {cost} and would bring {gain}{tried}."
+
+
+def _unused_sentence(choices: Sequence[BatchChoice]) -> list[str]:
+    """Which drafters are loaded and draft at no batch size, and how each compares where it does best."""
+    used = {part for one in choices if one.verdict and one.verdict.drafts for part in one.chosen.split("+")}
+    best: dict[str, tuple[MemberView, int]] = {}
+    for choice in choices:
+        for view in choice.members:
+            if view.name not in used and "+" not in view.name:
+                known = best.get(view.name)
+                if known is None or view.relative > known[0].relative:
+                    best[view.name] = view, choice.rows
+    if not best:
+        return []
+    return ["Loaded and not used: " + ", ".join(_unused(view, rows) for view, rows in best.values()) + "."]
+
+
+def _unused(view: MemberView, rows: int) -> str:
+    if view.beside is None:
+        return f"{_name(view.name)} ({PLAIN} is faster)"
+    other = view.beside if view.beside == PLAIN else _name(view.beside)
+    how = f"{view.relative:.2f} times as fast as" if view.relative < _ALIKE else "no faster than"
+    return f"{_name(view.name)} ({how} {other} at {_rows(rows)}, when last compared)"
+
+
+def _name(member: str) -> str:
+    """A member of `auto` in words."""
+    return " with ".join("the draft head" if part == "head" else part for part in member.split("+"))
+
+
+def _rows(rows: int) -> str:
+    return "1 row" if rows == 1 else f"{rows} rows"
+
+
+def _share(sums: StepSums) -> str:
+    share = sums.speculated_share
+    return f"{share:.0%}" if not 0 < share < 0.01 else "less than 1%"
+
+
+def _times(sums: StepSums) -> str:
+    margin = "" if sums.margin is None else f" ± {sums.margin:.2f}"
+    return f"{sums.speedup:.2f}{margin} times"
+
+
+def _basis(sums: StepSums) -> str:
+    """What the estimate rests on, in words."""
+    if not sums.timed:
+        return "an estimate from latencies measured at start"
+    if not sums.plain:
+        return f"an estimate from {sums.timed:,} steps, and from plain steps at start"
+    return f"an estimate from {sums.timed:,} steps, {sums.plain:,} of them plain"
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < _LONG else str(tqdm.format_interval(seconds))

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from drafter.engine.config import EngineSettings
-from drafter.errors import one_line
 from drafter.requests import SamplingParams
 from pipeline.command_line import at_least, make_parser, parse
 from pipeline.errors import InputError
 from pipeline.generate.config import GenerateConfig, LoadingConfig
-from pipeline.io.files import Location, locate
-from pipeline.output.folder import RUN_FILE
 from pipeline.settings import ReadingConfig, ResourcesConfig, WritingConfig
 
 
@@ -102,10 +98,36 @@ class PivotsConfig:
             output: Folder for the results.
         """
         reading = ReadingConfig(format="openai")
-        sampling = replace(self.sampling, temperature=0.0, logprobs=None)
+        sampling = replace(self.sampling, temperature=None, logprobs=None)
         return replace(self.answers(output), input=lines, reading=reading, sampling=sampling)
 
 
+_COMMON = (
+    "input",
+    "output",
+    "scorer",
+    "target",
+    "model",
+    "drafter",
+    "tokens_per_prompt",
+    "rollouts",
+    "temperature",
+    "held_out",
+    "rounds",
+    "sampling.max_new_tokens",
+    "reading.prompt_column",
+    "reading.messages_column",
+    "reading.id_column",
+    "reading.limit",
+    "engine.slots",
+    "engine.max_length",
+    "engine.nodes",
+    "loading.dtype",
+    "loading.device",
+    "resources.max_actors",
+    "resources.gpus_per_actor",
+)
+"""Settings that `--help` shows."""
 _DESCRIPTION = """\
 Make a classifier for the verifier pad: which draft tokens may pass though the base would not choose them.
 
@@ -123,82 +145,5 @@ and plots: ROC, and utility against speed. Submitting the same command again goe
 
 def parse_config(arguments: Sequence[str] | None = None) -> PivotsConfig:
     """Read the configuration from a command line; see `command_line.parse`."""
-    parser = make_parser(PivotsConfig, "jobs.pivots", "--input PATH --scorer NAME --output DIR", _DESCRIPTION)
+    parser = make_parser(PivotsConfig, "jobs.pivots", "--input PATH --scorer NAME --output DIR", _DESCRIPTION, _COMMON)
     return parse(PivotsConfig, parser, arguments)
-
-
-# ---- The output folder of the job that makes a classifier for `pad`.
-
-
-@dataclass(frozen=True)
-class PivotsFolder:
-    """Where everything is.
-
-    Args:
-        path: The output that was asked for, on a local disk or one that all machines share.
-    """
-
-    path: Path
-
-    @property
-    def root(self) -> Location:
-        """The output."""
-        return locate(str(self.path))
-
-    @property
-    def run_file(self) -> Location:
-        """What the job is, and whether it has finished."""
-        return self.root / RUN_FILE
-
-    @property
-    def answers(self) -> Path:
-        """Output of the generation job that answers the prompts exactly."""
-        return self.path / "answers"
-
-    @property
-    def tokens(self) -> Path:
-        """Rejected tokens of the answers; a row of `REJECTION_TYPE` for each."""
-        return self.path / "rejected.parquet"
-
-    @property
-    def requests(self) -> Path:
-        """The texts that are continued: an OpenAI batch."""
-        return self.path / "continuations.jsonl"
-
-    @property
-    def continuations(self) -> Path:
-        """Output of the generation job that continues them."""
-        return self.path / "continuations"
-
-    @property
-    def labels(self) -> Path:
-        """What each rejected token does to answers."""
-        return self.path / "labels.parquet"
-
-    @property
-    def verifier(self) -> Path:
-        """The classifier."""
-        return self.path / "verifier"
-
-    @property
-    def results(self) -> Path:
-        """What was found, as JSON."""
-        return self.path / "pivots.json"
-
-    def create(self) -> None:
-        """Create the folder.
-
-        Raises:
-            InputError: It cannot be created.
-        """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"output {self.path} cannot be used: {one_line(error)}") from error
-
-    def has_results(self) -> bool:
-        """Return whether rejected tokens have been found: all that comes after is made of them."""
-        return self.tokens.is_file()
-
-    def forget_job(self) -> None:
-        """Delete nothing: what there may be is the answers' job, which knows whose it is."""

@@ -8,25 +8,18 @@ trained; and held-out prompts are decoded under `pad`.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipeline.command_line import command_of, run_job
 from pipeline.engines.models import file_fingerprint, head_fingerprints, model_fingerprint, model_name
 from pipeline.generate.job import generate
 from pipeline.io.files import locate
 from pipeline.io.listing import input_fingerprints, list_input
 from pipeline.output.run_file import check_output, read_run, save_run
-from pipeline.pad.config import PivotsConfig, PivotsFolder, parse_config
+from pipeline.pad.config import PivotsConfig
+from pipeline.pad.folder import PivotsFolder
 from pipeline.report.against.scorers import make_scorer, scorer_file
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job that a command line asks for; see `run_job` for what it returns."""
-    command = command_of("jobs.pivots", arguments)
-    return run_job(lambda given: pivots(parse_config(given), command), arguments)
 
 
 def pivots(config: PivotsConfig, command: str) -> None:

@@ -200,7 +200,7 @@ def tokens_of(
 
 def _left(row: RepeatedRow, place: int) -> int:
     """Tokens that may still follow the one in a place of a row's answer."""
-    return row.request.sampling.max_new_tokens - place - 1
+    return row.request.sampling.over().max_new_tokens - place - 1
 
 
 def _as_row(row: RepeatedRow, one: Rejection, place: int, ends: frozenset[int]) -> dict[str, Any]:

@@ -40,9 +40,9 @@ def refuse_own_settings(rows: Iterable[RepeatedRow], job: SamplingParams) -> Non
     Raises:
         InputError: A row has settings of its own.
     """
-    common = asdict(job)
+    common = asdict(job.over())
     for row in rows:
-        own = asdict(row.request.sampling)
+        own = asdict(row.request.sampling.over())
         if names := [name for name in common if name not in _OF_A_REQUEST and own[name] != common[name]]:
             flags = ", ".join(f"--sampling.{name}" for name in names)
             raise InputError(

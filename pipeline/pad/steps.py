@@ -24,9 +24,11 @@ from pipeline.engines.models import model_name
 from pipeline.errors import InputError
 from pipeline.evaluation.measuring import measured, measuring
 from pipeline.evaluation.verifiers import ScoredVerifiers, VerifierMeasurement
+from pipeline.generate.job import with_model_defaults
 from pipeline.io.files import locate
 from pipeline.output.run_file import versions
-from pipeline.pad.config import PivotsConfig, PivotsFolder
+from pipeline.pad.config import PivotsConfig
+from pipeline.pad.folder import PivotsFolder
 from pipeline.pad.rejected_tokens import (
     BaseFacts,
     features_of,
@@ -134,7 +136,7 @@ class PivotSteps:
             JobError: The task failed.
         """
         config, rows = self._config, self._answered()
-        refuse_own_settings(rows, config.sampling)
+        refuse_own_settings(rows, with_model_defaults(config.answers(config.output), drawn=False).sampling)
         resources = self._resources()
         found: list[pa.Table] = []
         base: BaseFacts | None = None

@@ -14,7 +14,7 @@ from dataclasses import InitVar, dataclass, field
 from types import MappingProxyType
 from typing import Generic, Literal, TypeVar
 
-from drafter.statistics import BatchChoice, DecodeCounts, mean_acceptance_length
+from drafter.statistics import BatchChoice, DecodeCounts, mean_acceptance_length, merged_choices, per_second
 
 BEAT_SECONDS = 2.0
 """Engines report their state this often."""
@@ -80,7 +80,7 @@ class EngineReport:
         waiting: Requests that wait for a slot.
         memory_tokens: Tokens of texts that its drafter remembers.
         memory_bytes: Bytes that this memory takes.
-        choices: Which of several drafters drafts, by batch size.
+        choices: What it has chosen to draft with, by batch size.
     """
 
     seconds: float
@@ -150,6 +150,7 @@ class Mail:
         engines: Reports by engine.
         first: When the first engine reported, in seconds since 1970; None before.
         last: When a part was last reported, in seconds since 1970.
+        stage: What an engine that starts was doing last; None before its process runs.
         failure: Why an engine could not load its models.
         crash: Why an engine's process ended last.
     """
@@ -160,6 +161,7 @@ class Mail:
     engines: Mapping[str, EngineReport]
     first: float | None = None
     last: float | None = None
+    stage: str | None = None
     failure: str | None = None
     crash: str | None = None
 
@@ -183,20 +185,20 @@ class Progress:
         tokens: New tokens of this submission's rows.
         steps: Decode steps of this submission's rows.
         seconds: From the first engine's first report to the last row.
-        row_rate: Rows a second, of this submission alone, over the last ten minutes.
-        token_rate: New tokens a second, likewise.
+        recent_row_rate: Rows of this submission a second, over the last ten minutes: what is left is estimated by it.
         engines: Engines at work.
         slots: Sequences that they decode together at most.
         active: Sequences that they decode now.
         waiting: Requests that wait for a slot.
         memory_tokens: Tokens of texts that their drafters remember.
         memory_bytes: Bytes that these memories take.
-        choices: Which of several drafters drafts in one of the engines, by batch size.
+        choices: What the engines have chosen to draft with, by batch size.
         engine_seconds: Seconds that all engines have existed, ended ones included.
         device: The devices that the engines run on.
         facts: What the engines decode with, once one has loaded its models.
         failure: Why an engine could not load its models, or why the job ended.
         crash: Why an engine's process ended last.
+        stage: What is done while it starts, in words for people.
         learning: What the job's learner does; None without one.
     """
 
@@ -209,8 +211,7 @@ class Progress:
     tokens: int = 0
     steps: int = 0
     seconds: float = 0.0
-    row_rate: float = 0.0
-    token_rate: float = 0.0
+    recent_row_rate: float = 0.0
     engines: int = 0
     slots: int = 0
     active: int = 0
@@ -223,6 +224,7 @@ class Progress:
     facts: EngineFacts | None = None
     failure: str | None = None
     crash: str | None = None
+    stage: str = "starting"
     learning: LearningReport | None = None
 
     @property
@@ -231,8 +233,18 @@ class Progress:
         return self.before + self.rows
 
     @property
-    def beta(self) -> float:
-        """β of this submission's finished rows."""
+    def tokens_per_second(self) -> float:
+        """New tokens a second of this submission; see `per_second`."""
+        return per_second(self.tokens, self.seconds)
+
+    @property
+    def rows_per_second(self) -> float:
+        """Rows a second of this submission, errors included."""
+        return per_second(self.rows, self.seconds)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean acceptance length of this submission's finished rows, in tokens per step."""
         return mean_acceptance_length(DecodeCounts(num_output_tokens=self.tokens, num_decode_steps=self.steps))
 
     @property
@@ -246,7 +258,7 @@ class Progress:
         left = self.total - self.done
         if left <= 0:
             return 0.0
-        return left / self.row_rate if self.row_rate > 0 else None
+        return left / self.recent_row_rate if self.recent_row_rate > 0 else None
 
 
 def ending(error: BaseException | None) -> State:
@@ -259,7 +271,7 @@ def ending(error: BaseException | None) -> State:
 _SILENT_SECONDS = 20.0
 """An engine that has not reported for this long has ended."""
 _WINDOW_SECONDS = 600.0
-"""Rates are of this long."""
+"""The rate by which the rest is estimated is of this long."""
 _SAMPLE_SECONDS = 1.0
 
 
@@ -285,9 +297,10 @@ class Tally:
     _engines: dict[str, tuple[float, EngineReport]] = field(default_factory=dict)
     _first: float | None = None
     _last: float = 0.0
+    _stage: str | None = None
     _failure: str | None = None
     _crash: str | None = None
-    _samples: deque[tuple[float, int, int]] = field(default_factory=deque)
+    _samples: deque[tuple[float, int]] = field(default_factory=deque)
 
     def __post_init__(self, kept: Mapping[str, PartReport]) -> None:
         self._parts.update(kept)  # and not to the sum: they took this submission no time
@@ -302,30 +315,30 @@ class Tally:
         if self._first is None:
             self._first = mail.first
         self._last = max(self._last, mail.last or 0.0)
+        self._stage = mail.stage or self._stage
         self._failure = mail.failure or self._failure
         self._crash = mail.crash or self._crash
 
     def progress(self, now: float) -> Progress:
         """Return how far the job is at `now`."""
-        row_rate, token_rate = self._rates(now)
         reports = [report for _, report in self._engines.values()]
         alive = [report for seen, report in self._engines.values() if now - seen < _SILENT_SECONDS]
         return Progress(
             state="starting" if self._first is None else "generating",
+            stage=self._stage or "starting the engine's process",
             total=self.total,
             before=self.before,
             errors_before=self.errors_before,
             **vars(self._sum),
             seconds=max(self._last - self._first, 0.0) if self._first is not None else 0.0,
-            row_rate=row_rate,
-            token_rate=token_rate,
+            recent_row_rate=self._recent_row_rate(now),
             engines=len(alive),
             slots=sum(report.slots for report in alive),
             active=sum(report.active for report in alive),
             waiting=sum(report.waiting for report in alive),
             memory_tokens=sum(report.memory_tokens for report in alive),
             memory_bytes=sum(report.memory_bytes for report in alive),
-            choices=next((report.choices for report in reversed(reports) if report.choices), ()),
+            choices=merged_choices(report.choices for report in reports),
             engine_seconds=sum(report.seconds for report in reports),
             device=", ".join(dict.fromkeys(report.device for report in reports)) or None,
             facts=reports[0].facts if reports else None,
@@ -333,22 +346,20 @@ class Tally:
             crash=self._crash,
         )
 
-    def _rates(self, now: float) -> tuple[float, float]:
-        """Rows and tokens a second, over the last ten minutes or since the first engine's report."""
+    def _recent_row_rate(self, now: float) -> float:
+        """Rows a second, over the last ten minutes or since the first engine's report."""
         if self._first is None:
-            return 0.0, 0.0
+            return 0.0
         if not self._samples:
-            self._samples.append((self._first, 0, 0))
+            self._samples.append((self._first, 0))
         while len(self._samples) > 1 and self._samples[1][0] <= now - _WINDOW_SECONDS:
             self._samples.popleft()
-        then, rows_then, tokens_then = self._samples[0]
-        rows, tokens = self._sum.rows, self._sum.tokens
+        then, rows_then = self._samples[0]
+        rows = self._sum.rows
         if now - self._samples[-1][0] >= _SAMPLE_SECONDS:
-            self._samples.append((now, rows, tokens))
-        if now <= then:
-            return 0.0, 0.0
-        # A part that is done again counts from its beginning, so the sums may fall.
-        return max(rows - rows_then, 0) / (now - then), max(tokens - tokens_then, 0) / (now - then)
+            self._samples.append((now, rows))
+        # A part that is done again counts from its beginning, so the sum may fall.
+        return per_second(max(rows - rows_then, 0), now - then)
 
 
 # ---- The board: one small actor that engines report to and the driver fetches from.
@@ -381,8 +392,13 @@ class ProgressBoard:
         self._engines: _Box[EngineReport] = _Box()
         self._first: float | None = None
         self._last: float | None = None
+        self._stage: str | None = None
         self._failure: str | None = None
         self._crash: str | None = None
+
+    def starting(self, stage: str) -> None:
+        """Note what an engine does before it can generate."""
+        self._stage = stage
 
     def failed(self, message: str) -> None:
         """Note that an engine could not be loaded."""
@@ -414,6 +430,7 @@ class ProgressBoard:
             self._engines.after(arrived),
             self._first,
             self._last,
+            self._stage,
             self._failure,
             self._crash,
         )

@@ -1,8 +1,8 @@
 """Metrics of engines, rows and jobs for Prometheus, through `ray.util.metrics`, which exports them on every node.
 
 Ray puts `ray_` before the names and `_total` after those of counters, and adds labels of its own (`WorkerId` tells
-engines apart). Acceptance and β are not exported: they are ratios of counters, and computed in PromQL they are right
-for any time and any set of engines. `docs/metrics.md` lists all names.
+engines apart). Acceptance rate and acceptance length are not exported: they are ratios of counters, and computed in
+PromQL they are right for any time and any set of engines. `docs/metrics.md` lists all names.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from pyarrow import fs
 from drafter.errors import one_line
 from pipeline.cluster.shares import ActorResources
 from pipeline.io.files import Location
+from pipeline.output.summary import speculation_record
 from pipeline.progress.board import Progress, ending
 
 _WRITE_SECONDS = 5.0
@@ -81,17 +82,17 @@ class StatusFile:
             "rows_total": now.total,
             "rows_done": now.done,
             "errors": now.errors_before + now.errors,
-            "rows_per_second": round(now.row_rate, 3),
-            "tokens_per_second": round(now.token_rate, 1),
+            "rows_per_second": round(now.rows_per_second, 3),
+            "tokens_per_second": round(now.tokens_per_second, 1),
             "eta_seconds": None if eta is None else round(eta, 1),
-            "mean_acceptance_length": round(now.beta, 4) if now.steps else None,
+            "mean_acceptance_length": round(now.acceptance_length, 4) if now.steps else None,
             "engines": now.engines,
             "slots": now.slots,
             "slots_active": now.active,
             "requests_waiting": now.waiting,
             "memory_tokens": now.memory_tokens,
             "memory_bytes": now.memory_bytes,
-            "drafting": [asdict(choice) for choice in now.choices],
+            "speculation": speculation_record(now.choices),
             "failure": now.failure,
             "last_crash": now.crash,
             **({} if now.learning is None else {"learning": asdict(now.learning)}),

@@ -42,14 +42,15 @@ class Bar:
     def show(self, now: Progress) -> None:
         """Draw the bar."""
         self._bar.total, self._bar.n = now.total, now.done
-        self._bar.set_description_str(now.state, refresh=False)
+        self._bar.set_description_str(now.stage if now.state == "starting" else now.state, refresh=False)
         self._bar.set_postfix_str(", ".join(rates(now)))
         if now.state not in ("starting", "generating"):
             self._bar.close()
 
 
 class Lines:
-    """Prints a line when there is something new: at first every few seconds, in a long job every ten minutes.
+    """Prints a line for each stage of the start, then one when there are new rows: every few seconds at first, in a
+    long job every ten minutes.
 
     Args:
         stream: Where the lines go.
@@ -59,10 +60,16 @@ class Lines:
         self._stream = stream
         self._begun = self._printed = time.monotonic()
         self._last: tuple[str, int] | None = None
+        self._stage: str | None = None
 
     def show(self, now: Progress) -> None:
         """Print a line if it is time for one."""
-        ended = now.state not in ("starting", "generating")
+        if now.state == "starting":
+            if now.stage != self._stage:
+                self._stage = now.stage
+                print(now.stage, file=self._stream, flush=True)
+            return
+        ended = now.state != "generating"
         clock = time.monotonic()
         pause = min(max(_FIRST_LINES_SECONDS, _LINES_SHARE * (clock - self._begun)), _LAST_LINES_SECONDS)
         if ended or (clock - self._printed >= pause and (now.state, now.rows) != self._last):
@@ -77,9 +84,9 @@ def line(now: Progress) -> str:
 
 def rates(now: Progress) -> list[str]:
     """Return how fast the job goes, when it will be done, and how many rows went wrong."""
-    said = [f"{now.row_rate:.1f} rows/s", f"{now.token_rate:,.0f} tokens/s"]
+    said = [f"{now.rows_per_second:.1f} rows/s", f"{now.tokens_per_second:,.0f} tokens/s"]
     if now.steps:
-        said.append(f"β {now.beta:.2f}")
+        said.append(f"{now.acceptance_length:.2f} tokens a step")
     if now.learning is not None and now.learning.version is not None:
         said.append(f"head {now.learning.version}")
     eta = now.eta_seconds
@@ -172,9 +179,7 @@ class ProgressWatch:
     ) -> None:
         self._pulse.end()
         if error is None:  # all parts are in the output, whatever was reported
-            rows = self._tally.total - self._tally.before
-            rate = rows / self.last.seconds if self.last.seconds > 0 else 0.0
-            self.last = replace(self.last, rows=rows, row_rate=rate)
+            self.last = replace(self.last, rows=self._tally.total - self._tally.before)
         self.last = replace(self.last, state=ending(error))
         for viewer in self._viewers:
             viewer.show(self.last)

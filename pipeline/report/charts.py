@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from drafter.errors import one_line
+from drafter.statistics import DecodeCounts, mean_acceptance_length, per_second
 from pipeline.learning.record import LearningRecord, Moment, together
 from pipeline.output.folder import OutputFolder
 
@@ -98,7 +99,7 @@ def rates_over_time(by_second: Mapping[int, tuple[int, int]]) -> Chart | None:
     for index in range(number):
         start, end = begin + index * width, begin + (index + 1) * width
         seconds = min(end, last + 1) - max(start, first)  # the first and the last stretch may be shorter
-        rate = tokens[index] / seconds
+        rate = per_second(tokens[index], seconds)
         bars.append(Bar(_moment(start, width, with_days), rate, f"{rate:,.0f} tokens/s, {rows[index]:,} rows"))
     ticks = scale(max(bar.value for bar in bars))
     marks = tuple((index / number, bars[index].label) for index in range(0, number, math.ceil(number / _TIME_MARKS)))
@@ -154,14 +155,20 @@ def read_learning(output: OutputFolder, run: Mapping[str, Any]) -> LearningRecor
 
 
 def learning_charts(record: LearningRecord) -> list[Chart]:
-    """Return charts of β and of tokens a second of all engines; none before anything was decoded."""
+    """Return charts of acceptance length and tokens a second of all engines; none before anything was decoded."""
     moments = together(record.moments, _MOST_BARS)
     if not moments:
         return []
     return [
-        _chart("β of all engines", "tokens a forward", moments, lambda one: one.tokens / max(one.row_steps, 1), 2),
-        _chart("Tokens a second of all engines", "tokens/s", moments, lambda one: one.tokens / one.seconds, 0),
+        _chart("Acceptance length of all engines", "tokens a step", moments, _acceptance_length, 2),
+        _chart(
+            "Tokens a second of all engines", "tokens/s", moments, lambda one: per_second(one.tokens, one.seconds), 0
+        ),
     ]
+
+
+def _acceptance_length(one: Moment) -> float:
+    return mean_acceptance_length(DecodeCounts(num_output_tokens=one.tokens, num_decode_steps=one.row_steps))
 
 
 def _chart(title: str, unit: str, moments: list[Moment], value: Callable[[Moment], float], digits: int) -> Chart:

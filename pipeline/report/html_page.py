@@ -62,11 +62,21 @@ class Report:
         return shown
 
     @property
+    def speculation(self) -> Mapping[str, Any] | None:
+        """What drafting was worth, and why; see `speculation_record`. None in outputs of earlier releases."""
+        return self.status.get("speculation") or self.run.get("speculation")
+
+    @property
+    def old_choices(self) -> Sequence[Mapping[str, Any]]:
+        """Which drafter was chosen at each batch size, in outputs of earlier releases."""
+        return self.status.get("drafting") or self.run.get("drafting") or ()
+
+    @property
     def acceptance(self) -> list[Chart]:
         """Charts of the share of steps that accepted exactly, and at least, so many draft tokens."""
         histogram = self.rows.counts.acceptance_histogram
         steps = sum(histogram)
-        if not steps:
+        if not self.rows.counts.num_draft_tokens:
             return []
         exactly = [(str(accepted), number / steps) for accepted, number in enumerate(histogram)]
         depths = [(str(depth), share) for depth, share in enumerate(acceptance_by_depth(self.rows.counts), start=1)]
@@ -82,7 +92,7 @@ class Report:
 
     @property
     def learnt_over_time(self) -> list[Chart]:
-        """Charts of β and tokens a second, with the versions of a head that learnt."""
+        """Charts of acceptance length and tokens a second, with the versions of a head that learnt."""
         return learning_charts(self.learning) if isinstance(self.learning, LearningRecord) else []
 
 
@@ -102,7 +112,11 @@ def page_environment(*packages: str) -> Environment:
 def render(report: Report) -> str:
     """Return the page as HTML."""
     environment = page_environment()
-    environment.filters |= {"beta": mean_acceptance_length, "acceptance": draft_acceptance_rate, "cut": cut}
+    environment.filters |= {
+        "acceptance_length": mean_acceptance_length,
+        "acceptance": draft_acceptance_rate,
+        "cut": cut,
+    }
     environment.filters |= {"span": tqdm.format_interval, "decimals": decimals, "lines_shown": lines_shown}
     return environment.get_template("page.html.jinja").render(report=report, rows=report.rows, Cost=Cost)
 

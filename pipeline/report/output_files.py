@@ -10,6 +10,7 @@ from typing import Any
 from pyarrow import fs
 
 from drafter.errors import one_line
+from drafter.statistics import per_second
 from pipeline.errors import InputError
 from pipeline.io.files import locate
 from pipeline.output.folder import OutputFolder
@@ -26,6 +27,7 @@ class Cost:
         seconds: How many of these: for that long engines held their share of the cluster. Loading and work that was
             done twice are included.
         generating: Seconds of wall-clock time in which rows were generated.
+        generated: New tokens that were generated in these, those of rows that were done twice included.
         tokens: New tokens in the output.
         devices: Names of the devices it ran on.
     """
@@ -33,6 +35,7 @@ class Cost:
     unit: str
     seconds: float
     generating: float
+    generated: int
     tokens: int
     devices: tuple[str, ...]
 
@@ -40,6 +43,11 @@ class Cost:
     def per_thousand(self) -> float:
         """GPU-seconds (or CPU-seconds) per thousand new tokens."""
         return 1000 * self.seconds / self.tokens
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """New tokens a second; None where it is not known for how long rows were generated. See `per_second`."""
+        return per_second(self.generated, self.generating) if self.generating else None
 
 
 def cost_of(submissions: Sequence[Mapping[str, Any]], rows: int, tokens: int) -> Cost | str:
@@ -62,7 +70,8 @@ def cost_of(submissions: Sequence[Mapping[str, Any]], rows: int, tokens: int) ->
         return "status.json does not say how long the engines ran"
     devices = dict.fromkeys(one["device"] for one in submissions if one["device"])
     unit, seconds = ("GPU-seconds", gpu) if gpu else ("CPU-seconds", cpu)
-    return Cost(unit, seconds, sum(one["seconds"] for one in submissions), tokens, tuple(devices))
+    generating, generated = (sum(one[name] for one in submissions) for name in ("seconds", "tokens"))
+    return Cost(unit, seconds, generating, generated, tokens, tuple(devices))
 
 
 # ---- What an output has besides its rows: `run.json` and `status.json`, and what it cost by these.
@@ -122,6 +131,8 @@ def output_cost(status: Mapping[str, Any], rows: RowSummary, errors: int) -> Cos
 
 COMPARED_ROWS = 100
 """Rows that are drawn from both outputs, to be compared token by token."""
+_COMPARED = ("model", "loading", "sampling", "reading")
+"""What of two jobs' meanings is compared."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +192,9 @@ def _differences(
         found.append(f"The other output is not plain decoding: its drafter was {other_run['config']['drafter']}")
     if rows.rows != other_rows.rows:
         found.append(f"Not the same in both: the rows, {rows.rows:,} and {other_rows.rows:,}")
-    for name in ("model", "dtype", "sampling", "input", "reading"):
-        if run["meaning"].get(name) != other_run["meaning"].get(name):
+    same = {name: run["meaning"].get(name) == other_run["meaning"].get(name) for name in _COMPARED}
+    same["input"] = run.get("input") == other_run.get("input")
+    for name, is_same in same.items():
+        if not is_same:
             found.append(f"Not the same in both: the {name}")
     return found

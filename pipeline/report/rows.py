@@ -20,6 +20,7 @@ from drafter.statistics import DecodeCounts
 from drafter.target.loading import load_tokenizer
 from drafter.text.streaming import Detokenizer
 from pipeline.errors import InputError
+from pipeline.io.column_types import python_rows, python_values
 from pipeline.io.files import Location
 from pipeline.output.folder import OutputFolder
 
@@ -114,11 +115,6 @@ class Example:
     row: Mapping[str, Any]
     prompt: str
     steps: Sequence[Step]
-
-    @property
-    def beta(self) -> float:
-        """Mean acceptance length β of this row."""
-        return float(self.row["mean_acceptance_length"])
 
 
 def make_examples(rows: Sequence[Mapping[str, Any]], model: str) -> tuple[list[Example], list[str]]:
@@ -294,7 +290,7 @@ def read_full(output: OutputFolder, rows: RowSummary) -> list[dict[str, Any]]:
     files = list(dict.fromkeys(rows.files.values()))
     dataset = pyarrow.dataset.dataset(files, filesystem=output.root.filesystem, format="parquet")
     table = dataset.to_table(filter=pc.field("request_id").isin(rows.drawn))
-    found = {row["request_id"]: row for row in table.to_pylist()}
+    found = {row["request_id"]: row for row in python_rows(table)}
     return [found[name] for name in rows.drawn]
 
 
@@ -381,7 +377,7 @@ def _add_times(result: RowSummary, table: pa.Table) -> None:
 
 
 def _add_groups(result: RowSummary, table: pa.Table, categories: pa.Array) -> None:
-    names = pa.array([None if value is None else str(value) for value in categories.to_pylist()], pa.string())
+    names = pa.array([None if value is None else str(value) for value in python_values(categories)], pa.string())
     columns = {"category": names} | {name: table[name] for name in _COUNTS}
     sums = pa.table(columns).group_by("category").aggregate([*((name, "sum") for name in _COUNTS), ([], "count_all")])
     for one in sums.to_pylist():

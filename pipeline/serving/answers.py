@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -16,10 +16,18 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from drafter.engine.sequence import Handle
-from drafter.errors import EngineError, NotFiniteError, QueueFullError, RequestError, RequestTimeoutError
+from drafter.engine.sequence import Handle, refuse_long
+from drafter.errors import (
+    EngineError,
+    NotFiniteError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestError,
+    RequestTimeoutError,
+)
+from drafter.generation_defaults import sampling_defaults
 from drafter.llm import SpeculativeLM
-from drafter.requests import Generation, Request, SamplingParams, TokenDelta
+from drafter.requests import Generation, Request, TokenDelta
 from drafter.statistics import EngineState, mean_acceptance_length
 from pipeline.openai.answers import (
     FIELD,
@@ -33,8 +41,9 @@ from pipeline.openai.answers import (
     lossless_mark,
     token_text,
 )
-from pipeline.openai.requests import OpenAIError, not_finite, to_json
+from pipeline.openai.requests import OpenAIError, Prompt, is_messages, not_finite, to_json
 from pipeline.openai.stream_events import ChatChunks, Chunks, CompletionChunks, error_event
+from pipeline.serving.http.work_limits import LargeWork
 from pipeline.serving.messages import Call, Failure, Reply, Snapshot, interrupted, overloaded
 from pipeline.staging.samples import sample_seed
 
@@ -141,6 +150,10 @@ logger = logging.getLogger("ray.serve")
 
 _LARGEST_MESSAGE = 1 << 19
 """Characters of a reply. Ray Serve's messages may have up to 4 MiB, and a character up to four bytes."""
+_LARGE_PROMPT = 32 << 10
+"""Characters from which on a prompt is encoded when those before it are, and not beside them."""
+_MESSAGE = 64
+"""Characters that are as much work as a message by itself."""
 _REST = 3.0
 """Pause between two pieces of a long answer, for each second that a piece took."""
 
@@ -160,7 +173,10 @@ class Answers:
 
     def __init__(self, lm: SpeculativeLM, name: str, seconds: float, *, special_tokens: bool = False) -> None:
         self._lm, self._name, self._seconds, self._special_tokens = lm, name, seconds, special_tokens
-        self._metrics = ReplicaMetrics()
+        self._metrics, self._large_work = ReplicaMetrics(), LargeWork()
+        given = lm.base.generation_settings
+        longest = given.get("max_new_tokens") or lm.max_length
+        self._defaults = replace(sampling_defaults(given, lm.base.name, drawn=True), max_new_tokens=longest)
         self._token_text = cache(partial(token_text, lm.tokenizer))
 
     async def chat(self, call: Call) -> AsyncIterator[Reply]:
@@ -216,7 +232,8 @@ class Answers:
         name, created = f"{kind}-{uuid.uuid4().hex}", int(time.time())
         request = call.request
         try:
-            for each in await asyncio.to_thread(self._requests, call):
+            do = self._large_work.run if _characters(request.prompts) > _LARGE_PROMPT else asyncio.to_thread
+            for each in await do(self._requests, call):
                 handles.append(self._lm.submit(each, stream=request.stream))
             if request.stream:
                 stream = chunks(request, name, created, self._token_text, speculation=call.speculation)
@@ -308,18 +325,12 @@ class Answers:
         """
         request = call.request
         settings = {"seed": secrets.randbits(63), **request.settings}  # without a seed, each answer has its own
-        defaults = SamplingParams(max_new_tokens=self._lm.max_length)
-        sampling = replace(request, settings=settings).sampling(defaults)
+        sampling = replace(request, settings=settings).sampling(self._defaults)
         requests = []
         for prompt in request.prompts:
             # Token ids are taken as they are.
             ids = prompt if isinstance(prompt, list) and isinstance(prompt[0], int) else self._encode(prompt)
-            if len(ids) >= self._lm.max_length:
-                raise OpenAIError(
-                    400,
-                    f"The prompt has {len(ids)} tokens, but prompt and answer together may have {self._lm.max_length}.",
-                    code="context_length_exceeded",
-                )
+            refuse_long(len(ids), self._lm.max_length)
             for choice in range(request.n):
                 own = replace(sampling, seed=sample_seed(sampling.seed, choice))
                 requests.append(Request(ids, own, timeout=self._seconds, may_teach=call.may_teach))
@@ -343,6 +354,8 @@ class Answers:
             case NotFiniteError():
                 logger.error("A request failed: %s", error)
                 return not_finite()
+            case PromptTooLongError():
+                return OpenAIError(400, f"Invalid request: {error}.", code="context_length_exceeded")
             case RequestError():
                 return OpenAIError(400, f"Invalid request: {error}.", code="invalid_value")
             case QueueFullError():
@@ -351,6 +364,17 @@ class Answers:
                 return interrupted()
         logger.exception("A request failed")
         return OpenAIError(500, "The server had an error.", code="internal_error")
+
+
+def _characters(prompts: Sequence[Prompt]) -> int:
+    """Return about how many characters there are to encode."""
+    count = 0
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            count += len(prompt)
+        elif is_messages(prompt):
+            count += sum(_MESSAGE + len(message["content"]) for message in prompt)
+    return count
 
 
 def _messages(text: str) -> Iterator[str]:

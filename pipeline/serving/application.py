@@ -27,7 +27,8 @@ from pipeline.learning.learner_spec import LearnerSpec, beginning, learner_spec
 from pipeline.output.folder import OutputFolder
 from pipeline.serving.config import ApplicationConfig, LimitsConfig, ServingLearning, parse_application, read_agreement
 from pipeline.serving.http.app import create_app
-from pipeline.serving.http.handles import Engines, LearnerHandle, before_listening
+from pipeline.serving.http.connections import Connections
+from pipeline.serving.http.handles import Engines, LearnerHandle, before_listening, keep_to_this_machine
 from pipeline.serving.http.keys import KeyRule, read_keys, settle
 from pipeline.serving.replica import EngineReplica, LearnerKeeper
 from pipeline.settings import ResourcesConfig
@@ -75,15 +76,20 @@ class Ingress:
             agreement = read_agreement(learning, digests)
         except InputError as error:
             raise InputError(f"{error} (the ingress runs on {socket.gethostname()})") from None
+        self._connections = Connections(limits, digests)
         self._app = create_app(
             Engines(engines),
-            digests,
-            limits,
+            self._connections,
             loopback=loopback,
             agreement=agreement,
             learner=None if learner is None else LearnerHandle(learner),
         )
-        before_listening(limits)
+        before_listening(self._connections)
+        keep_to_this_machine()
+
+    def end(self) -> None:
+        """Wait no longer for clients that do not read, because the endpoint is being taken down."""
+        self._connections.end()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app

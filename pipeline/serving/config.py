@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from drafter.acceptance.settings import VerifierSettings
@@ -111,8 +112,8 @@ class LimitsConfig:
         connections: Connections that may be open; for a further one, that which has waited for its client the longest
             is closed. Like `receive_seconds` it holds where `jobs.serve` starts the cluster itself; Ray Serve's own
             proxy, which listens on others, has no such limits.
-        receive_seconds: Longest time in which a request may come, once it has begun, and in which a connection may
-            begin one.
+        receive_seconds: Longest time in which a request may come, once it has begun, in which a connection may begin
+            one, and for which a client may leave an answer unread.
         seconds: Longest time a request may take; then it ends with an error. An update waits that long for open
             streams.
     """
@@ -174,7 +175,7 @@ class ApplicationConfig:
         verifier: Which draft tokens become output; by default those that plain decoding would give. Clients cannot
             choose it.
         learning: A draft head that learns from the requests of clients who agreed to that.
-        name: What clients call the model; by default as in `model`, or `embedded`.
+        name: What clients call the model; by default its hub id, its folder's name, or `embedded`.
         plain: Serve the model a second time, without a drafter, as NAME-plain: to compare with.
         keys: Whether clients must send a key: `required`, `none` (everybody is answered), or `auto`, which asks for one
             unless `jobs.serve` listens on a loopback address and is given no keys.
@@ -214,7 +215,10 @@ class ApplicationConfig:
     @property
     def served_name(self) -> str:
         """What clients call the model."""
-        return self.name or self.model or "embedded"
+        if self.name is not None or self.model is None:
+            return self.name or "embedded"
+        folder = Path(self.model).expanduser()
+        return folder.resolve().name if folder.is_dir() else self.model
 
 
 @dataclass(frozen=True)
@@ -243,6 +247,31 @@ class ServeConfig(ApplicationConfig):
             return self.host == "localhost"
 
 
+_COMMON = (
+    "model",
+    "drafter",
+    "name",
+    "host",
+    "port",
+    "keys",
+    "keys_file",
+    "plain",
+    "isolation",
+    "engine.slots",
+    "engine.max_length",
+    "engine.nodes",
+    "engine.kv_gib",
+    "engine.compile",
+    "loading.dtype",
+    "loading.device",
+    "replicas.min",
+    "replicas.max",
+    "replicas.gpus",
+    "replicas.cpus",
+    "limits.queue",
+    "limits.seconds",
+)
+"""Settings that `--help` shows."""
 _DESCRIPTION = """\
 Serve a model by OpenAI's API, with speculative decoding that never changes the tokens.
 
@@ -256,7 +285,7 @@ Joins the Ray cluster there is, or starts one here; ends in good order on Ctrl-C
 
 def parse_config(arguments: Sequence[str] | None = None) -> ServeConfig:
     """Return the endpoint that a command line asks for; see `command_line.parse`."""
-    return parse(ServeConfig, make_parser(ServeConfig, "jobs.serve", "", _DESCRIPTION), arguments)
+    return parse(ServeConfig, make_parser(ServeConfig, "jobs.serve", "", _DESCRIPTION, _COMMON), arguments)
 
 
 def parse_application(settings: Mapping[str, Any]) -> ApplicationConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
@@ -9,7 +10,6 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -18,22 +18,18 @@ from drafter.errors import LoadError, one_line
 from drafter.target.loading import load_tokenizer
 from pipeline.cluster.local_cluster import free_ports
 from pipeline.cluster.ray_cluster import connect, will_start
-from pipeline.command_line import run_job
+from pipeline.command_line import say
 from pipeline.engines.models import head_fingerprints, model_fingerprint, model_name
 from pipeline.errors import InputError, JobError
 from pipeline.io.files import locate, make_folders
 from pipeline.learning.config import NEW, SHIPPED
-from pipeline.serving.config import EVERYBODY, ServeConfig, ServingLearning, parse_config, read_agreement
+from pipeline.serving.config import EVERYBODY, ServeConfig, ServingLearning, read_agreement
 from pipeline.serving.http.handles import short_ways
 from pipeline.serving.http.keys import ENVIRONMENT, read_keys, settle
 
 _NAME = "drafter"
 _POLL_SECONDS = 0.2
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve what a command line asks for until a signal; see `run_job` for what it returns."""
-    return run_job(lambda given: serve_until_signal(parse_config(given)), arguments)
+_ASK_SECONDS = 5.0
 
 
 def serve_until_signal(config: ServeConfig) -> None:
@@ -47,6 +43,7 @@ def serve_until_signal(config: ServeConfig) -> None:
     own_cluster = will_start()
     if own_cluster:  # the ingress will run here, with the same keys: a mistake in them is told at once
         read_agreement(config.learning, read_keys(config.keys_file, config.keys))
+    say(f"looking at the model {config.model or 'embedded'}")
     check_models(config)
     start(config, own_cluster=own_cluster)
     print(f"serving {config.served_name} at http://{config.host}:{config.port}", flush=True)
@@ -93,6 +90,7 @@ def start(config: ServeConfig, *, own_cluster: bool) -> None:
     try:
         serve.start(http_options={"host": config.host, "port": proxy_port})
         check_address(config.host, proxy_port)
+        say("starting the replicas, which load the model and time steps")
         serve.run(application(config, cluster, loopback=config.loopback), name=_NAME, route_prefix="/", blocking=False)
     except InputError:
         raise
@@ -122,10 +120,28 @@ def take_down(at_once: threading.Event) -> None:
     """
     from ray import serve
 
-    if _NAME in serve.status().applications:
+    application = serve.status().applications.get(_NAME)
+    if application is not None:
+        if application.status == "RUNNING":
+            # Ray Serve's client of a handle reports an error if its loop ends before the process.
+            loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, daemon=True).start()
+            try:
+                asyncio.run_coroutine_threadsafe(_cut_unread(), loop).result()
+            except Exception as error:  # Ray raises bare ones
+                message = f"clients that do not read their answers may be waited for: {one_line(error)}"
+                print(message, file=sys.stderr, flush=True)
         serve.delete(_NAME, _blocking=False)  # the other way gives up after a minute
     while _NAME in serve.status().applications and not at_once.wait(_POLL_SECONDS):
         pass
+
+
+async def _cut_unread() -> None:
+    """Tell the ingress to wait no longer for clients that do not read."""
+    from ray import serve
+
+    # With the endpoint's own settings of Ray Serve a handle can only be used in an event loop.
+    await asyncio.wait_for(serve.get_deployment_handle("Ingress", _NAME).end.remote(), _ASK_SECONDS)
 
 
 def deployment_messages() -> str:

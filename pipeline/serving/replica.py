@@ -18,6 +18,7 @@ from pipeline.learning.learner_spec import LearnerSpec
 from pipeline.progress.board import LearningReport
 from pipeline.progress.watch import Pulse
 from pipeline.serving.answers import Answers
+from pipeline.serving.http.handles import keep_to_this_machine
 
 
 class EngineReplica(Answers):
@@ -32,6 +33,7 @@ class EngineReplica(Answers):
     """
 
     def __init__(self, spec: EngineSpec, seconds: float, *, special_tokens: bool) -> None:
+        keep_to_this_machine()
         cores = ray.get_runtime_context().get_assigned_resources().get("CPU", 1.0)
         lm = replace(spec, threads=math.ceil(cores)).load()
         name = serve.get_replica_context().replica_id.unique_id
@@ -61,6 +63,7 @@ class LearnerKeeper:
     """
 
     def __init__(self, spec: LearnerSpec, config: LearningConfig) -> None:
+        keep_to_this_machine()
         self._learner = _only_learner(spec, config)
         self._pulse = Pulse(_ASK_SECONDS, self._ask)
         self._pulse.start()

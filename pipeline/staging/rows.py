@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
-from pipeline.errors import RowProblem
-from pipeline.io.column_types import conform_struct, replace_column
+from pipeline.errors import ProblemType, RowProblem
+from pipeline.io.column_types import conform_struct, replace_column, whole
 from pipeline.io.listing import InputFile
-from pipeline.io.prompt_source import PromptSource
-from pipeline.io.reading import Chunk
-from pipeline.openai.batch import parse_line
+from pipeline.io.prompt_source import NoIdsError, PromptSource
+from pipeline.io.reading import Chunk, UnreadableValueError
+from pipeline.openai.batch import LINE_FIELDS, parse_line
 from pipeline.openai.requests import OpenAIError
-from pipeline.staging.samples import expand
+from pipeline.staging.samples import SEED_COLUMN, expand
 
 PROBLEM_TYPE = pa.struct(
     [("type", pa.string()), ("message", pa.string()), ("input", pa.string()), ("attempts", pa.int64())]
@@ -32,34 +33,45 @@ def with_problems(rows: pa.Table, problems: Sequence[Mapping[str, Any] | None]) 
     return replace_column(rows, "problem", problem_column(problems))
 
 
-# ---- Rows of a file get their names: a table of `request_id`, `place`, `row` and `problem`.
+# ---- Rows of a file get their names, and what the job reads of them: `request_id`, `place`, `asked`, `row`, `problem`.
+
+_MOST_SETTINGS = 1 << 20
+"""Bytes of a row's own sampling settings."""
 
 
-def named_rows(file: InputFile, chunk: Chunk, id_column: str | None) -> pa.Table:
+def named_rows(file: InputFile, chunk: Chunk, prompts: PromptSource, sampling_column: str) -> pa.Table:
     """Name the rows of a chunk by their id, or else by their file and line.
+
+    The column `asked` has what the job reads of a row, as JSON text. It is made of that row alone. The columns of
+    `row`, which only pass through, have types that depend on other rows, too.
 
     Args:
         file: Where the rows are from.
         chunk: The rows.
-        id_column: The column of their ids; None where they have none.
+        prompts: Where their prompts and ids are.
+        sampling_column: The column of their own sampling settings.
     """
     places = [f"{file.name}:{number}" for number in chunk.numbers]
     problems = dict(chunk.problems)
     ids = places
-    if id_column is not None:
-        has_ids = id_column in chunk.columns.column_names
-        values = chunk.columns.column(id_column).to_pylist() if has_ids else [None] * len(places)
+    if prompts.id_column is not None:
+        values = chunk.values(prompts.id_column)
         ids = [str(value) if _is_id(value) else place for value, place in zip(values, places, strict=True)]
         for index, value in enumerate(values):
+            if not _is_id(value) and prompts.ids_found:
+                raise NoIdsError(f"column {prompts.id_column!r} names no row in {places[index]}")
             if not _is_id(value):
-                problems.setdefault(index, RowProblem("BadRow", f"the id column {id_column!r} is empty"))
+                why = f"cannot be read: {value}" if isinstance(value, UnreadableValueError) else "is empty"
+                problems.setdefault(index, RowProblem("BadRow", f"the id column {prompts.id_column!r} {why}"))
+    asked = _asked(chunk, prompts, sampling_column, problems)
     row = pa.StructArray.from_arrays(
-        [column.combine_chunks() for column in chunk.columns.columns], fields=list(chunk.columns.schema)
+        [whole(column) for column in chunk.columns.columns], fields=list(chunk.columns.schema)
     )
     return pa.table(
         {
             "request_id": pa.array(ids, pa.string()),
             "place": pa.array(places, pa.string()),
+            "asked": pa.array(asked, pa.string()),
             "row": row,
             "problem": problem_column([vars(problems[n]) if n in problems else None for n in range(len(ids))]),
         }
@@ -70,6 +82,43 @@ def _is_id(value: Any) -> bool:
     if isinstance(value, str):
         return bool(value)
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _asked(
+    chunk: Chunk, prompts: PromptSource, sampling_column: str, problems: dict[int, RowProblem]
+) -> list[str | None]:
+    """Return what the job reads of each row; a row of which it cannot read something gets a problem instead."""
+    kinds: dict[str, ProblemType] = {SEED_COLUMN: "BadSampling", sampling_column: "BadSampling"}
+    if prompts.kind == "openai":
+        kinds = dict.fromkeys(LINE_FIELDS, "BadRequest")
+    kinds[prompts.column] = "BadPrompt"
+    rows: list[dict[str, Any]] = [{} for _ in chunk.numbers]
+    for name, kind in kinds.items():
+        most_bytes = _MOST_SETTINGS if kind == "BadSampling" else None
+        for index, value in enumerate(chunk.values(name, most_bytes)):
+            if isinstance(value, UnreadableValueError):
+                problems.setdefault(index, RowProblem(kind, f"column {name!r} cannot be read: {value}"))
+            elif value is not None:
+                rows[index][name] = value
+    found: list[str | None] = []
+    for index, row in enumerate(rows):
+        settings = row.get(sampling_column)
+        if prompts.kind != "openai" and isinstance(settings, str) and len(settings) > _MOST_SETTINGS:
+            message = f"column {sampling_column!r} has {len(settings) >> 20} MiB, and up to 1 MiB are read"
+            problems.setdefault(index, RowProblem("BadSampling", message))
+        try:
+            text = json.dumps(row, ensure_ascii=False, default=_json_text)
+        except TypeError as error:
+            problems.setdefault(index, RowProblem("BadPrompt", f"the row cannot be read: {error}"))
+        found.append(None if index in problems else text)
+    return found
+
+
+def _json_text(value: Any) -> str:
+    """Return what JSON has instead of a value of a table, such as a date."""
+    if isinstance(value, bytes):
+        raise TypeError("it has bytes where text belongs")
+    return str(value)
 
 
 def with_samples(rows: pa.Table, prompts: PromptSource, samples: int, piece_bytes: int) -> Iterator[pa.Table]:
@@ -90,10 +139,10 @@ def with_samples(rows: pa.Table, prompts: PromptSource, samples: int, piece_byte
         yield from [rows] if samples == 1 else expand(rows, counts, piece_bytes)
         return
     counts = [1] * rows.num_rows
-    for index, line in enumerate(rows["row"].to_pylist()):
+    for index, asked in enumerate(rows["asked"].to_pylist()):
         if problems[index] is None:
             try:
-                counts[index] = parse_line(line).choices
+                counts[index] = parse_line(json.loads(asked)).choices
             except OpenAIError as error:
                 problems[index] = vars(RowProblem("BadRequest", error.message))
     yield from expand(with_problems(rows, problems), counts, piece_bytes)
@@ -101,4 +150,4 @@ def with_samples(rows: pa.Table, prompts: PromptSource, samples: int, piece_byte
 
 def with_row_type(table: pa.Table, row_type: pa.StructType) -> pa.Table:
     """Return `table` with its column `row` brought to a type that holds it."""
-    return replace_column(table, "row", conform_struct(table.column("row").combine_chunks(), row_type))
+    return replace_column(table, "row", conform_struct(whole(table.column("row")), row_type))

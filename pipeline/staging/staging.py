@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Collection, Iterable, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial, update_wrapper
 from typing import Any
 
 import numpy as np
@@ -22,20 +23,23 @@ import ray
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
-from pipeline.errors import InputError
-from pipeline.io.column_types import known_type, stored_struct, unify_fields
+from drafter.errors import one_line
+from pipeline.errors import InputError, JobError
+from pipeline.io.column_types import SeenType, refuse_many_columns, seen_types, unify, whole
 from pipeline.io.files import Location, mend, read_either, write_twice
 from pipeline.io.listing import InputFile, InputListing
-from pipeline.io.prompt_source import PromptSource, check_types
+from pipeline.io.prompt_source import NoIdsError, PromptSource, check_types
 from pipeline.io.reading import parquet_rows, read_file
 from pipeline.settings import ReadingConfig
 from pipeline.staging.rows import named_rows, with_row_type, with_samples
-from pipeline.staging.samples import SEED_COLUMN, row_name
+from pipeline.staging.samples import row_name
 
 _READERS = 16
 
 STAGED_LIST = "parts.json"
 """Lists the staged parts. It is written last: where it is, staging is complete."""
+STAGED_FORMAT = 2
+"""Format 1 has no column `asked`: chat messages of several rows were one Arrow column, and changed one another."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +62,23 @@ class StagedInput:
     """The staged rows of an input.
 
     Args:
-        folder: Holds one file for each part, with the columns `request_id`, `place` (file and line), `row` (a struct of
-            the input's columns) and `problem`.
+        folder: Holds one file for each part, with the columns `request_id`, `place` (file and line), `asked` (what the
+            job reads of the row, as JSON), `row` (a struct of the input's columns) and `problem`.
         parts: The files.
         row_type: The type that holds every `row`.
         rows_per_part: Rows of each part but the last of a task; 0 where the input will not be staged again.
+        format: See `STAGED_FORMAT`; of an earlier release's parts, the list alone can be used.
+        source: What says which rows there are: fingerprints of the input's files, and which rows of them are taken.
+        revision: How often the input of the output had changed by then; names of parts begin with it, from 1 on.
     """
 
     folder: Location
     parts: tuple[Part, ...]
     row_type: pa.StructType
     rows_per_part: int = 0
+    format: int = STAGED_FORMAT
+    source: Any = None
+    revision: int = 0
 
     @property
     def rows(self) -> int:
@@ -107,7 +117,8 @@ class StagedInput:
         """Write the list of parts: from now on the input is staged."""
         row_type = base64.b64encode(pa.schema(list(self.row_type)).serialize().to_pybytes()).decode()
         parts = [[part.name, part.rows, part.nbytes] for part in self.parts]
-        saved = {"row_type": row_type, "rows_per_part": self.rows_per_part, "parts": parts}
+        saved = {"format": self.format, "row_type": row_type, "rows_per_part": self.rows_per_part, "parts": parts}
+        saved |= {"source": self.source, "revision": self.revision}
         write_twice(self.folder / STAGED_LIST, json.dumps(saved))
 
     @classmethod
@@ -119,7 +130,8 @@ class StagedInput:
             return None
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(saved["row_type"])))
         parts = tuple(Part(*part) for part in saved["parts"])
-        return cls(folder, parts, pa.struct(list(schema)), saved["rows_per_part"])
+        saved_format, source, revision = saved.get("format", 1), saved.get("source"), saved.get("revision", 0)
+        return cls(folder, parts, pa.struct(list(schema)), saved["rows_per_part"], saved_format, source, revision)
 
 
 def mend_list(folder: Location) -> None:
@@ -143,7 +155,7 @@ def pack(parts: Iterable[tuple[str, pa.Table]]) -> pa.Table:
 
 
 def _packed(name: str, rows: pa.Table) -> pa.Table:
-    structs = pa.StructArray.from_arrays([column.combine_chunks() for column in rows.columns], fields=list(rows.schema))
+    structs = pa.StructArray.from_arrays([whole(column) for column in rows.columns], fields=list(rows.schema))
     return pa.table({"part": [name], "rows": pa.ListArray.from_arrays([0, len(structs)], structs)})
 
 
@@ -156,7 +168,7 @@ def unpack(block: pa.Table) -> Iterator[tuple[str, pa.Table]]:
 class StagedParts(Datasource):
     """Ray Data's view of some staged parts: one read task and one block for each.
 
-    A part's rows have the columns `request_id`, `row` and `problem`.
+    A part's rows have the columns `request_id`, `asked`, `row` and `problem`.
 
     Args:
         staged: The staged input.
@@ -177,16 +189,23 @@ class StagedParts(Datasource):
         """Return one task for each part, whatever the parallelism asked for."""
         return [
             ReadTask(
-                # A task is sent with what it reads, and not with the list of all parts.
-                partial(_read_part, part.name, self._staged.file(part), self._staged.row_type),
+                _read_task(part.name, self._staged.file(part), self._staged.row_type),
                 BlockMetadata(num_rows=1, size_bytes=None, input_files=None, exec_stats=None),
             )
             for part in self._parts
         ]
 
 
+def _read_task(name: str, file: Location, row_type: pa.StructType) -> Callable[[], list[pa.Table]]:
+    """Return what reads a part: it is sent with what it reads, and not with the list of all parts."""
+    read = partial(_read_part, name, file, row_type)
+    return update_wrapper(read, _read_part)  # Ray warns of large tasks by their names
+
+
 def _read_part(name: str, file: Location, row_type: pa.StructType) -> list[pa.Table]:
-    rows = pa.parquet.read_table(file.path, columns=["request_id", "row", "problem"], filesystem=file.filesystem)
+    rows = pa.parquet.read_table(
+        file.path, columns=["request_id", "asked", "row", "problem"], filesystem=file.filesystem
+    )
     return [pack([(name, with_row_type(rows, row_type))])]
 
 
@@ -206,6 +225,8 @@ class StagingPlan:
         reading: How rows become prompts.
         prompts: Where the prompts are.
         rows_per_part: Rows of each part but the last of a task, and those that close by their bytes.
+        source: See `StagedInput`.
+        revision: See `StagedInput`.
         part_bytes: A part with several rows has at most this many bytes.
     """
 
@@ -213,41 +234,50 @@ class StagingPlan:
     reading: ReadingConfig
     prompts: PromptSource
     rows_per_part: int
+    source: Any = None
+    revision: int = 0
     part_bytes: int = PART_BYTES
 
 
-def stage_files(listing: InputListing, group: str, plan: StagingPlan) -> tuple[list[Part], list[pa.Field]]:
+def stage_files(listing: InputListing, group: str, plan: StagingPlan) -> tuple[list[Part], list[SeenType]]:
     """Stage the files of `listing` as parts named after `group`.
 
     Returns:
-        The parts, and the fields that hold every row of them, before `stored_struct`.
+        The parts, and the types of their columns, for `unify`.
 
     Raises:
-        InputError: A file is damaged, or lacks a column.
+        InputError: A file is damaged, lacks a column, or has one that cannot be kept beside that of another file.
     """
     parts: list[Part] = []
-    fields: list[list[pa.Field]] = []
-    for table in cut(_rows(listing, plan), plan.rows_per_part, plan.part_bytes):
-        part = Part(f"{group}-{len(parts):06d}", table.num_rows, table.nbytes)
-        row_type = table.schema.field("row").type
+    seen: dict[SeenType, None] = {}
+    json_objects = listing.of_json
+    for tables in cut(read_rows(listing, plan), plan.rows_per_part, plan.part_bytes):
+        here = dict.fromkeys(one for table in tables for one in _seen_types(table))
+        row_type = unify(here, json_objects=json_objects)
+        rows = pa.concat_tables([with_row_type(table, row_type) for table in tables]).combine_chunks()
+        part = Part(f"{group}-{len(parts):06d}", rows.num_rows, rows.nbytes)
         with (plan.folder / f"{part.name}.parquet").open_whole() as stream:
-            pa.parquet.write_table(with_row_type(table, stored_struct(row_type)), stream, compression="zstd")
+            pa.parquet.write_table(rows, stream, compression="zstd")
         parts.append(part)
-        fields.append([field.with_type(known_type(field.type)) for field in row_type])
-    return parts, unify_fields(fields)
+        seen |= here
+        refuse_many_columns(len({one.name for one in seen}), "the input")
+    return parts, list(seen)
 
 
-def _rows(listing: InputListing, plan: StagingPlan) -> Iterator[pa.Table]:
+def _seen_types(rows: pa.Table) -> list[SeenType]:
+    """Return the types of the columns of rows of one file."""
+    return seen_types(pa.Table.from_struct_array(rows["row"]), rows["place"][0].as_py().rpartition(":")[0])
+
+
+def read_rows(listing: InputListing, plan: StagingPlan) -> Iterator[pa.Table]:
     """Read the named rows of all files, without those that `skip` and `limit` leave out."""
     prompts, skip, left = plan.prompts, plan.reading.skip, plan.reading.limit
     text_column = {"text": prompts.column, "openai": prompts.id_column}.get(prompts.kind)
     json_column = prompts.column if prompts.kind == "openai" else plan.reading.sampling_column
     for file in listing.files:
-        for chunk in read_file(
-            listing.filesystem, file, plan.rows_per_part, text_column, json_column, integer_column=SEED_COLUMN
-        ):
+        for chunk in read_file(listing.filesystem, file, plan.rows_per_part, text_column, json_column):
             check_types(file, chunk.columns.schema, prompts)
-            rows = named_rows(file, chunk, prompts.id_column)
+            rows = named_rows(file, chunk, prompts, plan.reading.sampling_column)
             skipped, skip = skip, max(skip - rows.num_rows, 0)
             rows = rows.slice(skipped)
             rows_taken = rows if left is None else rows.slice(0, left)
@@ -258,13 +288,16 @@ def _rows(listing: InputListing, plan: StagingPlan) -> Iterator[pa.Table]:
                     return
 
 
-def cut(tables: Iterable[pa.Table], most_rows: int, most_bytes: int) -> Iterator[pa.Table]:
-    """Cut the same rows to tables of `most_rows` rows, or of fewer, where another row would make it too large.
+def cut(tables: Iterable[pa.Table], most_rows: int, most_bytes: int) -> Iterator[list[pa.Table]]:
+    """Cut the same rows to pieces of `most_rows` rows, or of fewer, where another row would make one too large.
 
     Args:
         tables: The rows, however they come.
-        most_rows: Rows of a table.
-        most_bytes: Bytes of a table; one that has a single row may have more.
+        most_rows: Rows of a piece.
+        most_bytes: Bytes of a piece; one that has a single row may have more.
+
+    Yields:
+        The tables of each piece.
     """
     held: list[pa.Table] = []
     rows = size = 0
@@ -276,10 +309,10 @@ def cut(tables: Iterable[pa.Table], most_rows: int, most_bytes: int) -> Iterator
                 rows, size = rows + held[-1].num_rows, size + held[-1].nbytes
                 table = table.slice(held[-1].num_rows)
             if table.num_rows or rows == most_rows:
-                yield _concatenate(held)
+                yield held
                 held, rows, size = [], 0, 0
     if held:
-        yield _concatenate(held)
+        yield held
 
 
 def _fitting(table: pa.Table, most_rows: int, most_bytes: int) -> int:
@@ -289,12 +322,6 @@ def _fitting(table: pa.Table, most_rows: int, most_bytes: int) -> int:
         return int(table.num_rows)
     sizes = np.cumsum([table.slice(row, 1).nbytes for row in range(table.num_rows)])
     return int(np.searchsorted(sizes, most_bytes, side="right"))
-
-
-def _concatenate(tables: list[pa.Table]) -> pa.Table:
-    """Concatenate tables, with their rows brought to one type."""
-    row_type = pa.struct(unify_fields(list(table.schema.field("row").type) for table in tables))
-    return pa.concat_tables([with_row_type(table, row_type) for table in tables]).combine_chunks()
 
 
 # ---- The input is staged on the cluster's workers, before anything is generated.
@@ -307,7 +334,9 @@ _EXAMPLES = 3
 
 
 def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None = None) -> StagedInput:
-    """Stage an input.
+    """Stage an input; it counts as staged when the caller has saved the list that is returned.
+
+    A column of ids that nobody has named, and that does not name all rows, is left alone, and a line says so.
 
     Args:
         listing: The input's files.
@@ -317,13 +346,23 @@ def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None =
     Raises:
         InputError: A file is damaged or lacks a column, an id stands for several rows, there are no rows, or the parts
             are not those that were staged before.
+        JobError: The parts cannot be written.
     """
+    try:
+        return _stage(listing, plan, before)
+    except NoIdsError as why:
+        print(f"{one_line(why)}: rows are named by file and line", file=sys.stderr, flush=True)
+        return _stage(listing, replace(plan, prompts=replace(plan.prompts, id_column=None, ids_found=False)), before)
+
+
+def _stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None) -> StagedInput:
     plan.folder.make_folder()
     task = ray.remote(num_cpus=_TASK_CPUS, max_retries=-1)(stage_files)
     # `skip` and `limit` count rows over all files, so one task has to read them all.
     groups = [list(listing.files)] if plan.reading.limit or plan.reading.skip else _groups(listing.files)
+    prefix = f"{plan.revision:03d}-" if plan.revision else ""
     work = [
-        task.remote(InputListing(listing.filesystem, tuple(files)), f"{index:05d}", plan)
+        task.remote(InputListing(listing.filesystem, tuple(files)), f"{prefix}{index:05d}", plan)
         for index, files in enumerate(groups)
     ]
     try:
@@ -331,7 +370,7 @@ def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None =
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, InputError):
             raise error.cause from None
-        raise
+        raise JobError(f"the input cannot be staged: {one_line(error.cause)}") from error
     parts = tuple(part for parts, _ in done for part in parts)
     if not parts:
         raise InputError("the input has no rows")
@@ -342,12 +381,25 @@ def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None =
                 "choose another output"
             )
         return before
-    row_type = stored_struct(unify_fields(fields for _, fields in done))
-    staged = StagedInput(plan.folder, parts, row_type, plan.rows_per_part)
+    seen = dict.fromkeys(one for _, types in done for one in types)
+    row_type = unify(seen, json_objects=listing.of_json)
+    _say_what_is_text(row_type, seen)
+    staged = StagedInput(plan.folder, parts, row_type, plan.rows_per_part, source=plan.source, revision=plan.revision)
     if plan.prompts.id_column is not None:
         _refuse_shared_ids(staged, plan)
-    staged.save()
     return staged
+
+
+def _say_what_is_text(row_type: pa.StructType, seen: Iterable[SeenType]) -> None:
+    """Say which columns of tables become text, because files differ in their types."""
+    types: dict[str, list[SeenType]] = {}
+    for one in seen:
+        types.setdefault(one.name, []).append(one)
+    for name, some in types.items():
+        kinds = {one_line(str(one.type), 80): one.file for one in some if not pa.types.is_null(one.type)}
+        if pa.types.is_string(row_type.field(name).type) and len(kinds) > 1:
+            found = ", ".join(f"{kind} in {file}" for kind, file in list(kinds.items())[:_EXAMPLES])
+            print(f"column {name!r} is kept as text: it has {found}", file=sys.stderr, flush=True)
 
 
 def _groups(files: Iterable[InputFile]) -> list[list[InputFile]]:
@@ -384,4 +436,5 @@ def _refuse_shared_ids(staged: StagedInput, plan: StagingPlan) -> None:
             lines.append(row["place"])
     examples = "; ".join(f"{name!r}: {', '.join(lines)}" for name, lines in list(places.items())[:_EXAMPLES])
     column = plan.prompts.id_column
-    raise InputError(f"column {column!r} does not name rows: {len(places)} ids stand for several rows ({examples})")
+    problem = f"column {column!r} does not name rows: {len(places)} ids stand for several rows ({examples})"
+    raise NoIdsError(problem) if plan.prompts.ids_found else InputError(problem)

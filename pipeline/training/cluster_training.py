@@ -18,6 +18,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from drafter.errors import one_line
 from pipeline.cluster.ray_cluster import connect, quiet_ray_data
 from pipeline.cluster.shares import ActorResources, Cluster, share_out
+from pipeline.command_line import say
 from pipeline.errors import InputError, JobError, JobStopped
 from pipeline.output.lease import Lease
 from pipeline.output.run_file import read_run, save_run, take_output, versions
@@ -100,6 +101,7 @@ def finish(
     quiet_ray_data()
     staged = StagedTexts.load(folder.staged)
     if staged is None:
+        say("staging the texts")
         settings = config.training
         staged = stage_texts(
             texts.data,
@@ -110,6 +112,7 @@ def finish(
             settings.texts_per_step,
             settings.seed,
         )
+    say("starting the workers, which load the model")
     prepare_checkpoints(folder, str(config.training.chosen_by))
     execute(config, model, texts.base_fingerprints, folder, staged, resources)
     draw(folder)

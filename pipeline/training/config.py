@@ -164,6 +164,31 @@ class TrainConfig:
         return str(yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True))
 
 
+_COMMON = (
+    "data",
+    "output",
+    "model",
+    "algorithm",
+    "head",
+    "training.steps",
+    "training.learning_rate",
+    "training.warmup_steps",
+    "training.texts_per_step",
+    "training.precision",
+    "training.seed",
+    "texts.held_out",
+    "texts.max_length",
+    "texts.store_hidden",
+    "workers.number",
+    "workers.gpus",
+    "workers.cpus",
+    "sharding.zero_stage",
+    "sharding.micro_batches",
+    "export",
+    "log_every",
+    "checkpoint_every",
+)
+"""Settings that `--help` shows."""
 _DESCRIPTION = """\
 Train a draft head on its base's own answers.
 
@@ -180,6 +205,5 @@ Submit the same command again to resume from the last checkpoint.
 
 def parse_config(arguments: Sequence[str] | None = None) -> TrainConfig:
     """Return the training job that a command line asks for; see `command_line.parse`."""
-    return parse(
-        TrainConfig, make_parser(TrainConfig, "jobs.train", "--data DIR --output DIR", _DESCRIPTION), arguments
-    )
+    parser = make_parser(TrainConfig, "jobs.train", "--data DIR --output DIR", _DESCRIPTION, _COMMON)
+    return parse(TrainConfig, parser, arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -10,19 +9,14 @@ from typing import Any
 from pyarrow import fs
 
 from drafter.errors import one_line
-from pipeline.command_line import run_job
+from pipeline.command_line import say
 from pipeline.engines.models import model_fingerprint, model_name
 from pipeline.errors import InputError, JobError
 from pipeline.io.files import locate
 from pipeline.output.run_file import check_output, mend_run
-from pipeline.training.config import TrainConfig, parse_config
+from pipeline.training.config import TrainConfig
 from pipeline.training.folder import TrainingFolder
 from pipeline.training.texts import DistilledTexts, open_texts, same_base
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job that a command line asks for; see `run_job`."""
-    return run_job(lambda given: train(parse_config(given)), arguments)
 
 
 def train(config: TrainConfig) -> None:
@@ -33,6 +27,7 @@ def train(config: TrainConfig) -> None:
         JobError: The job failed on the way.
         JobStopped: The job was told to stop.
     """
+    say(f"looking at the texts of {', '.join(config.folders)} and the model {config.model or 'embedded'}")
     data = [open_texts(uri) for uri in config.folders]
     held_out = open_texts(config.texts.held_out) if config.texts.held_out is not None else None
     base = same_base([*data, *([held_out] if held_out else [])])
@@ -45,7 +40,6 @@ def train(config: TrainConfig) -> None:
     folder.create()
     if folder.run_file.type == fs.FileType.File:
         mend_run(folder.run_file)
-    print(config.as_yaml(), end="", file=sys.stderr, flush=True)
     from drafter.errors import LoadError
     from drafter.heads.published import TargetOfExport, base_embeddings
     from pipeline.training.cluster_training import Texts, run  # Importing Ray takes seconds.
@@ -94,14 +88,17 @@ def check_head(config: TrainConfig, model: str) -> Any:
     from transformers import AutoConfig
 
     from drafter.errors import LoadError
-    from drafter.heads.contract import head_config
+    from drafter.heads.config import head_config
     from drafter.heads.export import exportable
     from drafter.heads.registry import HEADS
+    from drafter.hub import local_only
 
     if config.algorithm not in HEADS:
         raise InputError(f"algorithm must be one of {', '.join(HEADS)}, not {config.algorithm!r}")
     try:
-        base = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
+        base = AutoConfig.from_pretrained(
+            model, trust_remote_code=config.trust_remote_code, local_files_only=local_only(model)
+        )
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"no base model at {model!r}: {one_line(error)}") from error
     text = base.get_text_config(decoder=True)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from drafter.errors import LoadError
-from drafter.heads.contract import head_config
+from drafter.heads.config import head_config
 from drafter.heads.registry import HEADS
 from pipeline.errors import InputError
 from recipes.paper.paper_config import HERE, PaperConfig

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentParser
 
-from pipeline.command_line import make_parser, parse_object
+from pipeline.command_line import JobParser, make_parser, parse_object
 from pipeline.errors import InputError
 from pipeline.evaluation.config import EvaluateConfig
 from pipeline.generate.config import GenerateConfig, generate_parser
@@ -189,7 +188,7 @@ def _job(places: Places, name: str, job: str, settings: Mapping[str, Any], **mad
 
 
 @cache
-def _parser(job: str) -> ArgumentParser:
+def _parser(job: str) -> JobParser:
     """Make a job's command line, which takes a tenth of a second, once."""
     if job in ("generate", "distill"):
         return generate_parser()

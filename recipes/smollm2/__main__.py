@@ -12,7 +12,7 @@ from pipeline.command_line import run_job
 from pipeline.errors import InputError
 from recipes.smollm2.fetch import NAME, fetch, is_fetched
 
-STAGES = ("fetch", "distil", "train", "evaluate", "ship", "demo")
+STAGES = ("fetch", "distil", "train", "evaluate", "ship")
 _DESCRIPTION = f"""\
 {NAME}, and its draft head.
 
@@ -23,7 +23,6 @@ Stages, each of which goes on where it was interrupted:
   train     train the head on the answers
   evaluate  measure what the head gains
   ship      put the head where the drafter `auto` finds it
-  demo      answer questions with the model and the head that ships with the project
 
 Settings after -- go to the jobs of a stage, for example: distil -- --resources.cpus_per_actor 1"""
 
@@ -75,10 +74,6 @@ def _run(arguments: Sequence[str] | None) -> None:
         from recipes.smollm2.head import ship
 
         ship(args.model, args.output, args.rounds)
-    if "demo" in args.stages:
-        from recipes.smollm2.demo import demo
-
-        demo(args.model, settings)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 import ray
 
 from pipeline.generate import config as generate_config
-from pipeline.generate import job as distill_job
+from pipeline.generate import distill_job
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.job import generate
 from recipes.smollm2.rounds import HERE, Round, write_openings, write_prompts

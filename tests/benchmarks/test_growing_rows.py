@@ -7,7 +7,9 @@ from benchmarks.growing_rows import main, requests_of
 
 
 def test_lengths_are_between_the_two_and_most_are_short() -> None:
-    lengths = sorted(len(one.prompt_ids) + one.sampling.max_new_tokens for one in requests_of(200, 50, 2000, 100))
+    lengths = sorted(
+        len(one.prompt_ids) + one.sampling.over().max_new_tokens for one in requests_of(200, 50, 2000, 100)
+    )
     assert 50 <= lengths[0] < 60
     assert 1800 < lengths[-1] <= 2000
     assert lengths[100] < 500

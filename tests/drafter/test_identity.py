@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from functools import cache, reduce
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
+from transformers import AddedToken
 
 from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.drafters.merged import ChoosingDrafter, MergedDrafter
@@ -105,6 +107,24 @@ def test_greedy_equals_generate(family: str) -> None:
         assert [one.token_ids for one in found] == expected, name
         accepted = sum(one.counts.num_accepted_draft_tokens for one in found)
         assert accepted > 0 or name in ("none", "adversarial", "heads", "models", "choosing")
+
+
+@pytest.mark.parametrize("family", slow_but(("llama",), ("llama", "gpt_oss")))
+def test_the_default_dtype_has_no_part_in_it(family: str) -> None:
+    """transformers changes it for the whole process while another thread loads a model in bf16."""
+    model, prompts = random_model(family), random_prompts(6, seed=len(family))
+    expected = [generate_reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    requests = [Request(prompt, SamplingParams(max_new_tokens=NEW_TOKENS)) for prompt in prompts]
+    heads = [make_head(base_of(family), kind) for kind in ("ctc", "context 2", "eagle3")]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        base = BaseModel(model)  # what it keeps of the model is made here, too
+        oracle = OracleDrafter([prompt + text for prompt, text in zip(prompts, expected, strict=True)])
+        for drafter in (oracle, *(head.drafter(base, 8) for head in heads)):
+            found = run_engine(base, drafter, requests, slots=3, nodes=10)
+            assert [one.token_ids for one in found] == expected, drafter
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("family", slow_but(MAIN_FAMILIES, FAMILIES))
@@ -227,6 +247,39 @@ def test_the_end_cuts_where_plain_decoding_ends() -> None:
                 assert (one.text, one.finish_reason) == (other.text, other.finish_reason)
                 assert one.counts.num_output_tokens == len(one.token_ids)
                 assert one.counts.num_accepted_draft_tokens + one.counts.num_decode_steps >= len(one.token_ids)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_special_tokens_end_a_text_as_stop_strings_and_by_their_ids(which: int) -> None:
+    """As `generate` does with `stop_strings`, though the text leaves special tokens out."""
+    base = base_of("llama")
+    prompt = random_prompts(8, seed=9)[3]
+    free = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    (whole,) = run_engine(base, PlainDecoding(), [Request(prompt, free)], slots=1)
+    ids = whole.token_ids
+    end = [place for place, token in enumerate(ids) if place and token not in ids[:place]][which]
+
+    class WithSpecialToken(SpellingTokenizer):
+        added_tokens_decoder: ClassVar = {ids[end]: AddedToken("<turn>", special=True)}
+
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            return "".join(f" {i}" for i in ids if i not in self.added_tokens_decoder)
+
+    text = WithSpecialToken().decode(ids[:end])
+    for settings, shown in (
+        ({"stop": ("<turn>",)}, text),
+        ({"stop": (f"{ids[end - 1]}<turn>", "never")}, text.removesuffix(str(ids[end - 1]))),
+        ({"stop_token_ids": (ids[end],)}, text),
+    ):
+        sampling = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, **settings)
+        for drafter in (PlainDecoding(), OracleDrafter([prompt + ids])):
+            engine = Engine(base, drafter, WithSpecialToken(), EngineConfig(slots=1, nodes=10))
+            handle = engine.submit(Request(prompt, sampling), stream=True)
+            while not engine.idle:
+                engine.step()
+            found = handle.result(0)
+            assert (found.token_ids, found.text, found.finish_reason) == (ids[: end + 1], shown, "stop")
+            assert "".join(delta.text for delta in handle) == shown
 
 
 def test_a_row_ends_at_the_slots_last_position() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from drafter.methods.learning.drafter import StartingHead
 from drafter.methods.learning.training import weights_of
 from drafter.requests import TokenDelta
 from tests.support.models import random_model
+from tests.support.waiting import PATIENCE, wait_until
 
 QUESTION = "Tom has 3 boxes of 12 pens. He gives 5 pens away. How many pens does he have left?"
 
@@ -114,8 +116,32 @@ def test_a_listener_that_leaves_harms_nobody(lm: SpeculativeLM) -> None:
     while handle._deltas.qsize() < 3:  # tokens still come, though nobody can be woken
         time.sleep(0.01)
     handle.cancel()
-    assert handle.result(60).finish_reason == "cancelled"
+    assert handle.result(PATIENCE).finish_reason == "cancelled"
     assert len(lm.generate(QUESTION, max_new_tokens=3, ignore_eos=True)[0].token_ids) == 3
+
+
+def test_what_takes_long_at_the_start_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "drafter"), SpeculativeLM.from_pretrained(drafter="ngram", device="cpu"):
+        pass
+    assert [record.getMessage() for record in caplog.records] == ["loading the embedded model", "timing decode steps"]
+
+
+def test_an_interrupted_call_leaves_nothing_in_the_engine(lm: SpeculativeLM) -> None:
+    """Its 400 prompts would be decoded for minutes, and the next call would wait for them."""
+
+    def interrupt() -> None:
+        wait_until(lambda: lm.engine.state().waiting > 300 and lm.engine.state().active, "the call is under way")
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        lm.generate([QUESTION] * 400, max_new_tokens=900, ignore_eos=True)
+    thread.join()
+    before = lm.engine.state().output_tokens
+    assert len(lm.generate(QUESTION, max_new_tokens=3, ignore_eos=True)[0].token_ids) == 3
+    assert lm.engine.state().waiting == 0
+    assert lm.engine.state().output_tokens - before < 400
 
 
 def test_a_failed_stream_ends_and_says_why() -> None:

@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pipeline.generate.job import main
+from jobs.generate import main
 from pipeline.output.columns import TIMING_COLUMNS
 
 TEMPLATE = (

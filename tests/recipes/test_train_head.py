@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from drafter.heads.checkpoint import load_head
-from drafter.heads.contract import head_config
+from drafter.heads.config import head_config
 from drafter.heads.registry import HEADS, new_head
 from drafter.target.loading import load_base
 from drafter.target.model import BaseModel

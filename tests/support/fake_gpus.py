@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from drafter import devices
 from drafter.ctc import prefix_search as static
+from drafter.target.attention import flash_prefix_attention
 from drafter.target.model import BaseModel
 
 _CUDA, _META = 1, 14
@@ -37,8 +38,8 @@ def fake_gpus() -> Iterator[None]:
     pin = mock.patch.object(Tensor, "pin_memory", lambda tensor: _fake(tensor, torch.device("cpu")))
     free_bytes = mock.patch.object(devices, "free_bytes", return_value=None)
     kept = mock.patch.object(static, "_rank_tensor", cache(static._rank_tensor.__wrapped__))
-    # A proof looks at numbers, and there are none. What is not proved is not used.
-    proof = mock.patch("drafter.heads.attention.prefix_attention_agrees", return_value=False)
+    # A proof looks at numbers, and there are none.
+    proof = mock.patch("drafter.heads.attention.prefix_attention_agrees", return_value=True)
     with fakes, _guarded(), pin, free_bytes, kept, proof:
         yield
 
@@ -74,7 +75,10 @@ def base_of_shape(config: Any) -> BaseModel:
     with ExitStack() as taken:
         for name, result in (("prepack", None), ("prove_tree_decoding", None), ("fingerprint", "fake")):
             taken.enter_context(mock.patch(f"drafter.target.model.{name}", return_value=result))
-        taken.enter_context(mock.patch("drafter.target.model.attention_agrees", agrees))
+        for name in ("attention_agrees", "trees_agree"):
+            taken.enter_context(mock.patch(f"drafter.target.model.{name}", agrees))
+        # As on a GPU, where the weights go later.
+        taken.enter_context(mock.patch("drafter.target.model.prefix_attention_on", return_value=flash_prefix_attention))
         with torch.device("meta"):
             # Of a configuration of its own: which attention it has is noted there.
             model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.bfloat16)
@@ -99,6 +103,8 @@ def move_to_gpus(base: BaseModel, count: int) -> None:
         replace(shape, device=gpu) if shape else None for shape, gpu in zip(base._layer_shapes, of_layer, strict=True)
     ]
     base._model_code._device = gpus[0]
+    if count > 1:  # as `BaseModel` decides it
+        base._model_code.prefix_attention = None
 
 
 def place_weights(module: nn.Module, device: torch.device) -> None:

@@ -35,8 +35,8 @@ class FragileEngine(EngineSpec):
     deadly: int | None = None
     step_seconds: float = 0.0
 
-    def load(self) -> SpeculativeLM:
-        lm = super().load()
+    def load(self, on_stage: Callable[[str], None] | None = None) -> SpeculativeLM:
+        lm = super().load(on_stage)
         engine, step, submit = lm.engine, lm.engine.step, lm.engine.submit
 
         def fragile_step() -> None:
@@ -67,8 +67,8 @@ class UnhurriedEngine(EngineSpec):
     notes: Path = Path()
     steps: int = 300
 
-    def load(self) -> SpeculativeLM:
-        lm = super().load()
+    def load(self, on_stage: Callable[[str], None] | None = None) -> SpeculativeLM:
+        lm = super().load(on_stage)
         engine, step, numbers = lm.engine, lm.engine.step, count()
 
         def unhurried_step() -> None:
@@ -92,6 +92,10 @@ class NotedLearner(LearnerActor):
 def kill_me() -> None:
     """End this process."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+class EndedError(BaseException):
+    """The process has ended: nothing that it does from now on changes a file."""
 
 
 class DeadlyFiles(fs.FileSystemHandler):
@@ -169,3 +173,49 @@ class DeadlyFiles(fs.FileSystemHandler):
 
     def open_append_stream(self, path: str, metadata: Any) -> Any:
         return self._real.open_append_stream(path, metadata=metadata)
+
+
+class FailingFiles(DeadlyFiles):
+    """The local file system, whose changes fail from the n-th on; other processes have the whole one.
+
+    Args:
+        fails: What is raised instead of a change.
+        at: The number of the first change that fails, from 1.
+        for_good: Whether all later changes fail, too; otherwise those of the same kind that take no room are made.
+    """
+
+    def __init__(self, fails: BaseException, at: int, *, for_good: bool) -> None:
+        super().__init__("", (), kill_me)
+        self._fails, self._left, self._for_good = fails, at, for_good
+
+    def __reduce__(self) -> Any:
+        return DeadlyFiles, ("", (), kill_me)
+
+    @property
+    def has_failed(self) -> bool:
+        return self._left <= 0
+
+    def _change(self, *, takes_room: bool) -> None:
+        self._left -= 1
+        if self._left <= 0 and (takes_room or self._for_good):
+            raise self._fails
+
+    def move(self, src: str, dest: str) -> None:
+        self._change(takes_room=False)
+        super().move(src, dest)
+
+    def open_output_stream(self, path: str, metadata: Any) -> Any:
+        self._change(takes_room=True)
+        return super().open_output_stream(path, metadata)
+
+    def create_dir(self, path: str, recursive: bool) -> None:
+        self._change(takes_room=True)
+        super().create_dir(path, recursive)
+
+    def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
+        self._change(takes_room=False)
+        super().delete_dir_contents(path, missing_dir_ok)
+
+    def delete_file(self, path: str) -> None:
+        self._change(takes_room=False)
+        super().delete_file(path)

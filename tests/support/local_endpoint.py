@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from pipeline.serving.answers import Answers
 from pipeline.serving.config import Agreement, LimitsConfig
 from pipeline.serving.http.app import create_app
-from pipeline.serving.http.connections import limited_http
+from pipeline.serving.http.connections import Connections
 from pipeline.serving.http.handles import Answer, Engines, Method
 from pipeline.serving.messages import Call, Reply, Snapshot
 
@@ -65,17 +65,17 @@ def served(
     agreement: Agreement | None = None,
 ) -> Iterator[str]:
     """Serve on a free port of the loopback; gives the server's address."""
-    limits = limits or LimitsConfig()
-    app = create_app(LocalEngines(answers), digests, limits, loopback=True, agreement=agreement)
-    with listening(app, limits) as address:
+    connections = Connections(limits or LimitsConfig(), digests)
+    app = create_app(LocalEngines(answers), connections, loopback=True, agreement=agreement)
+    with listening(app, connections) as address:
         yield address
 
 
 @contextmanager
-def listening(app: ASGIApp, limits: LimitsConfig) -> Iterator[str]:
-    """Have any application answer, with the endpoint's limits of connections; gives the server's address."""
+def listening(app: ASGIApp, connections: Connections) -> Iterator[str]:
+    """Have any application answer, with the endpoint's budget of connections; gives the server's address."""
     listener = socket.create_server(("127.0.0.1", 0))
-    http = limited_http(limits.connections, limits.receive_seconds)
+    http = connections.protocol()
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", http=http, ws="none"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

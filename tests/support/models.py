@@ -15,6 +15,7 @@ from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.requests import Generation, Request
+from drafter.target.architecture import transformers_loading
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree, from_nodes
 
@@ -67,7 +68,8 @@ def random_model(family: str, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **{**_COMMON, **FAMILIES.get(family, {})})
     eager = {"attn_implementation": "eager"} if family in ("gemma2", "gpt_oss") else {}
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **eager).to(DEVICE).eval()
+    with transformers_loading():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **eager).to(DEVICE).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

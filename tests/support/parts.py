@@ -9,10 +9,12 @@ import pyarrow as pa
 
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.statistics import DecodeCounts
-from pipeline.output.columns import column_values, columns_type
+from pipeline.output.columns import RunTraits, column_values, columns_type
+from pipeline.settings import WritingConfig
 from pipeline.staging.rows import PROBLEM_TYPE, problem_column
 from pipeline.staging.staging import pack
 
+RUN = RunTraits(SamplingParams(), WritingConfig(), rows_have_settings=False)
 BAD_PROMPT = {"type": "BadPrompt", "message": "empty", "input": None, "attempts": 0}
 
 
@@ -39,7 +41,7 @@ def generated_rows(part: str, rows: list[dict[str, Any]], problems: list[Any]) -
         counts.record_step(emitted=accepted + 1, accepted=accepted, drafted=4)
     generation = Generation("", [1] * 7, "text", "stop", 3, counts)
     request = Request([1, 2, 3], SamplingParams(seed=5))
-    generated = [None if problem else column_values(generation, request) for problem in problems]
+    generated = [None if problem else column_values(generation, request, RUN) for problem in problems]
     return pa.table(
         {
             "request_id": pa.array([f"{part}:{index}" for index in range(len(rows))]),

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
-from pipeline.io.column_types import stored_struct
+from pipeline.io.column_types import unify
 from pipeline.io.files import locate
 from pipeline.io.listing import list_input
 from pipeline.io.prompt_source import find_prompts
@@ -38,17 +38,27 @@ def write_input(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def staged(
-    source: Path | str, folder: Path, rows_per_part: int = 3, **settings: Any
-) -> tuple[list[list[str]], list[dict[str, Any]], dict[str, str]]:
-    """Stage an input in this process: request ids by part, rows, and messages of problems by request id."""
+def staged_table(source: Path | str, folder: Path, rows_per_part: int = 3, **settings: Any) -> list[pa.Table]:
+    """Stage an input in this process: the rows of each part, as the generation job reads them."""
     reading = ReadingConfig(**settings)
     listing = list_input(str(source), reading.format, reading.split, reading.subset)
     plan = StagingPlan(locate(str(folder)), reading, find_prompts(listing, reading), rows_per_part)
     folder.mkdir(exist_ok=True)
-    parts, fields = stage_files(listing, "00000", plan)
-    read = StagedParts(StagedInput(plan.folder, tuple(parts), stored_struct(fields)), parts).get_read_tasks(1)
-    tables = [rows for task in read for block in task() for _, rows in unpack(block)]
+    parts, seen = stage_files(listing, "00000", plan)
+    return read_parts(StagedInput(plan.folder, tuple(parts), unify(seen, json_objects=listing.of_json)))
+
+
+def staged(
+    source: Path | str, folder: Path, rows_per_part: int = 3, **settings: Any
+) -> tuple[list[list[str]], list[dict[str, Any]], dict[str, str]]:
+    """Stage an input in this process: request ids by part, rows, and messages of problems by request id."""
+    tables = staged_table(source, folder, rows_per_part, **settings)
     whole = pa.concat_tables(tables).to_pylist()
     problems = {row["request_id"]: row["problem"]["message"] for row in whole if row["problem"] is not None}
     return [table["request_id"].to_pylist() for table in tables], [row["row"] for row in whole], problems
+
+
+def read_parts(staged: StagedInput) -> list[pa.Table]:
+    """Read the rows of all parts, as Ray's tasks do."""
+    tasks = StagedParts(staged, list(staged.parts)).get_read_tasks(1)
+    return [rows for task in tasks for block in task() for _, rows in unpack(block)]

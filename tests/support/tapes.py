@@ -11,12 +11,15 @@ from contextlib import ExitStack
 from typing import Any, Self
 from unittest import mock
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from drafter import devices
 from drafter.engine.cuda_graph import Step
 from drafter.engine.step import StepOutcome
+from drafter.target.model import BaseModel
 from tests.support.waits import why_it_copies, why_it_waits
 
 _READERS = ("tolist", "numpy", "__array__")
@@ -139,3 +142,17 @@ class TapeRecorder:
 
     def restart(self) -> None:
         self.restarts += 1
+
+
+def queue_steps(monkeypatch: pytest.MonkeyPatch) -> TapeRecorder:
+    """Have engines treat the CPU as a device that works behind their back, with tapes for CUDA graphs.
+
+    All bases are run by the model's own code meanwhile, as on a GPU: a tape has PyTorch's operations, and none of the
+    native library's.
+    """
+    recorder = TapeRecorder()
+    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
+    monkeypatch.setattr("drafter.engine.cuda_graph._CudaRecorder", recorder)
+    own_code = property(lambda base: base._model_code, lambda base, executor: vars(base).update(_executor=executor))
+    monkeypatch.setattr(BaseModel, "_executor", own_code, raising=False)
+    return recorder

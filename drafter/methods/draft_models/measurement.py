@@ -173,7 +173,7 @@ class StackPlanning:
         return drafter
 
     def _decode(self, drafter: Drafter, requests: Sequence[Request]) -> _Run:
-        longest = max(len(one.prompt_ids) + one.sampling.max_new_tokens for one in requests)
+        longest = max(len(one.prompt_ids) + one.sampling.over().max_new_tokens for one in requests)
         slots = min(self._slots, len(requests))
         config = EngineConfig(slots, max_length=longest, nodes=self._nodes, max_queue=len(requests))
         engine = Engine(self._base, drafter, self._tokenizer, config)

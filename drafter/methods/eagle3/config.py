@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 import torch
 
+from drafter.errors import shown
 from drafter.heads.attention import rotary_rates, scaled_rates
-from drafter.heads.contract import check_draft_vocab, check_sizes
+from drafter.heads.contract import check_draft_vocab, check_hidden_layers, check_sizes
 
 
 @dataclass(frozen=True)
@@ -57,17 +58,17 @@ class Eagle3HeadConfig:
     draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        check_sizes(self, "hidden_size", "vocab_size", "depth", "num_heads", "intermediate_size")
+        check_sizes(self, "hidden_size", "vocab_size", "depth", "num_heads", "intermediate_size", "rope_theta")
         check_draft_vocab(self)
-        if not self.hidden_layers:
-            raise ValueError("hidden_layers must name at least one layer")
+        check_hidden_layers(self)
         if self.head_size is None and self.hidden_size % self.num_heads:
             raise ValueError(f"hidden_size {self.hidden_size} does not split into {self.num_heads} heads")
         if self.head_width % 2 or self.head_width < 2:
             raise ValueError(f"heads must have an even width, not {self.head_width}")
         if self.kv_heads < 1 or self.num_heads % self.kv_heads:
             raise ValueError(f"{self.num_heads} heads cannot share {self.kv_heads} heads of keys and values")
-        self.rotary_rates(torch.device("cpu"))
+        if not bool(scaled_rates(torch.ones(1, device="cpu"), self.rope_scaling or {}).isfinite().all()):
+            raise ValueError(f"rope_scaling {shown(self.rope_scaling)} turns heads by angles that are not finite")
 
     @property
     def head_width(self) -> int:

@@ -205,7 +205,7 @@ class Eagle3Drafter(HeadDrafter):
     """Drafts with an `Eagle3Head`; see `DraftHead.drafter`."""
 
     def __init__(self, head: Eagle3Head, base: BaseModel, nodes: int) -> None:
-        spec = DraftSpec(nodes, head.config.depth, hidden_layers=head.hidden_layers)
+        spec = DraftSpec(nodes, min(nodes, head.config.depth), hidden_layers=head.hidden_layers)
         self._reader = Eagle3Reader(head.config, head.fusion, head.layer, base, spec.max_depth + 1)
         super().__init__(spec, self._reader)
         self._head, self._base = head, base

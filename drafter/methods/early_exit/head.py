@@ -94,6 +94,11 @@ class ExitHead(DraftHead):
         super().__init__(config)
         self.network = ImitationNetwork(config.hidden_size, config.inner_size)
 
+    @property
+    def deepest_layer(self) -> int:
+        """See `DraftHead.deepest_layer`."""
+        return self.config.layers - 1
+
     def start_from(self, base: BaseModel) -> None:
         """Refuse a base of fewer layers; the network starts as nothing.
 

@@ -50,9 +50,9 @@ class FlyVerifier(Verifier):
 
     def refuse(self, sampling: SamplingParams) -> None:
         """Refuse a request that draws its tokens."""
-        if sampling.temperature > 0:
+        if (temperature := sampling.over().temperature) > 0:
             raise RequestError(
-                f"the verifier fly decodes greedily, and temperature is {sampling.temperature:g}: "
+                f"the verifier fly decodes greedily, and temperature is {temperature:g}: "
                 "set it to 0, or use the verifier exact or typical"
             )
 

@@ -59,7 +59,8 @@ class HydraHeadConfig:
     draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        check_sizes(self, "hidden_size", "vocab_size", "depth", "num_layers", "num_heads", "intermediate_size")
+        sizes = ("hidden_size", "vocab_size", "depth", "num_layers", "num_heads", "intermediate_size")
+        check_sizes(self, *sizes, "rope_theta")
         check_draft_vocab(self)
         if self.prefix_attention and self.hidden_size % (2 * self.num_heads):
             raise ValueError(f"hidden_size {self.hidden_size} does not split into {self.num_heads} heads of even width")

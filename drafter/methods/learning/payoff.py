@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from drafter.statistics import BatchChoice
+from drafter.statistics import BatchChoice, per_second
 
 _PACE = 0.2
 """Weight of the newest interval in the averages."""
@@ -103,7 +103,7 @@ class Balance:
             return balance
         lead = self.lead if interval.lead is None else interval.lead
         balance = replace(balance, beta=_average(self.beta, interval.tokens / interval.row_steps), lead=lead)
-        balance = balance._with_rate(interval.tokens / interval.seconds, interval.learned)
+        balance = balance._with_rate(per_second(interval.tokens, interval.seconds), interval.learned)
         taken = interval.seconds * balance.drag if interval.learned else 0.0
         saved = interval.seconds * max(interval.gain - 1.0, 0.0)
         return replace(balance, taken=self.taken + taken, saved=self.saved + saved)

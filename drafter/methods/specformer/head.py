@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from drafter.drafters.contract import DraftContext
 from drafter.heads.attention import rotary_rates, rotate, rotation_table
 from drafter.heads.context_reader import CacheShape, ContextReader, Entries
-from drafter.heads.contract import Tree, check_draft_vocab, check_sizes
+from drafter.heads.contract import Tree, check_draft_vocab, check_hidden_layers, check_sizes
 from drafter.heads.draft_vocabulary import chosen_log_probs
 from drafter.heads.frame_head import DraftModule, FrameHead, FrameReader
 from drafter.heads.losses import DraftBatch, Labels, LossSum, cross_entropy
@@ -198,10 +198,9 @@ class SpecFormerHeadConfig:
     draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        check_sizes(self, "hidden_size", "vocab_size", "depth", "num_heads", "intermediate_size")
+        check_sizes(self, "hidden_size", "vocab_size", "depth", "num_heads", "intermediate_size", "rope_theta")
         check_draft_vocab(self)
-        if not self.hidden_layers:
-            raise ValueError("hidden_layers must name at least one layer")
+        check_hidden_layers(self)
         if self.hidden_size % (2 * self.num_heads):
             raise ValueError(f"hidden_size {self.hidden_size} does not split into {self.num_heads} heads of even width")
 

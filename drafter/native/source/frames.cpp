@@ -1,6 +1,6 @@
 // The attention draft module in decoding: frames of many texts that attend to the texts and to each other.
 //
-// The algorithm is that of drafter/heads/modules/attention_layers.py, which says what it computes. Called from Python by
+// The algorithm is that of drafter/heads/attention.py, which says what it computes. Called from Python by
 // way of ctypes; `structures.py` declares the same structures.
 
 #include <vector>

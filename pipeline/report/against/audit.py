@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from pipeline.engines.models import model_name
 from pipeline.errors import InputError
 from pipeline.evaluation.measuring import measured
 from pipeline.generate.row_requests import row_sampling
-from pipeline.openai.batch import parse_line
+from pipeline.openai.batch import LINE_FIELDS, parse_line
 from pipeline.output.folder import OutputFolder
 from pipeline.report.against.pairs import first_difference
 from pipeline.report.output_files import open_output, read_run_of
@@ -125,9 +124,9 @@ def _choice(tokens: Sequence[int], place: int, logits: Tensor, tokenizer: Any) -
 
 # ---- Which rows of an output are generated again, and what each of them asked for.
 
-_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
-_BATCH_COLUMNS = {"custom_id", "method", "url", "body"}
+_BATCH_COLUMNS = set(LINE_FIELDS)
 """Rows with these are lines of an OpenAI batch, whose requests bring their own settings."""
+_READ_COLUMNS = {"request_id", "prompt_token_ids", "token_ids", "seed"}
 
 
 @dataclass(frozen=True)
@@ -143,22 +142,6 @@ class RepeatedRow:
     token_ids: list[int]
 
 
-def share_of(text: str) -> float:
-    """Return the share of rows that a text asks for, such as `1%` or `0.01`.
-
-    Raises:
-        InputError: It is not more than 0 and at most all of them.
-    """
-    percent = _PERCENT.fullmatch(text.strip())
-    try:
-        share = float(percent[1]) / 100 if percent else float(text)
-    except ValueError:
-        share = math.nan
-    if not 0 < share <= 1:
-        raise InputError(f"--sample must be a share of the rows such as 1% or 0.01, not {text!r}")
-    return share
-
-
 def rows_to_repeat(output: OutputFolder, run: Mapping[str, Any], share: float) -> Iterator[RepeatedRow]:
     """Draw rows of an output by their names, at least one, so that each audit of it draws the same ones.
 
@@ -170,16 +153,20 @@ def rows_to_repeat(output: OutputFolder, run: Mapping[str, Any], share: float) -
     Raises:
         InputError: The rows cannot be read.
     """
-    dataset = open_rows(output)
+    dataset, config = open_rows(output), run["config"]
+    column = config["reading"]["sampling_column"]
     try:
         names = dataset.to_table(columns=["request_id"])["request_id"].to_pylist()
         count = math.ceil(share * len(names))
         drawn = nsmallest(count, names, key=lambda name: (zlib.crc32(name.encode()), name))
-        rows = dataset.to_table(filter=pc.field("request_id").isin(drawn)).to_pylist()
+        rows = dataset.to_table(
+            # Of the input's columns only those that say what a row asked for: others may hold what Python has not.
+            columns=[name for name in dataset.schema.names if name in {*_READ_COLUMNS, *_BATCH_COLUMNS, column}],
+            filter=pc.field("request_id").isin(drawn),
+        ).to_pylist(maps_as_pydicts="lossy")
     except (pa.ArrowInvalid, OSError) as error:
         raise unreadable(output, error) from error
-    config = run["config"]
-    defaults, column = SamplingParams(**config["sampling"]), config["reading"]["sampling_column"]
+    defaults = SamplingParams(**config["sampling"])
     for row in rows:
         request = Request(row["prompt_token_ids"], _sampling(row, defaults, column), row["request_id"])
         yield RepeatedRow(request, row["token_ids"])
@@ -188,7 +175,8 @@ def rows_to_repeat(output: OutputFolder, run: Mapping[str, Any], share: float) -
 def _sampling(row: dict[str, Any], defaults: SamplingParams, column: str) -> SamplingParams:
     """The settings that a row was generated with; log-probabilities change no token and are left out."""
     if row.keys() >= _BATCH_COLUMNS:
-        settings = parse_line(row).sampling(defaults)
+        # Requests draw unless they say otherwise; outputs of earlier releases do not record that.
+        settings = parse_line(row).sampling(replace(defaults, temperature=defaults.temperature or 1.0))
     else:
         settings = row_sampling(defaults, row["request_id"], row, column)
     return replace(settings, seed=row["seed"], logprobs=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,92 +9,24 @@ from typing import Any
 
 from drafter.errors import LoadError, one_line
 from drafter.target.loading import load_tokenizer
-from pipeline.command_line import run_job
 from pipeline.engines.models import model_name
 from pipeline.errors import InputError
 from pipeline.io.files import locate
-from pipeline.report.against.audit import share_of
+from pipeline.report.against.config import PAGE, CompareConfig
 from pipeline.report.against.pairs import Comparison, DifferingRow, Span, compare_rows, differing_spans, rows_of
 from pipeline.report.against.scorers import make_scorer
 from pipeline.report.html_page import page_environment
 from pipeline.report.output_files import open_output, read_run_of
 from pipeline.report.rows import text_pieces
 
-PAGE = "comparison.html"
-_DESCRIPTION = """\
-Compare two outputs of generation jobs, of the same prompts: how many rows have the same tokens, where the
-others differ, and, with a scorer, whether one is worth more than the other.
-
-  python -m jobs.compare exact lenient --scorer number --target answer
-  python -m jobs.compare exact lenient --scorer score.py:is_right --page /tmp/comparison.html
-  python -m jobs.compare exact --sample 1%           generates some rows again, without drafts, and shows differences"""
 _COLUMNS = ("request_id", "token_ids")
 
 
-@dataclass(frozen=True)
-class CompareConfig:
-    """A comparison.
-
-    Args:
-        first: Folder or URI of one output.
-        second: Folder or URI of the other; None where one output is audited and nothing compared.
-        scorer: Name of the scorer; see `make_scorer`. None compares tokens alone.
-        target: Column with the right answer, for a built-in scorer.
-        page: File or URI to write; by default in the second output.
-        examples: How many differing rows to show.
-        share: Of each output's rows, to be generated again by plain decoding; None for none.
-    """
-
-    first: str
-    second: str | None = None
-    scorer: str | None = None
-    target: str | None = None
-    page: str | None = None
-    examples: int = 20
-    share: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.examples < 0:
-            raise InputError(f"--examples must be at least 0, not {self.examples}")
-        if self.second is None and self.share is None:
-            raise InputError("there is one output: give another to compare it with, or --sample to audit it")
-        if self.second is None and (self.scorer is not None or self.page is not None):
-            raise InputError("an audit of one output has no scorer and no page: leave out --scorer and --page")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job that a command line asks for; see `run_job` for what it returns.
-
-    It returns 1, too, if an audit has found a difference.
-    """
-    audited_well = True
-
-    def job(given: Sequence[str] | None) -> None:
-        nonlocal audited_well
-        config = parse_config(given)
-        if config.second is not None:
-            compare(config, config.second)
-        if config.share is not None:
-            audited_well = audit_outputs(config, config.share)
-
-    return run_job(job, arguments) or int(not audited_well)
-
-
-def parse_config(arguments: Sequence[str] | None = None) -> CompareConfig:
-    """Return the comparison that a command line asks for."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.compare", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("first", help="folder or URI of a generation job's results")
-    parser.add_argument("second", nargs="?", help="the same of another job on the same prompts")
-    parser.add_argument("--scorer", help="number, string, json, or FILE.py:function: what a row is worth")
-    parser.add_argument("--target", help="column with the right answer, for number, string and json")
-    parser.add_argument("--page", help=f"file or URI to write; by default {PAGE} in the second output")
-    parser.add_argument("--examples", type=int, default=20, help="differing rows to show (20)")
-    parser.add_argument("--sample", help="share of each output's rows to generate again plainly, such as 1%%")
-    given = parser.parse_args(arguments)
-    share = None if given.sample is None else share_of(given.sample)
-    return CompareConfig(given.first, given.second, given.scorer, given.target, given.page, given.examples, share)
+def compare_or_audit(config: CompareConfig) -> int:
+    """Compare two outputs, or audit one or both; return 1 if an audit has found a difference, otherwise 0."""
+    if config.second is not None:
+        compare(config, config.second)
+    return int(config.share is not None and not audit_outputs(config, config.share))
 
 
 def audit_outputs(config: CompareConfig, share: float) -> bool:
@@ -221,7 +152,7 @@ def render(names: tuple[str, str], comparison: Comparison, scorer: str | None, r
         scorer: Name of the scorer.
         rows: Differing rows to show.
     """
-    template = page_environment("pipeline.compare").get_template("comparison.html.jinja")
+    template = page_environment("pipeline.report.against").get_template("comparison.html.jinja")
     return template.render(names=names, comparison=comparison, scorer=scorer, rows=rows)
 
 

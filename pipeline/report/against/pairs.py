@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from drafter.statistics import PairedSums
+from pipeline.io.column_types import python_rows
 from pipeline.output.folder import OutputFolder
 from pipeline.report.against.scorers import Scorer
 from pipeline.report.rows import open_rows, unreadable
@@ -76,7 +77,7 @@ def rows_of(output: OutputFolder, columns: Sequence[str] | None) -> Iterator[Row
             raise unreadable(output, error) from error
         if batch is None:
             return
-        yield from batch.to_pylist()
+        yield from python_rows(batch)
 
 
 @dataclass

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Any, NoReturn
+from dataclasses import asdict, replace
+from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -15,19 +14,19 @@ from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.core import Metric
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from pipeline.learning.beats import learner_families
 from pipeline.openai.answers import wants_speculation
-from pipeline.openai.requests import OpenAIError, ParsedRequest, parse_chat, parse_completion
+from pipeline.openai.requests import OpenAIError, ParsedRequest, parse_chat, parse_completion, parse_json
 from pipeline.serving.config import Agreement, LimitsConfig
 from pipeline.serving.http import openapi
-from pipeline.serving.http.connections import LoopbackHosts
+from pipeline.serving.http.connections import Connections, LoopbackHosts, read_body
 from pipeline.serving.http.handles import Answer, Engines, LearnerHandle, Method, metrics_page
 from pipeline.serving.http.keys import may_ask
-from pipeline.serving.ingress.page import add_page
+from pipeline.serving.http.page import add_page
+from pipeline.serving.http.work_limits import LargeWork
 from pipeline.serving.messages import Call, Failure, unavailable
 
 
@@ -58,90 +57,17 @@ class EventStream(Response):
             self._answer.cancel()
 
 
-# ---- A request's body: read up to a limit, and only if it is JSON.
-
-_DISCARDED = 16
-"""A body of up to this many times the limit is read to its end and thrown away, because many clients read the answer
-only then. For a larger one the connection is cut."""
-
-
-async def read_json(request: Request, limit: int) -> Any:
-    """Return the body of a request.
-
-    Args:
-        request: The request.
-        limit: Most bytes that it may have.
-
-    Raises:
-        OpenAIError: 413 for more bytes, 415 for another kind of content, 400 for what is not JSON, 408 if the rest of
-            it does not come.
-    """
-    # A web page may have a browser post any other kind of content to any address, this machine's own among them.
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise OpenAIError(415, "The Content-Type must be application/json.", code="unsupported_media_type")
-    body = bytearray()
-    size = 0
-    try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size <= limit:
-                body += chunk
-            elif size > _DISCARDED * limit:
-                break
-    except ClientDisconnect as error:
-        raise OpenAIError(408, "The body has not come.", code="timeout") from error
-    if size > limit:
-        raise OpenAIError(413, f"The body is larger than {limit} bytes.", code="request_too_large")
-    return parse_json(bytes(body))
-
-
-def parse_json(body: bytes) -> Any:
-    """Return what JSON says, as the standard has it: UTF-8, no NaN or infinities, and text that can be encoded.
-
-    Raises:
-        OpenAIError: 400, it is not JSON.
-    """
-    try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_number)
-        if b"\\u" in body:  # an escape can be half of a surrogate pair, which is not a character
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except (ValueError, RecursionError) as error:
-        raise OpenAIError(400, f"The body is not JSON: {_reason(error)}.", code="invalid_json") from error
-    return value
-
-
-def _number(text: str) -> float | int:
-    """Return a number; a whole one is an integer, because JSON does not tell 1.0 from 1 and some clients write 1.0."""
-    value = float(text)
-    return int(value) if value.is_integer() else value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _reason(error: Exception) -> str:
-    match error:
-        case json.JSONDecodeError():
-            return f"{error.msg} at line {error.lineno}, column {error.colno}"
-        case UnicodeDecodeError() | UnicodeEncodeError():
-            return "it is not valid UTF-8"
-        case RecursionError():
-            return "it is nested too deeply"
-        case _:
-            return "it has a number that cannot be read"
-
-
 # ---- The endpoint's HTTP: routes, keys, limits, and errors in OpenAI's shape.
+
+_LARGE_BODY = 32 << 10
+"""Bytes from which on a body is understood in another thread, one such body after the other."""
 
 logger = logging.getLogger("ray.serve")
 
 
 def create_app(
     engines: Engines,
-    digests: Sequence[bytes],
-    limits: LimitsConfig,
+    connections: Connections,
     *,
     loopback: bool,
     agreement: Agreement | None = None,
@@ -151,12 +77,12 @@ def create_app(
 
     Args:
         engines: Who answers.
-        digests: Digests of the keys, see `pipeline.serving.http.keys`; none answers everybody.
-        limits: What clients may ask for.
+        connections: Of its clients; has the limits and the keys.
         loopback: Whether only this machine can connect; then requests for other hosts are refused.
         agreement: Whose requests a head may learn from; by default nobody's.
         learner: Learns from them; None where no head learns.
     """
+    digests, limits = connections.digests, connections.limits
     app = FastAPI(
         title="drafter",
         description="OpenAI's API over lossless speculative decoding.",
@@ -178,7 +104,7 @@ def create_app(
     keyed = [Depends(HTTPBearer(auto_error=False)), Depends(check_key)] if digests else []
     _add_generation(app, engines, keyed, limits, agreement or Agreement())
     _add_models(app, engines, keyed)
-    _add_state(app, engines, keyed, learner)
+    _add_state(app, engines, keyed, connections, learner)
     if learner is not None:
         _add_learning(app, keyed, learner)
     add_page(app)
@@ -188,12 +114,21 @@ def create_app(
 def _add_generation(
     app: FastAPI, engines: Engines, keyed: list[Any], limits: LimitsConfig, agreement: Agreement
 ) -> None:
+    large_work = LargeWork()
+
     async def answer(request: Request, method: Method, parse: Callable[[dict[str, Any]], ParsedRequest]) -> Response:
-        body = await read_json(request, limits.body_bytes)
-        speculation = wants_speculation(body)
-        parsed = parse(body)
-        if parsed.model not in engines.names:
+        given = await read_body(request, limits.body_bytes)
+
+        def understand() -> tuple[ParsedRequest, bool]:
+            body = parse_json(given)
+            speculation = wants_speculation(body)
+            return parse(body), speculation
+
+        parsed, speculation = await large_work.run(understand) if len(given) > _LARGE_BODY else understand()
+        model = engines.called(parsed.model)
+        if model is None:
             raise _no_model(parsed.model)
+        parsed = replace(parsed, model=model)
         if parsed.choices > limits.choices:
             raise OpenAIError(400, f"At most {limits.choices} choices a request are allowed.", "n", "invalid_value")
         may_teach = agreement.covers(request.headers.get("authorization"))
@@ -230,24 +165,28 @@ def _add_models(app: FastAPI, engines: Engines, keyed: list[Any]) -> None:
     @app.get("/v1/models/{model:path}", dependencies=keyed, **openapi.model())
     async def retrieve_model(model: str) -> Response:
         """Describe one model."""
-        if model not in engines.names:
+        name = engines.called(model)
+        if name is None:
             raise _no_model(model)
-        return JSONResponse(described(model))
+        return JSONResponse(described(name))
 
 
-def _add_state(app: FastAPI, engines: Engines, keyed: list[Any], learner: LearnerHandle | None) -> None:
+def _add_state(
+    app: FastAPI, engines: Engines, keyed: list[Any], connections: Connections, learner: LearnerHandle | None
+) -> None:
     @app.get("/health", **openapi.health())
     async def health() -> Response:
         """Say whether every model has a replica that works."""
         replicas = {name: len(found) for name, found in (await engines.snapshots()).items()}
         if not all(replicas.values()):
             raise unavailable()
-        return JSONResponse({"status": "ok", "replicas": replicas})
+        return JSONResponse({"status": "ok", "replicas": replicas, "connections": connections.state()})
 
     @app.get("/metrics", dependencies=keyed, **openapi.metrics())
     async def metrics() -> Response:
         """Give the metrics of all replicas, and of the learner, for Prometheus."""
-        snapshots: list[tuple[dict[str, str], Sequence[Metric]]] = [
+        snapshots: list[tuple[dict[str, str], Sequence[Metric]]] = [({}, connections.families())]
+        snapshots += [
             ({"model": name, "replica": snapshot.replica}, snapshot.families)
             for name, found in (await engines.snapshots()).items()
             for snapshot in found

@@ -9,15 +9,22 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import re
+import socket
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pipeline.openai.requests import OpenAIError, shown
+from pipeline.serving.config import LimitsConfig
+from pipeline.serving.http.keys import may_ask
+from pipeline.serving.http.work_limits import Turns
 
 _HOST = re.compile(r"(?:\[(?P<ipv6>[^\]]+)\]|(?P<name>[^:]+))(?::\d+)?")
 
@@ -58,113 +65,330 @@ class LoopbackHosts:
             await self._app(scope, receive, send)
 
 
-# ---- Clients' connections: how long one may take to send a request, and how many there may be.
+# ---- A request's body: read up to a limit, and only if it is JSON.
 
-_LARGEST_HEAD = 64 * 1024
-"""Bytes of a request's headers."""
-
-
-def limited_http(most: int, seconds: float) -> type[asyncio.Protocol]:
-    """Return a protocol for uvicorn's `http` setting.
-
-    Args:
-        most: Connections that may be open. For a further one, that which has owed a request for the longest is closed:
-            a client that sends its request at once is answered, however many others send none.
-        seconds: How long a connection may take to begin a request, and how long to send the rest of it.
-    """
-
-    class LimitedHttp(_LimitedHttp):
-        debtors = _Debtors(most)
-        patience = seconds
-
-    return LimitedHttp
+DISCARDED = 16
+"""A body of up to this many times the limit is read to its end and thrown away, because many clients read the answer
+only then. For a larger one the connection is cut."""
 
 
-class _Debtors:
-    """The connections of one server, and which of them owe a request.
+async def read_body(request: Request, limit: int) -> bytes:
+    """Return the body of a request that says it is JSON.
 
     Args:
-        most: Connections that may be open.
+        request: The request.
+        limit: Most bytes that it may have.
+
+    Raises:
+        OpenAIError: 413 for more bytes, 415 for another kind of content, 408 if the rest of it does not come.
+    """
+    # A web page may have a browser post any other kind of content to any address, this machine's own among them.
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise OpenAIError(415, "The Content-Type must be application/json.", code="unsupported_media_type")
+    body = bytearray()
+    size = 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size <= limit:
+                body += chunk
+            elif size > DISCARDED * limit:
+                break
+    except ClientDisconnect as error:
+        raise OpenAIError(408, "The body has not come.", code="timeout") from error
+    if size > limit:
+        raise OpenAIError(413, f"The body is larger than {limit} bytes.", code="request_too_large")
+    return bytes(body)
+
+
+# ---- The budget of a client's connection: bytes, seconds and turns, before its key is known and after.
+
+Reason = Literal["crowded", "late", "refused", "slow", "unread"]
+"""Why a connection was cut: there were too many; a request did not come, was no request or too large; an answer took
+too long; or the client does not read."""
+_BESIDE_BODY = 64 << 10
+"""Most bytes of a request that are not its body: request line, headers, sizes and extensions of chunks, trailers."""
+_HEADERS = 128
+_PIPELINED = 8
+"""Requests that may wait behind the one being answered. Clients hardly ever send any."""
+_DISCARDED_A_SECOND = 16 << 20
+"""Bytes of a connection that are read a second only to be thrown away."""
+_PIECE = 16 << 10
+"""Bytes that the parser gets at once: limits are checked in between."""
+_SEND_BUFFER = 128 << 10
+"""Bytes that the kernel holds for a client that does not read; by itself it would hold megabytes."""
+_GUEST_TURNS = 50.0
+"""Answers to guests, and refusals, a second: of all connections together."""
+_LAST_SECONDS = 1.0
+"""How long a client may leave an answer unread once the server is to end."""
+_RAYS_OWN = frozenset(
+    {
+        b"serve-multiplexed-model-id",
+        b"x-request-disconnect-disabled",
+        b"x-request-id",
+        b"x-request-timeout-seconds",
+        b"x-session-id",
+    }
+)
+"""Headers by which clients could command Ray Serve: to keep the slot of a client that has left, for one."""
+
+
+class Connections:
+    """All connections of one server.
+
+    Args:
+        limits: What clients may ask for.
+        digests: Digests of the keys, see `pipeline.serving.http.keys`; none takes everybody's requests.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._open: set[_LimitedHttp] = set()
-        self._owing: dict[_LimitedHttp, None] = {}  # the one that has owed for the longest first
+    def __init__(self, limits: LimitsConfig, digests: Sequence[bytes] = ()) -> None:
+        self.limits, self.digests = limits, digests
+        self.patience = limits.receive_seconds
+        self.turns: Turns[_Connection] = Turns(_GUEST_TURNS)
+        self.cuts: Counter[Reason] = Counter()
+        self._listening = False
+        self._open: dict[_Connection, None] = {}  # the oldest first
+        self._owing: dict[_Connection, None] = {}  # the one that has owed for the longest first
 
-    def add(self, connection: _LimitedHttp) -> None:
-        """Add a connection, which owes a request; close one if there are too many."""
-        self._open.add(connection)
+    def protocol(self) -> type[asyncio.Protocol]:
+        """Return a protocol for uvicorn's `http` setting."""
+
+        class Limited(_Connection):
+            budget = self
+
+        self._listening = True
+        return Limited
+
+    def state(self) -> dict[str, int] | None:
+        """Return how many connections there are, for people; None where something else listens: Serve's own proxy."""
+        unread = sum(connection.is_unread for connection in self._open)
+        return {"open": len(self._open), "unread": unread} if self._listening else None
+
+    def families(self) -> list[Metric]:
+        """Return the same for Prometheus, and how many were cut."""
+        state = self.state()
+        if state is None:
+            return []
+        cuts = CounterMetricFamily("drafter_connections_cut", "Connections closed by the server.", labels=["reason"])
+        for reason in get_args(Reason):
+            cuts.add_metric([reason], self.cuts[reason])
+        unread = "Connections with an answer that the client does not read."
+        return [
+            GaugeMetricFamily("drafter_connections", "Connections that are open.", state["open"]),
+            GaugeMetricFamily("drafter_connections_unread", unread, state["unread"]),
+            cuts,
+        ]
+
+    def add(self, connection: _Connection) -> None:
+        """Add a connection; cut one if there are too many."""
+        self._open[connection] = None
         self._owing[connection] = None
-        if len(self._open) > self._most:
-            longest = next(iter(self._owing))
-            self.remove(longest)  # it is closed a little later, and another may come before that
-            longest.transport.close()
+        if len(self._open) > self.limits.connections:
+            self.cut(self._dearest(connection), "crowded")
 
-    def owes(self, connection: _LimitedHttp, owing: bool) -> None:
-        """Note whether a connection that is open owes a request."""
+    def _dearest(self, newcomer: _Connection) -> _Connection:
+        """Return the connection to cut for a newcomer: whoever sends a request at once is to be answered."""
+        owing = next(iter(self._owing))
+        if owing is not newcomer:
+            return owing
+        # All others wait for an answer: the last guest in the queue, or else the one that has been here the longest.
+        return self.turns.last or next(one for one in self._open if one.is_guest)
+
+    def owes(self, connection: _Connection, owing: bool) -> None:
+        """Note whether a connection that is open waits for its client: for a request, or until an answer is read."""
         if not owing:
             self._owing.pop(connection, None)
         elif connection in self._open:
             self._owing.setdefault(connection)
 
-    def remove(self, connection: _LimitedHttp) -> None:
+    def cut(self, connection: _Connection, reason: Reason) -> None:
+        """Close a connection at once, whatever is still to be sent."""
+        if connection in self._open:
+            self.cuts[reason] += 1
+            self.remove(connection)  # it is lost a little later, and another may come before that
+            connection.transport.abort()
+
+    def remove(self, connection: _Connection) -> None:
         """Remove a connection; nothing happens if it is gone already."""
-        self._open.discard(connection)
+        self._open.pop(connection, None)
         self._owing.pop(connection, None)
+        self.turns.forget(connection)
+
+    def end(self) -> None:
+        """Wait no longer for clients that do not read, because the server is to end."""
+        self.patience = min(self.patience, _LAST_SECONDS)
+        for connection in [one for one in self._open if one.is_unread]:
+            self.cut(connection, "unread")
 
 
-class _LimitedHttp(HttpToolsProtocol):
-    """Uvicorn's HTTP, with a time limit for each request that is to come.
+class _RefusedError(Exception):
+    """Raised in the parser's callbacks: it ends with an error of its own."""
 
-    A connection owes a request from its beginning, and from the end of a response, until the request is there as a
-    whole.
+
+class _Connection(HttpToolsProtocol):
+    """Uvicorn's HTTP within the budget.
+
+    A connection waits for its client in two ways, each with a time limit. It waits for a request from its beginning,
+    and from the end of a response, until the request is there as a whole. And it waits for a reader from when the
+    buffer of what is to be sent is full until it is not, or from when nothing more is to come until all is sent.
     """
 
-    debtors: _Debtors
-    patience: float
-    _deadline: asyncio.TimerHandle | None = None
+    budget: Connections
+    is_guest = True
     _in_head = False
-    _head_bytes = 0
+    _refused = False
+    _beside_body = 0
+    _body = 0
+    _ahead = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._application: Any = self.app
+        self.app = self._answer
+        self._waits: dict[Reason, asyncio.TimerHandle] = {}
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether an answer waits for the client to read."""
+        return "unread" in self._waits
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.debtors.add(self)
-        self._wait()
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        self.budget.add(self)
+        self._wait_for_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.debtors.remove(self)
-        self._stop_waiting()
+        self.budget.remove(self)
+        for timer in self._waits.values():
+            timer.cancel()
         super().connection_lost(exc)
 
+    def eof_received(self) -> None:
+        super().eof_received()
+        self._wait_for_reader()  # the transport closes once all is sent
+
+    # What comes
+
     def data_received(self, data: bytes) -> None:
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > _LARGEST_HEAD:
-                self.send_400_response("The headers are too large.")
+        for start in range(0, len(data), _PIECE):
+            if self._refused or self.transport.is_closing():
                 return
-        super().data_received(data)
+            piece = data[start : start + _PIECE]
+            self._beside_body += len(piece)  # `on_body` takes off what is body
+            super().data_received(piece)
+            if self._beside_body > _BESIDE_BODY:
+                self.send_400_response("The request is too large beside its body.")
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no request, and all that comes after it, at this connection's turn."""
+        if self._refused or self.transport.is_closing():
+            return
+        self._refused = True
+        self.flow.pause_reading()
+
+        def refuse(turn: asyncio.Future[bool]) -> None:
+            if not turn.result() or self.transport.is_closing():
+                return
+            if self.cycle is None:
+                super(_Connection, self).send_400_response(msg)
+                self._wait_for_reader()
+            else:  # in the middle of another request, or of its answer
+                self.budget.cut(self, "refused")
+
+        self.budget.turns.take(self).add_done_callback(refuse)
 
     def on_message_begin(self) -> None:
+        if len(self.pipeline) >= _PIPELINED:
+            raise _RefusedError
         super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
-        self._wait()
+        self._in_head, self._beside_body, self._body = True, 0, 0
+        self._wait_for_request()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:  # a trailer: uvicorn would take it for a header
+            return
+        if len(self.headers) >= _HEADERS:
+            raise _RefusedError
+        if name.lower().replace(b"_", b"-") not in _RAYS_OWN:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         super().on_headers_complete()
+        self.is_guest = self._is_guests(self.scope)
+
+    def on_body(self, body: bytes) -> None:
+        size, most = len(body), self.budget.limits.body_bytes
+        self._beside_body -= size
+        self._body += size
+        if self._body > (most if self.is_guest else DISCARDED * most):
+            self.budget.cut(self, "refused")
+        elif self.is_guest or self._body - size > most or self.cycle.response_complete:
+            self._discard(size)
+        else:
+            super().on_body(body)
+
+    def _discard(self, size: int) -> None:
+        """Read on only as fast as bytes may come that are thrown away."""
+        self._ahead += size
+        if self._ahead >= _PIECE:
+            self.flow.pause_reading()
+            self.loop.call_later(self._ahead / _DISCARDED_A_SECOND, self._read_on)
+            self._ahead = 0
+
+    def _read_on(self) -> None:
+        if not self._refused:
+            self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         if self.cycle.response_complete:  # it was answered before it had come: the next one is owed already
-            self._wait()
+            self._wait_for_request()
         else:
-            self._stop_waiting()
+            self._stop_waiting("late")
+
+    # What goes
+
+    def _is_guests(self, scope: Any) -> bool:
+        given = (value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization")
+        return not (scope["path"].startswith("/v1/") and may_ask(next(given, None), self.budget.digests))
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request: a guest's at its turn, and another one's at its turn where it is refused."""
+        budget, guest = self.budget, self._is_guests(scope)
+        if guest and not await budget.turns.take(self):
+            self.transport.abort()
+            return
+        longest = budget.limits.seconds + budget.limits.receive_seconds
+        slow = self.loop.call_later(longest, budget.cut, self, "slow")
+
+        async def send_in_turn(message: Any) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400 and not guest:
+                await budget.turns.take(self)
+            await send(message)
+
+        try:
+            await self._application(scope, receive, send_in_turn)
+        finally:
+            slow.cancel()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._stop_waiting("unread")
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self.transport.is_closing() and not self._answering:
-            self._wait()
+        if self.transport.is_closing():
+            self._wait_for_reader()
+        elif not self._answering:
+            self._wait_for_request()
 
     @property
     def _answering(self) -> bool:
@@ -172,19 +396,26 @@ class _LimitedHttp(HttpToolsProtocol):
         waiting: Any = self.cycle
         return bool(self.pipeline) or (waiting is not None and not waiting.response_complete and not waiting.more_body)
 
-    def _wait(self) -> None:
-        self._stop_waiting()
-        self.debtors.owes(self, True)
-        self._deadline = self.loop.call_later(self.patience, self._time_is_up)
+    # The client's time
 
-    def _stop_waiting(self) -> None:
-        self.debtors.owes(self, False)
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+    def _wait_for_request(self) -> None:
+        self._stop_waiting("late")
+        self._waits["late"] = self.loop.call_later(self.budget.limits.receive_seconds, self._is_late)
+        self.budget.owes(self, True)
 
-    def _time_is_up(self) -> None:
+    def _wait_for_reader(self) -> None:
+        if not self.is_unread:
+            self._waits["unread"] = self.loop.call_later(self.budget.patience, self.budget.cut, self, "unread")
+            self.budget.owes(self, True)
+
+    def _stop_waiting(self, reason: Reason) -> None:
+        timer = self._waits.pop(reason, None)
+        if timer is not None:
+            timer.cancel()
+            self.budget.owes(self, bool(self._waits))
+
+    def _is_late(self) -> None:
         if self._answering:  # a client that asks again before it is answered waits for itself
-            self._wait()
-        elif not self.transport.is_closing():
-            self.transport.close()
+            self._wait_for_request()
+        else:
+            self.budget.cut(self, "late")

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import ray
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
+from pipeline.cluster.local_cluster import LOOPBACK
 from pipeline.openai.requests import OpenAIError
 from pipeline.openai.stream_events import error_event
 from pipeline.progress.board import LearningReport
-from pipeline.serving.config import LimitsConfig
-from pipeline.serving.http.connections import limited_http
+from pipeline.serving.http.connections import Connections
 from pipeline.serving.messages import Call, Reply, Snapshot, interrupted, overloaded, unavailable
 
 _REPORT_SECONDS = 5.0
@@ -107,6 +109,7 @@ class Engines:
     """
 
     def __init__(self, handles: Mapping[str, DeploymentHandle]) -> None:
+        self._asked: asyncio.Task[dict[str, list[Snapshot]]] | None = None
         # Answers are small and many: they need not go through the object store.
         self._handles = {name: handle.options(_by_reference=False) for name, handle in handles.items()}
 
@@ -114,6 +117,10 @@ class Engines:
     def names(self) -> list[str]:
         """The models' names."""
         return list(self._handles)
+
+    def called(self, name: str) -> str | None:
+        """Return the name of the model that a client means, who may also send its folder's path; None for none."""
+        return next((one for one in (name, name.rpartition("/")[2]) if one in self.names), None)
 
     async def ask(self, method: Method, call: Call) -> Answer:
         """Have a replica answer, and wait for its first reply.
@@ -138,7 +145,15 @@ class Engines:
         raise unavailable()
 
     async def snapshots(self) -> dict[str, list[Snapshot]]:
-        """Return the metrics of all replicas that answer, by the name of their model."""
+        """Return the metrics of all replicas that answer, by the name of their model.
+
+        Who asks while they are being asked shares their answer: whoever may ask, replicas have one such call at a time.
+        """
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.create_task(self._all_snapshots())
+        return await asyncio.shield(self._asked)
+
+    async def _all_snapshots(self) -> dict[str, list[Snapshot]]:
         found: dict[str, list[Snapshot]] = {}
         for name, handle in self._handles.items():
             try:
@@ -187,7 +202,7 @@ class _Merged:
         yield from merged.values()
 
 
-# ---- Ray Serve's direct ingress, for a cluster that is started for the endpoint alone: the ingress listens on the port.
+# ---- Ray Serve's direct ingress, for a cluster that is started for the endpoint alone: the ingress listens itself.
 
 
 def short_ways(port: int) -> dict[str, str]:
@@ -209,14 +224,28 @@ def short_ways(port: int) -> dict[str, str]:
     }
 
 
-def before_listening(limits: LimitsConfig) -> None:
+def keep_to_this_machine() -> None:
+    """Have Ray (2.60) keep this replica's port for other replicas to the loopback address, where its node has that.
+
+    The port asks for the token, but listens on all addresses. Each replica's constructor calls this, before Ray
+    opens it.
+    """
+    from ray.serve._private import replica
+
+    if not ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback:
+        return
+    add_port = replica.add_port_to_grpc_server
+    replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", LOOPBACK))
+
+
+def before_listening(connections: Connections) -> None:
     """Change how Ray (2.60) has this process listen, which it has no settings for.
 
     An ingress may share its port: for a minute the kernel keeps the connections of one that has died, and Ray would
-    think that another program has the port, and would not try it again. And connections are limited.
+    think that another program has the port, and would not try it again. And connections have a budget.
 
     Args:
-        limits: Of connections.
+        connections: Those that will be open.
     """
     from ray.serve._private import replica
 
@@ -225,7 +254,7 @@ def before_listening(limits: LimitsConfig) -> None:
     async def listen_with_limits(*args: Any, **kwargs: Any) -> Any:
         task, server = await listen(*args, **kwargs | {"enable_so_reuseport": True})
         # The task has not begun: what it finds here is what it goes by.
-        server.config.http = limited_http(limits.connections, limits.receive_seconds)
+        server.config.http = connections.protocol()
         server.config.ws = "none"
         return task, server
 

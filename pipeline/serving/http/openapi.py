@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse
 
 from drafter.requests import LONGEST_STOP
 from pipeline.openai.answers import FIELD
-from pipeline.openai.requests import MOST_BIASES, MOST_STOPS, Body, ChatBody, CompletionBody
+from pipeline.openai.requests import MOST_BIASES, MOST_MESSAGES, MOST_STOPS, Body, ChatBody, CompletionBody
 from pipeline.progress.board import LearningReport
 from pipeline.serving.config import LimitsConfig
 
@@ -42,11 +42,19 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
+class OpenConnections(BaseModel):
+    """How many connections are open, and on how many of them an answer waits for its client to read."""
+
+    open: int
+    unread: int
+
+
 class Health(BaseModel):
-    """How many replicas each model has."""
+    """How many replicas each model has, and how many connections there are, where the ingress itself listens."""
 
     status: str
     replicas: dict[str, int]
+    connections: OpenConnections | None
 
 
 _MEANING = {
@@ -75,6 +83,8 @@ _MESSAGE = {
     "required": ["role", "content"],
     "additionalProperties": False,
 }
+_MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": MOST_MESSAGES}
+_METADATA = {"type": "object", "additionalProperties": {"type": "string"}}
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXT = {"type": "string", "minLength": 1}
 _PROMPT = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}, _TOKENS]}
@@ -91,7 +101,7 @@ _LOGIT_BIAS = {
 
 def chat(models: Sequence[str], limits: LimitsConfig) -> dict[str, Any]:
     """Return the description of `/v1/chat/completions`."""
-    body = _body(ChatBody, models, limits, messages={"type": "array", "items": _MESSAGE, "minItems": 1})
+    body = _body(ChatBody, models, limits, messages=_MESSAGES)
     body["not"] = {
         "required": ["max_tokens", "max_completion_tokens"],
         "properties": {name: {"type": "integer"} for name in ("max_tokens", "max_completion_tokens")},
@@ -170,6 +180,7 @@ def _body(
         "n": {"type": "integer", "minimum": 1, "maximum": limits.choices},
         "stop": _STOP,
         "logit_bias": _LOGIT_BIAS,
+        "metadata": _METADATA,
         "stream_options": definitions["StreamOptions"],
         FIELD: {"type": "boolean", "description": "Say what became of the draft."},
     }

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.__main__ import main, run
+from benchmarks.gpu.__main__ import KITS, main, run
 from benchmarks.gpu.cells import CellFile, Key, Measure, Plan, Stage, Values
 from benchmarks.gpu.page import PAGE_FILE, STAGES, write_page
 from benchmarks.gpu.profile import kind_of
-from benchmarks.gpu.suite import counted
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import LoadError
 from tests.support.paths import ROOT
@@ -167,6 +166,20 @@ def test_cells_of_every_stage_are_told_apart(plan: Plan) -> None:
         assert len({str(cell) for cell in cells}) == len(cells)
 
 
+def test_a_kit_is_of_stages_that_there_are_and_shares_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {name for names in KITS.values() for name in names} <= {one.name for one in STAGES}
+    given: list[float] = []
+
+    def note(command: list[str]) -> subprocess.CompletedProcess[str]:
+        given.append(float(command[command.index("--minutes") + 1]))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr("benchmarks.gpu.__main__.subprocess.run", note)
+    main(["--output", str(tmp_path), "--kit", "correctness", "--tiny"])
+    assert len(given) == len(KITS["correctness"])
+    assert 4.0 >= given[0] > given[1] > given[-1] > 0
+
+
 def test_kinds_of_kernels() -> None:
     names = {
         "matmul": ["sm90_xmma_gemm_bf16", "nvjet_tst_64x8", "aten::mm", "aten::addmm", "mkldnn::_linear_pointwise"],
@@ -179,14 +192,6 @@ def test_kinds_of_kernels() -> None:
     assert {name: kind_of(name) for some in names.values() for name in some} == {
         name: kind for kind, some in names.items() for name in some
     }
-
-
-def test_a_report_of_tests_is_counted() -> None:
-    report = (
-        '<testsuites><testsuite><testcase name="a"/><testcase name="b"><failure message="1 != 2&#10;more"/></testcase>'
-        '<testcase name="c"><skipped message="no"/></testcase></testsuite></testsuites>'
-    )
-    assert counted(report) == {"tests": 3, "skipped": 1, "failed": {"b": "1 != 2"}}
 
 
 @pytest.mark.slow

@@ -154,14 +154,15 @@ def test_choices_have_the_exact_distribution(params: SamplingParams) -> None:
     sampling = replace(sampling_of([params] * draws, [[0]] * draws, [1] * draws), lengths=torch.arange(draws))
     chosen = choose(logits.expand(draws, 1, -1), root_only(torch.zeros(draws, dtype=torch.long)), sampling)[:, 0]
 
-    exact = (logits.double() / params.temperature).softmax(-1).numpy()
+    own = params.over()
+    exact = (logits.double() / own.temperature).softmax(-1).numpy()
     order = np.argsort(-exact)
     keep = np.ones(12, dtype=bool)
-    if params.top_k:
-        keep[order[params.top_k :]] = False
+    if own.top_k:
+        keep[order[own.top_k :]] = False
     ranked = np.where(keep, exact, 0)[order] / exact[keep].sum()
-    keep[order[np.cumsum(ranked) - ranked >= params.top_p]] = False
-    keep &= exact >= params.min_p * exact.max()
+    keep[order[np.cumsum(ranked) - ranked >= own.top_p]] = False
+    keep &= exact >= own.min_p * exact.max()
     exact = np.where(keep, exact, 0) / exact[keep].sum()
     counts = np.bincount(chosen.numpy(), minlength=12)
     assert counts[~keep].sum() == 0

@@ -191,3 +191,36 @@ def test_a_member_that_was_worth_nothing_is_tried_soon_after_it_is_renewed() -> 
     budget.renewed(1)
     world.run(budget, 4, 60)
     assert sum(ask.member == 1 for ask in world.asked) > 30
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("right", [[0.8, 0.3], [0.02, 0.01]])
+def test_the_estimated_speedup_is_the_real_one(rows: int, right: list[float]) -> None:
+    world = Members(right, [0.05, 0.01])
+    budget = world.budget()
+    rate = world.run(budget, rows, 1000)
+    (choice,) = budget.choices()
+    assert choice.sums.speedup == pytest.approx(rate * float(BASE.at(rows)[0][0]))
+    assert (choice.sums.steps, choice.sums.row_steps) == (1000, 1000 * rows)
+    assert choice.sums.plain == sum(not ask.nodes for ask in world.asked)
+    assert choice.verdict is not None
+    assert choice.verdict.drafts == (sum(ask.nodes > 0 for ask in world.asked[-200:]) > 100)
+
+
+def test_what_is_told_of_members_never_contradicts_the_choice() -> None:
+    """The text turns bad for the leader: what was believed of the other one before is by then the higher estimate."""
+    world = Members([0.85, 0.8], [0.01, 0.01])
+    budget = world.budget()
+    world.run(budget, 1, 400)
+    contradicted = False
+    for right in (0.85, 0.1):
+        world.right = [right, right]
+        for _ in range(30):
+            world.run(budget, 1, 10)
+            (choice,) = budget.choices()
+            rates = {view.name: view.rate for view in choice.members}
+            contradicted |= max(rates.values()) > 1.02 * rates[choice.chosen]
+            for view in choice.members:
+                assert (view.beside is None) == (view.name == choice.chosen)
+                assert view.relative <= 1.02
+    assert contradicted

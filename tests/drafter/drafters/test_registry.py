@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from drafter.drafters import registry
+from drafter.drafters import names, registry
 from drafter.drafters.registry import load_drafter, shipped_head
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import save_head
@@ -30,6 +31,20 @@ def test_auto_chooses_among_the_head_that_ships_for_a_base_and_what_needs_none(
     monkeypatch.setattr(registry, "OTHER_HEADS", head_of_tiny_base.parent)
     assert shipped_head(tiny_base) == head_of_tiny_base
     assert load_drafter("auto", tiny_base, 8).members == ("head", "cacheback", "memory", "head+cacheback")
+
+
+def test_a_slip_in_a_name_is_told_from_another_name(tiny_base: BaseModel) -> None:
+    for name, hint in (
+        ("ngarm", "did you mean ngram?"),
+        ("cct", "did you mean ctc?"),
+        ("exi:2", "did you mean exit:2?"),
+    ):
+        with pytest.raises(LoadError, match=f"no drafter '{name}': {re.escape(hint)}"):
+            load_drafter(name, tiny_base, 8)
+    with pytest.raises(LoadError, match="no drafter 'medusae': did you mean medusa"):
+        names.check_name("medusae")
+    with pytest.raises(LoadError, match="no drafter 'xyz': use auto, none, ngram"):
+        names.check_name("xyz")
 
 
 def test_candidates_are_named(tiny_base: BaseModel) -> None:

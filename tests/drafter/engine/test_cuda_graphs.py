@@ -28,7 +28,7 @@ from drafter.tree.token_tree import TokenTree, from_nodes
 from tests.support.heads import make_head
 from tests.support.marks import slow_but
 from tests.support.models import VOCABULARY, AdversarialDrafter, SpellingTokenizer, random_model, random_prompts
-from tests.support.tapes import TapeRecorder
+from tests.support.tapes import TapeRecorder, queue_steps
 
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -42,10 +42,7 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> TapeRecorder:
     """Engines that are made with it treat the CPU as a device that works behind their back."""
-    made = TapeRecorder()
-    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
-    monkeypatch.setattr("drafter.engine.cuda_graph._CudaRecorder", made)
-    return made
+    return queue_steps(monkeypatch)
 
 
 def requests_of(count: int, settings: list[dict[str, Any]], tokens: int = 24) -> list[Request]:
@@ -134,12 +131,25 @@ DRAFTERS: dict[str, Callable[[BaseModel], Drafter]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "slots"), [*((name, 5) for name in DRAFTERS), ("none", 1), ("ctc + ngram", 1)])
-def test_the_same_tokens_as_plain_decoding(tiny_base: BaseModel, recorder: TapeRecorder, name: str, slots: int) -> None:
-    """In batches that are refilled, whose rows end at different steps, of a size that is not a power of two."""
+@pytest.fixture(scope="module")
+def eleven(tiny_base: BaseModel) -> tuple[list[Request], list[Generation]]:
+    """Greedy requests, and plain decoding's answers."""
     requests = requests_of(11, SETTINGS[:1])
+    return requests, plainly(tiny_base, requests)
+
+
+@pytest.mark.parametrize(("name", "slots"), [*((name, 5) for name in DRAFTERS), ("none", 1), ("ctc + ngram", 1)])
+def test_the_same_tokens_as_plain_decoding(
+    tiny_base: BaseModel,
+    eleven: tuple[list[Request], list[Generation]],
+    recorder: TapeRecorder,
+    name: str,
+    slots: int,
+) -> None:
+    """In batches that are refilled, whose rows end at different steps, of a size that is not a power of two."""
+    requests, expected = eleven
     found = run(tiny_base, DRAFTERS[name](tiny_base), requests, slots=slots, nodes=8)
-    same(found, plainly(tiny_base, requests))
+    same(found, expected)
     assert recorder.recorded
     assert recorder.repeated > 20
 

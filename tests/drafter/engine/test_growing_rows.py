@@ -6,7 +6,6 @@ from functools import reduce
 
 import pytest
 
-from drafter import devices
 from drafter.drafters.contract import Drafter, PlainDecoding
 from drafter.drafters.merged import MergedDrafter
 from drafter.engine.config import EngineConfig
@@ -26,7 +25,7 @@ from tests.support.models import (
     random_prompts,
     run_engine,
 )
-from tests.support.tapes import TapeRecorder
+from tests.support.tapes import queue_steps
 
 MAX_LENGTH = 4 * BLOCK
 
@@ -58,8 +57,7 @@ def test_tokens_are_those_of_rows_alone(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_tokens_are_those_of_rows_alone_where_the_host_is_behind(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that read each step's outcome one step later, as on a GPU."""
-    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
-    monkeypatch.setattr("drafter.engine.cuda_graph._CudaRecorder", TapeRecorder())
+    queue_steps(monkeypatch)
     check_tokens(family)
 
 

@@ -23,13 +23,12 @@ from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.target.model import BaseModel
 from tests.support.heads import make_head
 from tests.support.models import SpellingTokenizer, random_model
-from tests.support.tapes import TapeRecorder
+from tests.support.tapes import queue_steps
 
 
 @pytest.fixture(autouse=True)
 def asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
-    monkeypatch.setattr("drafter.engine.cuda_graph._CudaRecorder", TapeRecorder())
+    queue_steps(monkeypatch)
 
 
 def engine(base: BaseModel, drafter: Drafter, **config: Any) -> Engine:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from drafter import devices
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, PlainDecoding
 from drafter.drafters.merged import MergedDrafter
 from drafter.engine.config import EngineConfig
@@ -26,7 +25,7 @@ from drafter.tree.token_tree import TokenTree, from_nodes
 from tests.support.heads import make_head
 from tests.support.marks import slow_but
 from tests.support.models import AdversarialDrafter, SpellingTokenizer, random_model, random_prompts
-from tests.support.tapes import TapeRecorder
+from tests.support.tapes import queue_steps
 
 POISON = 96
 """A token whose embedding is not finite."""
@@ -34,7 +33,7 @@ POISON = 96
 
 @cache
 def poisoned_base(dtype: torch.dtype = torch.float32, family: str = "llama") -> BaseModel:
-    base = BaseModel(random_model(family).to(dtype))
+    base = BaseModel(random_model(family).to(dtype), native=False)  # which would not ask the embedding below
 
     def spoil(module: torch.nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
         return output.masked_fill((args[0] == POISON)[..., None], torch.nan)
@@ -76,8 +75,7 @@ DRAFTERS: dict[str, Callable[[BaseModel], Drafter]] = {
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Engines that look at each step's outcome at once, and engines that read it one step later, as on a GPU."""
     if request.param == "the host is behind":
-        monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
-        monkeypatch.setattr("drafter.engine.cuda_graph._CudaRecorder", TapeRecorder())
+        queue_steps(monkeypatch)
     return str(request.param)
 
 

@@ -12,6 +12,18 @@ from drafter.evaluation.questions import Question, QuestionError, read_questions
 from tests.support.paths import ROOT
 
 
+def test_an_input_of_the_generation_job_is_read_as_it_is_there(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    chat = [
+        {"role": "user", "content": "A?"},
+        {"role": "assistant", "content": "B."},
+        {"role": "user", "content": "C?"},
+    ]
+    lines = [{"prompt": "Say this.", "question": "Not this."}, {"messages": chat}]
+    file.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    assert [one.turns for one in read_questions(file)] == [("Say this.",), ("A?", "C?")]
+
+
 def test_both_formats_are_read(tmp_path: Path) -> None:
     file = tmp_path / "questions.jsonl"
     chat = {"question_id": 81, "category": "writing", "turns": ["Say\u2028this.", "Now that."], "reference": ["x"]}
@@ -28,12 +40,16 @@ def test_both_formats_are_read(tmp_path: Path) -> None:
         (b"", "is empty"),
         (b"\n \n", "is empty"),
         (b'{"turns": ["a"]}\n{"turns"', "line 2: not JSON"),
-        (b'{"text": "a"}', "line 1: it must be an object with turns or question"),
+        (b'{"text": "a"}', "line 1: it must be an object with one of turns, prompt, messages, question"),
         (b"[1]", "line 1: it must be an object"),
-        (b'{"turns": []}', "line 1: its turns must be texts"),
-        (b'{"turns": ["a", " "]}', "line 1: its turns must be texts"),
-        (b'{"turns": "a"}', "line 1: its turns must be texts"),
-        (b'{"question": 3}', "line 1: its turns must be texts"),
+        (b'{"turns": []}', "line 1: its turns must hold texts"),
+        (b'{"turns": ["a", " "]}', "line 1: its turns must hold texts"),
+        (b'{"turns": "a"}', "line 1: its turns must hold texts"),
+        (b'{"question": 3}', "line 1: its question must hold texts"),
+        (b'{"prompt": ""}', "line 1: its prompt must hold texts"),
+        (b'{"messages": ["a"]}', "line 1: its messages must be a list of {role, content}"),
+        (b'{"messages": [{"role": "system", "content": "a"}]}', "line 1: a message of the role 'system'"),
+        (b'{"messages": [{"role": "user"}]}', "line 1: its messages must hold texts"),
         (b'{"turns": ["a"], "category": 3}', "line 1: category must be a text, not 3"),
         (b"\xff\xfe", "is not UTF-8"),
     ],

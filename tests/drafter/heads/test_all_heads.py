@@ -51,7 +51,7 @@ every_tree = pytest.mark.parametrize(
 
 
 def test_every_algorithm_is_tested() -> None:
-    by_themselves = {"exit"}  # reads the base's KV instead of its hidden states: tests/drafter/heads/early_exit
+    by_themselves = {"exit"}  # reads the base's KV instead of its hidden states: tests/methods/early_exit
     assert {algorithm for algorithm, _ in KINDS.values()} | by_themselves == set(HEADS)
 
 

@@ -3,21 +3,27 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from drafter.ctc.frames import CTCHeadConfig
 from drafter.ctc.head import CTCHead
+from drafter.drafters.contract import PlainDecoding
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import load_head, save_head
 from drafter.heads.contract import Provenance
 from drafter.heads.registry import HEADS
+from drafter.requests import Request, SamplingParams
 from drafter.target.architecture import first_fingerprint
 from drafter.target.model import BaseModel
-from tests.support.models import random_model
+from tests.support.heads import make_head
+from tests.support.models import random_model, run_engine
 
 
 @pytest.fixture
@@ -120,6 +126,27 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "fractional size": (change("head.num_frames", 8.0), r"'num_frames' cannot be 8\.0: it must be a valid integer"),
     "unknown loss": (change("head.loss", "hinge"), r"'loss' cannot be 'hinge': it must be 'prefix', 'ctc' or 'ce'"),
     "sizes that do not fit": (change("head.num_heads", 5), r"even width"),
+    "endless layers": (change("head.num_layers", 10**7), r"more layers than model\.safetensors has tensors for"),
+    # Built as it says, each of these would take more memory than there is.
+    "endless width": (change("head.intermediate_size", 10**12), r"has shape \[.*, its configuration says \[.*0000"),
+    "endless frames": (
+        change("head.num_frames", 10**12),
+        r"has shape \[5, 32\], its configuration says \[10{12}, 32\]",
+    ),
+    "no computer's width": (change("head.intermediate_size", 2**62), r"no head can be built"),
+    "no number": (change("head.rope_theta", float("nan")), r"its configuration cannot be read: Out of range float"),
+    "no rotation": (change("head.rope_theta", 0.0), r"rope_theta must be at least 1, not 0\.0"),
+    "larger vocabulary": (change("head.vocab_size", 98), r"its vocab_size is 98, and that of the base 97"),
+    "other width": (change("head.hidden_size", 64), r"its hidden_size is 64, and that of the base 32"),
+    "nested too deep": (lambda f: (f / "config.json").write_text("[" * 9000), r"config\.json cannot be read"),
+    "numbers of 8 bits": (
+        change_tensors(lambda t: t.update({"module.slots": t["module.slots"].to(torch.float8_e4m3fn)})),
+        r"'module.slots' is of type torch\.float8_e4m3fn; it can be float32",
+    ),
+    "whole numbers": (
+        change_tensors(lambda t: t.update({"module.slots": t["module.slots"].long()})),
+        r"'module.slots' is of type torch\.int64; it can be float32",
+    ),
     "truncated weights": (lambda f: (f / "model.safetensors").write_bytes(b"abc"), r"damaged weights"),
     "missing tensor": (change_tensors(lambda t: t.pop("module.slots")), r"'module.slots' is missing"),
     "unknown tensor": (change_tensors(lambda t: t.update(extra=torch.ones(1))), r"unknown tensor 'extra'"),
@@ -144,6 +171,65 @@ def test_damaged_folders_are_refused_in_one_line(tiny_base: BaseModel, saved: Pa
     assert str(saved) in str(error.value)
 
 
+@pytest.fixture(scope="module")
+def heads(tiny_base: BaseModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder of a head of each algorithm."""
+    found = {}
+    for kind in ("context 2, in part", "medusa", "hydra++", "eagle3, in part", "specformer"):
+        head = make_head(tiny_base, kind)
+        found[kind] = tmp_path_factory.mktemp("head")
+        head.provenance = Provenance("org/base", tiny_base.fingerprint)
+        save_head(head, found[kind])
+    return found
+
+
+VALUES = st.one_of(
+    st.integers(-3, 12),
+    st.integers().map(lambda one: one**9),
+    st.sampled_from([2**31, 2**40, 2**62, 2**63, 2**64, 10**6, 10**300]),
+    st.floats(),
+    st.booleans() | st.none() | st.text(max_size=3),
+    st.lists(st.integers(-2, 2**62), max_size=4),
+    st.dictionaries(st.sampled_from(["rope_type", "factor", "type"]), st.sampled_from(["linear", "llama3", 0, None])),
+)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_whatever_a_configuration_says_its_head_is_refused_in_a_line_or_drafts(
+    tiny_base: BaseModel, heads: dict[str, Path], data: st.DataObject
+) -> None:
+    kind = data.draw(st.sampled_from(sorted(heads)))
+    config = json.loads((heads[kind] / "config.json").read_text())
+    keys = st.sampled_from([*((key,) for key in config), *(("head", key) for key in config["head"])])
+    for *path, last in data.draw(st.lists(keys, min_size=1, max_size=2)):
+        inner = config[path[0]] if path else config
+        if isinstance(inner, dict):
+            inner[last] = data.draw(VALUES)
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "model.safetensors").hardlink_to(heads[kind] / "model.safetensors")
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        head, refused = None, ""
+        try:
+            head = load_head(folder, tiny_base, HEADS)
+        except LoadError as error:
+            refused = str(error)
+    assert "\n" not in refused
+    if head is not None:
+        requests = [Request([5, 6, 7], SamplingParams(3))]
+        drafted = run_engine(tiny_base, head.drafter(tiny_base, 6), requests, slots=1, max_length=24)
+        assert drafted[0].token_ids == run_engine(tiny_base, PlainDecoding(), requests, slots=1)[0].token_ids
+
+
+def test_a_head_reads_only_layers_that_its_base_has(tiny_base: BaseModel, heads: dict[str, Path]) -> None:
+    for layers, words in (([0, 1, 3], "reads layer 3 of its base, .* has 3 layers"), ([0, 1, -2], "none below -1")):
+        config = json.loads((heads["specformer"] / "config.json").read_text())
+        config["head"]["hidden_layers"] = layers
+        (heads["specformer"] / "config.json").write_text(json.dumps(config))
+        with pytest.raises(LoadError, match=words):
+            load_head(heads["specformer"], tiny_base, HEADS)
+
+
 def test_a_pickle_beside_the_weights_is_not_opened(tiny_base: BaseModel, saved: Path) -> None:
     (saved / "pytorch_model.bin").write_bytes(b"not a pickle at all")
     assert isinstance(load_head(saved, tiny_base, HEADS), CTCHead)
@@ -155,7 +241,7 @@ def test_a_pickle_beside_the_weights_is_not_opened(tiny_base: BaseModel, saved: 
         ("./nowhere", "no such folder"),
         ("/nowhere/at/all", "no such folder"),
         ("nowhere", "no such folder"),
-        ("org/never-uploaded", "hub cannot be reached"),
+        ("org/never-uploaded", r"as a hub id: it is not in the cache .*, and HF_HUB_OFFLINE is set"),
         ("org/bad name!", "as a hub id"),
     ],
 )
@@ -177,10 +263,10 @@ def test_a_hub_id_is_loaded_through_the_hub_library(
 ) -> None:
     asked = []
 
-    def download(name: str, file: str) -> str:
+    def download(name: str, file: str, *, local_files_only: bool) -> str:
         asked.append((name, file))
         return str(saved / file)
 
-    monkeypatch.setattr("drafter.heads.checkpoint.hf_hub_download", download)
+    monkeypatch.setattr("drafter.hub.hf_hub_download", download)
     assert isinstance(load_head("org/head", tiny_base, HEADS), CTCHead)
     assert asked == [("org/head", "config.json"), ("org/head", "model.safetensors")]

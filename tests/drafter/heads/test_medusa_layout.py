@@ -11,8 +11,9 @@ from torch import Tensor
 
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import load_head
+from drafter.heads.frame_head import ResidualBlocks
 from drafter.heads.registry import HEADS
-from drafter.methods.medusa.head import MedusaHead, ResidualBlocks
+from drafter.methods.medusa.head import MedusaHead
 from drafter.target.model import BaseModel
 from tests.support.public_heads import base_with_embeddings, formula, write_head
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from drafter.errors import LoadError
 from drafter.target.architecture import fingerprint, first_fingerprint
-from drafter.target.loading import load_base, load_tokenizer, pick_device, pick_dtype
+from drafter.target.loading import load_base, load_tokenizer, pick_device, pick_dtype, require_data
 from drafter.target.model import BaseModel
+from drafter.target.small_copy import lengths_beyond, small_config
 from tests.support.models import random_model
 
 
@@ -35,6 +39,63 @@ def test_unsuitable_architectures_are_refused_by_name(family: str, fields: dict[
         BaseModel(build(family, **fields))
 
 
+_SMALL = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "reason"),
+    [
+        # Their own windows are counted from the end of the longest row.
+        (
+            "gpt_neo",
+            {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 256},
+            "gpt_neo gives other logits .* longer than window_size 256, tried on a small copy",
+        ),
+        (
+            "doge",
+            {"num_hidden_layers": 2, "intermediate_size": 48, "num_key_value_heads": 2, "keep_window_size": 300},
+            "doge gives other logits .* keep_window_size 300",
+        ),
+        ("gpt_neo", {"num_layers": 2, "num_heads": 4, "window_size": 8}, "gpt_neo gives other logits"),
+        # One row works, two of different lengths do not.
+        ("gpt_neox_japanese", {"num_hidden_layers": 2}, "gpt_neox_japanese does not run .*view size is not compatible"),
+    ],
+)
+def test_windows_and_rows_that_a_model_does_not_keep_apart_are_found(
+    family: str, fields: dict[str, Any], reason: str
+) -> None:
+    if family == "gpt_neo":
+        fields = {"attention_types": [[["global", "local"], 1]], **fields}
+    with pytest.raises(LoadError, match=reason):
+        BaseModel(build(family, **_SMALL | fields))
+
+
+@pytest.mark.parametrize("window", [6, 300, 5000])
+def test_windows_of_any_length_are_proved(window: int) -> None:
+    """The first is passed by the proof's own texts, the second on a small copy; no text is as long as the third."""
+    sizes = {"intermediate_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    model = build("mistral", **_SMALL | sizes, sliding_window=window, max_position_embeddings=4096)
+    assert BaseModel(model).max_positions == 4096
+
+
+def test_a_small_copy_is_short_of_sight_and_no_list_of_names_says_where() -> None:
+    config = AutoConfig.for_model("qwen3", sliding_window=4096, use_sliding_window=True, max_window_layers=30)
+    config.some_reach = {"of_tokens": [700, 40_000], "share": 0.5}
+    assert lengths_beyond(config, 32_768) == {"sliding_window": 4096, "max_window_layers": 30, "of_tokens": 700}
+    small = small_config(config, 32_768)
+    assert (small.sliding_window, small.some_reach) == (8, {"of_tokens": [8, 40_000], "share": 0.5})
+    assert small.layer_types == ["full_attention", "sliding_attention"]
+    assert (small.num_hidden_layers, small.hidden_size, small.vocab_size) == (2, 32, 97)
+    assert (small.num_attention_heads, small.num_key_value_heads, small.head_dim) == (4, 4, 8)
+    assert config.sliding_window == 4096
+
+
+def test_llama_4_is_decoded_only_where_rows_do_not_hang_on_each_other() -> None:
+    fields = {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48, "intermediate_size": 48}
+    fields |= {"attention_chunk_size": 16, "floor_scale": 100, "num_hidden_layers": 4, "num_key_value_heads": 2}
+    assert BaseModel(build("llama4_text", **_SMALL | fields)).max_positions == 99
+
+
 def test_encoder_decoders_are_refused() -> None:
     model = build("t5", AutoModelForSeq2SeqLM, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8, vocab_size=50)
     with pytest.raises(LoadError, match="t5 is an encoder-decoder"):
@@ -46,6 +107,44 @@ def test_from_pretrained_reads_a_folder(tmp_path: Path) -> None:
     base = load_base(tmp_path, device="cpu")
     assert (base.hidden_size, base.vocab_size, base.max_positions, base.dtype) == (32, 97, 128, torch.float32)
     assert base.eos_token_ids == {2}
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> Path:
+    """Folder of a model whose LM head is its embedding, and in no file of its own."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    build("llama", vocab_size=64, tie_word_embeddings=True, **sizes).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_loads_in_several_threads_are_each_complete(tied: Path) -> None:
+    """transformers replaces functions of the whole process while it loads, and overlapping loads leave that."""
+    replaced = PreTrainedModel.tie_weights, torch.linspace
+
+    def load(_: int) -> bool:
+        model = load_base(tied, device="cpu").model
+        return model.lm_head.weight is model.get_input_embeddings().weight and not model.lm_head.weight.is_meta
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(load, range(18))) == [True] * 18
+    assert (PreTrainedModel.tie_weights, torch.linspace) == replaced
+
+
+def test_a_process_whose_other_loads_have_overlapped_still_loads(tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = PreTrainedModel.tie_weights
+    monkeypatch.setattr(PreTrainedModel, "tie_weights", lambda *_, **__: None)  # as two loads leave it
+    model = load_base(tied, device="cpu").model
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert PreTrainedModel.tie_weights is original
+
+
+def test_weights_without_data_are_named() -> None:
+    model = random_model("llama")
+    model.model.layers[1].mlp.up_proj.to("meta")
+    with pytest.raises(LoadError, match=r"'mine': no data was loaded for model\.layers\.1\.mlp\.up_proj\.weight"):
+        require_data("mine", model)
+    model.hf_device_map = {"model.layers.1": "disk"}
+    require_data("mine", model)
 
 
 def test_soft_capped_attention_loads_with_the_eager_kernel(tmp_path: Path) -> None:
@@ -65,8 +164,10 @@ def test_longrope_is_decoded_only_where_texts_do_not_hang_on_each_other() -> Non
 
 def test_fingerprint_of_an_embedding_whose_last_place_float32_cannot_name() -> None:
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 8}
-    base = BaseModel(build("llama", vocab_size=1 << 17, hidden_size=256, **sizes))
-    shape = ["llama", 1, 256, 1 << 17]
+    model = build("llama", vocab_size=1 << 17, hidden_size=132, tie_word_embeddings=True, **sizes)
+    base, last = BaseModel(model), 132 * (1 << 17) - 1
+    assert int(torch.tensor(last, dtype=torch.float32)) > last
+    shape = ["llama", 1, 132, 1 << 17]
     first = first_fingerprint(base.model, base.model.get_input_embeddings().weight, shape)
     assert len(first) == 16
     assert base.has_fingerprint(first)
@@ -113,6 +214,88 @@ def test_missing_and_damaged_models_are_named(tmp_path: Path) -> None:
         load_base(tmp_path / "model", device="cpu")
     with pytest.raises(LoadError, match="no tokenizer"):
         load_tokenizer(tmp_path / "model")
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a model with weights in several files."""
+    folder = tmp_path_factory.mktemp("sharded") / "model"
+    random_model("llama").save_pretrained(folder, max_shard_size="20KB")
+    return folder
+
+
+@pytest.mark.parametrize("named", ["../outside.safetensors", "{}/outside.safetensors", "sub/one.safetensors", "..", 7])
+def test_an_index_that_names_weights_elsewhere_is_refused(sharded: Path, tmp_path: Path, named: object) -> None:
+    folder = shutil.copytree(sharded, tmp_path / "model")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    tensor, file = next(iter(index["weight_map"].items()))
+    shutil.copy(folder / file, tmp_path / "outside.safetensors")
+    index["weight_map"][tensor] = named.format(tmp_path) if isinstance(named, str) else named
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(LoadError, match=r"index\.json names the weights .* which are not a file in its folder"):
+        load_base(folder, device="cpu")
+
+
+def test_an_index_that_is_none_is_refused_in_a_line(sharded: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(sharded, tmp_path / "model")
+    for text in ("[]", "{", '{"weight_map": [1]}', '{"weight_map": {"a": []}}', "[" * 100_000):
+        (folder / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(LoadError, match=r"index\.json cannot be read") as error:
+            load_base(folder, device="cpu")
+        assert "\n" not in str(error.value)
+
+
+def test_links_lead_nowhere_but_to_the_blobs_of_the_hubs_cache(sharded: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "models--org--name"
+    snapshot, blobs = cache / "snapshots" / "0123", cache / "blobs"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(sharded.iterdir())):
+        shutil.copy(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(Path("../../blobs") / str(number))
+    expected = load_base(sharded, device="cpu").fingerprint
+    assert load_base(snapshot, device="cpu").fingerprint == expected
+    elsewhere = tmp_path / "model"
+    elsewhere.symlink_to(sharded)
+    assert load_base(elsewhere, device="cpu").fingerprint == expected
+    linked = shutil.copytree(snapshot, tmp_path / "linked", symlinks=True)
+    for file in linked.iterdir():
+        file.unlink()
+        file.symlink_to(sharded / file.name)
+    with pytest.raises(LoadError, match=r"model-.*safetensors is a link to .*, which is not in its folder: copy it"):
+        load_base(linked, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": 2**62},
+        {"vocab_size": -1},
+        {"num_attention_heads": 0},
+        {"dtype": "float8_e4m3fn"},
+        {"layer_types": [["full_attention"]]},
+        {"transformers_weights": "../outside.safetensors"},
+        {"rope_parameters": 7},
+    ],
+    ids=str,
+)
+def test_a_configuration_of_no_model_is_refused_in_a_line(tied: Path, change: dict[str, object]) -> None:
+    config = json.loads((tied / "config.json").read_text())
+    (tied / "config.json").write_text(json.dumps(config | change))
+    if "dtype" in change:  # it says how the weights are kept, and not how they are computed with
+        assert load_base(tied, device="cpu").dtype == torch.float32
+        return
+    with pytest.raises(LoadError) as error:
+        load_base(tied, device="cpu")
+    assert "\n" not in str(error.value)
+
+
+def test_a_configuration_that_is_nested_too_deep_is_refused_in_a_line(tied: Path) -> None:
+    for depth in (900, 100_000):
+        (tied / "config.json").write_text('{"model_type": "llama", "more": ' + "[" * depth + "]" * depth + "}")
+        with pytest.raises(LoadError) as error:
+            load_base(tied, device="cpu")
+        assert "\n" not in str(error.value)
 
 
 def test_pickled_weights_are_not_read(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.requests import Request, SamplingParams
+from drafter.target.attention import masked_prefix_attention
 from drafter.target.model import BaseModel
 from tests.support.models import SpellingTokenizer, random_model, random_prompts, run_engine
 
@@ -39,6 +41,41 @@ def test_a_compiled_engine_says_the_same_and_compiles_nothing_after_its_start() 
             engine.step()
     assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in plain]
     assert engine.state().draft_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [False, True])
+def test_an_engine_in_half_precision_starts_compiled(monkeypatch: pytest.MonkeyPatch, blocks: bool) -> None:
+    """Also where committed positions are read apart, as on a GPU, and where a cache in blocks keeps them from it."""
+    torch._dynamo.reset()
+    monkeypatch.setattr("drafter.target.model.prefix_attention_on", lambda device, dtype: masked_prefix_attention)
+    monkeypatch.setattr("drafter.target.model_code.torch.compile", partial(torch.compile, backend="aot_eager"))
+    model = random_model("llama").bfloat16()
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
+    base = BaseModel(model)
+    assert base.allow_packing()
+    assert base.reads_to_length
+    memory = 2 * base.new_cache(1, 96).nbytes / 2**30 if blocks else None
+    config = EngineConfig(slots=3, max_length=64, compile=True, kv_gib=memory)
+    engine = Engine(base, NgramDrafter(8), SpellingTokenizer(), config)
+    handles = [engine.submit(Request(prompt * 3, SamplingParams(9))) for prompt in random_prompts(4)]
+    while not engine.idle:
+        engine.step()
+    assert all(0 < len(handle.result(0).token_ids) <= 9 for handle in handles)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("no compiler here"), NameError("name 's34' is not defined")])
+def test_what_fails_outside_of_the_compilers_own_errors_is_a_load_error(
+    tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    def verify(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(tiny_base, "compile", lambda: setattr(tiny_base, "_executor", SimpleNamespace(verify=verify)))
+    monkeypatch.setattr(tiny_base, "_executor", tiny_base._executor)
+    with pytest.raises(LoadError, match=rf"cannot be compiled here: \w+Error: {fault} \(leave compile out\)"):
+        Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(slots=1, compile=True))
 
 
 def test_a_compiler_that_fails_is_a_load_error(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:

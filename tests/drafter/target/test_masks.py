@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from drafter.target.packing import additive, tree_attention_mask
+from drafter.target.attention import additive, tree_attention_mask
 
 # Root with two children; row 0 has one committed position, row 1 has three.
 LENGTHS = torch.tensor([1, 3])

@@ -15,16 +15,19 @@ from drafter.target import attention as prefix_attention
 from drafter.target.attention import (
     CommittedLayers,
     Prefix,
+    additive,
     flash_prefix_attention,
     folded,
     masked_prefix_attention,
     merge_attention,
+    merge_tree,
     parts_of,
     tree_attention,
+    tree_attention_mask,
 )
 from drafter.target.forward import TreeNodes
 from drafter.target.model import BaseModel
-from drafter.target.packing import Packing, additive, tree_attention_mask
+from drafter.target.packing import Packing
 from tests.support.models import random_model
 
 
@@ -34,6 +37,14 @@ def test_two_sets_are_merged_by_their_sums() -> None:
     mixed, lse = merge_attention(values, lses)
     assert mixed.tolist() == [[5.0]]
     assert lse.exp().tolist() == pytest.approx([4.0])
+
+
+def test_a_tree_and_what_is_before_it_are_merged_as_any_two_sets() -> None:
+    values, lses = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5)
+    lses[0, 1], values[0, 1] = -torch.inf, 0.0  # nothing is committed
+    torch.testing.assert_close(
+        merge_tree(*((values[one], lses[one]) for one in (0, 1))), merge_attention(values, lses)[0]
+    )
 
 
 def test_a_set_of_nothing_has_no_weight() -> None:
@@ -71,6 +82,7 @@ def flash_by_hand(
         some = slice(int(cum_q[number]), int(cum_q[number + 1]))
         keys, values = (one[int(cum_k[number]) :][:used].transpose(0, 1) for one in (key, value))
         if used:
+            keys, values = (one.repeat_interleave(query.shape[1] // len(one), 0) for one in (keys, values))
             scores = query[some].transpose(0, 1) @ keys.mT * scale
             mixed[some] = (scores.softmax(-1) @ values).transpose(0, 1)
             lse[:, some] = scores.logsumexp(-1)
@@ -106,11 +118,16 @@ def test_both_ways_are_masked_attention(data: st.DataObject) -> None:
     mask = folded(additive(ancestors, query.dtype), groups)
     for attend in (masked_prefix_attention, flash_prefix_attention):
         parts = data.draw(st.integers(1, 5))
-        prefix = Prefix(lengths, slot, parts, attend)
-        committed = CommittedLayers([(keys, values)], frozenset([0]), prefix)
+        prefix = Prefix.of(lengths, slot, parts, attend, groups * nodes)
+        committed = [CommittedLayers([(keys, values)], frozenset([0]), prefix)]
+        if nodes == 1:  # which sees no more than what its row has, itself included
+            for some in {1, parts if groups == 1 else 1}:
+                prefix = Prefix.of(lengths + 1, slot, some, attend, 1, some=True)
+                committed.append(CommittedLayers([(keys, values)], frozenset([0]), prefix, all_seen=True))
         with mock.patch.object(torch.ops.aten, "_flash_attention_forward", flash_by_hand):
-            found, _ = tree_attention(layer, query, *of_nodes, mask, committed=committed, scaling=0.4)
-        assert torch.allclose(found, expected, atol=2e-6)
+            for one in committed:
+                found, _ = tree_attention(layer, query, *of_nodes, mask, committed=one, scaling=0.4)
+                assert torch.allclose(found, expected, atol=2e-6)
 
 
 FAMILIES = ["llama", "gpt2", "gemma3_text", "qwen3_moe", "granite"]
@@ -132,7 +149,8 @@ def test_a_model_gives_the_same_in_parts(in_parts: None, family: str) -> None:
     depths = torch.arange(nodes).repeat(rows, 1)
     real = torch.arange(nodes) < torch.tensor([[5], [1], [3]])
     tree = TreeNodes(ids, lengths, depths, ancestors, 40)
-    found = []
+    single = TreeNodes(ids[:, :1], lengths, depths[:, :1], ancestors[:, :1, :1], 40)
+    found, singles = [], []
     for packs in (False, True):
         cache = base.new_cache(rows, 48)
         for row, length in enumerate(lengths.tolist()):
@@ -144,7 +162,10 @@ def test_a_model_gives_the_same_in_parts(in_parts: None, family: str) -> None:
             packed = TreeNodes(ids, lengths, depths, ancestors, 40, Packing.of(real))
             found.append(base.verify(cache, packed))
         found.append(base.verify(cache, tree))
+        singles.append(base.verify(cache, single))
     before, in_two, after = found
+    for masked, apart in zip(*singles, strict=True):
+        assert torch.allclose(apart, masked, atol=1e-5, rtol=1e-5)
     for masked, some, apart in zip(before, in_two, after, strict=True):
         assert torch.allclose(apart, masked, atol=1e-5, rtol=1e-5)
         assert torch.allclose(some[real], masked[real], atol=1e-5, rtol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from drafter.embedded import EMBEDDED_BASE
 from drafter.errors import RequestError
-from drafter.text.chat import Chat, encode_chat, encode_chats, render_chat
+from drafter.text.chat import Chat, encode_chat, encode_chats, reads_clock, render_chat
 
 SPECIAL = ["<s>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
@@ -188,3 +189,23 @@ def test_parts_that_join_to_a_special_token_are_refused(tokenizer: Any) -> None:
         assert special_tokens(tokenizer, apart) == ["<|user|>", "<|end|>"]
     finally:
         tokenizer.chat_template = TEMPLATE
+
+
+def test_a_template_that_reads_the_clock_finds_the_time_it_is_given() -> None:
+    tokenizer = byte_level()
+    assert not reads_clock(tokenizer)
+    plain = render_chat(tokenizer, [{"role": "user", "content": "hi"}]).text
+    tokenizer.chat_template = (
+        "{% macro at() %}{{ strftime_now('%-H:%M %%d') }}{% endmacro %}"  # a macro sees it, too
+        "{% if not date is defined and strftime_now is defined %}{% set date = strftime_now('%d %b %Y') %}{% endif %}"
+        "\n{{ date }}|{{ at() }}|" + TEMPLATE
+    )
+    assert reads_clock(tokenizer)
+    now = datetime(2024, 2, 3, 4, 5, 6)
+    chat = render_chat(tokenizer, [{"role": "user", "content": "hi"}], now)
+    assert chat.text == f"03 Feb 2024|4:05 %d|{plain}"
+    # The same time, when a message has the text of a special token and the chat is rendered again.
+    (attacked,) = encode_chats(tokenizer, [render_chat(tokenizer, [{"role": "user", "content": ATTACK}], now)])
+    assert tokenizer.decode(attacked).startswith("03 Feb 2024|4:05 %d|")
+    # By default it is the present.
+    assert render_chat(tokenizer, [{"role": "user", "content": "hi"}]).text.startswith(f"{datetime.now():%d %b %Y}|")

@@ -35,6 +35,20 @@ def test_literal_texts() -> None:
     assert cut_at_stop("nothing", []) == "nothing"
 
 
+def test_a_string_is_found_in_pieces_that_are_not_shown() -> None:
+    search = StopSearch(["<end>", "b<x>"])
+    for piece, hidden in (("ab", False), ("<s>", True), ("c", False), ("<en", False)):
+        search.push(piece, hidden=hidden)
+        assert search.cut is None
+    search.push("<end>", hidden=True)
+    assert (search.found, search.cut) == (True, 6)  # of "abc<en"
+    search = StopSearch(["b<x>"])
+    search.push("<x>", hidden=True)
+    search.push("ab")
+    search.push("<x>", hidden=True)
+    assert search.cut == 1
+
+
 def test_a_piece_costs_what_is_new() -> None:
     """Characters are compared with the strings, whatever came before them: at most twice each, in all."""
     looked = 0

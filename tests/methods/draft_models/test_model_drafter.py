@@ -8,7 +8,6 @@ from functools import cache
 import pytest
 import torch
 
-from drafter import devices
 from drafter.drafters.contract import Ask, DraftContext, Drafter, Loan, PlainDecoding
 from drafter.drafters.merged import MergedDrafter
 from drafter.engine.config import EngineConfig
@@ -21,7 +20,7 @@ from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 from tests.support.marks import slow_but
 from tests.support.models import FAMILIES, VOCABULARY, SpellingTokenizer, random_model, random_prompts, run_engine
-from tests.support.tapes import TapeRecorder
+from tests.support.tapes import queue_steps
 from tests.support.trees import Prefix, check_best, check_slice_contract, nodes
 
 SPECINFER = (1, 1, 3, 1, 1)
@@ -189,9 +188,7 @@ def test_a_draft_model_can_be_part_of_a_graph(family: str, monkeypatch: pytest.M
         ],
     )
     expected = run_engine(base, PlainDecoding(), requests, slots=1)
-    recorder = TapeRecorder()
-    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
-    monkeypatch.setattr("drafter.engine.cuda_graph._CudaRecorder", recorder)
+    recorder = queue_steps(monkeypatch)
     drafter = ModelDrafter(base, base, 0, (1, 1, 1)) if family == "llama" else ModelDrafter(base, base, 6)
     assert drafter.spec.graph_safe
     found = run_engine(base, drafter, requests, slots=3, nodes=6)

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter import devices
 from drafter.drafters.contract import Ask, DraftContext, Drafter, DraftSpec, PlainDecoding
 from drafter.errors import LoadError
 from drafter.methods.cacheback.drafter import CachebackDrafter
@@ -19,7 +18,7 @@ from drafter.tree.token_tree import TokenTree, root_only
 from tests.methods.draft_models.test_model_drafter import model_of
 from tests.support.marks import slow_but
 from tests.support.models import VOCABULARY, AdversarialDrafter, random_model, random_prompts, run_engine
-from tests.support.tapes import TapeRecorder
+from tests.support.tapes import queue_steps
 from tests.support.trees import FORK, check_slice_contract, nodes
 
 
@@ -123,9 +122,7 @@ def test_tokens_are_those_of_plain_decoding(family: str, monkeypatch: pytest.Mon
 def test_a_stack_of_models_can_be_part_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     base, requests = model_of("llama", 0), requests_of(4)
     expected = run_engine(base, PlainDecoding(), requests, slots=1)
-    recorder = TapeRecorder()
-    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
-    monkeypatch.setattr("drafter.engine.cuda_graph._CudaRecorder", recorder)
+    recorder = queue_steps(monkeypatch)
     drafter = StackedDrafter(ModelDrafter(model_of("llama"), base, 8), base, base, 4)
     assert drafter.spec.graph_safe
     assert not StackedDrafter(CachebackDrafter(8), base, base, 4).spec.graph_safe

@@ -31,7 +31,7 @@ from drafter.tree.token_tree import TokenTree
 from tests.support.heads import DEPTH, KINDS, make_head
 from tests.support.marks import slow_but
 from tests.support.models import SpellingTokenizer, random_model, random_prompts, run_engine
-from tests.support.tapes import TapeRecorder
+from tests.support.tapes import queue_steps
 
 NODES = 8
 
@@ -215,9 +215,7 @@ def test_what_a_search_keeps_of_the_weights_is_made_anew(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("kind", ["eagle3", "context 2", "medusa", "hydra++"])
 def test_recorded_steps_draft_with_the_weights_of_now(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: steps are repeated as they were recorded with other weights, and the host is a step behind."""
-    expected, recorder = plain(), TapeRecorder()
-    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
-    monkeypatch.setattr("drafter.engine.cuda_graph._CudaRecorder", recorder)
+    expected, recorder = plain(), queue_steps(monkeypatch)
     head = ChangingHead(start_of(kind), base(), NODES)
     config = EngineConfig(slots=3, nodes=NODES, max_length=96)
     engine = Engine(base(), MergedDrafter(head, NgramDrafter(NODES)), SpellingTokenizer(), config)

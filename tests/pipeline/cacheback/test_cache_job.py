@@ -14,8 +14,8 @@ import pytest
 from drafter.methods.cacheback.frozen_table import FrozenTable, Vocabulary, load_table, read_metadata
 from drafter.target.loading import load_tokenizer
 from drafter.text.streaming import vocabulary_digest
-from pipeline.cacheback.corpus_texts import CorpusConfig, parse_config
-from pipeline.cacheback.job import main
+from jobs.cache import main
+from pipeline.cacheback.config import CorpusConfig, parse_config
 from pipeline.errors import InputError
 from tests.pipeline.conftest import FinishedJob, Run, write_jsonl
 
@@ -134,7 +134,7 @@ def test_from_a_job_s_output_to_a_job_that_drafts_with_it(
     assert (drafts.code, drafts.errors) == (0, []), drafts.stderr
     plain = run(source, output=tmp_path / "plain", drafter="none")
     assert [row["token_ids"] for row in drafts.rows] == [row["token_ids"] for row in plain.rows]
-    assert json.loads((drafts.folder / "run.json").read_text())["meaning"]["heads"].keys() == {f"cacheback:{file}"}
+    assert json.loads((drafts.folder / "run.json").read_text())["drafters"][0]["heads"].keys() == {f"cacheback:{file}"}
     assert run(source, output=tmp_path / "no", drafter=f"cacheback:{file}x").code == 2
 
 

@@ -14,8 +14,9 @@ import pytest
 import yaml
 
 from drafter.source_commit import ROOT, for_a_copy
+from jobs.submit import main
 from pipeline.cluster.local_cluster import LocalCluster, NodeType
-from pipeline.cluster.submit_job import SubmitConfig, main
+from pipeline.cluster.submit_job import SubmitConfig
 from pipeline.errors import InputError
 from tests.pipeline.conftest import read_rows, write_jsonl
 from tests.support.waiting import PATIENCE, wait_until

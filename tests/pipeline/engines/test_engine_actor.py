@@ -124,8 +124,8 @@ class LossyVerifier(ExactVerifier):
 class LossyEngine(EngineSpec):
     """An engine with such a verifier."""
 
-    def load(self) -> SpeculativeLM:
-        lm = super().load()
+    def load(self, on_stage: Callable[[str], None] | None = None) -> SpeculativeLM:
+        lm = super().load(on_stage)
         lm.engine.verifier = LossyVerifier()
         return lm
 

@@ -50,6 +50,13 @@ def test_where_the_folder_is_and_what_is_not_of_the_model_do_not_count(folder: P
     assert folder_fingerprint(copy) != before
 
 
+def test_chat_templates_in_a_folder_of_their_own_take_part(folder: Path) -> None:
+    before = folder_fingerprint(folder)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
+    assert folder_fingerprint(folder) != before
+
+
 def test_a_large_file_that_is_damaged_still_has_a_fingerprint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.engines.models._WHOLE_BYTES", 100)
     weights = folder / "model.safetensors"

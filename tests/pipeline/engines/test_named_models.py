@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import socket
+import subprocess
+import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.engines.models import head_fingerprints, model_fingerprint
 from pipeline.errors import InputError
 from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run
+from tests.support.paths import ROOT
 
 COMMITS = ("1" * 40, "2" * 40)
 
@@ -49,6 +55,34 @@ def test_a_hub_id_that_cannot_be_found_is_named(cache: Path) -> None:
         model_fingerprint("nobody/none")
     with pytest.raises(InputError, match="drafter nobody/none is no folder, and as a hub id: "):
         head_fingerprints(None, "nobody/none")
+
+
+@pytest.mark.parametrize("job", ["generate", "serve"])
+def test_without_a_network_a_bare_name_fails_at_once(job: str, tmp_path: Path) -> None:
+    """The hub's client alone asks a hub that does not answer again and again, for half a minute."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
+    files = ["--input", f"{tmp_path}/prompts.jsonl", "--output", f"{tmp_path}/out"] if job == "generate" else []
+    code = f"""
+import sys, time
+from huggingface_hub import file_download
+from jobs.{job} import main
+time.sleep = lambda seconds: sys.exit(f"it waits {{seconds}} seconds to ask again")
+sys.exit(main({[*files, "--model", "tiny-model"]}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        f"error: model tiny-model is no folder, and as a hub id: it is not in the cache {tmp_path}/hub, and the hub "
+        f"{address} does not answer (give a folder, or a hub id that this machine can reach or has in its cache)"
+    )
+
+
+def test_a_slip_in_a_drafters_name_is_found_before_anything_is_loaded() -> None:
+    with pytest.raises(InputError, match=r"no drafter 'ngarm': did you mean ngram\?"):
+        head_fingerprints(None, "ctc+ngarm")
 
 
 def test_an_early_exit_names_no_file() -> None:

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from drafter.evaluation.results import Results
+from jobs.evaluate import main
 from pipeline.errors import InputError
 from pipeline.evaluation.config import EvaluateConfig, embedded_heads, parse_config
-from pipeline.evaluation.evaluate_job import main
 from tests.pipeline.conftest import Outcome, write_jsonl
 from tests.support.paths import ROOT
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from jobs.plan import main
 from pipeline.errors import InputError
 from pipeline.evaluation.config import PlanConfig, parse_plan
-from pipeline.evaluation.plan_job import main, plan
+from pipeline.evaluation.plan_job import plan
 from tests.pipeline.conftest import write_jsonl
 
 

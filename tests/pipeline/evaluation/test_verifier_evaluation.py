@@ -15,11 +15,11 @@ from drafter.evaluation.results import write_json
 from drafter.evaluation.verifiers import VerifierRun
 from drafter.requests import Request
 from drafter.statistics import DecodeCounts
+from jobs.evaluate import main
 from pipeline.cluster.shares import ActorResources
 from pipeline.errors import InputError
 from pipeline.evaluation import verifiers as verifier_evaluation
 from pipeline.evaluation.config import EvaluateConfig, named_verifier, parse_config
-from pipeline.evaluation.evaluate_job import main
 from pipeline.evaluation.verifiers import evaluate_verifiers
 from tests.pipeline.conftest import JobRun, write_jsonl
 

@@ -19,8 +19,8 @@ from drafter.ctc.frames import CTCHeadConfig
 from drafter.ctc.head import CTCHead
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import Provenance
+from jobs.generate import main
 from pipeline.cluster.shares import Cluster, Node
-from pipeline.generate.job import main
 from tests.pipeline.conftest import Run, write_jsonl
 
 GOOD = [{"prompt": "how many", "id": 1}, {"prompt": "apples", "id": 2}]
@@ -250,6 +250,17 @@ def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capfd: pyt
         pipeline.cluster.ray_cluster.connect()
 
 
+def test_foreign_text_is_printed_and_not_obeyed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A dataset's README has names with a terminal's escape sequences in them."""
+    configs = [{"config_name": name, "data_files": "a.jsonl"} for name in ("\x1b]0;mine\x07a", "b")]
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x"}])
+    assert main(["--input", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
+    said = capfd.readouterr().err
+    assert "has several subsets (\\x1b]0;mine\\x07a, b): set reading.subset" in said
+    assert all(line.isprintable() for line in said.splitlines())
+
+
 def test_a_job_that_fails_is_code_1(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     from pipeline.errors import JobError
 
@@ -259,6 +270,13 @@ def test_a_job_that_fails_is_code_1(monkeypatch: pytest.MonkeyPatch, capfd: pyte
     monkeypatch.setattr("pipeline.generate.job.generate", failing)
     assert main(["--input", "a", "--output", "b"]) == 1
     assert capfd.readouterr().err == "error: the job failed: disk full; submit it again to go on\n"
+
+    def full(_: Any) -> None:
+        raise OSError(28, "No space left on device", "out/run.json")
+
+    monkeypatch.setattr("pipeline.generate.job.generate", full)
+    assert main(["--input", "a", "--output", "b"]) == 1
+    assert "failed: [Errno 28] No space left on device: 'out/run.json'; submit it" in capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -294,7 +312,52 @@ def test_columns_that_parquet_cannot_hold_are_written_as_json(run: Run, tmp_path
     done = run(write_jsonl(tmp_path / "in.jsonl", rows), "--writing.rows_per_file", 2)
     assert done.code == 0, done.stderr
     assert [(row["meta"], json.loads(row["deep"])) for row in done.rows] == [("{}", deep)] * 4
-    assert [row["late"] for row in done.rows] == [{"a": None}, {"a": None}, {"a": 2}, {"a": 3}]
+    assert [json.loads(row["late"]) for row in done.rows] == [{}, {}, {"a": 2}, {"a": 3}]
+
+
+@pytest.mark.slow
+def test_what_python_cannot_hold_passes_through_a_job(run: Run, tmp_path: Path) -> None:
+    """Types and values that broke jobs: extension types, views, times beyond Python's, text that is not UTF-8."""
+    not_utf8 = pa.array([b"how many", b"caf\xe9", b"pens"]).view(pa.string())
+    columns = {
+        "prompt": not_utf8,
+        "note": not_utf8,
+        "at": pa.array([2**62, 0, None]).view(pa.timestamp("us", "UTC")),
+        "flag": pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1, 0, None], pa.int8())),
+        "json": pa.array(['{"a": 1}', None, "2"], pa.json_()),
+        "key": pa.array([bytes(range(16))] * 3, pa.uuid()),
+        "tensor": pa.ExtensionArray.from_storage(
+            pa.fixed_shape_tensor(pa.float32(), (2,)), pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.float32(), 2))
+        ),
+        "view": pa.array(["x", None, "y"], pa.string_view()),
+        "views": pa.array([["x"], None, []], pa.list_view(pa.string_view())),
+    }
+    done = run(parquet(tmp_path / "in.parquet", **columns))
+    assert done.code == 0, done.stderr
+    table = pa.parquet.read_table(done.folder / "data")
+    kept = pa.array([True, False, True])
+    for name in ("note", "at", "flag", "json", "key", "tensor"):
+        assert table[name].combine_chunks().equals(columns[name].filter(kept)), name
+    assert table["view"].to_pylist() == ["x", "y"]
+    assert table["views"].to_pylist() == [["x"], []]
+    (error,) = done.errors
+    assert (error["error_type"], error["request_id"]) == ("BadPrompt", "in.parquet:2")
+    assert json.loads(error["input"])["note"] == "caf\ufffd"
+
+
+@pytest.mark.slow
+def test_a_tool_call_changes_no_other_prompt(run: Run, model: Path, tmp_path: Path) -> None:
+    """Each message is written as JSON by this template, arguments and all."""
+    base = shutil.copytree(model, tmp_path / "model")
+    (base / "chat_template.jinja").write_text("{% for message in messages %}{{ message | tojson }}{% endfor %}")
+    calls = [{"city": "Paris", "days": 3}, {"unit": "C", "days": 2.5}]
+    chats = [[{"role": "user", "content": "x", "tool_calls": [{"arguments": call}]}] for call in calls]
+    together = run(write_jsonl(tmp_path / "in.jsonl", [{"messages": chat} for chat in chats]), base=base)
+    assert together.code == 0, together.stderr
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    prompts = [tokenizer.decode(row["prompt_token_ids"]) for row in together.rows]
+    assert prompts == [json.dumps(chat[0], ensure_ascii=False) for chat in chats]
+    assert [json.loads(row["messages"]) for row in together.rows] == chats
 
 
 @pytest.mark.slow

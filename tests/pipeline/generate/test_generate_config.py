@@ -20,7 +20,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path
     file.write_text("input: a.jsonl\noutput: out\nsampling:\n  temperature: 0.5\n  top_k: 7\n")
     config = parse_config(["--config", str(file), "--sampling.top_k", "3", "--output", "other"])
     assert (config.input, config.output) == ("a.jsonl", "other")
-    assert (config.sampling.temperature, config.sampling.top_k, config.sampling.top_p) == (0.5, 3, 1.0)
+    assert (config.sampling.temperature, config.sampling.top_k, config.sampling.top_p) == (0.5, 3, None)
 
 
 def test_a_printed_configuration_is_a_configuration(tmp_path: Path) -> None:
@@ -44,10 +44,15 @@ def test_a_verifier_is_named_by_itself_or_with_its_settings(tmp_path: Path) -> N
     assert parse_config(["--config", str(file)]).verifier == VerifierSettings("fly", window=4)
 
 
-def test_the_demo_configuration_is_valid() -> None:
-    config = parse_config(["--config", str(ROOT / "examples" / "demo.yaml")])
+_TEMPERATURE = "sampling.temperature must be"
+
+
+@pytest.mark.parametrize("file", ["demo.yaml", "smollm2.yaml"])
+def test_the_demo_configurations_are_valid(file: str) -> None:
+    config = parse_config(["--config", str(ROOT / "examples" / file)])
     assert (ROOT / config.input).is_file()
-    assert config.model is None
+    assert config.model is None  # the demonstration names the folder that was fetched
+    assert all((ROOT / name).is_dir() for name in config.drafter.split("+") if "/" in name)
 
 
 @pytest.mark.parametrize(
@@ -55,15 +60,18 @@ def test_the_demo_configuration_is_valid() -> None:
     [
         ("--input a", "output"),
         ("--input= --output b", "input is empty"),
-        ("--input a --output b --colour red", "--colour"),
-        ("--input a --output b stray", "stray"),
+        ("--input a --output b --colour red", "unknown option --colour: --help lists them"),
+        ("--input a --output b --slots 4", "unknown option --slots: did you mean --engine.slots?"),
+        ("--input a --output b --max_tokens=4", "unknown option --max_tokens: did you mean --sampling.max_new_tokens?"),
+        ("--input a --output b --sampling.temprature 1", "did you mean --sampling.temperature?"),
+        ("--input a --output b stray", "unexpected argument 'stray': settings are given as --name value"),
         ("--input a --output b --sampling.temperature=-1", "sampling.temperature must be at least 0, not -1"),
-        ("--input a --output b --sampling.temperature nan", "sampling.temperature must be a finite number, not nan"),
-        ("--input a --output b --sampling.temperature inf", "sampling.temperature must be a finite number, not inf"),
-        ("--input a --output b --sampling.temperature warm", "sampling.temperature must be a finite number, not warm"),
+        ("--input a --output b --sampling.temperature nan", f"{_TEMPERATURE} a finite number or null, not nan"),
+        ("--input a --output b --sampling.temperature inf", f"{_TEMPERATURE} a finite number or null, not inf"),
+        ("--input a --output b --sampling.temperature warm", f"{_TEMPERATURE} a finite number or null, not warm"),
         ("--input a --output b --sampling.top_p 0", "sampling.top_p must be more than 0"),
         ("--input a --output b --sampling.top_p 1.5", "sampling.top_p must be more than 0 and at most 1"),
-        ("--input a --output b --sampling.top_k 1.5", "sampling.top_k must be an integer, not 1.5"),
+        ("--input a --output b --sampling.top_k 1.5", "sampling.top_k must be an integer or null, not 1.5"),
         (
             "--input a --output b --sampling.max_new_tokens 0",
             "max_new_tokens must be an integer of at least 1",
@@ -104,8 +112,11 @@ def test_bad_settings_are_named(settings: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("input: a\noutput: b\ncolour: red\n", "colour"),
-        ("input: a\noutput: b\nsampling:\n  temprature: 1\n", "temprature"),
+        ("input: a\noutput: b\ncolour: red\n", "unknown setting colour: --help lists them"),
+        (
+            "input: a\noutput: b\nsampling:\n  temprature: 1\n",
+            "unknown setting sampling.temprature: did you mean sampling.temperature?",
+        ),
         ("input: a\noutput: [b\n", "line 2"),
         ("just words\n", "words"),
         ("input: a\noutput: b\nengine: 3\n", "engine"),
@@ -123,10 +134,10 @@ def test_bad_files_are_refused(tmp_path: Path, content: str, message: str) -> No
 
 def test_the_command_explains_itself_and_fails_with_code_2_and_one_line() -> None:
     command = [sys.executable, "-m", "jobs.generate"]
-    done = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run([*command, "--help-all"], cwd=ROOT, capture_output=True, text=True, check=True)
     for field in GenerateConfig.__dataclass_fields__:
         assert f"--{field}" in done.stdout
     assert "--reading.prompt_column" in done.stdout
     failed = subprocess.run([*command, "--input", "nowhere", "--output", "x"], cwd=ROOT, capture_output=True, text=True)
     assert failed.returncode == 2
-    assert failed.stderr == "error: input nowhere does not exist\n"
+    assert failed.stderr == "checking nowhere and the model\nerror: input nowhere does not exist\n"

@@ -15,7 +15,7 @@ import pytest
 
 from drafter import EngineConfig, SpeculativeLM
 from pipeline.generate.row_requests import row_seed
-from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run, untimed, write_jsonl
+from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Run, write_jsonl
 
 QUESTIONS = ["how many apples", "how many pens does she have", "she", "does she have apples and pens " * 3]
 INPUT: list[Any] = [
@@ -101,7 +101,7 @@ def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, t
     steps = sum(row["num_decode_steps"] for row in done.rows)
     assert "12 finished, 6 errors" in done.stdout
     assert f"{tokens:,} in {steps:,}" in done.stdout
-    assert f"{tokens / steps:.2f} tokens a base forward" in done.stdout
+    assert f"{tokens / steps:.2f} tokens a step" in done.stdout
     assert "18/18 rows" in done.stderr
     assert not list((done.folder / "_temporary").iterdir())
 
@@ -114,11 +114,14 @@ def test_auto_says_what_it_chose(run: Run, lm: SpeculativeLM, tmp_path: Path) ->
     assert done.code == 0, done.stderr
     asked = expected(lm, {"prompt": f"{QUESTIONS[1]} 1"}, max_new_tokens=80, ignore_eos=True)
     assert done.rows[1]["token_ids"] == asked.token_ids
-    drafting = json.loads((done.folder / "run.json").read_text())["drafting"]
-    assert drafting
-    for choice in drafting:
-        assert [view["name"] for view in choice["members"]] == ["cacheback", "memory"]
-        assert choice["chosen"] in ("cacheback", "memory")
+    told = json.loads((done.folder / "run.json").read_text())["speculation"]
+    assert told["steps"] == sum(choice["steps"] for choice in told["by_rows"]) > 0
+    assert {choice["chosen"] for choice in told["by_rows"]} <= {"cacheback", "memory"}
+    decided = [choice for choice in told["by_rows"] if choice["drafts"] is not None]
+    assert decided
+    assert all(choice["drafts"] == (choice["token_gain"] > choice["token_cost"]) for choice in decided)
+    assert told["sentences"]
+    assert all(sentence in done.stdout for sentence in told["sentences"])
 
 
 @pytest.mark.slow
@@ -143,7 +146,7 @@ def test_rows_of_a_lenient_verifier_are_marked_everywhere(run: Run, tmp_path: Pa
     assert ran["verifier_settings"] == {"epsilon": 0, "delta": 0}
     again = run(source)
     assert again.code == 2
-    assert "belongs to another job (verifier was" in again.stderr
+    assert "belongs to another job (verifier.name was" in again.stderr
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -157,30 +160,37 @@ def test_submitting_again_goes_on_where_the_job_stopped(run: Run, finished: Fini
     # A finished job writes nothing, whatever the batches.
     repeated = run(source, *JOB_SETTINGS, "--writing.rows_per_file", 3)
     assert repeated.code == 0
+    assert repeated.stdout == f"nothing is left to do: 7 rows and 2 errors are in {done.folder}\n"
     assert snapshot(done.folder) == before
 
     # Another meaning is refused, and named.
     refused = run(source, *JOB_SETTINGS, "--sampling.temperature", 0.5)
     assert refused.code == 2
-    assert "sampling.temperature was 0.3, is now 0.5" in refused.error
+    assert "(sampling.temperature was 0.3, is now 0.5): choose another output" in refused.error
     source_now = source.read_bytes()
-    source.write_bytes(source_now + b'{"prompt": "one more"}\n')
-    assert "input was" in run(source, *JOB_SETTINGS).error
-    source.write_bytes(source_now.replace(b" 5", b" 6"))
-    assert "input was" in run(source, *JOB_SETTINGS).error
+    # A dry run says what has become of the rows.
+    source.write_bytes(source_now.replace(b" 5", b" 6") + b'{"prompt": "one more"}\n')
+    counted = run(source, *JOB_SETTINGS, "--dry_run", True)
+    assert counted.code == 0
+    assert counted.stdout == "dry run: 10 rows: 8 kept, 1 changed, 1 new; 0 removed, whose results go\n"
     source.write_bytes(source_now)
     assert snapshot(done.folder) == before
 
-    # What is missing is made again, to the byte of its rows, and nothing else is touched.
+    # What is missing is made again, to the byte of its rows, and nothing else is touched; by another drafter, too.
     rows = done.rows
     lost = sorted((done.folder / "data").iterdir())[1]
     lost.unlink()
     (done.folder / "_temporary" / "torn.parquet").write_bytes(b"half")
     finished.reopen()
-    resumed = run(source, *JOB_SETTINGS, "--writing.rows_per_file", 3)
+    resumed = run(source, *JOB_SETTINGS, "--writing.rows_per_file", 3, drafter="none")
     assert resumed.code == 0, resumed.stderr
     assert "2 of 9 rows to generate" in resumed.stderr
-    assert [untimed(row) for row in resumed.rows] == [untimed(row) for row in rows]
+    assert [(row["request_id"], row["token_ids"]) for row in resumed.rows] == [
+        (row["request_id"], row["token_ids"]) for row in rows
+    ]
+    assert [row["drafter"] for row in resumed.rows] == ["ngram", "ngram", "none", "none", "ngram", "ngram", "ngram"]
+    drafters = json.loads((done.folder / "run.json").read_text())["drafters"]
+    assert drafters == [{"drafter": "ngram", "heads": {}}, {"drafter": "none", "heads": {}}]
     after = snapshot(done.folder)
     untouched = [path for path in before if "/data/" in path and path != str(lost)]
     assert len(untouched) == 4
@@ -198,14 +208,24 @@ def test_an_output_begun_with_another_draw_is_refused(run: Run, finished: Finish
     """Its seeds would go on with other tokens."""
     file = finished.outcome.folder / "run.json"
     ran = json.loads(file.read_text())
-    before_draws_had_names = {name: value for name, value in ran["meaning"].items() if name != "draw"}
-    for meaning in (before_draws_had_names, {**ran["meaning"], "draw": "another"}):
-        file.write_text(json.dumps({**ran, "state": "running", "meaning": meaning}))
-        refused = run(finished.source, *JOB_SETTINGS)
-        assert refused.code == 2
-        assert "the version that began it draws other tokens from the same seeds): choose another" in refused.error
+    file.write_text(json.dumps({**ran, "state": "running", "meaning": {**ran["meaning"], "draw": "another"}}))
+    refused = run(finished.source, *JOB_SETTINGS)
+    assert refused.code == 2
+    assert "the version that began it draws other tokens from the same seeds): choose another" in refused.error
     file.write_text(json.dumps(ran))
     assert run(finished.source, *JOB_SETTINGS).code == 0
+
+
+def test_an_input_that_an_earlier_release_has_staged(run: Run, finished: FinishedJob) -> None:
+    """A finished job needs the list of its parts alone; one that would read them is refused."""
+    for name in ("parts.json", "parts.json.copy"):
+        file = finished.outcome.folder / "_staged" / name
+        file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "format"}))
+    assert run(finished.source, *JOB_SETTINGS).code == 0
+    next((finished.outcome.folder / "data").iterdir()).unlink()
+    refused = run(finished.source, *JOB_SETTINGS)
+    assert refused.code == 2
+    assert "was begun by an earlier release, which staged its input otherwise: go on with that" in refused.error
 
 
 @pytest.mark.slow

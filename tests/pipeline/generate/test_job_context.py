@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,11 @@ import pytest
 from drafter.requests import DRAW
 from pipeline.errors import InputError
 from pipeline.generate.config import GenerateConfig, parse_config
-from pipeline.generate.job import check_verifier, open_output
-from pipeline.generate.job_context import job_meaning
-from pipeline.io.listing import list_input
+from pipeline.generate.job import check_verifier, open_output, output_date
+from pipeline.generate.job_context import SETTINGS, job_meaning
 from pipeline.io.prompt_source import BATCH, PromptSource
 from tests.pipeline.conftest import write_jsonl
+from tests.support.paths import ROOT
 
 TEXT = PromptSource("prompt")
 
@@ -24,13 +26,12 @@ def test_what_was_decoded_leniently_is_not_gone_on_with_exactly(tmp_path: Path) 
     for name in ("exact", "fly"):
         given = ["--input", str(source), "--output", str(tmp_path / name), "--verifier", name]
         config = parse_config(given)
-        meanings[name] = job_meaning(config, list_input(str(source)), TEXT, "base", {})
+        meanings[name] = job_meaning(config, TEXT, "base", {})
         open_output(config, meanings[name])
         (tmp_path / name / "data" / "00000-00000.parquet").write_bytes(b"")
-    assert "verifier" not in meanings["exact"]  # as in outputs from before there was a choice
     for name, other in (("exact", "fly"), ("fly", "exact")):
         config = parse_config(["--input", str(source), "--output", str(tmp_path / name), "--verifier", other])
-        with pytest.raises(InputError, match=r"belongs to another job \(verifier was"):
+        with pytest.raises(InputError, match=r"belongs to another job \(verifier\.name was"):
             open_output(config, meanings[other])
 
 
@@ -71,13 +72,92 @@ def test_an_output_is_bound_to_the_draw_if_it_may_have_draws(
 ) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "x"}])
     config: GenerateConfig = parse_config(["--input", str(source), "--output", str(tmp_path / "out"), *settings])
-    meaning = job_meaning(config, list_input(str(source)), prompts, "base", {})
+    meaning = job_meaning(config, prompts, "base", {})
     assert meaning.get("draw") == (DRAW if draws else None)
-    # An output that was begun before draws had names.
-    open_output(config, {name: value for name, value in meaning.items() if name != "draw"})
+    # An output that was begun with another draw.
+    open_output(config, {**meaning, "draw": "another"} if draws else meaning)
     (tmp_path / "out" / "data" / "00000-00000.parquet").write_bytes(b"")
     if draws:
         with pytest.raises(InputError, match="draws other tokens from the same seeds"):
             open_output(config, meaning)
     else:
         open_output(config, meaning)
+
+
+OTHERS: dict[str, list[str]] = {
+    "sampling.temperature was 0.0, is now 0.7": ["--sampling.temperature", "0.7"],
+    "sampling.stop was [], is now ['a']": ["--sampling.stop", "[a]"],
+    "reading.chat was None, is now False": ["--reading.chat", "false"],
+    "loading.dtype was 'auto', is now 'float32'": ["--loading.dtype", "float32"],
+    "engine.max_length was None, is now 64": ["--engine.max_length", "64"],
+    "writing.per_step_accepted was True, is now False": ["--writing.per_step_accepted", "false"],
+}
+
+
+def resolved(arguments: list[str]) -> GenerateConfig:
+    """Return a configuration as a job has it, once a model without settings of its own has given the defaults."""
+    config = parse_config(arguments)
+    return dataclasses.replace(config, sampling=config.sampling.over())
+
+
+@pytest.mark.parametrize("told", OTHERS)
+def test_a_submission_with_another_setting_is_told_which(tmp_path: Path, told: str) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "x"}])
+    given = ["--input", str(source), "--output", str(tmp_path / "out")]
+    before, now = resolved(given), resolved([*given, *OTHERS[told]])
+    open_output(before, job_meaning(before, TEXT, "base", {}))
+    (tmp_path / "out" / "data" / "00000-00000.parquet").write_bytes(b"")
+    with pytest.raises(InputError) as caught:
+        open_output(now, job_meaning(now, TEXT, "base", {}))
+    assert f"belongs to another job ({told}): choose another output" in str(caught.value)
+
+
+FREE = [
+    *("--drafter", "memory", "--engine.slots", "3", "--engine.nodes", "5", "--engine.kv_gib", "1"),
+    *("--resources.max_actors", "2", "--limits.row_seconds", "9", "--writing.rows_per_file", "2"),
+    *("--loading.device", "cpu", "--writing.compact_mb", "1"),
+]
+
+
+def test_a_submission_may_have_other_sizes_and_another_drafter_if_the_verifier_is_exact(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "x"}])
+    for verifier in ("exact", "fly"):
+        given = ["--input", str(source), "--output", str(tmp_path / verifier), "--verifier", verifier]
+        before, now = parse_config([*given, "--drafter", "ctc"]), parse_config([*given, *FREE])
+        open_output(before, job_meaning(before, TEXT, "base", {"ctc": "1"}))
+        (tmp_path / verifier / "data" / "00000-00000.parquet").write_bytes(b"")
+        meaning = job_meaning(now, TEXT, "base", {})
+        if verifier == "exact":
+            open_output(now, meaning)
+        else:
+            with pytest.raises(InputError, match=r"\(drafter was 'ctc', is now 'memory'; heads"):
+                open_output(now, meaning)
+
+
+def test_every_setting_is_bound_or_free_and_the_documentation_says_which() -> None:
+    config = parse_config(["--input", "a", "--output", "b"]).as_dict()
+    groups = {name.partition(".")[0] for name in SETTINGS}
+    assert groups == config.keys()
+    table = (ROOT / "docs" / "operations.md").read_text().partition("| setting |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    told = {name: row[1] for row in rows for name in re.findall(r"`([\w.]+)`", row[0])}
+    assert {name: told.get(name) for name in SETTINGS} == {
+        name: {"bound": "no", "rows": "rows", "free": "yes"}[binding] for name, binding in SETTINGS.items()
+    }
+
+
+def test_one_output_has_one_date(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "x"}])
+    given = ["--input", str(source), "--output", str(tmp_path / "out")]
+    config = parse_config(given)
+    assert output_date(parse_config([*given, "--reading.date", "2026-03-31"])) == "2026-03-31T00:00:00"
+    with pytest.raises(InputError, match=r"reading\.date must be as 2026-03-31 or 2026-03-31T12:00, not 'today'"):
+        parse_config([*given, "--reading.date", "today"])
+    begun = "2024-02-03T04:05:06"
+    open_output(config, job_meaning(config, TEXT, "base", {}, begun))
+    assert output_date(config) > "2025"  # as long as there is no result
+    (tmp_path / "out" / "data" / "00000-00000.parquet").write_bytes(b"")
+    assert output_date(config) == begun
+    now = parse_config([*given, "--reading.date", "2026-03-31"])
+    with pytest.raises(InputError, match=r"reading\.date was '2024-02-03T04:05:06', is now '2026-03-31T00:00:00'"):
+        open_output(now, job_meaning(now, TEXT, "base", {}, output_date(now)))

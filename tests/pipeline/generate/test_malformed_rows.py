@@ -20,13 +20,14 @@ from drafter.requests import SamplingParams
 from pipeline.errors import ProblemType
 from pipeline.generate.row_requests import PromptSettings, row_seed
 from pipeline.generate.streaming import make_requests
-from pipeline.io.column_types import stored_struct
+from pipeline.io.column_types import unify
 from pipeline.io.files import locate
 from pipeline.io.listing import list_input
 from pipeline.io.prompt_source import find_prompts
 from pipeline.output.part_files import error_table
 from pipeline.settings import ReadingConfig
-from pipeline.staging.staging import StagedInput, StagedParts, StagingPlan, stage_files, unpack
+from pipeline.staging.staging import StagedInput, StagingPlan, stage_files
+from tests.support.staging import read_parts
 
 Kind = tuple[Any, ProblemType, str]
 
@@ -82,10 +83,10 @@ ROWS: dict[str, Kind] = {
     "seed negative": seed(-1, "seed must be an integer of at least 0, not -1"),
     "seed text": seed("many", "seed must be an integer of at least 0, not 'many'"),
     "seed long text": seed(LONG, "seed must be an integer of at least 0, not '9999"),
-    "seed fraction": seed(1.5, "seed must be an integer of at least 0, not '1.5'"),
-    "seed float": seed(1e300, "seed must be an integer of at least 0, not '1e+300'"),
+    "seed fraction": seed(1.5, "seed must be an integer of at least 0, not 1.5"),
+    "seed float": seed(1e300, "seed must be an integer of at least 0, not 1e+300"),
     "seed true": seed(True, "seed must be an integer of at least 0, not "),
-    "seed list": seed([1], "seed must be an integer of at least 0, not '[1]'"),
+    "seed list": seed([1], "seed must be an integer of at least 0, not [1]"),
     "prompt number": ({"prompt": 5}, "BadRow", "'prompt' is 5, not text"),
     "prompt object": ({"prompt": {}}, "BadRow", "'prompt' is {}, not text"),
     "prompt null": ({"prompt": None}, "BadPrompt", "column 'prompt' is empty"),
@@ -158,9 +159,9 @@ LINES: dict[str, Kind] = {
     "stop": body("Invalid 'stop': it must be a non-empty string or a list of such, not 5.", stop=5),
     "seed": body("Invalid 'seed': Input should be a valid integer, not 1.5.", seed=1.5),
     "n": body("Invalid 'n': Input should be a valid integer, not true.", n=True),
-    "messages": body("Invalid 'messages': Input should be a valid list, not {}.", messages={}),
-    "no messages": body("Invalid 'messages': List should have at least 1 item after validation, not 0.", messages=[]),
-    "message": body("Invalid 'messages[0]': Input should be a valid dictionary, not 5.", messages=[5]),
+    "messages": body("Invalid 'messages': it must be a list of messages, not {}.", messages={}),
+    "no messages": body("Invalid 'messages': it must have at least 1 and at most 2048 messages, not 0.", messages=[]),
+    "message": body("Invalid 'messages[0]': it must be an object, not 5.", messages=[5]),
     "content": body("Invalid 'messages[0].content'", messages=[{"role": "user", "content": 5}]),
     "model": body("Invalid 'model': Input should be a valid string, not 5.", model=5),
     "logit_bias": body("Invalid 'logit_bias", logit_bias=[1]),
@@ -188,15 +189,13 @@ def outcomes(path: Path, model: Path, rows_per_part: int) -> list[dict[str, Any]
     folder = locate(str(path.parent / f"staged-{rows_per_part}"))
     folder.filesystem.create_dir(folder.path)
     plan = StagingPlan(folder, reading, find_prompts(listing, reading), rows_per_part)
-    parts, fields = stage_files(listing, "0", plan)
+    parts, seen = stage_files(listing, "0", plan)
     settings = PromptSettings(str(model), False, plan.prompts, reading, SamplingParams(), max_length=2048)
     made = []
-    for task in StagedParts(StagedInput(folder, tuple(parts), stored_struct(fields)), parts).get_read_tasks(1):
-        for block in task():
-            for _, rows in unpack(block):
-                requests = make_requests(rows, settings)
-                assert error_table(requests).num_rows == sum(map(bool, requests["problem"].to_pylist()))
-                made += requests.to_pylist()
+    for rows in read_parts(StagedInput(folder, tuple(parts), unify(seen, json_objects=listing.of_json))):
+        requests = make_requests(rows, settings)
+        assert error_table(requests).num_rows == sum(map(bool, requests["problem"].to_pylist()))
+        made += requests.to_pylist()
     return made
 
 
@@ -244,7 +243,7 @@ def test_a_seed_that_is_no_integer_changes_no_other_seed(rows_per_part: int, mod
     path = tmp_path / "in.jsonl"
     path.write_text(as_lines([{"prompt": "x", "seed": value} for value in (BIG, 1.5, None, 7)]))
     big, fraction, none, small = outcomes(path, model, rows_per_part)
-    assert fraction["problem"]["message"] == "seed must be an integer of at least 0, not '1.5'"
+    assert fraction["problem"]["message"] == "seed must be an integer of at least 0, not 1.5"
     seeds = [json.loads(outcome["sampling"])["seed"] for outcome in (big, none, small)]
     assert seeds == [BIG, row_seed(0, "in.jsonl:3"), 7]
 

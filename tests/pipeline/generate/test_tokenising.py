@@ -9,13 +9,12 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from drafter.requests import SamplingParams
-from pipeline.errors import RowError
 from pipeline.generate.row_requests import PromptSettings
-from pipeline.generate.streaming import make_requests, refuse_endless
+from pipeline.generate.streaming import make_requests
 from pipeline.io.prompt_source import PromptSource
 from pipeline.settings import ReadingConfig
 from pipeline.staging.rows import PROBLEM_TYPE
@@ -27,6 +26,7 @@ def requests(model: Path, rows: list[dict[str, Any]], source: PromptSource, **re
     table = pa.table(
         {
             "request_id": pa.array([str(index) for index in range(len(rows))]),
+            "asked": pa.array([json.dumps(row) for row in rows]),
             "row": pa.array(rows),
             "problem": pa.nulls(len(rows), PROBLEM_TYPE),
         }
@@ -45,6 +45,20 @@ def test_prompts_go_through_the_template_where_there_is_one(model: Path, tmp_pat
     assert chat == [user, *bare, end, assistant]
     messages = [{"messages": [{"role": "user", "content": "how many"}]}]
     assert requests(model, messages, PromptSource("messages", "messages"))[0]["prompt_ids"] == chat
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_row_on_which_the_tokeniser_panics_is_a_problem_of_its_own(tmp_path: Path, chat: bool) -> None:
+    made = Tokenizer(models.BPE(vocab={"a": 0, "c": 1, "h": 2, "i": 3}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")  # its search gives up on some texts
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    rows = [{"prompt": text} for text in ("hi", "a" * 40 + "c", "ac")]
+    found = requests(tmp_path, rows, PromptSource("prompt"), chat=chat)
+    assert [row["prompt_ids"] for row in found] == [[2, 3], None, [0, 1]]
+    assert [row["problem"] and row["problem"]["type"] for row in found] == [None, "BadPrompt", None]
+    assert "the tokenizer of the model fails on this text" in found[1]["problem"]["message"]
 
 
 def test_rows_that_cannot_be_requests_keep_their_place(model: Path) -> None:
@@ -75,10 +89,6 @@ def test_a_prompt_that_no_engine_takes_does_not_travel_to_one(model: Path) -> No
 
 
 def test_a_text_that_cannot_be_short_enough_is_not_even_tokenised(model: Path) -> None:
-    refuse_endless("x" * 4_000, max_length=100, longest_token=10)
-    refuse_endless([1] * 4_001, max_length=100, longest_token=10)
-    with pytest.raises(RowError, match="the prompt has 4001 characters, but prompt and output together may have 100"):
-        refuse_endless("x" * 4_001, max_length=100, longest_token=10)
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 1_000_000}}
     rows = [{"messages": json.dumps([{"role": "user", "content": [image]}])}]
     (made,) = requests(model, rows, PromptSource("messages", "messages"))

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import shutil
 import socket
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pyarrow import fs
 
 from pipeline.engines.ledger import SavedRow, write_unfinished
-from pipeline.io.files import locate
+from pipeline.io.files import Location, locate
 from pipeline.output.columns import COLUMNS
 from pipeline.output.folder import OutputFolder
+from pipeline.output.lease import Holder
 from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Outcome, Run, untimed
 from tests.support.damage import Damage, cut, empty, files_below
+from tests.support.faults import EndedError, FailingFiles
 
 PARTS = [f"00000-{number:06d}" for number in range(5)]
 WITH_ERRORS = PARTS[3:]
@@ -122,6 +127,94 @@ def test_a_torn_file_of_a_compacted_output(
     again = run(finished.source, *settings)
     assert_same(again, before)
     assert len(again.parts) == 1
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FailingFiles]:
+    """Have the next submissions of this process find a file system whose changes fail from the n-th on."""
+
+    def fail(fails: BaseException, at: int, *, for_good: bool) -> FailingFiles:
+        files = FailingFiles(fails, at, for_good=for_good)
+        filesystem = fs.PyFileSystem(files)
+        monkeypatch.setattr("pipeline.generate.job.locate", lambda uri: Location(filesystem, uri))
+        return files
+
+    # The submissions that "end" are of this process, which lives.
+    monkeypatch.setattr(Holder, "known_dead", property(lambda holder: True))
+    return fail
+
+
+def changes(
+    run: Run, source: Path, failing: Callable[..., FailingFiles], fails: BaseException, **how: Any
+) -> Iterator[Outcome | None]:
+    """Submit a job again and again, and fail its driver one change later each time, until it comes to its end.
+
+    Yields:
+        What came of each submission; None where it has ended without a word.
+    """
+    for at in itertools.count(1):
+        files = failing(fails, at, **how)
+        try:
+            outcome = run(source, *JOB_SETTINGS)
+        except EndedError:
+            outcome = None
+        if not files.has_failed:
+            return
+        yield outcome
+
+
+WRITES_OF_A_FINISH = 12
+"""A submission that only has to say that all rows are there makes more changes than this."""
+
+
+def test_a_driver_that_ends_at_any_of_its_last_changes_leaves_nothing_behind(
+    run: Run, finished: FinishedJob, before: Outcome, failing: Callable[..., FailingFiles]
+) -> None:
+    finished.reopen()
+    whole = shutil.copytree(finished.outcome.folder, finished.outcome.folder.parent / "whole")
+    count = 0
+    for _ in changes(run, finished.source, failing, EndedError(), for_good=True):
+        count += 1
+        failing(EndedError(), 10**9, for_good=True)
+        assert_same(run(finished.source, *JOB_SETTINGS), before)
+        assert files_below(finished.outcome.folder) == set(FINISHED)
+        shutil.rmtree(finished.outcome.folder)
+        shutil.copytree(whole, finished.outcome.folder)
+    assert count > WRITES_OF_A_FINISH
+
+
+def test_a_full_disk_is_told_in_one_line(
+    run: Run, finished: FinishedJob, before: Outcome, failing: Callable[..., FailingFiles]
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    finished.reopen()
+    count = 0
+    for told in changes(run, finished.source, failing, full, for_good=False):
+        count += 1
+        assert told is not None
+        assert "Traceback" not in told.stderr
+        if told.code:  # it may have been the status alone
+            assert "No space left on device" in told.error
+            assert told.code == 1 or "cannot be written to" in told.error
+        finished.reopen()
+    assert count > WRITES_OF_A_FINISH
+    failing(full, 10**9, for_good=False)
+    assert_same(run(finished.source, *JOB_SETTINGS), before)
+    assert files_below(finished.outcome.folder) == set(FINISHED)
+
+
+@pytest.mark.slow
+def test_a_driver_that_ends_at_any_of_its_changes_is_followed_by_one_that_makes_the_same_rows(
+    run: Run, finished: FinishedJob, before: Outcome, failing: Callable[..., FailingFiles]
+) -> None:
+    """Each submission goes on with what the ones before have left, and ends one change later than they did."""
+    shutil.rmtree(finished.outcome.folder)
+    count = sum(1 for _ in changes(run, finished.source, failing, EndedError(), for_good=True))
+    assert count > 2 * WRITES_OF_A_FINISH
+    failing(EndedError(), 10**9, for_good=True)
+    done = run(finished.source, *JOB_SETTINGS)
+    assert sorted(row["text"] for row in done.rows) == sorted(row["text"] for row in before.rows)
+    assert not {name for name in files_below(done.folder) if "partial" in name or "_lease" in name}
 
 
 def test_a_list_and_its_copy_that_are_both_torn_are_told(run: Run, finished: FinishedJob) -> None:

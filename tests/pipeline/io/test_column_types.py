@@ -1,46 +1,26 @@
-"""Columns whose types differ come together."""
+"""Columns whose types differ come together without a change of any value, or become text."""
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
-from datetime import datetime
+from datetime import date, datetime
+from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from pipeline.io.column_types import (
-    conform,
-    conform_struct,
-    free_name,
-    infer_column,
-    known_type,
-    stored_type,
-    unify_fields,
-    unify_types,
-)
-
-values = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.lists(st.integers())
-)
+from pipeline.errors import InputError
+from pipeline.io.column_types import conform, free_name, infer_column, python_values, seen_types, stored_type, unify
 
 
-@given(st.lists(st.lists(st.fixed_dictionaries({"x": values}), min_size=1, max_size=4), min_size=1, max_size=4))
-def test_no_mixture_of_types_loses_a_row_or_a_null(chunks: list[list[dict[str, Any]]]) -> None:
-    rows = [
-        pa.StructArray.from_arrays([infer_column([row["x"] for row in chunk])], names=["x"])  # as the reader does
-        for chunk in chunks
-    ]
-    target = pa.struct(unify_fields(list(one.type) for one in rows))
-    for before in rows:
-        after = conform_struct(before, target)
-        assert after.type == target
-        assert [row["x"] is None for row in after.to_pylist()] == [row["x"] is None for row in before.to_pylist()]
+def together(*columns: pa.Array, json_objects: bool = False) -> list[Any]:
+    """Values of columns of several files, brought to one type."""
+    seen = [one for n, column in enumerate(columns) for one in seen_types(pa.table({"x": column}), f"{n}.parquet")]
+    kind = unify(seen, json_objects=json_objects).field("x").type
+    return [value for column in columns for value in conform(column, kind).to_pylist()]
 
 
 @pytest.mark.parametrize(
@@ -77,65 +57,115 @@ def test_what_parquet_cannot_hold_is_text(values: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [[{"a": None}], [[]], [nested(48)], [{"a": {"b": 1}}, {"a": {}}], [1.5], ["x"], [None]]
+    "values",
+    [[{"a": None}], [[]], [nested(48)], [{"a": {"b": 1}}, {"a": {"b": None}}], [1.5], ["x"], [None], [[1, 0.5]]],
 )
 def test_what_parquet_can_hold_stays_as_it_is(values: list[Any]) -> None:
     column = infer_column(values)
-    assert stored_type(column.type) == known_type(column.type) == column.type
+    assert stored_type(column.type) == column.type
     file = io.BytesIO()
     pa.parquet.write_table(pa.table({"row": pa.StructArray.from_arrays([column], names=["x"])}), file)
-    assert pa.parquet.read_table(file)["row"].to_pylist() == [{"x": value} for value in column.to_pylist()]
-
-
-def test_an_object_without_fields_in_one_part_takes_the_fields_of_another() -> None:
-    """Each part is stored by itself; that one is text there does not make the column text."""
-    parts: list[list[Any]] = [[{}, None], [{"a": 1, "tags": []}], [None]]
-    columns = [infer_column(values) for values in parts]
-    stored = [conform(column, stored_type(column.type)) for column in columns]
-    target = stored_type(unify_types([known_type(column.type) for column in columns]))
-    assert [conform(one, target).to_pylist() for one in stored] == [
-        [{"a": None, "tags": None}, None],
-        [{"a": 1, "tags": []}],
-        [None],
-    ]
-
-
-def test_dates_that_json_does_not_tell_make_the_column_text() -> None:
-    kind = pa.struct([("at", pa.timestamp("us")), ("none", pa.struct([]))])
-    assert stored_type(kind) == known_type(kind) == pa.string()
+    assert pa.parquet.read_table(file)["row"].to_pylist() == [{"x": value} for value in values]
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "unified"),
+    ("values", "kept"),
     [
-        (pa.array([2**60 + 1]), pa.array([0.5]), [float(2**60), 0.5]),
-        (pa.array([2**64 - 1], pa.uint64()), pa.array([-1]), ["18446744073709551615", "-1"]),
-        (pa.array([[2**60 + 1]]), pa.array([[0.5]]), [[float(2**60)], [0.5]]),
+        ([{"city": "Paris", "days": 3}, {"unit": "C"}], ['{"city": "Paris", "days": 3}', '{"unit": "C"}']),
+        ([{"days": 3}, {"days": 2.5}], ['{"days": 3}', '{"days": 2.5}']),
+        ([{"a": 1, "b": 2}, {"b": 2, "a": 1}], ['{"a": 1, "b": 2}', '{"b": 2, "a": 1}']),
+        (
+            [[{"type": "text"}], [{"type": "image", "url": "u"}]],
+            ['[{"type": "text"}]', '[{"type": "image", "url": "u"}]'],
+        ),
+        ([2**53 + 1, 0.5], ["9007199254740993", "0.5"]),
+        ([2**53, 0.5], [float(2**53), 0.5]),
+        ([2**64, 1], ["18446744073709551616", "1"]),
+        ([True, 1], ["true", "1"]),
+        (["one", 1, [1], None], ["one", "1", "[1]", None]),
+        ([{"a": 1}, {"a": None}, None], [{"a": 1}, {"a": None}, None]),
+        ([[1], [], None, [0.5]], [[1.0], [], None, [0.5]]),
     ],
 )
-def test_numbers_that_differ_in_kind_stop_no_job(one: pa.Array, other: pa.Array, unified: list[Any]) -> None:
-    target = unify_types([one.type, other.type])
-    assert [conform(column, target)[0].as_py() for column in (one, other)] == unified
+def test_values_of_json_keep_what_they_are(values: list[Any], kept: list[Any]) -> None:
+    """In one chunk of rows, and in one for each row."""
+    assert infer_column(values).to_pylist() == kept
+    assert together(*(infer_column([value]) for value in values), json_objects=True) == kept
 
 
-_YEAR_1 = datetime(1, 1, 1)
+SECONDS = pa.array([1, None], pa.timestamp("ms"))
 
 
-@pytest.mark.parametrize("wrap", [lambda kind: kind, pa.list_, lambda kind: pa.struct([("at", kind)])])
-def test_times_that_no_type_holds_become_text(wrap: Callable[[pa.DataType], pa.DataType]) -> None:
-    """Nanoseconds reach back to 1677 only, and microseconds to the year 1."""
-    kinds = [wrap(pa.timestamp("us")), wrap(pa.timestamp("ns"))]
-    values: list[Any] = [_YEAR_1, datetime(2026, 1, 1)]
-    if pa.types.is_list(kinds[0]):
-        values = [[value] for value in values]
-    if pa.types.is_struct(kinds[0]):
-        values = [{"at": value} for value in values]
-    columns = [pa.array([value], kind) for value, kind in zip(values, kinds, strict=True)]
-    target = unify_types(kinds)
-    for column, day in zip(columns, ("0001-01-01", "2026-01-01"), strict=True):
-        assert day in conform(column, target)[0].as_py()
+@pytest.mark.parametrize(
+    ("one", "other", "kept"),
+    [
+        (pa.array([1344800117571260417]), pa.array([0.5]), ["1344800117571260417", "0.5"]),
+        (pa.array([7]), pa.array([0.5]), [7.0, 0.5]),
+        (pa.array([2**31 - 1], pa.int32()), pa.array([0.5], pa.float32()), [float(2**31 - 1), 0.5]),
+        (pa.array([2**64 - 1], pa.uint64()), pa.array([-1]), ["18446744073709551615", "-1"]),
+        (pa.array([2**32 - 1], pa.uint32()), pa.array([-1], pa.int8()), [2**32 - 1, -1]),
+        (pa.array([[2**60 + 1]]), pa.array([[0.5]]), ["[1152921504606846977]", "[0.5]"]),
+        (pa.array([{"a": 1}]), pa.array([{"a": 0.5, "b": "x"}]), [{"a": 1.0, "b": None}, {"a": 0.5, "b": "x"}]),
+        (pa.array([Decimal("1.10")]), pa.array([Decimal("1.123")]), [Decimal("1.10"), Decimal("1.123")]),
+        (pa.array([Decimal("1.10")]), pa.array([0.5]), ["1.10", "0.5"]),
+        (pa.array([True]), pa.array([2]), ["true", "2"]),
+        (pa.array(["x"]), pa.array(["y"], pa.large_string()), ["x", "y"]),
+        (pa.array(["x"]), pa.array([1]), ["x", "1"]),
+        (pa.array(["x"], pa.json_()), pa.array(["y"]), ["x", "y"]),
+        (pa.array([date(2026, 1, 1)]), pa.array(["x"]), ["2026-01-01", "x"]),
+        (
+            SECONDS,
+            pa.array([1], pa.timestamp("us")),
+            [datetime(1970, 1, 1, 0, 0, 0, 1000), None, datetime(1970, 1, 1, 0, 0, 0, 1)],
+        ),
+        (
+            pa.array([datetime(1, 1, 1)], pa.timestamp("us")),
+            pa.array([1], pa.timestamp("ns")),
+            ["0001-01-01 00:00:00", "1970-01-01 00:00:00.000000001"],
+        ),
+        (pa.nulls(1), pa.array([b"x"]), [None, b"x"]),
+    ],
+)
+def test_types_of_two_files_keep_every_value(one: pa.Array, other: pa.Array, kept: list[Any]) -> None:
+    assert [
+        str(value) if isinstance(kept[0], str) and value is not None else value for value in together(one, other)
+    ] == kept
 
 
-def test_times_of_coarse_units_stay_times() -> None:
-    assert unify_types([pa.timestamp("ms"), pa.timestamp("us")]) == pa.timestamp("us")
-    assert unify_types([pa.timestamp("ns"), pa.null()]) == pa.timestamp("ns")
+def test_times_in_other_zones_become_text() -> None:
+    utc, berlin = (pa.array([0], pa.timestamp("us", zone)) for zone in ("UTC", "Europe/Berlin"))
+    assert together(utc, berlin) == ["1970-01-01 00:00:00+00:00", "1970-01-01 01:00:00+01:00"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (pa.array(["x"]), pa.array([b"x"])),
+        (pa.array([b"xx"], pa.binary(2)), pa.array([1])),
+        (pa.nulls(1, pa.uuid()), pa.array(["x"])),
+    ],
+)
+def test_what_text_cannot_tell_is_refused_with_both_files(one: pa.Array, other: pa.Array) -> None:
+    with pytest.raises(InputError) as refusal:
+        together(one, other)
+    assert str(refusal.value) == (
+        f"column 'x' holds {one.type} in 0.parquet and {other.type} in 1.parquet, and no type holds both: "
+        "convert one of them, or leave the column out"
+    )
+
+
+def test_too_many_columns_are_refused() -> None:
+    seen = seen_types(pa.table({f"c{n}": [1] for n in range(10_001)}), "a.jsonl")
+    with pytest.raises(InputError, match=r"a\.jsonl has more than 10000 different columns: put what differs"):
+        unify(seen, json_objects=True)
+
+
+def test_a_value_that_python_cannot_hold_is_text_where_python_is_asked() -> None:
+    beyond = pa.array([2**62, 0, None]).view(pa.timestamp("us", "UTC"))
+    first, epoch, none = python_values(beyond)
+    assert first == f"{2**62} us since 1970"
+    assert (str(epoch), none) == ("1970-01-01 00:00:00+00:00", None)
+    texts = pa.array([b"caf\xe9", b"x"]).view(pa.string())
+    assert python_values(texts) == ["caf\ufffd", "x"]
+    nested = pa.ListArray.from_arrays([0, 1, 2], pa.StructArray.from_arrays([texts], ["content"]))
+    assert python_values(nested) == [[{"content": "caf\ufffd"}], [{"content": "x"}]]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.errors import InputError
 from pipeline.io.listing import InputListing, list_input
 from pipeline.io.reading import read_file
 from tests.pipeline.conftest import write_jsonl
@@ -66,3 +67,10 @@ def test_long_lines_cross_buffers(tmp_path: Path) -> None:
     chunks = list(read_file(listing.filesystem, listing.files[0], 2))
     assert [chunk.numbers for chunk in chunks] == [[1, 2], [3]]
     assert [prompt for chunk in chunks for prompt in chunk.columns["prompt"].to_pylist()] == prompts
+
+
+def test_columns_without_end_are_refused(tmp_path: Path) -> None:
+    rows = [{"prompt": "x", **{f"column {n * 100 + m}": 1 for m in range(100)}} for n in range(101)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(InputError, match=r"a\.jsonl up to line 100 has more than 10000 different columns: put what"):
+        staged(path, tmp_path / "staged", rows_per_part=20)

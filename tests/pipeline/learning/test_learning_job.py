@@ -17,7 +17,7 @@ from drafter.heads.checkpoint import load_head
 from drafter.heads.registry import HEADS
 from drafter.methods.learning.drafter import version_of
 from drafter.target.loading import load_base
-from pipeline.report.report_job import main as report
+from jobs.report import main as report
 from tests.pipeline.conftest import Outcome, Run, write_jsonl
 from tests.support.faults import NotedLearner, UnhurriedEngine
 from tests.support.waiting import wait_until

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -63,10 +64,9 @@ def test_a_chat_with_every_parameter() -> None:
 
 def test_what_a_body_leaves_open() -> None:
     parsed = parse_chat(chat())
-    # OpenAI's default temperature; everything else is the caller's.
-    assert parsed.settings == {"temperature": 1.0}
-    assert parsed.sampling(SamplingParams(max_new_tokens=9, seed=4)) == SamplingParams(9, temperature=1.0, seed=4)
-    assert parse_completion(completion()).settings == {"temperature": 1.0, "max_new_tokens": 16}
+    assert parsed.settings == {}
+    assert parsed.sampling(SamplingParams(9, temperature=1.0, seed=4)) == SamplingParams(9, temperature=1.0, seed=4)
+    assert parse_completion(completion()).settings == {"max_new_tokens": 16}
     assert (parsed.n, parsed.stream, parsed.include_usage) == (1, False, False)
 
 
@@ -119,10 +119,25 @@ def test_prompts_of_every_kind(prompt: Any, prompts: Any) -> None:
     assert parsed.settings["logprobs"] == 0
 
 
+def test_parameters_of_vllm() -> None:
+    asked: dict[str, Any] = {"top_k": 4, "min_p": 0.1, "repetition_penalty": 1.3, "ignore_eos": True}
+    asked["stop_token_ids"] = [5, 7]
+    assert parse_chat(chat(**asked)).settings == asked
+    assert parse_completion(completion(**asked)).settings == {"max_new_tokens": 16, **asked}
+    neutral: dict[str, Any] = {"top_k": -1, "min_p": 0, "repetition_penalty": 1, "ignore_eos": False}
+    sampling = parse_chat(chat(**neutral)).sampling(SamplingParams(repetition_penalty=1.3, ignore_eos=True))
+    assert sampling == SamplingParams(top_k=0, min_p=0.0, repetition_penalty=1.0)
+    with pytest.raises(OpenAIError, match="stop_token_ids must be a list of token ids") as error:
+        parse_chat(chat(stop_token_ids=[-1])).sampling(SamplingParams())
+    assert (error.value.status, error.value.param) == (400, "stop_token_ids")
+    assert parse_chat(chat(top_k=9, top_p=0)).settings == {"top_k": 1}
+
+
 def test_one_token_where_top_p_is_nothing() -> None:
-    assert parse_chat(chat(top_p=0)).settings == {"temperature": 1.0, "top_k": 1}
+    assert parse_chat(chat(top_p=0)).settings == {"top_k": 1}
 
 
+_MOST_BYTES = 16 << 20
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/cat.png"}}
 
 
@@ -141,7 +156,28 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/cat.png"
         ({"model": "m"}, "messages", "missing_required_parameter", "'messages'"),
         ({"messages": HELLO}, "model", "missing_required_parameter", "'model'"),
         (chat(messages=[]), "messages", "invalid_value", "at least 1"),
-        (chat(messages=["x"]), "messages[0]", "invalid_type", "dictionary"),
+        (chat(messages=["x"]), "messages[0]", "invalid_type", 'an object, not "x"'),
+        (chat(messages={"role": "user"}), "messages", "invalid_type", "a list of messages"),
+        (chat(messages=[1] * 500_000), "messages", "invalid_value", "at most 2048 messages, not 500000"),
+        (chat(messages=[1] * 2000), "messages[0]", "invalid_type", "an object, not 1"),
+        (
+            chat(messages=[{"role": "user", "content": [1] * 500_000}]),
+            "messages[0].content[0]",
+            "unsupported_value",
+            "null",
+        ),
+        (chat(**{str(place): 1 for place in range(100_000)}), "0", "unknown_parameter", "'0'"),
+        (chat(**{"x" * 500_000: 1}), "x" * 79 + "…", "unknown_parameter", "xxx…'"),
+        (chat(metadata={str(place): 1 for place in range(100_000)}), "metadata", "invalid_type", "texts"),
+        (chat(logit_bias={str(place): "x" for place in range(1024)}), "logit_bias", "invalid_value", '"x"'),
+        (chat(logit_bias=[1]), "logit_bias", "invalid_type", "[1]"),
+        (chat(stop=[1] * 500_000), "stop", "invalid_value", "1, 1, …"),
+        (chat(temperature=[1] * 500_000), "temperature", "invalid_type", "1, 1, …"),
+        (chat(stream=True, stream_options={"x": 1}), "stream_options.x", "unknown_parameter", "x"),
+        (chat(top_k=-2), "top_k", "invalid_value", "-1"),
+        (chat(min_p=2), "min_p", "invalid_value", "1"),
+        (chat(repetition_penalty=0), "repetition_penalty", "invalid_value", "0.01"),
+        (chat(min_tokens=3), "min_tokens", "unknown_parameter", "'min_tokens'"),
         (chat(messages=[{"role": "tool", "content": "x"}]), "messages[0].role", "invalid_value", '"tool"'),
         (chat(messages=[{"role": "user"}]), "messages[0].content", "missing_required_parameter", "content"),
         (chat(messages=[{"role": "user", "content": 5}]), "messages[0].content", "invalid_type", "5"),
@@ -192,8 +228,13 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/cat.png"
 )
 def test_what_cannot_be_honoured_is_refused_by_name(body: dict[str, Any], param: str, code: str, words: str) -> None:
     parse = parse_completion if body.get("model") == "davinci" else parse_chat
-    with pytest.raises(OpenAIError) as caught:
-        parse(body)
+    tracemalloc.start()
+    try:
+        with pytest.raises(OpenAIError) as caught:
+            parse(body)
+        assert tracemalloc.get_traced_memory()[1] < _MOST_BYTES  # however large it is
+    finally:
+        tracemalloc.stop()
     error = caught.value.body()["error"]
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
     assert words in error["message"]

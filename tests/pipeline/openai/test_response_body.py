@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,6 +55,41 @@ def test_tokens_make_the_text_that_they_are_of() -> None:
     assert "".join(token_text(tokenizer, token) for token in ids) == text
     euro = tokenizer("€", add_special_tokens=False)["input_ids"]
     assert "€" not in [token_text(tokenizer, token) for token in euro] or len(euro) == 1
+
+
+def described(tokenizer: Any, ids: list[int]) -> list[dict[str, Any]]:
+    told = chat_logprobs([TokenLogprob(token, -1.0, ((token, -1.0),)) for token in ids], partial(token_text, tokenizer))
+    assert told is not None
+    assert all(one["top_logprobs"][0]["bytes"] == one["bytes"] for one in told["content"])
+    to_json(told)  # no bytes of half characters are in its texts
+    found: list[dict[str, Any]] = told["content"]
+    return found
+
+
+def test_tokens_have_their_bytes_also_those_of_half_a_character() -> None:
+    tokenizer = load_tokenizer(EMBEDDED_BASE)
+    text = "Käse für 3 € 🙂, ÿ\x7f"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    content = described(tokenizer, ids)
+    assert bytes(byte for one in content for byte in one["bytes"]).decode() == text
+    assert any("\ufffd" in one["token"] for one in content)
+    told = completion_logprobs([TokenLogprob(token, -1.0, ()) for token in ids], partial(token_text, tokenizer))
+    to_json(told)
+
+
+def test_bytes_of_sentencepieces_vocabularies_and_of_such_that_do_not_say() -> None:
+    class Pieces:
+        entries = ("▁a", "<0xE2>", "<0x82>", "?€")
+
+        def decode(self, ids: list[int], **_: object) -> str:
+            return "".join([" a", "\ufffd", "\ufffd", "\ufffd"][token] for token in ids)
+
+        def convert_ids_to_tokens(self, token: int) -> str:
+            return self.entries[token]
+
+    found = described(Pieces(), [0, 1, 2, 3])
+    assert [one["bytes"] for one in found] == [[32, 97], [0xE2], [0x82], None]
+    assert [one["token"] for one in found] == [" a", "\ufffd", "\ufffd", "\ufffd"]
 
 
 def test_tokens_of_tokenisers_that_put_words_together() -> None:

@@ -12,7 +12,7 @@ from drafter.statistics import DecodeCounts, statistics_columns
 from pipeline.output.columns import COLUMNS, TIMING_COLUMNS, RunTraits, column_values, columns_type, wanted_columns
 from pipeline.settings import WritingConfig
 
-PLAIN = RunTraits(SamplingParams(), WritingConfig(), rows_have_settings=False)
+PLAIN = RunTraits(SamplingParams(), WritingConfig(), rows_have_settings=False, drafter="ngram+memory")
 
 
 MARKS = ("lossless", "verifier", "num_lenient_tokens", "lenient_positions")
@@ -37,10 +37,11 @@ def test_the_columns_are_those_that_outputs_have() -> None:
         "generation_seconds",
         "finished_at",
         "logprobs",
+        "drafter",
         "drafter_version",
         *MARKS,
     ]
-    assert TIMING_COLUMNS == ("generation_seconds", "finished_at", "drafter_version")
+    assert TIMING_COLUMNS == ("generation_seconds", "finished_at", "drafter", "drafter_version")
     assert columns.field("finished_at").type == pa.timestamp("ms", "UTC")
     assert columns.field("acceptance_histogram").type == pa.list_(pa.int64())
     assert columns.field("draft_acceptance_rate").type == pa.float64()
@@ -52,7 +53,7 @@ def test_every_value_has_the_type_of_its_column() -> None:
     logprobs = [TokenLogprob(4, -0.5, ((4, -0.5), (5, -1.5)))]
     generation = Generation("", [4], "text", "stop", 2, counts, logprobs, Timing(queued=1.0, total=3.5))
     generation = dataclasses.replace(generation, drafter_versions=[3, 5])
-    values = column_values(generation, Request([1, 2], SamplingParams(seed=2**63 - 1)))
+    values = column_values(generation, Request([1, 2], SamplingParams(seed=2**63 - 1)), PLAIN)
     (row,) = pa.array([values], columns_type()).to_pylist()
     assert {name: value for name, value in row.items() if name != "finished_at"} == {
         "text": "text",
@@ -71,6 +72,7 @@ def test_every_value_has_the_type_of_its_column() -> None:
                 "top": [{"token_id": 4, "logprob": -0.5}, {"token_id": 5, "logprob": -1.5}],
             }
         ],
+        "drafter": "ngram+memory",
         "drafter_version": 5,
         "lossless": True,
         "verifier": "exact",

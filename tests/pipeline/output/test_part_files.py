@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from pyarrow import fs
 
+from pipeline.io.column_types import replace_column
 from pipeline.io.files import Location, locate
 from pipeline.output.folder import OutputFolder
 from pipeline.output.part_files import PartsDatasink, commit_part
@@ -52,6 +56,25 @@ def test_a_repeated_write_replaces_its_own_files(output: OutputFolder, tmp_path:
     commit_part(output, "p1", generated_rows("p1", rows, [None, None]))
     assert files(tmp_path) == ["data/p1.parquet"]
     assert len(read_rows(tmp_path / "data" / "p1.parquet")) == 2
+
+
+def test_what_python_cannot_hold_is_committed_and_shown(output: OutputFolder, tmp_path: Path) -> None:
+    columns = {
+        "at": pa.array([2**62, 0]).view(pa.timestamp("us", "UTC")),
+        "name": pa.array([b"caf\xe9", b"x"]).view(pa.string()),
+        "flag": pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1, 0], pa.int8())),
+    }
+    row = pa.StructArray.from_arrays(list(columns.values()), list(columns))
+    for problems in ([None, None], [BAD_PROMPT, BAD_PROMPT]):  # then no row is left in one of the two files
+        rows = replace_column(generated_rows("p1", [{}, {}], problems), "row", row)
+        commit_part(output, "p1", rows)
+        if problems[0] is None:
+            table = pyarrow.parquet.read_table(tmp_path / "data" / "p1.parquet")
+            for name, column in columns.items():
+                assert table[name].combine_chunks().equals(column)
+    (first, second) = (json.loads(row["input"]) for row in read_rows(tmp_path / "errors" / "p1.parquet"))
+    assert first == {"at": f"{2**62} us since 1970", "name": "caf\ufffd", "flag": True}
+    assert second == {"at": "1970-01-01 00:00:00+00:00", "name": "x", "flag": False}
 
 
 @pytest.mark.parametrize(

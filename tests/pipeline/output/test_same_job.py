@@ -81,4 +81,4 @@ def test_a_generation_that_failed_on_its_settings_is_mended_in_place(run: Run, t
     assert mended.code == 0, mended.stderr
     assert [row["request_id"] for row in mended.rows] == [f"in.jsonl:{line}" for line in (1, 2, 3)]
     # Now there are results.
-    assert "belongs to another job (reading.limit was None, is now 2)" in run(source, "--reading.limit", 2).error
+    assert "sampling.temperature was 0.0, is now 0.5" in run(source, "--sampling.temperature", 0.5).error

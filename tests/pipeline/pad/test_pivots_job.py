@@ -14,9 +14,9 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
+from jobs.pivots import main
 from pipeline.engines.models import folder_fingerprint
 from pipeline.pad.config import parse_config
-from pipeline.pad.job import main
 from tests.pipeline.conftest import JobRun, Run, write_jsonl
 from tests.support.waiting import wait_until
 
@@ -146,4 +146,4 @@ def test_continuations_are_requests_of_the_same_base() -> None:
         "openai",
     )
     assert job.reading.prompt_column is None
-    assert (job.sampling.temperature, job.sampling.stop) == (0, ("#",))
+    assert (job.sampling.temperature, job.sampling.stop) == (None, ("#",))  # requests bring it

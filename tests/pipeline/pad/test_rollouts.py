@@ -18,7 +18,8 @@ from drafter.methods.pad.training import Rejection
 from drafter.requests import Request, SamplingParams
 from pipeline.errors import InputError
 from pipeline.openai.batch import parse_line
-from pipeline.pad.config import PivotsConfig, PivotsFolder
+from pipeline.pad.config import PivotsConfig
+from pipeline.pad.folder import PivotsFolder
 from pipeline.pad.rejected_tokens import (
     REJECTION_TYPE,
     BaseFacts,

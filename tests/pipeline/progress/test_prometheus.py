@@ -91,7 +91,7 @@ def exported(local_ray: None) -> Iterator[Exported]:
 
     def all_reported() -> Exported | None:
         """Processes report to the node's agent every few seconds: the actor's own, and this one."""
-        job.show(Progress("generating", total=40, before=8, rows=12, errors=2, row_rate=2.0, engines=1))
+        job.show(Progress("generating", total=40, before=8, rows=12, errors=2, recent_row_rate=2.0, engines=1))
         learner.publish(LEARNER)
         found = Exported(scrape(), rows)
         whole = found.total("ray_drafter_tokens_total") == 400 and found.total("ray_drafter_job_rows_done")

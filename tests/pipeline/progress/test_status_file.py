@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pyarrow import fs
 
-from drafter.statistics import BatchChoice, MemberView
+from drafter.statistics import BatchChoice, MemberView, StepSums, Verdict
 from pipeline.cluster.shares import ActorResources
 from pipeline.errors import JobError
 from pipeline.io.files import Location
@@ -29,13 +29,20 @@ def read(folder: Path) -> dict[str, Any]:
 
 def test_status_of_submissions_that_fail_stop_and_finish(tmp_path: Path) -> None:
     rates: dict[str, Any] = {
-        "row_rate": 2.0,
+        "recent_row_rate": 2.0,
         "engines": 2,
         "engine_seconds": 6.0,
         "memory_tokens": 70,
         "memory_bytes": 800,
         "choices": (
-            BatchChoice(4, "memory", 3, (MemberView("memory", 30.5, 7, 30.5), MemberView("ngram", 20.0, 0, 14.0))),
+            BatchChoice(
+                4,
+                "memory",
+                3,
+                (MemberView("memory", 30.5, 7, 30.5), MemberView("ngram", 20.0, 0, 14.0, "memory", 0.6)),
+                Verdict(7, 0.1, 0.3),
+                StepSums(steps=9, timed=9, row_steps=36, spec_row_steps=30, seconds=2.0, plain_seconds=3.0),
+            ),
         ),
     }
     half = Progress("generating", 10, rows=4, errors=1, tokens=40, steps=20, **rates)
@@ -48,9 +55,10 @@ def test_status_of_submissions_that_fail_stop_and_finish(tmp_path: Path) -> None
         assert (now["state"], now["rows_done"], now["rows_total"], now["errors"]) == ("generating", 4, 10, 1)
         assert (now["eta_seconds"], now["mean_acceptance_length"], now["engines"]) == (3.0, 2.0, 2)
         assert (now["memory_tokens"], now["memory_bytes"]) == (70, 800)
-        (choice,) = now["drafting"]
+        (choice,) = now["speculation"]["by_rows"]
         assert (choice["rows"], choice["chosen"], choice["trials"]) == (4, "memory", 3)
-        assert choice["members"][1] == {"name": "ngram", "rate": 20.0, "nodes": 0, "drafted_rate": 14.0}
+        assert choice["members"] == [{"name": "ngram", "beside": "memory", "relative": 0.6}]
+        assert now["speculation"]["sentences"][-1].startswith("Loaded and not used: ngram (0.60 times")
         raise JobError("the cluster\nis gone")
 
     with pytest.raises(JobError), StatusFile(place(tmp_path)) as status:

@@ -21,7 +21,10 @@ def fetch(board: ProgressBoard, tally: Tally, now: float) -> Progress:
 
 def test_repeated_work_is_not_counted_twice() -> None:
     board, tally = ProgressBoard(), Tally(total=9, before=0, errors_before=0)
-    assert fetch(board, tally, time.time()).state == "starting"
+    now = fetch(board, tally, time.time())
+    assert (now.state, now.stage) == ("starting", "starting the engine's process")
+    board.starting("loading the model")
+    assert fetch(board, tally, time.time()).stage == "loading the model"
     board.engine("e1", engine())
     board.update("p1", PartReport(rows=3, errors=1, tokens=30, steps=10))
     board.update("p2", PartReport(rows=2, errors=0, tokens=20, steps=10))
@@ -29,7 +32,7 @@ def test_repeated_work_is_not_counted_twice() -> None:
     board.update("p1", PartReport(rows=1, errors=1))  # its engine died, another began anew
     now = fetch(board, tally, time.time())
     assert (now.state, now.engines, now.rows, now.errors, now.tokens) == ("generating", 1, 3, 1, 20)
-    assert now.beta == 2.0
+    assert now.acceptance_length == 2.0
 
 
 def test_a_board_that_died_takes_nothing_along() -> None:
@@ -93,12 +96,12 @@ def rate_after(rows: dict[float, int], now: float, total: int = 1000, before: in
 
 def test_eta_of_a_resumed_job_counts_only_rows_that_took_time() -> None:
     fresh = rate_after({10: 20}, now=10, total=100)
-    assert fresh.row_rate == pytest.approx(2.0)
+    assert fresh.recent_row_rate == pytest.approx(2.0)
     assert fresh.eta_seconds == pytest.approx(40.0)
     # 900 rows were there before: 80 are left, at the same two rows a second.
     resumed = rate_after({10: 20}, now=10, total=1000, before=900)
     assert resumed.done == 920
-    assert resumed.row_rate == pytest.approx(2.0)
+    assert resumed.recent_row_rate == pytest.approx(2.0)
     assert resumed.eta_seconds == pytest.approx(40.0)
 
 
@@ -106,10 +109,10 @@ def test_the_rate_is_of_the_last_ten_minutes() -> None:
     # A hundred rows in the first minute, then one a second.
     rows = {60.0: 100} | {60.0 + second: 100 + second for second in range(10, 3600, 10)}
     now = rate_after(rows, now=3650, total=10_000)
-    assert now.row_rate == pytest.approx(1.0, rel=0.1)
+    assert now.recent_row_rate == pytest.approx(1.0, rel=0.1)
     # A job that stands still does not keep its rate.
-    assert rate_after({10: 20}, now=40).row_rate == pytest.approx(0.5)
-    assert rate_after({10: 20}, now=5000).row_rate == pytest.approx(0.0, abs=0.01)
+    assert rate_after({10: 20}, now=40).recent_row_rate == pytest.approx(0.5)
+    assert rate_after({10: 20}, now=5000).recent_row_rate == pytest.approx(0.0, abs=0.01)
 
 
 def test_there_is_no_eta_without_a_rate() -> None:

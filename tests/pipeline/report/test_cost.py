@@ -8,14 +8,15 @@ from pipeline.report.output_files import Cost, cost_of
 
 
 def submission(**facts: Any) -> dict[str, Any]:
-    known = {"rows": 10, "seconds": 5.0, "device": "a GPU", "gpu_seconds": 20.0, "cpu_seconds": 40.0}
+    known = {"rows": 10, "tokens": 3300, "seconds": 5.0, "device": "a GPU", "gpu_seconds": 20.0, "cpu_seconds": 40.0}
     return {**known, **facts}
 
 
 def test_cost_is_of_all_submissions_or_not_known() -> None:
     two = [submission(), submission(rows=12, seconds=1.0, gpu_seconds=4.0)]
     cost = cost_of(two, rows=20, tokens=6000)  # two rows were done twice: they are paid for
-    assert cost == Cost("GPU-seconds", 24.0, 6.0, 6000, ("a GPU",))
+    assert cost == Cost("GPU-seconds", 24.0, 6.0, 6600, 6000, ("a GPU",))
+    assert cost.tokens_per_second == pytest.approx(1100.0)  # of all that was generated in these seconds
     assert cost.per_thousand == pytest.approx(4.0)
     on_cpu = cost_of([submission(gpu_seconds=0.0)], rows=10, tokens=1000)
     assert isinstance(on_cpu, Cost)

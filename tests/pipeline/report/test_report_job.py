@@ -16,9 +16,9 @@ from playwright.sync_api import Page as BrowserPage
 from playwright.sync_api import sync_playwright
 from transformers import AutoTokenizer
 
-from pipeline.generate.job import main as generate
+from jobs.generate import main as generate
+from jobs.report import main
 from pipeline.output.folder import OutputFolder
-from pipeline.report.report_job import main
 from pipeline.report.rows import steps_of, text_pieces
 from tests.pipeline.conftest import HOSTILE, JOB_SETTINGS, FinishedJob, job_arguments
 from tests.pipeline.report.outputs import write_output
@@ -101,8 +101,8 @@ def test_the_page_of_a_real_job(outputs: tuple[Path, Path], model: Path, capsys:
     assert f"Rows finished {len(rows)} of 9" in page.text
     assert "2 in all: 1 BadPrompt, 1 BadRow" in page.text or "2 in all: 1 BadRow, 1 BadPrompt" in page.text
     assert f"New tokens {tokens:,}" in page.text
-    assert f"β, tokens a forward {tokens / steps:.2f}" in page.text
-    assert "β by category" in page.text
+    assert f"Acceptance length {tokens / steps:.2f}" in page.text
+    assert "Acceptance length by category" in page.text
     assert "(none) 3" in page.text
 
     # Cost on CPUs, against plain decoding, which has the same tokens.
@@ -137,7 +137,7 @@ def test_what_is_not_known_is_said(outputs: tuple[Path, Path], tmp_path: Path) -
     found = Page(page.read_text())
     assert "What this output cost is not known: status.json, which says" in found.text
     assert "What plain decoding of the same rows would have cost is not known" in found.text
-    assert "β by request_id" in found.text
+    assert "Acceptance length by request_id" in found.text
     assert "article" not in found.tags
     # Compared with an output that is not plain decoding, and of other rows.
     assert job(plain, "--against", drafted, "--page", page) == 0
@@ -167,14 +167,36 @@ def test_tokens_that_were_accepted_leniently_are_counted_and_marked(tmp_path: Pa
     assert page.answers == ["11 12 13 14 15 "]
 
 
-def test_which_drafter_was_chosen_is_said(tmp_path: Path) -> None:
+def test_what_drafting_was_worth_is_said(tmp_path: Path) -> None:
+    said = {"estimated_speedup": 1.31, "margin": 0.04, "speculated_share": 0.92, "sentences": ["Memory drafts <here>."]}
+    output = write_output(tmp_path / "out", [[{"id": "a", "accepted": [1]}]], [])
+    write_run(output, speculation=said)
+    took = {"rows": 1, "tokens": 2, "seconds": 2.0, "gpu_seconds": 2.0, "cpu_seconds": 4.0, "device": "a GPU"}
+    now = {"state": "finished", "rows_total": 1, "failure": None, "last_crash": None, "updated_at": "now"}
+    output.status_file.write_text(json.dumps({**now, "submissions": [took]}))
+    assert job(tmp_path / "out") == 0
+    page = Page((tmp_path / "out" / "report.html").read_text())
+    assert "tokens/s, over 00:02; about 1.31 × plain decoding in decode steps" in page.text
+    assert "Memory drafts <here>." in page.text
+    assert "would have taken about 1.31 times as long in its decode steps, by estimate" in page.text
+
+
+def test_an_output_of_plain_decoding_has_no_shares_of_no_drafts(outputs: tuple[Path, Path], tmp_path: Path) -> None:
+    assert job(outputs[1], "--page", tmp_path / "page.html") == 0
+    page = Page((tmp_path / "page.html").read_text())
+    assert "Every step was plain decoding, and gave one token: nothing was drafted." in page.text
+    assert "Share of steps" not in page.text
+
+
+def test_which_drafter_an_earlier_release_chose_is_said(tmp_path: Path) -> None:
+    """What that believed of the others by its end is not: it may contradict the choice."""
     views = [{"name": "memory", "rate": 30.5, "nodes": 7}, {"name": "ngram", "rate": 20.0, "nodes": 0}]
     choice = {"rows": 4, "chosen": "memory", "trials": 3, "members": views}
     write_run(write_output(tmp_path / "out", [[{"id": "a", "accepted": [1]}]], []), drafting=[choice])
     assert job(tmp_path / "out") == 0
     page = Page((tmp_path / "out" / "report.html").read_text())
-    told = "memory (tokens/s a row expected of memory: 30.5, ngram: 20 without drafts, after 3 trials)"
-    assert f"Drafted about 4 rows {told}" in page.text
+    assert "Drafted about 4 rows memory" in page.text
+    assert "30.5" not in page.text
 
 
 def test_why_no_learner_has_recorded_anything_is_said(tmp_path: Path) -> None:

@@ -71,6 +71,22 @@ def streamed(chunks: Any) -> tuple[str, str | None]:
             {"max_new_tokens": 30, "presence_penalty": 1.5, "frequency_penalty": -0.5},
         ),
         (
+            {
+                "seed": 3,
+                "max_tokens": 30,
+                "extra_body": {"top_k": 5, "min_p": 0.02, "repetition_penalty": 1.3, "ignore_eos": True},
+            },
+            {
+                "temperature": 1.0,
+                "seed": 3,
+                "max_new_tokens": 30,
+                "top_k": 5,
+                "min_p": 0.02,
+                "repetition_penalty": 1.3,
+                "ignore_eos": True,
+            },
+        ),
+        (
             {"temperature": 0, "max_tokens": 12, "logit_bias": {"70": 100}},
             {"max_new_tokens": 12, "logit_bias": {70: 100.0}},
         ),
@@ -323,15 +339,16 @@ def test_models(client: OpenAI) -> None:
     [
         ({"temperature": 3}, "temperature", "invalid_value"),
         ({"messages": []}, "messages", "invalid_value"),
-        ({"extra_body": {"top_k": 4}}, "top_k", "unknown_parameter"),
+        ({"extra_body": {"best_guess": 4}}, "best_guess", "unknown_parameter"),
         ({"extra_body": {"speculation": "yes"}}, "speculation", "invalid_type"),
         ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_value"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter"),
         ({"n": 17}, "n", "invalid_value"),
         ({"logit_bias": {"100000": 1}}, None, "invalid_value"),
         ({"messages": chat("a" * 3000)}, None, "context_length_exceeded"),
+        ({"messages": chat("a" * 1_000_000)}, None, "context_length_exceeded"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(
     client: OpenAI, change: dict[str, Any], param: str | None, code: str

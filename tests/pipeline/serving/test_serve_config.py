@@ -6,13 +6,14 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.config import EngineSettings
+from jobs.serve import main
 from pipeline.cluster.shares import Cluster, Node
 from pipeline.errors import InputError
 from pipeline.serving import application
 from pipeline.serving.config import ApplicationConfig, ServeConfig, parse_application, parse_config
 from pipeline.serving.http.keys import ENVIRONMENT
-from pipeline.serving.job import main
 from tests.support.paths import ROOT
 
 
@@ -49,6 +50,9 @@ def test_settings_come_from_the_command_line() -> None:
         0.5,
     )
     assert config.engine.slots == 32
+    assert parse_config(["--model", str(EMBEDDED_BASE)]).served_name == "base"
+    assert parse_config(["--model", f"{EMBEDDED_BASE}/", "--name", "pens"]).served_name == "pens"
+    assert parse_config([]).served_name == "embedded"
     assert parse_config(["--engine.nodes", "3"]).engine == EngineSettings(slots=32, nodes=3)
 
 
@@ -73,8 +77,8 @@ def test_who_can_connect(host: str, loopback: bool) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"slots": 3}, "Option 'slots' is not accepted"),
-        ({"config": "x"}, "Option 'config' is not accepted"),
+        ({"slots": 3}, "unknown setting slots: did you mean engine.slots?"),
+        ({"config": "x"}, "unknown setting config"),
         ({"engine": {"slots": 0}}, "engine.slots must be at least 1, not 0"),
         ({"engine": 3}, "engine must be a group of settings"),
         ({"limits": {"queue": "many"}}, "limits.queue must be an integer, not many"),

@@ -164,6 +164,18 @@ def test_too_many_at_once_are_told_to_come_again(endpoint: Endpoint) -> None:
     endpoint.wait_until_idle()
 
 
+def test_nothing_listens_to_strangers(endpoint: Endpoint) -> None:
+    """Ray's own ports are its cluster's alone, as is its token."""
+    server, addresses = psutil.Process(endpoint.process.pid), set()
+    for process in [server, *server.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            listening = [one for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+            addresses |= {one.laddr.ip.removeprefix("::ffff:") for one in listening}
+    assert addresses == {"127.0.0.1"}
+    token = Path.home() / ".ray" / "auth_token"
+    assert not (token.exists() and token.stat().st_mode & 0o077)
+
+
 def replicas(endpoint: Endpoint) -> list[psutil.Process]:
     """Processes of the engines."""
     children = psutil.Process(endpoint.process.pid).children(recursive=True)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
+import httpx2
 import pytest
 from ray import serve
 
 from pipeline.cluster.local_cluster import free_ports
 from pipeline.serving.job import take_down
+from tests.pipeline.serving.conftest import KEY, NAME, started
+from tests.support.waiting import PATIENCE, wait_until
 
 
 class Nothing:
@@ -33,3 +41,36 @@ def test_other_applications_stay(applications: None) -> None:
         take_down(threading.Event())
         running = {name: one.status for name, one in serve.status().applications.items()}
         assert running == {"other": "RUNNING"}
+
+
+@pytest.mark.slow  # it starts Ray Serve
+def test_clients_that_do_not_read_are_not_waited_for(model: Path, tmp_path: Path) -> None:
+    settings = {"drafter": "none", "limits.receive_seconds": 2 * PATIENCE, "limits.seconds": 2 * PATIENCE}
+    body = json.dumps(
+        {
+            "model": NAME,
+            "prompt": "how many",
+            "max_tokens": 200,
+            "n": 16,
+            "logprobs": 5,
+            "stream": True,
+            "ignore_eos": True,
+        }
+    )
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with started(model, tmp_path, (KEY,), settings) as endpoint, ExitStack() as opened:
+        host, port = endpoint.address.removeprefix("http://").split(":")
+        for _ in range(4):
+            client = opened.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((host, int(port)))
+            client.sendall((head + body).encode())
+
+        def nobody_reads() -> bool:
+            health = httpx2.get(f"{endpoint.address}/health", timeout=PATIENCE).json()
+            return bool(health["connections"]["unread"] == 4)
+
+        wait_until(nobody_reads, "all four answers wait to be read")
+        endpoint.process.send_signal(signal.SIGTERM)
+        assert endpoint.process.wait(PATIENCE) == 0

@@ -11,6 +11,7 @@ import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.io.column_types import unify
 from pipeline.io.files import locate
 from pipeline.io.listing import list_input
 from pipeline.io.prompt_source import PromptSource
@@ -57,9 +58,9 @@ def test_a_call_takes_one_part_however_many_rows_it_has(local_ray: None, tmp_pat
     plan = StagingPlan(locate(str(tmp_path)), ReadingConfig(), PromptSource("prompt"), rows_per_part=40)
     staged_parts: list[Any] = []
     for name in ("a", "b"):
-        parts, fields = stage_files(list_input(str(tmp_path / f"{name}.jsonl")), name, plan)
+        parts, seen = stage_files(list_input(str(tmp_path / f"{name}.jsonl")), name, plan)
         staged_parts += parts
-    staged = StagedInput(plan.folder, tuple(staged_parts), pa.struct(fields))
+    staged = StagedInput(plan.folder, tuple(staged_parts), unify(seen, json_objects=True))
     context = ray.data.DataContext.get_current()
     before, context.target_max_block_size = context.target_max_block_size, 100
     try:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.generate.job import main as distill
-from pipeline.training.job import main
+from jobs.distill import main as distill
+from jobs.train import main
 from tests.pipeline.conftest import JobRun, job_arguments, write_jsonl
 
 SETTINGS = {

@@ -148,7 +148,7 @@ def test_one_run_works_on_an_output_at_a_time(tmp_path: Path) -> None:
         ({"heads": {}}, "heads names no head"),
         ({"heads": {"nobody": {}}}, "heads names 'nobody': recipes/paper/heads.yaml has medusa, hydra"),
         ({"heads": {"medusa": {"frames": 3}}}, "heads: draft head 'medusa': unknown configuration key 'frames'"),
-        ({"training": {"steps": 3}}, "stage train-medusa: Option 'steps' is not accepted"),
+        ({"training": {"steps": 3}}, "stage train-medusa: unknown setting steps: did you mean training.steps?"),
         ({"training": {"model": "other"}}, "settings of jobs.train cannot have 'model': the recipe sets it"),
         ({"evaluation": {"batches": 0}}, "batches must be at least 1, not 0"),
         ({"prompts": {"written": 0, "files": []}}, "there are no prompts: set prompts.written"),

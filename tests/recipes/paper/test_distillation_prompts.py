@@ -80,6 +80,7 @@ class Tokenizer:
     """Begins every text with a token, as Llama's does."""
 
     bos_token = "<s>"
+    chat_template = "{{ messages }}"
 
     def __call__(self, text: str) -> dict[str, list[int]]:
         return {"input_ids": [1]}

@@ -16,9 +16,8 @@ from drafter.heads.registry import new_head
 from drafter.target.loading import load_base
 from pipeline.errors import InputError
 from pipeline.evaluation.config import EvaluateConfig
-from pipeline.generate.config import GenerateConfig
 from pipeline.training.config import TrainConfig
-from recipes.smollm2 import demo, head
+from recipes.smollm2 import head
 from recipes.smollm2.__main__ import main
 from recipes.smollm2.fetch import NAME
 from recipes.smollm2.rounds import Round
@@ -69,14 +68,6 @@ def test_the_head_that_was_trained_is_shipped_in_bf16(tmp_path: Path, monkeypatc
     tensors = load_file(tmp_path / "shipped" / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert is_head_of(tmp_path / "shipped", base)
-
-
-def test_the_demo_runs_the_main_job_on_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[GenerateConfig] = []
-    monkeypatch.setattr(demo, "generate", asked.append)
-    demo.demo(tmp_path, ["--reading.limit", "3"])
-    (config,) = asked
-    assert (config.model, config.drafter, config.reading.limit) == (str(tmp_path), "auto", 3)
 
 
 def test_settings_go_to_one_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

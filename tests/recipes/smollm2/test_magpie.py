@@ -13,6 +13,8 @@ from tests.recipes.smollm2.gguf_files import TEMPLATE
 class Tokenizer:
     """Renders the template as a tokeniser of transformers does."""
 
+    chat_template = TEMPLATE
+
     def apply_chat_template(self, messages: list[dict[str, str]], **settings: Any) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 

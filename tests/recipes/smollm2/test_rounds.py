@@ -108,7 +108,7 @@ def test_each_round_asks_and_then_answers(tmp_path: Path, jobs: Jobs) -> None:
     assert {(job.model, job.resources.cpus_per_actor) for job in jobs.asked} == {("base", 1.0)}
     questions, answers = jobs.asked[:2]
     assert (questions.reading.chat, questions.sampling.temperature) == (False, 1.0)
-    assert (answers.reading.chat, answers.sampling.temperature) == (None, 0.0)
+    assert (answers.reading.chat, answers.sampling.temperature) == (None, None)
     assert Path(answers.output) == Round(1, tmp_path).answers
 
 

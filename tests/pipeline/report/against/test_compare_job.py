@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.report.against.job import main
+from jobs.compare import main
 from tests.pipeline.report.outputs import write_output
 
 

@@ -12,10 +12,11 @@ import pyarrow.parquet
 import pytest
 
 from drafter.requests import SamplingParams
+from jobs.compare import main
 from pipeline.errors import InputError
 from pipeline.generate.config import GenerateConfig
-from pipeline.report.against.audit import rows_to_repeat, share_of
-from pipeline.report.against.job import main
+from pipeline.report.against.audit import rows_to_repeat
+from pipeline.report.against.config import share_of
 from tests.pipeline.conftest import FinishedJob
 from tests.pipeline.report.outputs import write_output
 

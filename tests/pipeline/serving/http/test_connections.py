@@ -1,25 +1,33 @@
-"""A client that does not send its request costs nobody else an answer."""
+"""What a connection may cost: a client that keeps to nothing costs nobody else an answer."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import httpx2
 import pytest
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from pipeline.serving.config import LimitsConfig
+from pipeline.serving.http import connections as module
+from pipeline.serving.http.connections import Connections
 from tests.support.local_endpoint import listening
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, wait_until
 
-SECONDS = 0.4
-HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
-WHOLE = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+SECONDS = 1.0
+KEY = "right"
+HEAD = b"POST /v1/ HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
+WHOLE = b"GET /v1/ HTTP/1.1\r\nHost: localhost\r\n\r\n"
+CHUNKED = b"POST /v1/ HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+KEYED = b"GET /v1/ HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer right\r\n\r\n"
 
 
 async def slow(scope: Scope, receive: Receive, send: Send) -> None:
@@ -33,17 +41,51 @@ async def slow(scope: Scope, receive: Receive, send: Send) -> None:
     await PlainTextResponse(str(len(body)))(scope, receive, send)
 
 
+async def endless(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers without an end, in pieces of 64 KiB, and with nothing at `/short`."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        while scope["path"] != "/v1/short":
+            yield b"x" * (1 << 16)
+            await asyncio.sleep(0)
+
+    await StreamingResponse(pieces())(scope, receive, send)
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the request's headers, after all of the body has come."""
+    body = await Request(scope, receive).body()
+    headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+    await JSONResponse({"headers": headers, "bytes": len(body)})(scope, receive, send)
+
+
+@contextmanager
+def budgeted(app: Any, *, keys: bool = False, **limits: Any) -> Iterator[tuple[str, Connections]]:
+    """A server's address and its budget."""
+    digests = [hashlib.sha256(KEY.encode()).digest()] if keys else []
+    connections = Connections(LimitsConfig(**{"receive_seconds": PATIENCE, **limits}), digests)
+    with listening(app, connections) as address:
+        yield address, connections
+
+
 @pytest.fixture(scope="module")
 def hasty() -> Iterator[str]:
     """Address of a server with little patience."""
-    with listening(slow, LimitsConfig(receive_seconds=SECONDS)) as address:
+    with budgeted(slow, receive_seconds=SECONDS) as (address, _):
         yield address
 
 
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[str]:
     """Address of a server for few connections, with much patience."""
-    with listening(slow, LimitsConfig(connections=5, receive_seconds=PATIENCE)) as address:
+    with budgeted(slow, connections=5) as (address, _):
+        yield address
+
+
+@pytest.fixture(scope="module")
+def echoing() -> Iterator[str]:
+    """Address of a server that says what it was sent."""
+    with budgeted(echo) as (address, _):
         yield address
 
 
@@ -85,11 +127,51 @@ def test_an_answer_may_take_longer_than_a_request(hasty: str) -> None:
         assert b"\r\n\r\n0" in until_closed(connection)
 
 
-def test_headers_without_an_end_are_cut_off(narrow: str) -> None:
-    with connect(narrow) as connection:
-        connection.sendall(HEAD)
-        with pytest.raises(OSError, match=r"reset|pipe"):
-            connection.sendall(b"X-More: of the same\r\n" * 1_000_000)
+@pytest.mark.parametrize(
+    ("before", "endless_part"),
+    [
+        (HEAD, b"X-More: of the same\r\n"),
+        (HEAD + b"X-More: ", b"x" * 1000),
+        (b"GET /", b"x" * 1000),
+        (b"", b"\r\n"),
+        (CHUNKED + b"0\r\n", b"X-More: of the same\r\n"),
+        (CHUNKED + b"0\r\nX-More: ", b"x" * 1000),
+        (CHUNKED + b"1;more=", b"x" * 1000),
+        (CHUNKED, b"1\r\nx\r\n"),
+        (b"GET /v1/ HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n", b"x" * 1000),
+    ],
+    ids=["headers", "header", "path", "blank lines", "trailers", "trailer", "extension", "small chunks", "upgraded"],
+)
+@pytest.mark.parametrize("keyed", [False, True])
+def test_what_has_no_end_is_cut_off(before: bytes, endless_part: bytes, keyed: bool) -> None:
+    if keyed:
+        before = before.replace(b"Host: localhost\r\n", b"Host: localhost\r\nAuthorization: Bearer right\r\n")
+    with budgeted(slow, keys=True) as (address, _):
+        with connect(address) as connection:
+            connection.sendall(before)
+            with pytest.raises(OSError, match=r"reset|pipe"):
+                connection.sendall(endless_part * (64_000_000 // len(endless_part)))
+        assert httpx2.get(f"{address}/v1/", headers={"Authorization": "Bearer right"}, timeout=PATIENCE).text == "0"
+
+
+def test_there_are_not_too_many_headers(echoing: str) -> None:
+    with connect(echoing) as connection:
+        connection.sendall(HEAD + b"a: b\r\n" * 200 + b"\r\n")
+        assert until_closed(connection).startswith(b"HTTP/1.1 400 ")
+
+
+def test_trailers_are_no_headers(echoing: str) -> None:
+    with connect(echoing) as connection:
+        connection.sendall(CHUNKED + b"3\r\nabc\r\n0\r\nAuthorization: Bearer right\r\nHost: elsewhere\r\n\r\n")
+        answer = json.loads(connection.recv(1 << 16).partition(b"\r\n\r\n")[2])
+    assert answer == {"headers": {"host": "localhost", "transfer-encoding": "chunked"}, "bytes": 3}
+
+
+def test_clients_do_not_command_ray(echoing: str) -> None:
+    names = ("x-request-disconnect-disabled", "X-Request-Timeout-Seconds", "x-request-id", "serve_multiplexed_model_id")
+    answer = httpx2.get(f"{echoing}/v1/", headers={"x-kept": "yes", **dict.fromkeys(names, "?0")}, timeout=PATIENCE)
+    assert answer.json()["headers"]["x-kept"] == "yes"
+    assert not {name.lower() for name in names} & set(answer.json()["headers"])
 
 
 def test_who_sends_a_request_is_answered_however_many_others_send_none(narrow: str) -> None:
@@ -98,6 +180,73 @@ def test_who_sends_a_request_is_answered_however_many_others_send_none(narrow: s
         idle = [opened.enter_context(connect(narrow)) for _ in range(50)]
         for connection in idle:
             connection.sendall(HEAD)
-        assert httpx2.post(narrow, content=b"seven b", timeout=PATIENCE).text == "7"
+        assert httpx2.post(f"{narrow}/v1/", content=b"seven b", timeout=PATIENCE).text == "7"
         assert busy.recv(1 << 16).endswith(b"\r\n\r\n0")  # what is being answered is not cut off
         assert all(until_closed(connection) == b"" for connection in idle[:45])
+
+
+def test_requests_behind_requests_are_cut_off() -> None:
+    with budgeted(slow, keys=True) as (address, budget), connect(address) as connection:
+        connection.sendall(b"GET /page.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * 600)
+        assert b"200 OK" not in until_closed(connection)
+        assert budget.cuts["refused"] == 1
+
+
+def test_who_does_not_read_is_cut_off() -> None:
+    with budgeted(endless, keys=True, receive_seconds=SECONDS) as (address, budget), connect(address) as connection:
+        connection.sendall(KEYED)
+        wait_until(lambda: budget.cuts["unread"] == 1, "it is cut")
+        assert budget.state() == {"open": 0, "unread": 0}
+
+
+@pytest.mark.parametrize("request_", [KEYED, WHOLE], ids=["with a key", "without one"])
+def test_who_does_not_read_keeps_nobody_out(request_: bytes) -> None:
+    with budgeted(endless, keys=True, connections=8) as (address, budget), ExitStack() as opened:
+        for _ in range(8):
+            opened.enter_context(connect(address)).sendall(request_)
+        wait_until(lambda: budget.state() == {"open": 8, "unread": 8}, "none of them reads")
+        key = {"Authorization": "Bearer right"}
+        assert httpx2.get(f"{address}/v1/short", headers=key, timeout=PATIENCE).status_code == 200
+        assert budget.cuts["crowded"] == 1
+
+
+def test_guests_that_wait_for_an_answer_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All connections are taken by clients that have sent what they owe: the last in the queue of guests goes."""
+    monkeypatch.setattr(module, "_GUEST_TURNS", 1.0)
+    with budgeted(endless, keys=True, connections=4) as (address, budget), ExitStack() as opened:
+        guests = [opened.enter_context(connect(address)) for _ in range(4)]
+        for guest in guests:
+            guest.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2)
+        key = {"Authorization": "Bearer right"}
+        assert httpx2.get(f"{address}/v1/short", headers=key, timeout=PATIENCE).status_code == 200
+        assert budget.cuts["crowded"] == 1
+
+
+def test_at_the_end_nobody_is_waited_for_who_does_not_read() -> None:
+    budget = Connections(LimitsConfig(receive_seconds=PATIENCE))
+
+    async def ends_at_the_second(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/v1/short":
+            budget.end()
+        await endless(scope, receive, send)
+
+    with listening(ends_at_the_second, budget) as address, connect(address) as first, connect(address) as second:
+        first.sendall(KEYED)
+        wait_until(lambda: budget.state() == {"open": 2, "unread": 1}, "the first does not read")
+        assert httpx2.get(f"{address}/v1/short", timeout=PATIENCE).status_code == 200
+        second.sendall(KEYED)  # while the server ends
+        wait_until(lambda: budget.cuts["unread"] == 2, "both are cut")
+
+
+@pytest.mark.parametrize("declared", [True, False], ids=["declared", "chunked"])
+def test_a_guests_body_is_thrown_away(declared: bool) -> None:
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        await PlainTextResponse("no", 401)(scope, receive, send)
+
+    with budgeted(refuse, keys=True, body_bytes=1 << 16) as (address, budget), connect(address) as connection:
+        length = b"Content-Length: 100000000\r\n\r\n" if declared else b"Transfer-Encoding: chunked\r\n\r\n"
+        piece = b"x" * 0x10000 if declared else b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+        connection.sendall(b"POST /v1/ HTTP/1.1\r\nHost: localhost\r\n" + length)
+        with pytest.raises(OSError, match=r"reset|pipe"):
+            connection.sendall(piece * 1000)
+        wait_until(lambda: budget.cuts["refused"] == 1, "it is cut")

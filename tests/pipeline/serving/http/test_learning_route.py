@@ -11,6 +11,7 @@ import pytest
 from pipeline.progress.board import LearningReport
 from pipeline.serving.config import LimitsConfig
 from pipeline.serving.http.app import create_app
+from pipeline.serving.http.connections import Connections
 from pipeline.serving.http.handles import LearnerHandle
 from pipeline.serving.messages import Snapshot
 from tests.support.local_endpoint import LocalEngines, listening
@@ -41,9 +42,9 @@ def learner() -> Learner:
 
 @pytest.fixture
 def api(learner: Learner) -> Iterator[httpx2.Client]:
-    limits, engines = LimitsConfig(), LocalEngines({"tiny": cast(Any, Replica())})
-    app = create_app(engines, [], limits, loopback=True, learner=cast(LearnerHandle, learner))
-    with listening(app, limits) as address, httpx2.Client(base_url=address) as client:
+    connections, engines = Connections(LimitsConfig()), LocalEngines({"tiny": cast(Any, Replica())})
+    app = create_app(engines, connections, loopback=True, learner=cast(LearnerHandle, learner))
+    with listening(app, connections) as address, httpx2.Client(base_url=address) as client:
         yield client
 
 
@@ -67,6 +68,6 @@ def test_the_learner_is_seen_in_its_route_and_in_the_metrics(api: httpx2.Client,
 
 
 def test_without_a_learner_there_is_no_route() -> None:
-    limits = LimitsConfig()
-    with listening(create_app(LocalEngines({}), [], limits, loopback=True), limits) as address:
+    connections = Connections(LimitsConfig())
+    with listening(create_app(LocalEngines({}), connections, loopback=True), connections) as address:
         assert httpx2.get(f"{address}/learning").status_code == 404

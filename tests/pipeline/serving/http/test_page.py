@@ -32,6 +32,16 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """An empty page. On a busy machine all that it is asked for takes as long as it takes."""
+    playwright.expect.set_options(timeout=1000 * PATIENCE)
+    opened = browser.new_page()
+    opened.set_default_timeout(1000 * PATIENCE)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
 def drafted(plain: SpeculativeLM) -> Iterator[SpeculativeLM]:
     """The model with a drafter."""
     config = EngineConfig(slots=2, nodes=8)
@@ -48,21 +58,20 @@ def address(plain: SpeculativeLM, drafted: SpeculativeLM, monkeypatch: pytest.Mo
         yield address
 
 
-def test_an_answer_comes_in_runs(browser: Any, address: str, plain: SpeculativeLM) -> None:
-    page = browser.new_page()
+def test_an_answer_comes_in_runs(page: Any, address: str, plain: SpeculativeLM) -> None:
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.goto(address)
     expect = playwright.expect
-    expect(page.locator("#status")).to_contain_text("no such API key", timeout=1000 * PATIENCE)
+    expect(page.locator("#status")).to_contain_text("no such API key")
     page.fill("#key", "right")
     page.press("#key", "Tab")
-    expect(page.locator("#model option")).to_have_count(2, timeout=1000 * PATIENCE)
+    expect(page.locator("#model option")).to_have_count(2)
     page.fill("#prompt", HARMFUL)
     page.fill("#tokens", "60")
     page.check("#compare")
     page.click("#run")
-    expect(page.locator("#status.good")).to_contain_text("the same text", timeout=1000 * PATIENCE)
+    expect(page.locator("#status.good")).to_contain_text("the same text")
 
     wanted = plain.generate([{"role": "user", "content": HARMFUL}], max_new_tokens=60)[0]
     drafted, undrafted = page.locator(".text").all()
@@ -76,7 +85,7 @@ def test_an_answer_comes_in_runs(browser: Any, address: str, plain: SpeculativeL
 
 
 def test_stopping_and_errors_are_told(
-    browser: Any, address: str, drafted: SpeculativeLM, monkeypatch: pytest.MonkeyPatch
+    page: Any, address: str, drafted: SpeculativeLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = drafted.engine.step
 
@@ -84,27 +93,26 @@ def test_stopping_and_errors_are_told(
         time.sleep(0.1)  # on a busy machine the browser takes longer to press a button than the model to answer
         step()
 
-    page = browser.new_page()
     expect = playwright.expect
     page.goto(address)
     page.fill("#key", "right")
     page.press("#key", "Tab")
-    expect(page.locator("#model option")).to_have_count(2, timeout=1000 * PATIENCE)
+    expect(page.locator("#model option")).to_have_count(2)
     page.fill("#prompt", "a" * 2000)
     page.click("#run")
-    expect(page.locator("#status.error")).to_contain_text("prompt and answer together", timeout=1000 * PATIENCE)
+    expect(page.locator("#status.error")).to_contain_text("prompt and output together")
     page.fill("#prompt", "how many")
     page.fill("#tokens", "250")
     with monkeypatch.context() as patch:
         patch.setattr(drafted.engine, "step", slow_step)
         page.click("#run")
         page.click("#stop")
-        expect(page.locator("#status")).to_have_text("Stopped.", timeout=1000 * PATIENCE)
+        expect(page.locator("#status")).to_have_text("Stopped.")
         expect(page.locator("#run")).to_be_enabled()
 
 
-def test_the_browser_may_do_no_more_than_the_page_needs(browser: Any, address: str) -> None:
-    response = browser.new_page().goto(address)
+def test_the_browser_may_do_no_more_than_the_page_needs(page: Any, address: str) -> None:
+    response = page.goto(address)
     policy = response.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy

@@ -1,11 +1,8 @@
-""""""
-
 from __future__ import annotations
 
 import pytest
 
-from pipeline.openai.requests import OpenAIError
-from pipeline.serving.http.app import parse_json
+from pipeline.openai.requests import OpenAIError, parse_json
 
 
 def test_json_is_read() -> None:

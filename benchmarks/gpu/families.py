@@ -1,0 +1,116 @@
+"""Families: tokens of small random models of eight kinds, by trees, from blocks and compiled, beside plain decoding.
+
+In fp32 no token may differ. In bf16, where committed positions are read by flash attention, the share that does is what
+rounding makes of near ties.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from benchmarks.gpu.cells import Key, Measure, Plan, Stage, Values
+from drafter.drafters.registry import load_drafter
+from drafter.embedded import EMBEDDED_BASE
+from drafter.engine.config import EngineConfig
+from drafter.engine.engine import Engine
+from drafter.evaluation.decoders import decode_all
+from drafter.evaluation.measurement import differing_tokens
+from drafter.requests import Request, SamplingParams
+from drafter.target.loading import load_tokenizer, pick_device
+from drafter.target.model import BaseModel
+from drafter.target.small_copy import random_model
+
+_VOCABULARY, _ROWS, _NODES = 512, 6, 8
+_COMMON: dict[str, Any] = {
+    "vocab_size": _VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_WINDOWS = {"sliding_window": 24, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3_text": {"head_dim": 64, **_WINDOWS},
+    "gpt2": {},
+    "qwen3_moe": {"head_dim": 64, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    "mistral": {"sliding_window": 24},
+    "gpt_neox": {},
+    "llama4_text": {
+        "head_dim": 64,
+        "attention_chunk_size": 32,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 256,
+        "floor_scale": 2048,
+    },
+    "falcon": {},
+}
+"""Settings of each kind: KV heads that are shared or not, windows, chunks, experts, learned positions, biases."""
+_WAYS = ("trees", "blocks", "compiled")
+
+
+def cells(plan: Plan) -> list[Key]:
+    """The kinds by the ways; compiling takes longest and comes last."""
+    names = list(FAMILIES)[:2] if plan.tiny else list(FAMILIES)
+    ways = _WAYS[:2] if plan.tiny else _WAYS
+    return [
+        {"family": name, "dtype": dtype, "way": way}
+        for way in ways
+        for name in (names[:1] if way == "compiled" else names)
+        for dtype in ("float32", "bfloat16")
+    ]
+
+
+def prepare(plan: Plan) -> Measure:
+    """See `Stage`."""
+    tokenizer, device = load_tokenizer(str(EMBEDDED_BASE)), pick_device()
+    tokens = 24 if plan.tiny else 32
+    drawn = random.Random(0)
+    prompts = [[drawn.randrange(3, _VOCABULARY) for _ in range(length)] for length in (1, 40, 9, 300, 70, 17)]
+    requests = [Request(prompt, SamplingParams(tokens, ignore_eos=True)) for prompt in prompts[:_ROWS]]
+
+    def base_of(family: str, dtype: str) -> BaseModel:
+        config = AutoConfig.for_model(family, **_COMMON, **FAMILIES[family])
+        model = random_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+        return BaseModel(model.to(device, getattr(torch, dtype)), family)
+
+    def decoded(base: BaseModel, drafter: str, slots: int, way: str = "trees") -> list[list[int]]:
+        longest = max(map(len, prompts)) + tokens
+        of_half = (slots // 2) * (longest + 8 * _NODES) * sum(base.kv_bytes_per_token) / 2**30
+        room = of_half if way == "blocks" else None
+        config = EngineConfig(slots, longest, nodes=_NODES, kv_gib=room, compile=way == "compiled")
+        engine = Engine(base, load_drafter(drafter, base, _NODES), tokenizer, config)
+        return [one.token_ids for one in decode_all(engine, requests)[1]]
+
+    alone = cache(lambda family, dtype: decoded(base_of(family, dtype), "none", 1))
+
+    def measure(cell: Key) -> Values:
+        expected = alone(cell["family"], cell["dtype"])
+        base = base_of(cell["family"], cell["dtype"])
+        found = decoded(base, "ngram", _ROWS, cell["way"])
+        return {
+            "tokens": sum(map(len, expected)),
+            "differing": sum(differing_tokens(*both) for both in zip(found, expected, strict=True)),
+            "reads to length": base.reads_to_length,
+        }
+
+    return measure
+
+
+def row(cell: Key, values: Values) -> dict[str, object]:
+    """A row of the table."""
+    return {**cell, **values, "share": f"{values['differing'] / values['tokens']:.2%}"}
+
+
+STAGE = Stage("families", "Tokens of random models that are not their plain decoding's.", cells, prepare, row)

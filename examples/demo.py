@@ -1,0 +1,233 @@
+"""`make demo` and `make demo-offline`: the main job twice on the same questions, plainly and with speculation.
+
+Both runs are ordinary jobs (`jobs.generate`) on one local Ray, with the same settings but for the drafter. Each loads
+its models in a process of its own before its clock starts. Their outputs are compared token by token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from drafter.evaluation.environment import surroundings
+from drafter.statistics import DecodeCounts, mean_acceptance_length, per_second, speculated_share
+from pipeline.command_line import run_job
+from pipeline.engines.models import model_name
+from pipeline.generate.config import parse_config
+from pipeline.generate.job import generate
+from pipeline.generate.job_context import SPECULATION
+from pipeline.output.summary import histogram_lines, read_totals
+from pipeline.report.against.pairs import compare_rows, rows_of
+from pipeline.report.config import parse_config as parse_report
+from pipeline.report.output_files import open_output, read_run_of, read_status
+from pipeline.report.report_job import report
+from pipeline.report.rows import Example, make_examples
+from recipes.smollm2.__main__ import cache_folder
+from recipes.smollm2.fetch import fetch, is_fetched
+
+SUMMARY = "summary.json"
+SCREEN = "screen.txt"
+"""What the end of the demonstration printed, without colours: README shows it."""
+REPORT = "report.html"
+PLAIN, SPECULATIVE = "plain", "speculative"
+_ANSWERS = 3
+_GAIN = 1.2
+"""Where speculation is less than so many times as fast as plain decoding, the text says why that may be."""
+_BUSY = 2.0
+"""Processes a core that want to run, the demonstration's own included, from which on a machine is called busy."""
+_ACCEPTED, _QUESTION, _END = "\033[32m", "\033[1m", "\033[0m"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demonstration, and return the exit code; see `run_job`."""
+    parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
+    parser.add_argument("--offline", action="store_true", help="the embedded model, which needs no download")
+    offline = parser.parse_args(arguments).offline
+    return run_job(lambda _: demonstrate(offline), None)
+
+
+def demonstrate(offline: bool) -> None:
+    """Generate twice, compare, and print what came of it; run from the repository's root.
+
+    Args:
+        offline: Whether to use the embedded model.
+
+    Raises:
+        InputError: The model cannot be used.
+        JobError: A run failed on the way.
+        JobStopped: It was told to stop.
+    """
+    output = Path("build/demo-offline" if offline else "build/demo")
+    settings = ["--config", "examples/demo.yaml" if offline else "examples/smollm2.yaml"]
+    if not offline:
+        settings += ["--model", str(_fetched_model())]
+    shutil.rmtree(output, ignore_errors=True)  # or the jobs would find their work done
+    plain, speculative = (str(output / run) for run in (PLAIN, SPECULATIVE))
+    _say("first run: plain decoding")
+    with contextlib.redirect_stdout(io.StringIO()):  # what a job's own summary says is said below, of both
+        generate(parse_config([*settings, "--output", plain, "--drafter", "none"]))
+        _say("second run: with speculation")
+        generate(parse_config([*settings, "--output", speculative]))
+        report(parse_report([speculative, "--against", plain, "--page", str(output / REPORT)]))
+    summary, counts, answers = read_runs(output)
+    (output / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    lines = screen(summary, counts, answers, colour=in_colour(sys.stdout))
+    end = closing(output, summary["model"])
+    print("\n".join([*lines, *end]), flush=True)
+    plain_text = [*screen(summary, counts, answers, colour=False), *end]
+    (output / SCREEN).write_text("\n".join(plain_text) + "\n", encoding="utf-8")
+
+
+def _fetched_model() -> Path:
+    """Return the folder of SmolLM2-135M-Instruct; it is fetched only if the cache was emptied after the set-up."""
+    folder = cache_folder()
+    if not is_fetched(folder):
+        fetch(folder)
+    return folder
+
+
+def read_runs(output: Path) -> tuple[dict[str, Any], DecodeCounts, list[Example]]:
+    """Read the outputs of both runs.
+
+    Args:
+        output: The folder that has them.
+
+    Returns:
+        What goes into `summary.json`, sums of the counts of the run with speculation, and its first answers in steps.
+
+    Raises:
+        InputError: An output cannot be read.
+    """
+    plain, speculative = (open_output(str(output / run)) for run in (PLAIN, SPECULATIVE))
+    columns = ("request_id", "token_ids")
+    compared = compare_rows(rows_of(plain, columns), rows_of(speculative, columns), None, 0)
+    plain_rate, rate = (float(read_status(run)["tokens_per_second"]) for run in (plain, speculative))
+    counts = read_totals(speculative).counts
+    run = read_run_of(speculative)
+    config, chosen = run["config"], run.get(SPECULATION) or {}
+    answers, _ = make_examples(list(islice(rows_of(speculative, None), _ANSWERS)), model_name(config["model"]))
+    record = surroundings(torch.device("cpu"), "python -m examples.demo")
+    summary = {
+        "rows": compared.rows,
+        "rows_differing": compared.differing + compared.only_first + compared.only_second,
+        "plain_tokens_per_second": plain_rate,
+        "tokens_per_second": rate,
+        "speedup": round(per_second(rate, plain_rate), 3),
+        "acceptance_length": round(mean_acceptance_length(counts), 3),
+        "speculated_share": round(speculated_share(counts), 3),
+        "choice": chosen.get("sentences", []),
+        "model": config["model"],
+        "drafter": config["drafter"],
+        "draft_nodes": config["engine"]["nodes"],
+        "rows_at_a_time": config["engine"]["slots"],
+        "load_average": round(os.getloadavg()[0], 1),
+        **{name: record[name] for name in ("date", "commit", "hardware", "versions")},
+    }
+    return summary, counts, answers
+
+
+def screen(summary: dict[str, Any], counts: DecodeCounts, answers: Sequence[Example], *, colour: bool) -> list[str]:
+    """Return what the runs have shown, in lines.
+
+    Args:
+        summary: See `read_runs`.
+        counts: Likewise.
+        answers: Answers to show.
+        colour: Whether accepted draft tokens are green; otherwise they are in brackets.
+    """
+    mark = "in green" if colour else "in [brackets]"
+    lines = ["", f"Some answers; draft tokens that the model accepted are {mark}."]
+    for answer in answers:
+        question = str(answer.row.get("prompt") or answer.row.get("question"))
+        lines += ["", f"{_QUESTION}{question}{_END}" if colour else f"> {question}", answer_text(answer, colour=colour)]
+    plain, rate, rows = summary["plain_tokens_per_second"], summary["tokens_per_second"], summary["rows"]
+    return [
+        *lines,
+        "",
+        *histogram_lines(counts),
+        "",
+        f"{'':27}plain decoding   speculation",
+        f"{'tokens/s':27}{plain:>14,.1f}{rate:>14,.1f}   {summary['speedup']:.2f} times as fast",
+        f"{'tokens a step':27}{1:>14.2f}{summary['acceptance_length']:>14.2f}",
+        f"{'rows whose tokens differ':27}{'':14}{summary['rows_differing']:>14,} of {rows:,}",
+        "",
+        f"Rows at a time: {summary['rows_at_a_time']}. Draft tokens: {summary['draft_nodes']} a step, by the drafter "
+        f"{summary['drafter']}.",
+        *judgement(summary),
+        "",
+    ]
+
+
+def judgement(summary: dict[str, Any]) -> list[str]:
+    """Return sentences on what the engine chose and why, and on what is not as speculation promises."""
+    share, load, cores = summary["speculated_share"], summary["load_average"], summary["hardware"]["cores"]
+    said = list(summary["choice"])
+    if summary["rows_differing"]:
+        said.append("Rows differ, which must not be in fp32: please report it, with summary.json.")
+    if share < 0.5 and summary["model"] is None:
+        said.append(
+            "That is because the embedded model's weights lie in the processor's caches, where a draft token costs "
+            "nearly what a plain step costs. Larger models are read from memory, once for all draft tokens of a step."
+        )
+    slower = summary["speedup"] < 1
+    gain = "Speculation was slower than plain decoding." if slower else "Speculation gained little."
+    if summary["speedup"] < _GAIN and load > _BUSY * cores:
+        said.append(
+            f"{gain} The machine is busy: {load:g} processes on average want its {cores} cores. "
+            "Both rates depend on these: run it again when the machine is quiet."
+        )
+    elif summary["speedup"] < _GAIN and share >= 0.5:
+        said.append(f"{gain} On this machine, draft tokens cost about what they save, or more.")
+    return said
+
+
+def answer_text(answer: Example, *, colour: bool) -> str:
+    """Return an answer with the accepted draft tokens of each step marked, without the end-of-sequence token."""
+    before, after = (_ACCEPTED, _END) if colour else ("[", "]")
+    left, text = len(answer.row["text"]), ""
+    for step in answer.steps:
+        drafted = step.drafted[:left]
+        own = step.own[: left - len(drafted)]
+        left -= len(drafted) + len(own)
+        text += f"{before}{drafted}{after}{own}" if drafted else own
+    return text
+
+
+def closing(output: Path, model: str | None) -> list[str]:
+    """Return where everything is, and what to type next."""
+    python = Path(sys.executable)
+    command = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
+    if model is not None and Path(model).is_relative_to(Path.home()):
+        model = f"~/{Path(model).relative_to(Path.home())}"  # the shell puts it back
+    return [
+        f"rows        {output / SPECULATIVE}/data (Parquet), and plainly decoded {output / PLAIN}/data",
+        f"report      {output / REPORT}",
+        f"figures     {output / SUMMARY}",
+        "",
+        "Next, a file of your own (JSONL, Parquet or CSV with a column `prompt`, or lines of text):",
+        f"  {command} -m jobs.generate --input FILE --output results" + (f" --model {model}" if model else ""),
+    ]
+
+
+def in_colour(stream: TextIO) -> bool:
+    """Return whether to write colours: only on a terminal, and not where NO_COLOR is set (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

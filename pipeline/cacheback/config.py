@@ -1,0 +1,93 @@
+"""The configuration of a job that makes a table of n-grams, and its command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pipeline.command_line import at_least, make_parser, parse
+from pipeline.errors import InputError
+
+
+@dataclass(frozen=True)
+class CorpusConfig:
+    """Which texts are counted.
+
+    Args:
+        format: Format of the input files; `auto` goes by their names.
+        split: Which split of a Hugging Face dataset, such as `train`; by default the only one.
+        subset: Which subset of a Hugging Face dataset; by default the only one, or `default`.
+        text_column: Column of texts. By default, of an output of jobs.generate the generated tokens are counted, and of
+            anything else the first column of `text`, `prompt`, `messages` and `token_ids` that there is.
+        messages_column: Column of chats: a list of {role, content}, or that list as JSON text.
+        tokens_column: Column of token ids of this model's tokeniser.
+        limit: Take at most this many rows.
+    """
+
+    format: Literal["auto", "jsonl", "parquet", "csv", "text", "arrow"] = "auto"
+    split: str | None = None
+    subset: str | None = None
+    text_column: str | None = None
+    messages_column: str | None = None
+    tokens_column: str | None = None
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        given = [
+            name for name in ("text_column", "messages_column", "tokens_column") if getattr(self, name) is not None
+        ]
+        if len(given) > 1:
+            raise InputError(f"reading.{given[0]} and reading.{given[1]} are both set: a row has one text")
+        at_least("reading.limit", self.limit, 1)
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """A job that makes a table of n-grams.
+
+    Args:
+        input: The corpus: a file, a folder, a pattern, a URI, or the output of a job of jobs.generate.
+        output: File for the table.
+        model: Base model, whose tokeniser's ids the table has: hub id or folder; by default the embedded one.
+        trust_remote_code: Run code that comes with the tokeniser.
+        reading: Which texts are counted.
+        leaders: Tokens that the table has followers of, at most: the most frequent ones.
+        followers: Followers of a token at most: the most frequent ones. Each is three tokens.
+    """
+
+    input: str
+    output: str
+    model: str | None = None
+    trust_remote_code: bool = False
+    reading: CorpusConfig = field(default_factory=CorpusConfig)
+    leaders: int = 65_536
+    followers: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("input", "output"):
+            if not getattr(self, name).strip():
+                raise InputError(f"{name} is empty")
+        if "://" in self.output:
+            raise InputError(f"output {self.output} is a URI: every engine reads the table from a path, so give one")
+        at_least("leaders", self.leaders, 1)
+        at_least("followers", self.followers, 1)
+
+
+_DESCRIPTION = """\
+Count which tokens follow each other in a corpus, and write the most frequent n-grams to a file: a
+frozen table for the drafter cacheback, which asks it after the texts that it decodes.
+
+The corpus is any input of jobs.generate with texts, chats or token ids in a column, or the output of
+such a job. The table belongs to the tokeniser of --model.
+
+  python -m jobs.cache --input 'texts/*.parquet' --reading.text_column text --output table.safetensors
+  python -m jobs.cache --input results --model MODEL --output table.safetensors
+  python -m jobs.generate --drafter cacheback:table.safetensors --model MODEL --input … --output …"""
+
+
+def parse_config(arguments: Sequence[str] | None = None) -> CacheConfig:
+    """Read the configuration from a command line; see `command_line.parse`."""
+    return parse(
+        CacheConfig, make_parser(CacheConfig, "jobs.cache", "--input PATH --output FILE", _DESCRIPTION), arguments
+    )

@@ -1,0 +1,313 @@
+"""An input that has changed since its output was begun: rows that are done are kept, known by what they ask for.
+
+The input is staged again, in parts with other names (`StagedInput.revision`). Results of rows that ask for the same as
+before go to the parts that these rows are in now: a part all of whose rows are done is committed, and rows of other
+parts are left as by a submission that was stopped. Up to here the list of staged parts is the old one, and the output
+is what it was. The new list is one file, so that all of it counts at once; what belongs to no part of the list is
+deleted by whoever goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+
+from pipeline.engines.ledger import SavedRow, read_unfinished, write_unfinished
+from pipeline.errors import InputError
+from pipeline.generate.job_context import JobContext
+from pipeline.io.files import Location
+from pipeline.io.prompt_source import NoIdsError
+from pipeline.output.columns import OutputColumn, columns_type
+from pipeline.output.folder import OutputFolder
+from pipeline.output.part_files import commit_part
+from pipeline.staging.rows import with_problems, with_row_type
+from pipeline.staging.staging import Part, StagedInput, StagingPlan, read_rows
+
+_OPEN_FILES = 4
+"""Files of results that are in memory: a part of the new input has rows of one or two parts of the old one."""
+_PART = r"(?:\d{3,}-)?\d{5}-\d{6}"
+_RESULT_FILE = re.compile(rf"{_PART}(?:-to-{_PART})?\.parquet")
+
+
+@dataclass(frozen=True)
+class AskedRow:
+    """A row of the input, as far as it decides what is generated.
+
+    Args:
+        name: Its `request_id`.
+        key: A hash of what it asks for: its prompt and its own settings, and which of its texts it is.
+    """
+
+    name: str
+    key: bytes
+
+
+@dataclass(frozen=True)
+class Changes:
+    """How the rows of an input compare with those that an output was begun with.
+
+    Args:
+        rows: Rows of the input as it is now.
+        kept: Those of them whose results are there.
+        open: Those that ask for the same as before, and are still to be generated.
+        changed: Those of the same name as before that ask for something else.
+        removed: Rows of before that are no longer there.
+    """
+
+    rows: int
+    kept: int
+    open: int
+    changed: int
+    removed: int
+
+    def __str__(self) -> str:
+        new = self.rows - self.kept - self.open - self.changed
+        counts = {"kept": self.kept, "still to generate": self.open, "changed": self.changed, "new": new}
+        said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count or what != "still to generate")
+        return f"{self.rows:,} rows: {said}; {self.removed:,} removed, whose results go"
+
+
+def asked_rows(rows: pa.Table, *, several: bool) -> Iterator[AskedRow]:
+    """Read what staged rows ask for.
+
+    Args:
+        rows: The columns `request_id`, `asked` and `problem` of staged rows.
+        several: Whether a row of the input may be several of them, named `ID#0`, `ID#1`, ….
+    """
+    columns = (rows[name].to_pylist() for name in ("request_id", "asked", "problem"))
+    for name, asked, problem in zip(*columns, strict=True):
+        sample = name.rpartition("#")[2] if several else ""
+        text = f"{sample} {json.dumps(problem) if asked is None else asked}"
+        yield AskedRow(name, hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest())
+
+
+def match(before: Sequence[AskedRow], now: Sequence[AskedRow]) -> list[int | None]:
+    """Find for each row of now one of before that asks for the same: that of the same name, or else any other.
+
+    Returns:
+        Indices into `before`, none of them twice.
+    """
+    by_name = {row.name: index for index, row in enumerate(before)}
+    named = [(by_name.get(row.name), row) for row in now]
+    found = [index if index is not None and before[index].key == row.key else None for index, row in named]
+    taken = set(found)
+    free: dict[bytes, deque[int]] = defaultdict(deque)
+    for index, row in enumerate(before):
+        if index not in taken:
+            free[row.key].append(index)
+    return [
+        free[row.key].popleft() if index is None and free.get(row.key) else index
+        for index, row in zip(found, now, strict=True)
+    ]
+
+
+def compare(
+    before: Sequence[AskedRow], now: Sequence[AskedRow], found: Sequence[int | None], done: Collection[str]
+) -> Changes:
+    """Count what has become of the rows, given what `match` found and the names of the rows that are done."""
+    same = [index for index in found if index is not None]
+    kept = sum(before[index].name in done for index in same)
+    left = {row.name for row in before} - {before[index].name for index in same}
+    changed = sum(index is None and row.name in left for row, index in zip(now, found, strict=True))
+    return Changes(len(now), kept, len(same) - kept, changed, len(before) - len(same) - changed)
+
+
+class Results:
+    """The results of an output, found by the names of their rows.
+
+    Args:
+        output: The output.
+        staged: Its input, as it was when the results were made.
+    """
+
+    def __init__(self, output: OutputFolder, staged: StagedInput) -> None:
+        self._output, self._given = output, staged.row_type.num_fields
+        self.unfinished = read_unfinished(output)
+        self._problems = {
+            row["request_id"]: {"type": row["error_type"], "message": row["message"], "attempts": row["attempts"]}
+            for file in _files(output.errors)
+            for row in _read(file, ["request_id", "error_type", "message", "attempts"]).to_pylist()
+        }
+        self._places: dict[str, tuple[str, int]] = {}
+        for file in _files(output.data):
+            names = _read(file, ["request_id"])["request_id"].to_pylist()
+            self._places |= {name: (file.path, number) for number, name in enumerate(names)}
+        self._left = {row.request_id: row for row in self.unfinished if row.request_id not in self._places}
+        self._generated = lru_cache(_OPEN_FILES)(self._read_generated)
+
+    @property
+    def done(self) -> set[str]:
+        """Names of the rows that have a result."""
+        left = (name for name, row in self._left.items() if row.generated is not None or row.problem is not None)
+        return {*self._places, *self._problems, *left}
+
+    def problem(self, name: str | None) -> dict[str, Any] | None:
+        """Return why a row was not generated, as a `RowProblem`'s fields; None if it was."""
+        if name is None:
+            return None
+        found = self._problems.get(name) or (self._left[name].problem if name in self._left else None)
+        return None if found is None else {**found, "input": None}
+
+    def generated(self, names: Sequence[str | None], columns: Sequence[OutputColumn]) -> pa.StructArray:
+        """Return what was generated for rows; null where there is nothing."""
+        kind = columns_type(columns)
+        numbers: dict[str, list[tuple[int, int]]] = {}
+        order: list[int | None] = [None] * len(names)
+        left: list[dict[str, Any]] = []
+        for position, name in enumerate(names):
+            unfinished = self._left.get(name) if name is not None else None
+            if name in self._places:
+                file, number = self._places[name]
+                numbers.setdefault(file, []).append((number, position))
+            elif unfinished is not None and unfinished.generated is not None:
+                order[position] = len(left)
+                left.append(unfinished.generated)
+        pieces = [pa.array(left, kind)]
+        at = len(left)
+        for file, some in numbers.items():
+            table = self._generated(file).take(pa.array([number for number, _ in some]))
+            pieces.append(_struct(table, kind))
+            for _, position in some:
+                order[position], at = at, at + 1
+        return pa.concat_arrays(pieces).take(pa.array(order, pa.int64()))
+
+    def _read_generated(self, path: str) -> pa.Table:
+        """Read the columns that generation added: they are behind the name and the columns of the input."""
+        table = _read(Location(self._output.root.filesystem, path))
+        return table.select(table.column_names[1 + self._given :])
+
+
+def _files(folder: Location) -> list[Location]:
+    return [folder / info.base_name for info in folder.children() if info.path.endswith(".parquet")]
+
+
+def _read(file: Location, columns: list[str] | None = None) -> pa.Table:
+    with file.filesystem.open_input_file(file.path) as stream:
+        return pyarrow.parquet.ParquetFile(stream).read(columns)
+
+
+def _struct(table: pa.Table, kind: pa.StructType) -> pa.StructArray:
+    """Return a table's rows as structs; a column that it lacks is null."""
+    arrays = [
+        table[field.name].combine_chunks().cast(field.type)
+        if field.name in table.column_names
+        else pa.nulls(table.num_rows, field.type)
+        for field in kind
+    ]
+    return pa.StructArray.from_arrays(arrays, fields=list(kind))
+
+
+def staged_rows(staged: StagedInput, *, several: bool) -> list[AskedRow]:
+    """Read what all rows of a staged input ask for; those of damaged parts are left out."""
+    damaged = {part.name for part in staged.damaged(staged.parts)}
+    columns = ["request_id", "asked", "problem"]
+    whole = (part for part in staged.parts if part.name not in damaged)
+    return [row for part in whole for row in asked_rows(_read(staged.file(part), columns), several=several)]
+
+
+def grow(job: JobContext, before: StagedInput, now: StagedInput, columns: Sequence[OutputColumn]) -> None:
+    """Bring the results of an output to its input as it is now, and say how many are kept.
+
+    Args:
+        job: The job, whose lease the caller holds.
+        before: The input as it was staged before.
+        now: The input as it is staged now, whose list is not saved yet.
+        columns: The columns that results have.
+
+    Raises:
+        InputError: No row has a result that could be kept.
+    """
+    output, results = job.output, Results(job.output, before)
+    rows_before, rows_now = (staged_rows(one, several=job.several) for one in (before, now))
+    found = match(rows_before, rows_now)
+    changes = compare(rows_before, rows_now, found, results.done)
+    if not changes.kept and results.done:
+        raise InputError(
+            f"output {job.config.output} belongs to another input: it has no result for any row of "
+            f"{job.config.input}: choose another output"
+        )
+    print(f"the input has changed: {changes}", file=sys.stderr, flush=True)
+    sources = [None if index is None else rows_before[index].name for index in found]
+    carried: list[SavedRow] = []
+    begin = 0
+    for part in now.parts:
+        names = sources[begin : begin + part.rows]
+        begin += part.rows
+        if any(name is not None for name in names):
+            carried += _carry(output, now, part, names, results, columns)
+    write_unfinished(output, [*results.unfinished, *carried])
+    now.save()
+    delete_strays(output, now)
+
+
+def _carry(
+    output: OutputFolder,
+    staged: StagedInput,
+    part: Part,
+    names: Sequence[str | None],
+    results: Results,
+    columns: Sequence[OutputColumn],
+) -> list[SavedRow]:
+    """Commit a part if all of its rows have results by the names that they had; otherwise return those that have."""
+    rows = with_row_type(_read(staged.file(part), ["request_id", "row", "problem"]), staged.row_type)
+    generated = results.generated(names, columns)
+    own = rows["problem"].to_pylist()
+    problems = [problem or results.problem(name) for problem, name in zip(own, names, strict=True)]
+    done = [problem is not None or one.is_valid for problem, one in zip(problems, generated, strict=True)]
+    if all(done):
+        rows = with_problems(rows, problems).append_column("generated", generated)
+        commit_part(output, part.name, rows)
+        return []
+    found = zip(rows["request_id"].to_pylist(), generated.to_pylist(), own, problems, strict=True)
+    return [
+        SavedRow(part.name, name, one, problem, 0)
+        for name, one, its_own, problem in found
+        if its_own is None and (one is not None or problem is not None)
+    ]
+
+
+def delete_strays(output: OutputFolder, staged: StagedInput) -> None:
+    """Delete what belongs to no part of the list: results for an input as it was, or as it was to be."""
+    parts = {part.name for part in staged.parts}
+    plan = output.compaction()
+    merged = {} if plan is None else plan.data | plan.errors
+    stale = not parts.issuperset(chain.from_iterable(merged.values()))
+    for folder in (output.data, output.errors, output.staged):
+        for info in folder.children():
+            name = info.base_name
+            part = name.removesuffix(".parquet")
+            if _RESULT_FILE.fullmatch(name) and part not in parts and (stale or part not in merged):
+                (folder / name).delete()
+    if stale:
+        output.forget_compaction()
+
+
+def _read_asked(job: JobContext, plan: StagingPlan) -> list[AskedRow]:
+    return [row for table in read_rows(job.listing, plan) for row in asked_rows(table, several=job.several)]
+
+
+def dry_run(job: JobContext) -> Changes:
+    """Compare the rows of an input with those that are in the output, and change nothing."""
+    plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, job.config.writing.rows_per_file)
+    try:
+        now = _read_asked(job, plan)
+    except NoIdsError:
+        now = []
+    if len({row.name for row in now}) < len(now) or not now:
+        now = _read_asked(job, replace(plan, prompts=replace(job.prompts, id_column=None)))
+    before = StagedInput.load(job.output.staged)
+    if before is None:
+        return compare([], now, [None] * len(now), ())
+    rows = staged_rows(before, several=job.several)
+    return compare(rows, now, match(rows, now), Results(job.output, before).done)

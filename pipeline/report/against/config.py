@@ -1,0 +1,83 @@
+"""The configuration of a comparison, and its command line."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.command_line import new_parser, parse_arguments
+from pipeline.errors import InputError
+
+PAGE = "comparison.html"
+_DESCRIPTION = """\
+Compare two outputs of generation jobs, of the same prompts: how many rows have the same tokens, where the
+others differ, and, with a scorer, whether one is worth more than the other.
+
+  python -m jobs.compare exact lenient --scorer number --target answer
+  python -m jobs.compare exact lenient --scorer score.py:is_right --page /tmp/comparison.html
+  python -m jobs.compare exact --sample 1%           generates some rows again, without drafts, and shows differences"""
+_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """A comparison.
+
+    Args:
+        first: Folder or URI of one output.
+        second: Folder or URI of the other; None where one output is audited and nothing compared.
+        scorer: Name of the scorer; see `make_scorer`. None compares tokens alone.
+        target: Column with the right answer, for a built-in scorer.
+        page: File or URI to write; by default in the second output.
+        examples: How many differing rows to show.
+        share: Of each output's rows, to be generated again by plain decoding; None for none.
+    """
+
+    first: str
+    second: str | None = None
+    scorer: str | None = None
+    target: str | None = None
+    page: str | None = None
+    examples: int = 20
+    share: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.examples < 0:
+            raise InputError(f"--examples must be at least 0, not {self.examples}")
+        if self.second is None and self.share is None:
+            raise InputError("there is one output: give another to compare it with, or --sample to audit it")
+        if self.second is None and (self.scorer is not None or self.page is not None):
+            raise InputError("an audit of one output has no scorer and no page: leave out --scorer and --page")
+
+
+def parse_config(arguments: Sequence[str] | None = None) -> CompareConfig:
+    """Return the comparison that a command line asks for."""
+    parser = new_parser("jobs.compare", "first [second] [settings]", _DESCRIPTION)
+    parser.add_argument("first", help="folder or URI of a generation job's results")
+    parser.add_argument("second", nargs="?", help="the same of another job on the same prompts")
+    parser.add_argument("--scorer", help="number, string, json, or FILE.py:function: what a row is worth")
+    parser.add_argument("--target", help="column with the right answer, for number, string and json")
+    parser.add_argument("--page", help=f"file or URI to write; by default {PAGE} in the second output")
+    parser.add_argument("--examples", type=int, default=20, help="differing rows to show")
+    parser.add_argument("--sample", help="share of each output's rows to generate again plainly, such as 1%")
+    given = parse_arguments(parser, arguments)
+    share = None if given.sample is None else share_of(given.sample)
+    return CompareConfig(given.first, given.second, given.scorer, given.target, given.page, given.examples, share)
+
+
+def share_of(text: str) -> float:
+    """Return the share of rows that a text asks for, such as `1%` or `0.01`.
+
+    Raises:
+        InputError: It is not more than 0 and at most all of them.
+    """
+    percent = _PERCENT.fullmatch(text.strip())
+    try:
+        share = float(percent[1]) / 100 if percent else float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise InputError(f"--sample must be a share of the rows such as 1% or 0.01, not {text!r}")
+    return share

@@ -1,0 +1,29 @@
+"""Every family that transformers has is decoded as `generate` does, or refused by name: see `docs/families.md`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.families import FAMILIES, try_family
+from tests.support.marks import slow_but
+
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+
+
+def outcomes() -> dict[str, str]:
+    row = re.compile(r"^\| `([^`]+)` \| (equal|refused|differs|not built) \|", re.MULTILINE)
+    return dict(row.findall(PAGE.read_text(encoding="utf-8")))
+
+
+def test_the_page_has_every_family() -> None:
+    assert outcomes().keys() == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", slow_but(["llama", "gpt_neo"], FAMILIES))
+def test_a_family_is_decoded_as_generate_does_or_refused(family: str) -> None:
+    tried = try_family(family)
+    assert tried.outcome == outcomes()[family], tried.reason
+    assert tried.outcome != "differs"

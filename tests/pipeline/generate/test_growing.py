@@ -1,0 +1,320 @@
+"""Rows that are done stay done when the input around them changes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import fs
+
+from drafter.requests import Generation, Request, SamplingParams
+from drafter.statistics import DecodeCounts
+from pipeline.engines.ledger import SavedRow, read_unfinished, write_unfinished
+from pipeline.errors import InputError
+from pipeline.generate.config import parse_config
+from pipeline.generate.growing import AskedRow, compare, delete_strays, dry_run, grow, match
+from pipeline.generate.job_context import JobContext, input_source, job_meaning
+from pipeline.io.column_types import unify
+from pipeline.io.files import Location, locate
+from pipeline.io.listing import list_input
+from pipeline.io.prompt_source import find_prompts
+from pipeline.output.columns import RunTraits, column_values, columns_type, wanted_columns
+from pipeline.output.compaction import compact
+from pipeline.output.folder import OutputFolder
+from pipeline.output.part_files import commit_part, is_whole
+from pipeline.settings import WritingConfig
+from pipeline.staging.rows import with_row_type
+from pipeline.staging.staging import StagedInput, StagingPlan, stage_files
+from tests.pipeline.conftest import Run, job_arguments, write_jsonl
+from tests.support.faults import EndedError, FailingFiles
+from tests.support.waiting import wait_until
+
+TRAITS = RunTraits(SamplingParams(), WritingConfig(), rows_have_settings=False, drafter="first")
+
+
+def asked(name: str, what: str) -> AskedRow:
+    return AskedRow(name, what.encode())
+
+
+def test_a_row_takes_the_result_of_its_name_and_otherwise_of_what_it_asks_for() -> None:
+    before = [asked("1", "x"), asked("2", "y"), asked("3", "x"), asked("4", "z")]
+    now = [asked("1", "y"), asked("2", "x"), asked("3", "x"), asked("5", "x"), asked("6", "n")]
+    found = match(before, now)
+    # The third keeps its own; the second and the fourth share what is left of `x`, and the first finds `y`.
+    assert found == [1, 0, 2, None, None]
+    assert str(compare(before, now, found, {"1", "2", "3", "4"})) == (
+        "5 rows: 3 kept, 0 changed, 2 new; 1 removed, whose results go"
+    )
+    changed = [asked("4", "other")]
+    counts = compare(before, changed, match(before, changed), {"1"})
+    assert (counts.kept, counts.changed, counts.removed) == (0, 1, 3)
+    some = compare(before, before, match(before, before), {"1", "3"})
+    assert str(some) == "4 rows: 2 kept, 2 still to generate, 0 changed, 0 new; 0 removed, whose results go"
+
+
+ROWS = st.lists(st.tuples(st.integers(0, 12), st.sampled_from("abc")), unique_by=lambda row: row[0])
+
+
+@given(ROWS, ROWS)
+def test_no_result_is_lost_or_used_twice(before: list[tuple[int, str]], now: list[tuple[int, str]]) -> None:
+    old, new = ([asked(str(name), what) for name, what in rows] for rows in (before, now))
+    found = match(old, new)
+    used = [index for index in found if index is not None]
+    assert len(used) == len(set(used))
+    for row, index in zip(new, found, strict=True):
+        assert index is None or old[index].key == row.key
+    # As many as there can be: for each key the smaller of both numbers.
+    assert len(used) == (Counter(row.key for row in old) & Counter(row.key for row in new)).total()
+    counts = compare(old, new, found, {row.name for row in old})
+    assert counts.kept == len(used)
+    assert counts.kept + counts.changed + counts.removed == len(old)
+
+
+class MadeUpJob:
+    """A job in this process, whose results are made up from what each row asks for."""
+
+    def __init__(self, folder: Path, rows: list[Any], *settings: str) -> None:
+        self.source, self.folder, self._settings = folder / "in.jsonl", folder / "out", settings
+        self.staged = self.restage(rows)
+        self.staged.save()
+
+    def restage(self, rows: list[Any], revision: int = 0) -> StagedInput:
+        """Write the input and stage it."""
+        write_jsonl(self.source, rows)
+        given = ["--input", str(self.source), "--output", str(self.folder), *self._settings]
+        config, listing = parse_config(given), list_input(str(self.source))
+        prompts, output = find_prompts(listing, config.reading), OutputFolder(locate(str(self.folder)))
+        output.create()
+        output.staged.make_folder()
+        meaning = job_meaning(config, prompts, "base", {})
+        self.job = JobContext(config, listing, prompts, output, meaning, {}, input_source(config, listing))
+        plan = StagingPlan(output.staged, config.reading, prompts, 3, self.job.source, revision)
+        parts, seen = stage_files(listing, f"{revision:03d}-00000" if revision else "00000", plan)
+        row_type = unify(seen, json_objects=True)
+        return StagedInput(plan.folder, tuple(parts), row_type, 3, source=plan.source, revision=revision)
+
+    def generate(self, *parts: int, drafter: str = "first") -> None:
+        """Commit some parts."""
+        for number in parts:
+            part = self.staged.parts[number]
+            rows = pyarrow.parquet.read_table(self.staged.file(part).path)
+            rows = with_row_type(rows, self.staged.row_type)
+            values = [
+                made_up(one, drafter) if problem is None else None
+                for one, problem in zip(rows["asked"].to_pylist(), rows["problem"].to_pylist(), strict=True)
+            ]
+            kind = columns_type(wanted_columns(TRAITS))
+            commit_part(self.job.output, part.name, rows.append_column("generated", pa.array(values, kind)))
+
+    def grow(self, rows: list[Any]) -> None:
+        """Change the input, and bring the results to it."""
+        now = self.restage(rows, self.staged.revision + 1)
+        grow(self.job, self.staged, now, wanted_columns(TRAITS))
+        loaded = StagedInput.load(self.job.output.staged)
+        assert loaded is not None
+        self.staged = loaded
+
+    def finish(self) -> None:
+        """Generate what is missing, with what is left of unfinished parts."""
+        left = {(row.part, row.request_id): row for row in read_unfinished(self.job.output)}
+        for part in self.staged.without(self.job.output.committed()):
+            rows = with_row_type(pyarrow.parquet.read_table(self.staged.file(part).path), self.staged.row_type)
+            values = []
+            for name, one, problem in zip(
+                *(rows[c].to_pylist() for c in ("request_id", "asked", "problem")), strict=True
+            ):
+                kept = left.get((part.name, name))
+                values.append(None if problem else kept.generated if kept is not None else made_up(one, "second"))
+            kind = columns_type(wanted_columns(TRAITS))
+            commit_part(self.job.output, part.name, rows.append_column("generated", pa.array(values, kind)))
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Finished rows in the order of the files."""
+        files = sorted((self.folder / "data").iterdir())
+        return [row for file in files for row in pyarrow.parquet.ParquetFile(file).read().to_pylist()]
+
+
+def made_up(asked_for: str, drafter: str) -> dict[str, Any]:
+    counts = DecodeCounts()
+    counts.record_step(emitted=1, accepted=0, drafted=0)
+    generation = Generation("", [7], f"on {json.loads(asked_for)['prompt']}", "stop", 1, counts)
+    traits = replace(TRAITS, drafter=drafter)
+    return column_values(generation, Request([1], SamplingParams(seed=5)), traits, wanted_columns(traits))
+
+
+def of(rows: list[dict[str, Any]]) -> list[tuple[str, str, str, Any]]:
+    return [(row["request_id"], row["text"], row["drafter"], row.get("n")) for row in rows]
+
+
+def prompts(*names: str, **more: Any) -> list[Any]:
+    return [{"prompt": name, "n": number, **more} for number, name in enumerate(names)]
+
+
+def test_rows_are_kept_with_the_columns_that_they_have_now(tmp_path: Path) -> None:
+    job = MadeUpJob(tmp_path, [*prompts("a", "b", "c", "d", "e"), {"prompt": 5, "n": 5}, *prompts("f")])
+    job.generate(0, 1, 2)
+    assert len(job.rows) == 6
+    # One is gone from the beginning, one is changed, two are new, and `n` is a text by now.
+    job.grow([*prompts("b", "c", "d", "x"), {"prompt": 5}, *prompts("f", "y"), {"prompt": "z", "n": "two"}])
+    parts = [part.name for part in job.staged.parts]
+    assert parts == ["001-00000-000000", "001-00000-000001", "001-00000-000002"]
+    # The first part has all of its rows; of the others some are left as by a submission that was stopped.
+    assert job.job.output.committed() == {parts[0]}
+    assert {(row.part, row.request_id) for row in read_unfinished(job.job.output) if row.part in parts} == {
+        (parts[1], "in.jsonl:6"),
+    }
+    job.finish()
+    assert of(job.rows) == [
+        ("in.jsonl:1", "on b", "first", "0"),
+        ("in.jsonl:2", "on c", "first", "1"),
+        ("in.jsonl:3", "on d", "first", "2"),
+        ("in.jsonl:4", "on x", "second", "3"),
+        ("in.jsonl:6", "on f", "first", "0"),
+        ("in.jsonl:7", "on y", "second", "1"),
+        ("in.jsonl:8", "on z", "second", "two"),
+    ]
+    assert is_whole(job.job.output, job.staged.parts)
+    assert [path.name for path in (tmp_path / "out" / "errors").iterdir()] == [f"{parts[1]}.parquet"]
+
+
+def test_merged_files_and_rows_of_a_stopped_submission_are_found_too(tmp_path: Path) -> None:
+    job = MadeUpJob(tmp_path, prompts(*"abcdefgh"))
+    job.generate(0, 1)
+    compact(job.job.output, 10**9)
+    part = job.staged.parts[2].name
+    left = SavedRow(part, "in.jsonl:7", made_up('{"prompt": "g"}', "first"), None, 0)
+    write_unfinished(job.job.output, [left])
+    job.grow(prompts(*"gfedcbai"))
+    assert not job.job.output.compaction()
+    job.finish()
+    assert [(text, drafter) for _, text, drafter, _ in of(job.rows)] == [
+        *[(f"on {name}", "first") for name in "gfedcba"],
+        ("on i", "second"),
+    ]
+
+
+def test_an_input_without_any_of_the_rows_is_refused(tmp_path: Path) -> None:
+    job = MadeUpJob(tmp_path, prompts(*"abc"))
+    job.generate(0)
+    before = job.rows
+    with pytest.raises(InputError, match=r"another input: it has no result for any row of .*in\.jsonl: choose"):
+        job.grow(prompts(*"xyz"))
+    delete_strays(job.job.output, job.staged)
+    assert job.rows == before
+
+
+def test_a_dry_run_counts_and_changes_nothing(tmp_path: Path) -> None:
+    job = MadeUpJob(tmp_path, prompts(*"abcdefg"))
+    job.generate(0, 1)
+    job.restage(prompts(*"abxdefgh"), 1)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert str(dry_run(job.job)) == (
+        "8 rows: 5 kept, 1 still to generate, 1 changed, 1 new; 0 removed, whose results go"
+    )
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_whatever_moment_a_driver_ends_at_the_rows_are_the_same(tmp_path: Path) -> None:
+    """The input changes, and the driver ends at each change of the file system; the next one begins again."""
+    rows, later = prompts(*"abcdefgh"), prompts(*"bxdefghi")
+    wanted: list[Any] | None = None
+    for at in range(1, 200):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        job = MadeUpJob(folder, rows)
+        job.generate(0, 1)
+        now = job.restage(later, 1)
+        whole = job.job
+        files = FailingFiles(EndedError(), at, for_good=True)
+        failing = OutputFolder(Location(fs.PyFileSystem(files), str(job.folder)))
+        there = replace(now, folder=failing.staged)
+        staged = replace(job.staged, folder=failing.staged)
+        with suppress(EndedError):
+            grow(replace(whole, output=failing), staged, there, wanted_columns(TRAITS))
+        # The next submission.
+        loaded = StagedInput.load(whole.output.staged)
+        assert loaded is not None
+        job.staged = loaded
+        delete_strays(whole.output, loaded)
+        if loaded.source != whole.source:
+            job.grow(later)
+        job.finish()
+        wanted = wanted or of(job.rows)
+        assert of(job.rows) == wanted
+        assert is_whole(whole.output, job.staged.parts)
+        if not files.has_failed:
+            break
+    assert at > 10
+    assert wanted is not None
+    assert [drafter for _, _, drafter, _ in wanted].count("first") == 4
+
+
+def changed(rows: list[Any], *, remove: int, change: int, add: int) -> list[Any]:
+    """Remove rows from the beginning, change those behind them, and add some."""
+    kept = [dict(row) for row in rows[remove:]]
+    for row in kept[:change]:
+        row["prompt"] += " now"
+    return [*kept, *({"id": f"new {n}", "prompt": f"how many more {n}"} for n in range(add))]
+
+
+def by_id(rows: list[dict[str, Any]]) -> dict[str, tuple[str, list[int]]]:
+    return {row["request_id"]: (row["prompt"], row["token_ids"]) for row in rows}
+
+
+def test_a_job_whose_input_has_changed(run: Run, tmp_path: Path) -> None:
+    rows = [{"id": f"row {n}", "prompt": f"how many {n}"} for n in range(7)]
+    source = write_jsonl(tmp_path / "in.jsonl", rows)
+    settings = ("--writing.rows_per_file", 2, "--sampling.temperature", 0.5, "--reading.id_column", "id")
+    first = run(source, *settings)
+    assert first.code == 0, first.stderr
+    write_jsonl(source, changed(rows, remove=1, change=1, add=2))
+    grown = run(source, *settings, drafter="none")
+    assert grown.code == 0, grown.stderr
+    assert "the input has changed: 8 rows: 5 kept, 1 changed, 2 new; 1 removed, whose results go" in grown.stderr
+    drafters = {row["request_id"]: row["drafter"] for row in grown.rows}
+    assert [name for name, drafter in drafters.items() if drafter == "none"] == ["row 1", "new 0", "new 1"]
+    # With ids of their own, all rows are those of a job that never saw the other input.
+    fresh = run(source, *settings, output=tmp_path / "fresh")
+    assert [(row["request_id"], row["token_ids"], row["seed"]) for row in grown.rows] == [
+        (row["request_id"], row["token_ids"], row["seed"]) for row in fresh.rows
+    ]
+    assert run(source, *settings).stdout.startswith("nothing is left to do: 8 rows and 0 errors are in")
+
+
+@pytest.mark.slow
+def test_a_job_whose_input_has_changed_and_whose_driver_is_killed(run: Run, model: Path, tmp_path: Path) -> None:
+    rows = [{"id": f"row {n}", "prompt": f"how many {n}"} for n in range(1000)]
+    source = write_jsonl(tmp_path / "in.jsonl", rows)
+    settings = ("--writing.rows_per_file", 25, "--reading.id_column", "id")
+    first = run(source, *settings)
+    assert first.code == 0, first.stderr
+    write_jsonl(source, changed(rows, remove=10, change=20, add=50))
+    command = [sys.executable, "-m", "jobs.generate", *job_arguments(source, first.folder, model, *settings)]
+    job = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        new = first.folder / "data"
+        wait_until(lambda: job.poll() is not None or len(list(new.glob("001-*"))) > 38, "part of the new rows")
+    finally:
+        job.kill()
+        job.wait()
+    resumed = run(source, *settings, drafter="none")
+    assert resumed.code == 0, resumed.stderr
+    assert len(resumed.rows) == 1040 == len(by_id(resumed.rows))
+    fresh = run(source, *settings, output=tmp_path / "fresh")
+    assert by_id(resumed.rows) == by_id(fresh.rows)
+    kept = {name for name, found in by_id(first.rows).items() if by_id(fresh.rows).get(name) == found}
+    assert len(kept) == 970
+    times = {row["request_id"]: row["finished_at"] for row in first.rows}
+    assert all(row["finished_at"] == times[row["request_id"]] for row in resumed.rows if row["request_id"] in kept)

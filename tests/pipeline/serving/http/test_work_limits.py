@@ -1,0 +1,76 @@
+""""""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from pipeline.serving.http import work_limits
+from pipeline.serving.http.work_limits import LargeWork, Turns
+
+
+def test_turns_are_given_in_order_and_not_to_those_who_have_gone() -> None:
+    async def scene() -> list[tuple[str, bool]]:
+        turns: Turns[str] = Turns(2.0)
+        given: list[tuple[str, bool]] = []
+        taken = {}
+        for name in ("at once", "too", "first", "gone", "second"):
+            taken[name] = turns.take(name)
+            taken[name].add_done_callback(lambda turn, name=name: given.append((name, turn.result())))  # type: ignore[misc]
+        assert turns.last == "second"
+        turns.forget("gone")
+        await asyncio.gather(*taken.values())
+        assert turns.last is None
+        return given
+
+    given = asyncio.run(scene())
+    assert sorted(given[:3]) == [("at once", True), ("gone", False), ("too", True)]
+    assert given[3:] == [("first", True), ("second", True)]
+
+
+def test_large_work_is_done_one_piece_at_a_time_and_not_for_those_who_have_gone() -> None:
+    async def scene() -> list[str]:
+        large, done, first_is_on, go_on = LargeWork(), [], threading.Event(), threading.Event()
+
+        def work(name: str) -> str:
+            if name == "first":
+                first_is_on.set()
+                go_on.wait()
+            done.append(name)
+            return name
+
+        tasks = [asyncio.create_task(large.run(work, name)) for name in ("first", "gone", "third")]
+        await asyncio.to_thread(first_is_on.wait)
+        tasks[0].cancel()  # what has begun is done
+        tasks[1].cancel()
+        await asyncio.gather(*tasks[:2], return_exceptions=True)  # the thread is told in the loop's next turns
+        go_on.set()
+        assert await tasks[2] == "third"
+        return done
+
+    assert asyncio.run(scene()) == ["first", "third"]
+
+
+def test_after_large_work_there_is_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = [100.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(work_limits, "time", clock)
+
+    def work() -> None:
+        now[0] += 2.0
+
+    async def scene() -> None:
+        large = LargeWork()
+        await large.run(work)
+        await large.run(work)
+
+    asyncio.run(scene())
+    assert slept == [0, 6.0]

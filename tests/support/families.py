@@ -1,0 +1,152 @@
+"""Every causal LM of transformers as a base: small and random, decoded in two rows and compared with `generate`.
+
+The table in `docs/families.md` is written by::
+
+    python -m tests.support.families docs/families.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from drafter.drafters.contract import PlainDecoding
+from drafter.errors import LoadError, one_line
+from drafter.requests import Request, SamplingParams
+from drafter.target.architecture import max_positions, refuse_unsupported
+from drafter.target.model import BaseModel
+from drafter.target.small_copy import random_model, small_config
+from tests.support.models import OracleDrafter, generate_reference, run_engine
+
+FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "lfm2_moe": {"layer_types": ["full_attention"] * 4, "num_hidden_layers": 4},
+    "ministral": {"head_dim": 8},
+    "nemotron": {"num_key_value_heads": 8},
+    "reformer": {"axial_pos_embds": False},
+}
+"""What a family's own defaults lack."""
+_WINDOWED = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
+_PROMPTS, _NEW = (40, 15), 10
+"""Tokens of two rows, and of what is generated: past every window of a small copy."""
+Outcome = Literal["equal", "refused", "differs", "not built"]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What became of a family.
+
+    Args:
+        family: transformers' `model_type`.
+        outcome: `equal` to `generate`, `refused` at load, `differs`, which must not be, or `not built`, where
+            transformers builds no small model of its default configuration here.
+        reason: Why it is not equal.
+    """
+
+    family: str
+    outcome: Outcome
+    reason: str = ""
+
+
+def try_family(family: str) -> Tried:
+    """Build a small model of a family, load it as a base, and decode with it if it is not refused."""
+    try:
+        config = _config(family)
+        refuse_unsupported(family, config)
+        config = small_config(config, max_positions(config.get_text_config(decoder=True)))
+        model = random_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+    except LoadError as error:
+        return _refused(family, error)
+    except Exception as error:  # whatever a family's code raises for what its own defaults are
+        return Tried(family, "not built", f"{type(error).__name__}: {_short(error)}")
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    try:
+        base = BaseModel(model, family)
+    except LoadError as error:
+        return _refused(family, error)
+    try:
+        return _decode(family, model, base)
+    except Exception as error:  # no family may end an engine
+        return Tried(family, "differs", f"{type(error).__name__}: {_short(error)}")
+
+
+def _decode(family: str, model: Any, base: BaseModel) -> Tried:
+    """Decode two rows of different lengths together, plainly and by trees, and compare them with `generate`."""
+    room = (base.max_positions or 256) - _NEW
+    ids = (1 + torch.arange(1, sum(_PROMPTS) + 1) * 7919 % (base.vocab_size - 2)).tolist()
+    prompts = [ids[: min(_PROMPTS[0], room)], ids[_PROMPTS[0] :][: min(_PROMPTS[1], room)]]
+    expected = [generate_reference(model, prompt, _NEW) for prompt in prompts]
+    requests = [Request(prompt, SamplingParams(_NEW, ignore_eos=True)) for prompt in prompts]
+    texts = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
+    for drafter in (PlainDecoding(), OracleDrafter(texts)):
+        found = [one.token_ids for one in run_engine(base, drafter, requests, slots=3, nodes=8, max_length=room + _NEW)]
+        if found != expected:
+            return Tried(family, "differs", f"{type(drafter).__name__}: {found} instead of {expected}")
+    return Tried(family, "equal")
+
+
+def _config(family: str) -> Any:
+    kind, settings = CONFIG_MAPPING[family], _SETTINGS.get(family, {})
+    if hasattr(plain := kind(**settings), "use_sliding_window"):
+        settings = settings | _WINDOWED
+    if hasattr(plain, "is_decoder"):
+        settings = settings | {"is_decoder": True}
+    return kind(**settings)
+
+
+def _refused(family: str, error: LoadError) -> Tried:
+    return Tried(family, "refused", _short(error).removeprefix(f"{family}: "))
+
+
+def _short(error: BaseException) -> str:
+    return one_line(error, 160).replace("|", "/")
+
+
+def table(tried: Iterable[Tried]) -> Iterator[str]:
+    """Yield the lines of the page."""
+    rows = sorted(tried, key=lambda one: one.family)
+    count = {outcome: sum(one.outcome == outcome for one in rows) for outcome in ("equal", "refused", "not built")}
+    yield "# Families of models\n\n"
+    yield (
+        f"Every configuration of a causal LM that transformers {transformers.__version__} has ({len(rows)}), as a "
+        "small random model: two rows of 40 and 15 tokens, longer than each of its windows, decoded together, plainly "
+        f"and by trees, and compared with `generate`, token by token. {count['equal']} are equal and "
+        f"{count['refused']} are refused at load with the reason; of {count['not built']} the default "
+        "configuration builds no model here. "
+        "`python -m tests.support.families docs/families.md` writes this page, and `make test-slow` checks it.\n\n"
+    )
+    yield "| `model_type` | outcome | reason |\n|---|---|---|\n"
+    for one in rows:
+        yield f"| `{one.family}` | {one.outcome} | {one.reason} |\n"
+
+
+def main() -> None:
+    """Try all families, or those that are named, and write the page."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("page", type=Path)
+    parser.add_argument("families", nargs="*")
+    given = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    tried = []
+    for family in given.families or FAMILIES:
+        tried.append(try_family(family))
+        print(tried[-1], file=sys.stderr, flush=True)
+    given.page.write_text("".join(table(tried)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
