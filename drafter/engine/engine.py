@@ -89,6 +89,8 @@ class Engine:
         self.max_length = min(limit, config.longest)
         self._times = StageTimes()
         self._graphs = step_graphs(base.device, base.devices, graph_safe=drafter.spec.graph_safe)
+        if config.compile:  # before the packing is settled, which depends on what runs the model
+            base.leave_native()
         self._packs = base.allow_packing()
         plan = None
         if self._graphs is not None and len(base.devices) == 1:

@@ -217,10 +217,14 @@ class BaseModel:
 
     # ---- forwards
 
+    def leave_native(self) -> None:
+        """Run by the model's own code from now on, which alone can be compiled."""
+        self._executor = self._model_code
+
     def compile(self) -> None:
         """Run by the model's own code from now on, compiled; see `compiled`."""
+        self.leave_native()
         self._model_code.compile()
-        self._executor = self._model_code
 
     def allow_packing(self) -> bool:
         """Make `verify` ready for packed trees, and say whether it is: some models have attention of their own."""

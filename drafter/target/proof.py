@@ -77,15 +77,25 @@ def run_plainly(base: Candidate) -> PlainRun:
     lengths = [max(1, min(length, room)) + _STEPS for length in _PROMPTS]
     ids = 1 + torch.arange(1, sum(lengths) + 1, device=base.device) * 7919 % max(base.vocab_size - 2, 1)
     texts: list[Tensor] = list(ids.split(lengths))
-    logits: list[Tensor] = []
     try:
-        for text in texts:
-            plain = base.model(input_ids=text[None], past_key_values=DynamicCache(config=base.config), use_cache=True)
-            logits.append(plain.logits[0])
-        shapes = [_layer_shape(layer) for layer in plain.past_key_values.layers]
+        logits, layers = _logits_and_layers(base, texts)
+        if not all(some.isfinite().all() for some in logits):  # such tokens prove nothing
+            alone = base.model(input_ids=ids[:, None]).logits
+            if (finite := ids[alone.isfinite().all(-1)[:, 0]]).numel():
+                texts = list(finite.repeat(len(ids))[: len(ids)].split(lengths))
+                logits, layers = _logits_and_layers(base, texts)
     except _MODEL_ERRORS as error:
         raise _does_not_run(base, error) from error
-    return PlainRun(texts, logits, shapes)
+    return PlainRun(texts, logits, [_layer_shape(layer) for layer in layers])
+
+
+def _logits_and_layers(base: Candidate, texts: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
+    """Return the logits `[P, V]` of each text, and what a model's layers have cached."""
+    logits = []
+    for text in texts:
+        plain = base.model(input_ids=text[None], past_key_values=DynamicCache(config=base.config), use_cache=True)
+        logits.append(plain.logits[0])
+    return logits, plain.past_key_values.layers
 
 
 @torch.inference_mode()

@@ -43,7 +43,7 @@ def test_a_slip_in_a_name_is_told_from_another_name(tiny_base: BaseModel) -> Non
             load_drafter(name, tiny_base, 8)
     with pytest.raises(LoadError, match="no drafter 'medusae': did you mean medusa"):
         names.check_name("medusae")
-    with pytest.raises(LoadError, match="no drafter 'xyz': use auto, none, ngram"):
+    with pytest.raises(LoadError, match="no drafter 'xyz': use auto, none, cacheback"):
         names.check_name("xyz")
 
 

@@ -77,7 +77,16 @@ DRAFTERS: dict[str, Callable[[BaseModel], Callable[[], Drafter]]] = {
     "exit": lambda base: lambda: ExitDrafter(base, 2, NODES),
 }
 """Makes of a base, before it is on the GPUs, what makes a drafter there."""
-CASES = [(name, mode, 1) for name in DRAFTERS for mode in MODES] + [(name, "greedy", 2) for name in DRAFTERS]
+CASES = [
+    *((name, mode, gpus) for name in DRAFTERS for mode, gpus in (("greedy", 1), ("greedy", 2), ("everything", 1))),
+    *(
+        (name, mode, 1)
+        for name in ("none", "ngram", "context 2")
+        for mode in MODES
+        if mode not in ("greedy", "everything")
+    ),
+]
+"""No drafter sees how tokens are drawn, so that each meets the two ends of the modes, and three meet all."""
 FAST = [
     *((name, "greedy", 2) for name in ("none", "ngram", "memory", "ctc", "context 2, in part", "medusa", "hydra++")),
     *((name, "greedy", 1) for name in ("cacheback", "ctc, static", "context 2 + ngram", "long")),

@@ -64,12 +64,13 @@ def test_tokens_are_those_of_rows_alone_where_the_host_is_behind(family: str, mo
 def check_tokens(family: str) -> None:
     base = BaseModel(random_model(family))
     requests = requests_of(10)
-    expected = run_engine(base, PlainDecoding(), requests, slots=1, max_length=MAX_LENGTH)
+    max_length = min(MAX_LENGTH, base.max_positions or MAX_LENGTH)
+    expected = run_engine(base, PlainDecoding(), requests, slots=1, max_length=max_length)
     texts = [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)]
     heads: list[Drafter] = [make_head(base, kind).drafter(base, 8) for kind in ("ctc", "hydra++")]
     for drafter in (PlainDecoding(), OracleDrafter(texts), AdversarialDrafter(seed=3), reduce(MergedDrafter, heads)):
         # One of full length takes five blocks at most, draft nodes included.
-        config = EngineConfig(slots=8, max_length=MAX_LENGTH, nodes=6, kv_gib=gib(base, 6))
+        config = EngineConfig(slots=8, max_length=max_length, nodes=6, kv_gib=gib(base, 6))
         engine = Engine(base, drafter, SpellingTokenizer(), config)
         handles = [engine.submit(request, stream=row % 3 == 0) for row, request in enumerate(requests)]
         most = 0

@@ -122,9 +122,8 @@ def check(handles: list[Handle], alone: dict[int, list[int]]) -> None:
                 handle.result(0)
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", slow_but(["none", "ctc"], DRAFTERS))
-def test_innocent_rows_keep_their_tokens(device: str, name: str, stream: bool) -> None:
+def test_innocent_rows_keep_their_tokens(device: str, name: str) -> None:
     base = poisoned_base()
     bad, innocent = bad_requests(), innocent_requests(9)
     requests = [one for pair in itertools.zip_longest(innocent, bad) for one in pair if one is not None]
@@ -133,7 +132,7 @@ def test_innocent_rows_keep_their_tokens(device: str, name: str, stream: bool) -
         for place, request in enumerate(requests)
         if request in innocent
     }
-    check(decode(base, DRAFTERS[name](base), requests, stream=stream), alone)
+    check(decode(base, DRAFTERS[name](base), requests, stream=name == "ctc"), alone)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -212,7 +212,7 @@ def test_what_a_search_keeps_of_the_weights_is_made_anew(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle3", "context 2", "medusa", "hydra++"])
+@pytest.mark.parametrize("kind", ["eagle3", "context 2"])
 def test_recorded_steps_draft_with_the_weights_of_now(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: steps are repeated as they were recorded with other weights, and the host is a step behind."""
     expected, recorder = plain(), queue_steps(monkeypatch)
