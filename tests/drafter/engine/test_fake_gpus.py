@@ -77,6 +77,7 @@ DRAFTERS: dict[str, Callable[[BaseModel], Callable[[], Drafter]]] = {
     "exit": lambda base: lambda: ExitDrafter(base, 2, NODES),
 }
 """Makes of a base, before it is on the GPUs, what makes a drafter there."""
+ENDS = ("greedy", "everything")
 CASES = [
     *((name, mode, gpus) for name in DRAFTERS for mode, gpus in (("greedy", 1), ("greedy", 2), ("everything", 1))),
     *(
