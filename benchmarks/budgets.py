@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.speed import prompts_of
 from drafter.budget import adaptive
 from drafter.budget.adaptive import AdaptiveBudget
-from drafter.budget.contract import Budget, Counts, FixedBudget, Floats, StepLoad, StepObservation
+from drafter.budget.contract import Budget, FixedBudget, StepLoad, StepObservation
 from drafter.budget.latency_table import LatencyTable
 from drafter.devices import in_passing_thread
 from drafter.drafters.contract import Ask
@@ -64,10 +64,6 @@ class Turns:
     def plan(self, load: StepLoad) -> Ask:
         """See `Budget`."""
         return self.now.plan(load)
-
-    def trim(self, log_probs: Floats) -> Counts:
-        """See `Budget`."""
-        return self.now.trim(log_probs)
 
     def observe(self, step: StepObservation) -> None:
         """See `Budget`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from drafter.budget.contract import Counts, Floats, StepLoad, StepObservation, StepSeconds
+from drafter.budget.contract import Floats, StepLoad, StepObservation, StepSeconds
 from drafter.budget.latency_table import LatencyTable, StepCosts
 from drafter.drafters.contract import Ask
 from drafter.statistics import BatchChoice, StepSums, Verdict
@@ -176,10 +176,6 @@ class AdaptiveBudget:
             return Ask(0)
         nodes = int(self._nodes[1 + self._rates(band, load)[1:].argmax()])
         return Ask(nodes, 1 / (nodes + 1))
-
-    def trim(self, log_probs: Floats) -> Counts:
-        """All nodes of each row; see `Budget.trim`."""
-        return np.full(len(log_probs), log_probs.shape[1])
 
     def observe(self, step: StepObservation) -> None:
         """Learn what nodes are worth and what they cost, and count the step; see `Budget.observe`."""

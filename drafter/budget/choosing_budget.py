@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from drafter.budget.adaptive import HOPELESS, AdaptiveBudget, Pause, steps_to_see
-from drafter.budget.contract import Counts, Floats, StepLoad, StepObservation
+from drafter.budget.contract import StepLoad, StepObservation
 from drafter.drafters.contract import Ask
 from drafter.statistics import PLAIN, BatchChoice, MemberView, StepSums
 
@@ -86,10 +86,6 @@ class ChoosingBudget:
             self._enter(band, load)
         member = band.leader if band.trial is None else band.trial
         return replace(self._budgets[member].plan(load), member=member)
-
-    def trim(self, log_probs: Floats) -> Counts:
-        """All nodes of each row; see `Budget.trim`."""
-        return self._budgets[0].trim(log_probs)
 
     def observe(self, step: StepObservation) -> None:
         """Learn what the member that drafted is worth, and who drafts next; see `Budget.observe`."""

@@ -1,4 +1,4 @@
-"""The contract of budgets: how many draft nodes a step drafts, and how many of these it verifies."""
+"""The contract of budgets: how many draft nodes a step has."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StepSeconds:
 
     Args:
         reading: What the drafter read of texts that it had not followed; that comes once for each text.
-        drafting: The draft, with the decision how much of it to verify.
+        drafting: The draft.
         rest: All else.
     """
 
@@ -94,13 +94,6 @@ class Budget(Protocol):
     def plan(self, load: StepLoad) -> Ask:
         """What to draft in a step; no nodes for plain decoding."""
 
-    def trim(self, log_probs: Floats) -> Counts:
-        """`[B]` draft nodes of each row to verify.
-
-        Args:
-            log_probs: `[B, N]` log prefix probabilities of the drafted nodes, falling; -inf in padding.
-        """
-
     def observe(self, step: StepObservation) -> None:
         """Learn from a step. Comes after every step, drafted or not."""
 
@@ -128,10 +121,6 @@ class FixedBudget:
     def plan(self, load: StepLoad) -> Ask:
         """The fixed number, whatever the load."""
         return self._ask
-
-    def trim(self, log_probs: Floats) -> Counts:
-        """The fixed number, whatever the trees."""
-        return np.full(len(log_probs), min(self._ask.nodes, log_probs.shape[1]))
 
     def observe(self, step: StepObservation) -> None:
         """Learn nothing."""

@@ -1,10 +1,10 @@
 """The decoding loop: continuous batching with tree speculative decoding.
 
-A step admits sequences, plans, drafts, trims, verifies, accepts, commits and delivers. Sequences enter and leave
+A step admits sequences, plans, drafts, verifies, accepts, commits and delivers. Sequences enter and leave
 independently; those of different lengths and settings share a batch.
 
-On a CPU the host reads the trees before the verification, to choose their sizes, and the outcome after it
-(`eager_step`). On a GPU a step is queued as a whole, and its outcome is read while the next one runs (`graph_step`).
+On a CPU the host follows a step's stages (`EagerStep`). On a GPU a step is queued as a whole, and its outcome is read
+while the next one runs (`GraphStep`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from drafter.acceptance.exact import ExactVerifier
 from drafter.budget.adaptive import AdaptiveBudget
 from drafter.budget.choosing_budget import ChoosingBudget
 from drafter.budget.contract import Budget, FixedBudget, StepLoad, StepObservation
-from drafter.drafters.contract import Committed, Drafter
+from drafter.drafters.contract import Ask, Committed, Drafter
 from drafter.engine.admission import Admission
 from drafter.engine.batch import BatchState
 from drafter.engine.config import DEFAULT_MAX_LENGTH, EngineConfig
 from drafter.engine.cuda_graph import step_graphs
-from drafter.engine.runners import EagerStep, GraphStep, StepRun
+from drafter.engine.runners import EagerStep, GraphStep
 from drafter.engine.scheduler import Scheduler
 from drafter.engine.sequence import Handle, Sequence, new_sequence, refuse_unusable
-from drafter.engine.step import DeviceStep, Flight, Flights, RowOutcomes, StepOutcome
+from drafter.engine.step import DeviceStep, Flights, RowOutcomes, Step, StepOutcome
 from drafter.engine.tap import EndedRow, RowTap
 from drafter.engine.warm_up import compile_base, engine_sizes, measure_steps, plan_or_refuse, try_dearest_step
 from drafter.errors import EngineError, LoadError
@@ -235,61 +235,44 @@ class Engine:
                 self.budget.renewed(member)
 
     def _decode(self) -> None:
-        """Plan, draft, trim, verify, accept and commit, for all active sequences."""
+        """Plan, draft, verify, accept and commit, for all active sequences."""
         sequences = list(self.scheduler.active)
         context = self.batch.context([sequence.length for sequence in sequences], self.flights.ahead)
-        run = self._runner.run(context, [sequence.plain for sequence in sequences])
-        self._launch(run, sequences, self._device_step.wanted_logprobs(slice(0, len(sequences))))
+        step = self._runner.run(context, [sequence.plain for sequence in sequences])
+        self._launch(step, sequences, slice(0, len(sequences)))
 
-    def _launch(self, run: StepRun, sequences: list[Sequence], wanted: dict[int, int], *, planned: bool = True) -> None:
-        """Send a step's outcome to the host."""
-        outcome, landed = self.flights.send(run.outcome, len(sequences))
-        depth = min(run.verified, self.drafter.spec.max_depth)
-        self.flights.add(
-            Flight(
-                sequences,
-                [one.stay for one in sequences],
-                run.load,
-                run.asked,
-                depth,
-                outcome,
-                wanted,
-                run.promised,
-                run.seconds,
-                planned,
-                landed,
-                run.member,
-                self.drafter.version,
-            )
-        )
+    def _launch(self, step: Step, sequences: list[Sequence], rows: slice) -> None:
+        """Send a step's outcome to the host, which reads it in `_deliver`."""
+        step.sequences, step.stays = sequences, [one.stay for one in sequences]
+        step.wanted, step.version = self._device_step.wanted_logprobs(rows), self.drafter.version
+        self.flights.add(step)
 
     def _deliver(self, keep: int) -> None:
         """Read the outcomes of all steps but the last `keep` ones: hand out tokens, let others learn, retire."""
-        for flight in self.flights.land(keep):
+        for step in self.flights.land(keep):
             self._times.mark("wait")
-            outcome = flight.outcome.unpack()
-            alive = flight.alive
-            logprobs = flight.outcome.read_logprobs(flight.wanted, outcome.tokens)
+            outcome, alive = step.outcome.unpack(), step.alive
+            logprobs = step.outcome.read_logprobs(step.wanted, outcome.tokens)
             self._steps += 1
             self._row_steps += len(alive)
             given = []
             for row in alive:
-                sequence, drafted = flight.sequences[row], outcome.drafted[row]
+                sequence, drafted = step.sequences[row], outcome.drafted[row]
                 emitted = sequence.take(
                     outcome.tokens[row], outcome.accepted[row], drafted, logprobs.get(row), outcome.lenient[row]
                 )
                 sequence.proven |= outcome.sound[row]
-                if drafted and flight.version is not None:
-                    sequence.note_version(flight.version)
+                if drafted and step.version is not None:
+                    sequence.note_version(step.version)
                 given.append(outcome.tokens[row][:emitted])
                 self._output_tokens += emitted
                 self._accepted_tokens += sequence.counts.per_step_accepted[-1]
                 self._draft_tokens += drafted
-            self._teach_budget(flight, outcome, {row: len(tokens) for row, tokens in zip(alive, given, strict=True)})
-            slots = self.scheduler.slots_of([flight.sequences[row] for row in alive])
+            self._teach_budget(step, outcome, {row: len(tokens) for row, tokens in zip(alive, given, strict=True)})
+            slots = self.scheduler.slots_of([step.sequences[row] for row in alive])
             self.drafter.observe(Committed(slots, given))
             for row in reversed(alive):
-                self._end_if_over(flight.sequences[row], sound=outcome.sound[row], drafted=outcome.drafted[row] > 0)
+                self._end_if_over(step.sequences[row], sound=outcome.sound[row], drafted=outcome.drafted[row] > 0)
 
     def _end_if_over(self, sequence: Sequence, *, sound: bool, drafted: bool) -> None:
         """Retire a sequence that has come to its end, or whose numbers are not finite.
@@ -322,23 +305,21 @@ class Engine:
             slot = self.scheduler.active.index(sequence)
             tap.put(row, *self.batch.fetch_hidden(slot, row.length))
 
-    def _teach_budget(self, flight: Flight, outcome: RowOutcomes, emitted: dict[int, int]) -> None:
+    def _teach_budget(self, step: Step, outcome: RowOutcomes, emitted: dict[int, int]) -> None:
         """Let the budget learn from a step; `emitted` are the new tokens by row."""
         alive = [row for row in emitted if outcome.sound[row]]
-        if not flight.planned or not alive:
+        if not step.planned or not alive:
             return
         log_probs = outcome.log_probs[alive]
-        promised = log_probs if flight.promised is None else flight.promised[alive]
-        on_path = outcome.on_path[alive]
         self.budget.observe(
             StepObservation(
-                replace(flight.load, rows=len(alive)),
-                flight.asked,
-                promised,
+                replace(step.load, rows=len(alive)),
+                step.ask.nodes,
+                log_probs if step.promised is None else step.promised[alive],
                 log_probs,
-                on_path,
-                flight.seconds,
-                flight.member,
+                outcome.on_path[alive],
+                step.seconds,
+                step.ask.member,
                 sum(emitted[row] for row in alive),
             )
         )
@@ -351,9 +332,9 @@ class Engine:
 
     def _take_first_token(self, outcome: StepOutcome, slot: int) -> None:
         """Deliver the plain step that came with a prompt's forward."""
-        wanted = self._device_step.wanted_logprobs(slice(slot, slot + 1))
         sequence = self.scheduler.active[slot]
-        self._launch(StepRun(outcome, StepLoad(1, sequence.length), 0, 0), [sequence], wanted, planned=False)
+        step = Step(StepLoad(1, sequence.length), Ask(0), outcome, depth=0, planned=False)
+        self._launch(step, [sequence], slice(slot, slot + 1))
         # The step before is still under way on a GPU, and must be while the next one is queued.
         self._deliver(2 * self.flights.lag)
 

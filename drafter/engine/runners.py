@@ -1,45 +1,20 @@
-"""A step whose stages the host follows one by one: it looks at the tree before it decides how much of it to verify."""
+"""Two ways to run a step: the host follows its stages on a CPU, or queues all of it as a CUDA graph on a GPU."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from drafter import devices
-from drafter.budget.contract import Budget, StepLoad, StepSeconds
+from drafter.budget.contract import Budget, StepSeconds
 from drafter.drafters.contract import Ask, DraftContext
 from drafter.engine.cuda_graph import StepGraphs, StepShape, coarse_length, padded_length, padded_rows
-from drafter.engine.step import DeviceStep, StepOutcome
+from drafter.engine.step import DeviceStep, Step, StepOutcome
 from drafter.statistics import StageTimes
-
-
-@dataclass(frozen=True)
-class StepRun:
-    """A step that has been run or queued.
-
-    Args:
-        outcome: On the device.
-        load: What its time follows from.
-        asked: Draft nodes that were asked for, a row.
-        verified: Draft nodes of the widest row that was verified.
-        promised: `[B, asked]` log prefix probabilities of all drafted nodes, where not all of them are verified.
-        seconds: Where the time went; None where the host does not know.
-        member: Which of the drafter's members drafted.
-    """
-
-    outcome: StepOutcome
-    load: StepLoad
-    asked: int
-    verified: int
-    promised: npt.NDArray[np.float64] | None = None
-    seconds: StepSeconds | None = None
-    member: int = 0
 
 
 class EagerStep:
@@ -47,7 +22,7 @@ class EagerStep:
 
     Args:
         device_step: The stages.
-        budget: Decides how much to draft and how much of that to verify.
+        budget: Decides how much to draft.
         times: Where each stage's time is noted.
         admit: Lets sequences enter that have come since. Half of a step is over when its trees are there, and who comes
             then need not wait for the other half.
@@ -59,36 +34,36 @@ class EagerStep:
         self._step, self._budget, self._times, self._admit = device_step, budget, times, admit
         self._timed = not devices.is_asynchronous(device_step.base.device)
 
-    def run(self, context: DraftContext, plain: list[bool]) -> StepRun:
+    def run(self, context: DraftContext, plain: list[bool]) -> Step:
         """Decode one step of the context's rows; nothing is verified of the trees of `plain` ones."""
-        rows, started, reading, drafting = len(context.host_lengths), time.perf_counter(), 0.0, 0.0
-        load = self._step.state.load(context.host_lengths)
+        started, reading, drafting = time.perf_counter(), 0.0, 0.0
+        state, times = self._step.state, self._times
+        load = state.load(context.host_lengths)
         ask = self._budget.plan(load)
-        self._times.mark("host")
+        times.mark("host")
         promised = None
         if ask.nodes:
             begun = time.perf_counter()
-            self._step.state.drafter.select(ask.member)
-            self._step.state.drafter.prepare(context)
+            state.drafter.select(ask.member)
+            state.drafter.prepare(context)
             reading = time.perf_counter() - begun
-            self._times.mark("draft")
+            times.mark("draft")
         tree = self._step.draft(context, ask)
         if ask.nodes:
             promised = tree.log_probs[:, 1:].cpu().numpy().astype(np.float64)
-            self._times.mark("tree")
-            drafted = (promised > -np.inf).sum(1)  # padding would be verified, too
-            sizes = np.where(plain, 0, np.minimum(self._budget.trim(promised), drafted))
+            times.mark("tree")
+            sizes = np.where(plain, 0, (promised > -np.inf).sum(1))  # padding would be verified, too
             tree = tree.trimmed(1 + torch.from_numpy(sizes))
-            self._times.mark("host")
+            times.mark("host")
             drafting = time.perf_counter() - started - reading
             self._admit()
         started = time.perf_counter()
         verified = self._step.verify(tree, context.longest + tree.size)
-        self._times.mark("verify")
-        outcome = self._step.accept(verified, slice(0, rows))
-        self._times.mark("commit")
+        times.mark("verify")
+        outcome = self._step.accept(verified, slice(0, len(context.host_lengths)))
+        times.mark("commit")
         seconds = StepSeconds(reading, drafting, time.perf_counter() - started) if self._timed else None
-        return StepRun(outcome, load, ask.nodes, tree.size - 1, promised, seconds, ask.member)
+        return Step(load, ask, outcome, verified.depth, promised, seconds)
 
 
 # ---- A step that is queued as a whole, as a CUDA graph of its shape; its outcome is read while the next one runs.
@@ -109,7 +84,7 @@ class GraphStep:
     def __init__(self, device_step: DeviceStep, graphs: StepGraphs, budget: Budget, times: StageTimes) -> None:
         self._step, self._graphs, self._budget, self._times = device_step, graphs, budget, times
 
-    def run(self, context: DraftContext, plain: list[bool]) -> StepRun:
+    def run(self, context: DraftContext, plain: list[bool]) -> Step:
         """Queue one step of the context's rows, without drafts if one of them is `plain`."""
         load = self._step.state.load(context.host_lengths)
         ask = Ask(0) if any(plain) else self._budget.plan(load)
@@ -122,7 +97,7 @@ class GraphStep:
         # How many rows want how many log-probabilities is not part of a shape.
         outcome = whole() if self._step.state.logprobs else self._graphs.run(shape, whole)
         self._times.mark("verify")
-        return StepRun(outcome, load, ask.nodes, ask.nodes)
+        return Step(load, ask, outcome, min(ask.nodes, self._step.state.drafter.spec.max_depth))
 
 
 def step_shape(step: DeviceStep, rows: int, nodes: int, longest: int) -> StepShape:

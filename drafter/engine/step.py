@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -131,42 +131,37 @@ class StepOutcome:
         return dict(zip(wanted, read, strict=True))
 
 
-# ---- Steps that are queued, or done, and whose outcome the host has not read.
-
-
-@dataclass(frozen=True)
-class Flight:
-    """One such step.
+@dataclass
+class Step:
+    """One step of B rows: what was asked of it, what came of it, and how long it took.
 
     Args:
+        load: What its time follows from.
+        ask: What was to be drafted.
+        outcome: On the device, or on its way to the host.
+        depth: Draft tokens that a row may get at most.
+        promised: `[B, ask.nodes]` log prefix probabilities of all drafted nodes, where not all of them are verified.
+        seconds: Where the time went; None where the host does not know.
+        planned: Whether the budget planned it; not where it came with a prompt's forward.
         sequences: Those of its B rows.
         stays: `Sequence.stay` of each when the step began.
-        load: What its time follows from.
-        asked: Draft nodes that were asked for, a row.
-        depth: Draft tokens that a row may get at most.
-        outcome: On the host, or on its way there.
         wanted: Row → of how many of the most probable tokens it wants log-probabilities.
-        promised: `[B, asked]` log prefix probabilities of all drafted nodes, where not all of them are verified.
-        seconds: Where the time went, where the host knows.
-        planned: Whether the budget planned the step; not where it came with a prompt's forward.
-        landed: Happens when the outcome is there; None where it is.
-        member: Which of the drafter's members drafted.
         version: `Drafter.version` of the step.
+        landed: Happens when the outcome is on the host; None where it is.
     """
 
-    sequences: list[Sequence]
-    stays: list[int]
     load: StepLoad
-    asked: int
-    depth: int
+    ask: Ask
     outcome: StepOutcome
-    wanted: dict[int, int]
+    depth: int
     promised: npt.NDArray[np.float64] | None = None
     seconds: StepSeconds | None = None
     planned: bool = True
-    landed: torch.cuda.Event | None = None
-    member: int = 0
+    sequences: list[Sequence] = field(default_factory=list)
+    stays: list[int] = field(default_factory=list)
+    wanted: dict[int, int] = field(default_factory=dict)
     version: int | None = None
+    landed: torch.cuda.Event | None = None
 
     @property
     def alive(self) -> list[int]:
@@ -179,7 +174,7 @@ class Flight:
 
 
 class Flights:
-    """The flights, oldest first.
+    """Steps that are queued, or done, and whose outcome the host has not read, oldest first.
 
     Args:
         device: Where steps are done.
@@ -188,40 +183,35 @@ class Flights:
 
     def __init__(self, device: torch.device, lag: int) -> None:
         self._device, self.lag = device, lag
-        self._flights: list[Flight] = []
+        self._steps: list[Step] = []
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._steps)
 
     @property
     def ahead(self) -> int:
         """Tokens that a sequence may have more than the host knows of."""
-        return sum(flight.depth + 1 for flight in self._flights)
+        return sum(step.depth + 1 for step in self._steps)
 
-    def send(self, outcome: StepOutcome, rows: int) -> tuple[StepOutcome, torch.cuda.Event | None]:
-        """Send an outcome's first `rows` rows to the host without waiting; return its arrival too."""
-        if self._device.type != "cuda":
-            return outcome, None
-        outcome = outcome.to_host(rows)
-        landed = torch.cuda.Event(blocking=True)
-        landed.record(torch.cuda.current_stream(self._device))
-        return outcome, landed
+    def add(self, step: Step) -> None:
+        """Send a step's outcome to the host, without waiting."""
+        if self._device.type == "cuda":
+            step.outcome = step.outcome.to_host(len(step.sequences))
+            step.landed = torch.cuda.Event(blocking=True)
+            step.landed.record(torch.cuda.current_stream(self._device))
+        self._steps.append(step)
 
-    def add(self, flight: Flight) -> None:
-        """Take note of a step that has been queued."""
-        self._flights.append(flight)
-
-    def land(self, keep: int) -> Iterator[Flight]:
-        """Wait for all flights but the newest `keep` ones, oldest first, and hand them out."""
-        while len(self._flights) > keep:
-            flight = self._flights.pop(0)
-            if flight.landed is not None:
-                flight.landed.synchronize()
-            yield flight
+    def land(self, keep: int) -> Iterator[Step]:
+        """Wait for all steps but the newest `keep` ones, oldest first, and hand them out."""
+        while len(self._steps) > keep:
+            step = self._steps.pop(0)
+            if step.landed is not None:
+                step.landed.synchronize()
+            yield step
 
     def clear(self) -> None:
-        """Forget all flights."""
-        self._flights = []
+        """Forget all steps."""
+        self._steps = []
 
 
 # ---- The stages of a step that the device does: draft, verify, accept, commit. Nothing here waits for it.

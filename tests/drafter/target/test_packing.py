@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from drafter.budget.contract import Counts, FixedBudget, Floats
-from drafter.drafters.contract import PlainDecoding
+from drafter.drafters.contract import Ask, DraftContext, PlainDecoding
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.requests import Request, SamplingParams
 from drafter.target.forward import TreeNodes
 from drafter.target.model import BaseModel
 from drafter.target.packing import Packing
+from drafter.tree.token_tree import TokenTree
 from tests.support.models import FAMILIES, OracleDrafter, SpellingTokenizer, random_model, random_prompts, run_engine
 
 REAL = torch.tensor([[True, True, True], [True, False, False], [True, True, False]])
@@ -56,17 +55,15 @@ def test_a_packed_forward_is_a_padded_one(family: str) -> None:
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-class WildBudget(FixedBudget):
+class CutDrafter(OracleDrafter):
     """Cuts each row's tree anywhere."""
 
-    def __init__(self) -> None:
-        super().__init__(9)
-        self._random = np.random.default_rng(0)
-
-    def trim(self, log_probs: Floats) -> Counts:
-        rows, nodes = log_probs.shape
-        sizes: Counts = self._random.integers(nodes + 1, size=rows)
-        return sizes
+    def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
+        tree = super().propose(context, ask)
+        sizes = torch.randint(
+            1, tree.size + 1, (len(tree.tokens),), generator=torch.Generator().manual_seed(sum(context.host_lengths))
+        )
+        return tree.trimmed(sizes)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "llama4_text", "gpt_oss"])
@@ -78,8 +75,7 @@ def test_rows_may_have_trees_of_any_sizes(family: str) -> None:
     ]
     expected = [one.token_ids for one in run_engine(base, PlainDecoding(), requests, slots=1)]
     texts = [[*r.prompt_ids, *tokens] for r, tokens in zip(requests, expected, strict=True)]
-    drafter, config = OracleDrafter(texts), EngineConfig(slots=4, nodes=9)
-    engine = Engine(base, drafter, SpellingTokenizer(), config, budget=WildBudget())
+    engine = Engine(base, CutDrafter(texts), SpellingTokenizer(), EngineConfig(slots=4, nodes=9))
     handles = [engine.submit(request) for request in requests]
     while not engine.idle:
         engine.step()
