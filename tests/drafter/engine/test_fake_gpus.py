@@ -16,7 +16,7 @@ from torch import nn
 from drafter.acceptance.contract import Verifier
 from drafter.drafters.contract import Drafter, Renewal
 from drafter.drafters.merged import MergedDrafter
-from drafter.drafters.registry import TRAINING_FREE
+from drafter.drafters.registry import TRAINING_FREE, load_drafter
 from drafter.methods.early_exit.drafter import ExitDrafter
 from drafter.methods.fly.long_chain import LongChainDrafter
 from drafter.methods.fly.verifier import FlyVerifier
@@ -62,13 +62,17 @@ def _head(kind: str, base: BaseModel, tree: str = "exact", **settings: Any) -> C
     return make
 
 
+def _without_training(name: str, base: BaseModel) -> Callable[[], Drafter]:
+    return lambda: load_drafter(name, base, NODES)
+
+
 def _merged(base: BaseModel) -> Callable[[], Drafter]:
     head = _head("context 2", base)
     return lambda: MergedDrafter(head(), NgramDrafter(NODES))
 
 
 DRAFTERS: dict[str, Callable[[BaseModel], Callable[[], Drafter]]] = {
-    **{name: lambda base, make=make: partial(make, NODES) for name, make in TRAINING_FREE.items()},  # type: ignore[misc]
+    **{name: partial(_without_training, name) for name in TRAINING_FREE},
     **{kind: partial(_head, kind) for kind in KINDS},
     **{f"{kind}, static": partial(_head, kind, tree="static") for kind in STATIC},
     "context 2, factored": partial(_head, "context 2", joint_size=4),

@@ -75,7 +75,7 @@ def test_what_else_cannot_be_converted(tmp_path: Path) -> None:
 
 
 _TELL_HOW_IT_LEFT = """
-from drafter.heads.public import unpickle
+from drafter.heads import unpickle
 leave = unpickle._leave_network
 unpickle._leave_network = lambda: print(leave(), flush=True)
 unpickle.main()
