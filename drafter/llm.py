@@ -23,10 +23,9 @@ from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.engine.sequence import Handle
+from drafter.engine.tap import LearningStart, RowTap
 from drafter.errors import LoadError, RequestError
 from drafter.generation_defaults import GenerationRule, described
-from drafter.methods.learning.drafter import StartingHead, load_learning_drafter
-from drafter.methods.learning.rows import SampleTap
 from drafter.requests import Generation, Request, SamplingParams
 from drafter.target.loading import load_base, load_tokenizer
 from drafter.target.model import BaseModel
@@ -67,7 +66,7 @@ class SpeculativeLM:
         config: EngineConfig | None = None,
         *,
         verifier: Verifier | None = None,
-        samples: SampleTap | None = None,
+        samples: RowTap | None = None,
     ) -> None:
         self.base, self.tokenizer, self.samples = base, tokenizer, samples
         self.engine = in_passing_thread(
@@ -93,7 +92,7 @@ class SpeculativeLM:
         isolated: bool = False,
         config: EngineConfig | None = None,
         verifier: VerifierSettings | None = None,
-        learning: StartingHead | None = None,
+        learning: LearningStart | None = None,
         on_stage: Callable[[str], None] | None = None,
     ) -> SpeculativeLM:
         """Load a base, its tokeniser and a drafter.
@@ -137,7 +136,7 @@ class SpeculativeLM:
             nodes = useful_nodes(base.device) if chosen.nodes == "auto" else chosen.nodes
             if learning is None:
                 return base, load_drafter(drafter, base, nodes, isolated=isolated)
-            return base, load_learning_drafter(str(drafter), base, nodes, learning, isolated=isolated)
+            return base, learning.drafter(str(drafter), base, nodes, isolated=isolated)
 
         if learning is not None and not decides.lossless:
             raise LoadError(
@@ -152,7 +151,7 @@ class SpeculativeLM:
         if line := described(base.generation_settings, str(name)):
             logger.warning(line)
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
-        samples = None if learning is None else SampleTap()
+        samples = None if learning is None else learning.tap()
         if chosen.compile:
             tell("compiling the model")
         elif chosen.nodes == "auto" and loaded.spec.max_nodes:

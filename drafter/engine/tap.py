@@ -9,6 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from drafter.drafters.contract import Drafter
+from drafter.target.model import BaseModel
+
 
 @dataclass(frozen=True)
 class EndedRow:
@@ -46,3 +49,17 @@ class RowTap(Protocol):
             hidden: `[T, K · d]` on the CPU; None if the drafter reads none.
             arrived: Happens when `hidden` is there; None where it is.
         """
+
+
+class LearningStart(Protocol):
+    """What a drafter begins with that learns from rows while it drafts."""
+
+    def drafter(self, name: str, base: BaseModel, nodes: int, *, isolated: bool = False) -> Drafter:
+        """Return the drafter, by the name that users give.
+
+        Raises:
+            LoadError: The name is not of a drafter that can learn, or it cannot be loaded.
+        """
+
+    def tap(self) -> RowTap:
+        """Return what collects the rows to learn from."""

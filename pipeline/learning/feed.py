@@ -39,7 +39,7 @@ class LearningFeed:
     """
 
     def __init__(self, lm: SpeculativeLM, find: Callable[[], Any | None], put: Callable[[Any], Any] = ray.put) -> None:
-        assert lm.samples is not None
+        assert isinstance(lm.samples, SampleTap)
         self._engine, self._samples, self._find, self._put = lm.engine, lm.samples, find, put
         self._learner: Any | None = None
         self._name = uuid.uuid4().hex

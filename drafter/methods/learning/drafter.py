@@ -23,6 +23,7 @@ from drafter.errors import LoadError
 from drafter.heads.checkpoint import load_head
 from drafter.heads.contract import DraftHead, Provenance
 from drafter.heads.registry import HEADS, new_head
+from drafter.methods.learning.rows import SampleTap
 from drafter.methods.learning.training import check_weights, load_weights
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import PAD_TOKEN, TokenTree, root_only
@@ -55,6 +56,14 @@ class StartingHead:
     def drafts(self) -> bool:
         """Whether it drafts before it has learnt anything."""
         return self.folder is not None
+
+    def drafter(self, name: str, base: BaseModel, nodes: int, *, isolated: bool = False) -> Drafter:
+        """Return a drafter whose head is replaced by better versions; see `load_learning_drafter`."""
+        return load_learning_drafter(name, base, nodes, self, isolated=isolated)
+
+    def tap(self) -> SampleTap:
+        """Return what collects the rows to learn from."""
+        return SampleTap()
 
     def load(self, base: BaseModel) -> DraftHead:
         """Return the head in evaluation mode, on `base`'s device and in its dtype.

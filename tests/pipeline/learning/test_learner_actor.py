@@ -24,6 +24,7 @@ from drafter.heads.registry import HEADS
 from drafter.methods.learning.contract import RowSample
 from drafter.methods.learning.drafter import version_of
 from drafter.methods.learning.learner import Learner
+from drafter.methods.learning.rows import SampleTap
 from drafter.methods.learning.settings import LearnerSettings
 from drafter.statistics import BatchChoice, MemberView
 from drafter.target.loading import load_base
@@ -185,7 +186,7 @@ def test_a_saved_head_that_cannot_be_loaded_is_left_out(
     begins = beginning(LearningConfig(enabled=True, head="new"), output)
     assert begins.saved is not None
     with EngineSpec(str(model), "auto", {}, EngineConfig(slots=2), 1, learning=begins).load() as lm:
-        assert lm.samples is not None
+        assert isinstance(lm.samples, SampleTap)
         assert lm.engine.state().drafter_version is None
     assert "the head that was learnt is left out: draft head" in capsys.readouterr().err
 
