@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -45,7 +46,7 @@ def load_base(
     Raises:
         LoadError: Not found, not readable, or not a model that can be decoded by trees.
     """
-    name = str(name_or_path)
+    name = os.path.expanduser(name_or_path)
     target = pick_device(device)
     kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local_only(name)}
     try:
@@ -190,7 +191,7 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False,
     Raises:
         LoadError: There is none to load.
     """
-    name = str(name_or_path)
+    name = os.path.expanduser(name_or_path)
     try:
         return AutoTokenizer.from_pretrained(
             name, trust_remote_code=trust_remote_code, local_files_only=local_files_only or local_only(name)
