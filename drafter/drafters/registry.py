@@ -74,10 +74,10 @@ def beside_texts(head: Drafter | None, loading: Loading, *, first: bool = True) 
         loading: The use.
         first: Whether the head is tried first, and drafts where no budget chooses.
     """
-    others = {name: loading.load(name) for name in ("cacheback", "memory") if name in TRAINING_FREE}
+    others: dict[str, Drafter] = {name: loading.load(name) for name in ("cacheback", "memory") if name in TRAINING_FREE}
     if head is None:
         return ChoosingDrafter(others) if others else PlainDecoding()
-    named = {"head": head, **others} if first else {**others, "head": head}
+    named: dict[str, Drafter] = {"head": head, **others} if first else {**others, "head": head}
     return ChoosingDrafter(named, together=[HEAD_AND_TEXTS] if named.keys() >= set(HEAD_AND_TEXTS) else [])
 
 

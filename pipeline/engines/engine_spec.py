@@ -6,16 +6,18 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineConfig
-from drafter.engine.tap import LearningStart
 from drafter.errors import LoadError, one_line
 from drafter.llm import SpeculativeLM
 from pipeline.learning.learner_spec import Beginning
+
+if TYPE_CHECKING:
+    from drafter.methods.learning.drafter import StartingHead
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class EngineSpec:
                 print(f"the head that was learnt is left out: {one_line(error)}", file=sys.stderr, flush=True)
                 return self._load(self.learning.start, on_stage)
 
-    def _load(self, start: LearningStart | None, on_stage: Callable[[str], None] | None) -> SpeculativeLM:
+    def _load(self, start: StartingHead | None, on_stage: Callable[[str], None] | None) -> SpeculativeLM:
         drafter = self.drafter
         if start is not None and start.folder is not None and drafter != "auto":
             drafter = start.folder  # the head alone, by where this process has it

@@ -19,6 +19,7 @@ from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.sequence import Handle
 from drafter.llm import Prompt
 from drafter.methods.learning.drafter import StartingHead
+from drafter.methods.learning.rows import SampleTap
 from drafter.methods.learning.training import weights_of
 from drafter.requests import TokenDelta
 from tests.support.models import random_model
@@ -199,7 +200,7 @@ def test_what_is_generated_is_learnt_from_and_new_weights_are_drafted_with(lm: S
     config = EngineConfig(slots=2, nodes=8)
     with SpeculativeLM.from_pretrained(drafter="ctc", device="cpu", learning=start, config=config) as learning:
         assert [one.token_ids for one in learning.generate(prompts, max_new_tokens=32)] == expected
-        assert learning.samples is not None
+        assert isinstance(learning.samples, SampleTap)
         samples = learning.samples.take(1 << 30)
         assert sorted(one.tokens.tolist()[one.prompt_length :] for one in samples) == sorted(expected)
         learning.engine.drafter.offer(1, weights_of(start.load(lm.base)))
