@@ -37,6 +37,9 @@ FINISHED = [
 UNFINISHED = [name for name in FINISHED if name != "training.png" and "step-00000024" not in name]
 """All files of a run whose driver ended before its last checkpoint was uploaded."""
 
+LIKE_OTHERS = {"run.json.copy", "tensorboard/EVENTS", "_staged/held-out.parquet", "_staged/token-counts.parquet"}
+"""Files that a run which goes on reads as it reads others, and whose loss a finished run shows already."""
+
 
 def cases(files: list[str], first: Damage) -> list[Any]:
     """Each file torn in one way, every second one in the other."""
@@ -106,7 +109,7 @@ def test_a_torn_file_of_a_finished_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("file", "damage"), cases(UNFINISHED, cut))
+@pytest.mark.parametrize(("file", "damage"), cases([name for name in UNFINISHED if name not in LIKE_OTHERS], cut))
 def test_a_torn_file_of_an_unfinished_run(
     train: Train, unfinished: Training, unbroken: Training, file: str, damage: Damage
 ) -> None:
