@@ -78,7 +78,9 @@ class Deployed:
         """Wait until the deployment has come to an end; return what Ray Serve says of the application."""
 
         def ended() -> dict[str, Any] | None:
-            found: dict[str, Any] = yaml.safe_load(self.serve("status"))["applications"]["drafter"]
+            # What `serve status` prints, without a process for each look.
+            said = httpx2.get(f"{self.cluster.jobs_address}/api/serve/applications/", timeout=PATIENCE).json()
+            found: dict[str, Any] = said["applications"]["drafter"]
             return found if found["status"] in ("RUNNING", "DEPLOY_FAILED") else None
 
         return wait_until(ended, "the deployment", pause=1)
