@@ -4,7 +4,7 @@ VENV ?= .venv
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# Quiet twice: errors alone, no warnings.
+# Quiet twice: errors alone, no warnings. Nothing is compiled to bytecode at the set-up: most modules are never imported.
 PIP := $(BIN)/python -m pip --quiet --quiet
 
 .PHONY: install demo demo-offline serve cluster-demo test test-slow lint format benchmark chaos clean
@@ -62,15 +62,15 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@# No build isolation, so that the build tool is locked like everything else.
 	@echo "  torch"
-	@$(PIP) install -c constraints.txt setuptools torch
+	@$(PIP) install --no-compile -c constraints.txt setuptools torch
 	@# DeepSpeed's set-up imports torch. Without a GPU it needs an extension, which is compiled here and not by the first
 	@# job: were that killed half-way, all later ones would wait for ever. A wheel in pip's cache may lack it.
 	@command -v c++ >/dev/null || echo "No C++ compiler: jobs.train will not run on CPUs, and the rest slowly"
 	@echo "  DeepSpeed"
 	@DS_BUILD_SHM_COMM=$$(command -v c++ >/dev/null && echo 1 || echo 0) \
-	    $(PIP) install --no-cache-dir -c constraints.txt --no-build-isolation deepspeed
+	    $(PIP) install --no-compile --no-cache-dir -c constraints.txt --no-build-isolation deepspeed
 	@echo "  Ray, transformers and the others"
-	@$(PIP) install -c constraints.txt --no-build-isolation --editable '.[dev,train]'
+	@$(PIP) install --no-compile -c constraints.txt --no-build-isolation --editable '.[dev,train]'
 	@echo "  the native library"
 	@$(BIN)/python -m drafter.native.build
 	@# The model of the demonstration, so that nothing is downloaded later. Its two settings keep bars and a warning away.
