@@ -2,46 +2,58 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from drafter.drafters.contract import PlainDecoding
 from drafter.drafters.registry import TRAINING_FREE, load_drafter
-from drafter.heads.registry import HEADS
+from drafter.heads.checkpoint import save_head
+from drafter.heads.contract import Provenance
+from drafter.heads.registry import HEADS, new_head
+from drafter.plugins import methods, resolved
 from drafter.requests import Request, SamplingParams
 from drafter.target.model import BaseModel
-from drafter.training.targets import RegeneratedText
+from drafter.training.loop import TorchOptimiser, train
+from drafter.training.settings import TrainingSettings
+from drafter.training.simulated_walk import simulated_beta
+from drafter.training.step import TrainingStep
+from drafter.training.targets import RegeneratedText, draft_batch
 from tests.support.models import random_prompts, run_engine
 from tests.support.paths import ROOT
 
 PAGE = ROOT / "docs" / "add-a-drafter.md"
 
 
-def run_page(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Run the page's Python, block by block. A block that begins with a file's path becomes that module.
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The page's package, installed: its modules and its entry point are on the path."""
+    text = PAGE.read_text(encoding="utf-8")
+    blocks = dict(re.findall(r"^```(python\n# \S+|toml)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+    group, entry = blocks.pop("toml").strip().splitlines()
+    for name, code in blocks.items():
+        file = tmp_path / name.partition("# ")[2]
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(code, encoding="utf-8")
+    metadata = tmp_path / "drafter_example-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: drafter-example\nVersion: 1\n", encoding="utf-8")
+    assert group == '[project.entry-points."drafter.methods"]'
+    (metadata / "entry_points.txt").write_text(f"[drafter.methods]\n{entry.replace(chr(34), '')}\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    methods.cache_clear()
+    with patch.dict(TRAINING_FREE, resolved("drafters")), patch.dict(HEADS, resolved("heads")), patch.dict(sys.modules):
+        yield
+    methods.cache_clear()
 
-    Returns `names` with everything that the blocks defined.
-    """
-    for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
-        space = names
-        if file := re.match(r"# (\S+)\.py\n", code):
-            module = ModuleType(file[1].replace("/", "."))
-            monkeypatch.setitem(sys.modules, module.__name__, module)
-            space = module.__dict__
-        exec(compile(code, str(PAGE), "exec"), space)
-        names.update((name, value) for name, value in space.items() if not name.startswith("__"))
-    return names
 
-
-def test_the_page_on_adding_a_drafter(
-    tiny_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("example")
+def test_the_page_on_adding_a_drafter(tiny_base: BaseModel, tmp_path: Path) -> None:
     requests = [Request(p, SamplingParams(max_new_tokens=20, ignore_eos=True)) for p in random_prompts(8)]
     plain = run_engine(tiny_base, PlainDecoding(), requests, slots=3, max_length=64)
     texts = [
@@ -49,18 +61,20 @@ def test_the_page_on_adding_a_drafter(
         for r, one in zip(requests, plain, strict=True)
     ]
 
-    given = {"base": tiny_base, "texts": texts, "held_out": texts[:4], "folder": tmp_path / "head"}
-    with patch.dict(TRAINING_FREE), patch.dict(HEADS):  # the page adds to them
-        made = run_page(given, monkeypatch)
-        drafters = {"mlp": made["drafter"], "echo": load_drafter("echo", tiny_base, 4)}
+    settings = TrainingSettings(steps=60, learning_rate=0.01, warmup_steps=5)
+    head = new_head("example", tiny_base, {})
+    optimiser = TorchOptimiser(TrainingStep(tiny_base, head, settings), settings)
+    batch = draft_batch(texts, 4, settings.anchors_per_text).to(tiny_base.device)
+    for _ in train(optimiser, itertools.repeat([batch]), settings, lambda: simulated_beta(head, tiny_base, texts[:4])):
+        pass
+    head.provenance = Provenance(tiny_base.name, tiny_base.fingerprint, {"steps": settings.steps})
+    save_head(head, tmp_path / "head")
 
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in printed] == ["step 30", "step 60"]
-    for drafter in drafters.values():
-        found = run_engine(tiny_base, drafter, requests, slots=3, max_length=64, nodes=4)
+    for name, nodes in (("echo", 4), (tmp_path / "head", 16)):
+        drafter = load_drafter(name, tiny_base, nodes)
+        found = run_engine(tiny_base, drafter, requests, slots=3, max_length=64, nodes=nodes)
         assert [one.token_ids for one in found] == [one.token_ids for one in plain]
         assert sum(one.counts.num_draft_tokens for one in found) > 0
-    found = run_engine(tiny_base, drafters["mlp"], requests, slots=3, max_length=64, nodes=16)
     steps = sum(one.counts.num_decode_steps for one in found)
     assert steps < 0.7 * sum(one.counts.num_decode_steps for one in plain)
 
