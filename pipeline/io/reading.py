@@ -273,10 +273,9 @@ def _largest_value(values: pa.Array) -> int:
 
 
 def plain(column: pa.Array) -> pa.Array:
-    """Decode dictionaries and run ends, which differ between files, and views, which Arrow cannot filter; nested ones
-    too.
+    """Decode dictionaries and run ends, which differ between files, and views, which Arrow cannot filter.
 
-    Seconds become milliseconds, as in Parquet, or text where these overflow.
+    Nested ones are decoded too. Seconds become milliseconds, as in Parquet, or text where these overflow.
     """
     kind = column.type
     if pa.types.is_dictionary(kind):
