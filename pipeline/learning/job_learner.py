@@ -1,4 +1,4 @@
-"""A learner's process as its owner sees it: started, asked what it does, and ended. Whatever it does is only said."""
+"""Learner process from the owner's side: starting, polling and ending it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LAST_WORD_SECONDS = 30.0
 
 
 def find_learner(name: str) -> Any | None:
-    """Return the `LearnerActor` of this name in the namespace; None while there is none."""
+    """Return the `LearnerActor` of this name in the namespace; None if there is none."""
     try:
         return ray.get_actor(name)
     except ValueError:
@@ -32,15 +32,15 @@ def find_learner(name: str) -> Any | None:
 
 
 class WatchedLearner:
-    """Starts a learner.
+    """Starts and polls a learner.
 
     Args:
-        spec: What it loads.
-        config: What of the cluster it takes.
-        name: By which other processes of the namespace find it; see `find_learner`.
+        spec: Models and settings to load.
+        config: Resources.
+        name: Actor name for `find_learner`.
 
     Attributes:
-        last: What it said last.
+        last: The latest report.
 
     Raises:
         ValueError: There is another actor of the name.
@@ -55,10 +55,8 @@ class WatchedLearner:
         self._said = "starting"
 
     def ask(self, tokens_left: float | None) -> LearningReport:
-        """Return what the learner said last, and ask it again; called now and then, and never waits.
-
-        Args:
-            tokens_left: As in `LearnerActor.report`.
+        """Return the latest report, and request the next one; never blocks. For `tokens_left` see
+        `LearnerActor.report`.
         """
         try:
             if self._call is not None and ray.wait([self._call], timeout=0)[0]:
@@ -71,7 +69,7 @@ class WatchedLearner:
         return self.last
 
     def close(self) -> LearningReport:
-        """End the learner, and return what it has done; its files are where they belong."""
+        """End the learner, and return its final report. Its files are written by then."""
         try:
             if self._answered and self.last.state != "ended":
                 self._hear(self._actor.close.remote(), _LAST_WORD_SECONDS)
@@ -96,7 +94,7 @@ class WatchedLearner:
         self._say(report)
 
     def _say(self, report: LearningReport) -> None:
-        """Print what is new."""
+        """Print new versions and changes of state."""
         before, self.last = self.last, report
         if report.version is not None and report.version != before.version:
             length = report.published_beta
@@ -108,21 +106,18 @@ class WatchedLearner:
 
 
 def tell(line: str) -> None:
-    """Print a line about the learner."""
     print(f"learner: {line}", file=sys.stderr, flush=True)
 
 
-# ---- A job's learner as its driver sees it: what of the cluster it leaves to engines, and what it does.
-
 _MEASURED_SECONDS = 9.0
-"""So long must rows have come for their pace to say how long the job takes."""
+"""Shortest measurement of the row rate that predicts the job's duration."""
 
 
 def beside_learner(config: LearningConfig, cluster: Cluster) -> Cluster:
-    """Return what a learner leaves of a cluster to engines.
+    """Return the part of a cluster left for engines.
 
     Raises:
-        InputError: No machine has what the learner is to have, and there will be no others.
+        InputError: No machine has the learner's resources, and the cluster cannot grow.
     """
     if not config.enabled or not (config.cpus or config.gpus):
         return cluster
@@ -142,15 +137,15 @@ def beside_learner(config: LearningConfig, cluster: Cluster) -> Cluster:
 class JobLearner:
     """The learner of a generation job.
 
-    Its process takes some seconds of a core before it can do anything. So where it has no core of its own, and must
-    pay, it is started only when so much is left to generate that it may.
+    Even starting its process takes seconds of a core. If it has no core of its own and must pay, it starts only when
+    the rest of the job is long enough.
 
     Args:
-        spec: What it loads.
-        config: What of the cluster it takes.
+        spec: Models and settings to load.
+        config: Resources.
 
     Attributes:
-        name: By which engines find it, once it has been started.
+        name: Actor name for engines.
     """
 
     def __init__(self, spec: LearnerSpec, config: LearningConfig) -> None:
@@ -164,20 +159,20 @@ class JobLearner:
             self._start()
 
     def look(self, now: Progress) -> Progress:
-        """Return the job's progress with what the learner does; called now and then, and does not wait for it."""
+        """Return the job's progress with the learner's report; never blocks."""
         if self._learner is None:
             self._may_start(now)
         return replace(now, learning=self._report if self._learner is None else self._learner.ask(tokens_left(now)))
 
     def close(self) -> LearningReport:
-        """End the learner, and return what it has done."""
+        """End the learner, and return its final report."""
         if self._learner is None:
             tell(f"not begun: {self._report.reason}")
             return self._report
         return self._learner.close()
 
     def _may_start(self, now: Progress) -> None:
-        """Start it, if it need not wait any longer."""
+        """Start the learner if it need not wait any longer."""
         if not self._waits:
             self._start()
             return
@@ -198,7 +193,7 @@ class JobLearner:
         self._report = replace(self._report, state="resting", reason=reason)
 
     def _start(self) -> None:
-        """Start it. A cluster in trouble costs the learner's work, and not the job: the next look tries again."""
+        """Start the learner. An error does not fail the job: the next look tries again."""
         try:
             self._learner = WatchedLearner(self._spec, self._config, self.name)
         except Exception as error:  # whatever it is
@@ -206,12 +201,12 @@ class JobLearner:
 
 
 def seconds_left(first: Progress, now: Progress) -> float | None:
-    """Return about how many seconds a job still takes, by the pace of its rows; None while that says too little.
+    """Estimate a job's remaining seconds from the rate of its rows; None while too few are done.
 
     Args:
-        first: When as many rows were done as are decoded together. The first ones are slower: engines have begun to
-            decode one after the other, and measure how fast they are.
-        now: Where the job is.
+        first: The progress after one full batch. The first rows are slower, as engines start one by one and measure
+            latencies.
+        now: The current progress.
     """
     seconds, rows = now.seconds - first.seconds, now.rows - first.rows
     if now.total is None or rows < max(now.slots, 1) or seconds < _MEASURED_SECONDS:
@@ -220,7 +215,7 @@ def seconds_left(first: Progress, now: Progress) -> float | None:
 
 
 def tokens_left(now: Progress) -> float | None:
-    """Return about how many tokens a job is still to generate; None before its first rows."""
+    """Estimate the tokens still to be generated; None before the first rows."""
     finished = now.rows - now.errors
     if now.total is None or finished <= 0 or not now.tokens:
         return None
