@@ -1,4 +1,4 @@
-"""What an engine's process loads."""
+"""Models and settings of an engine's process."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from pipeline.learning.learner_spec import Beginning
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an actor loads.
+    """Models and settings of an engine.
 
     Args:
-        model: Hub id or folder; None is the embedded base.
+        model: Hub id or folder; None is the embedded target model.
         drafter: As in `SpeculativeLM.from_pretrained`.
         loading: Further arguments of `SpeculativeLM.from_pretrained`.
         config: The engine's sizes.
         threads: CPU threads: the actor's share of the machine.
-        isolated: Whether no request may be drafted from another one's text.
-        verifier: Which draft tokens become output.
-        learning: What a head begins with that learns from the rows; None where none does.
+        isolated: Never draft from another request's text.
+        verifier: The verifier's settings.
+        learning: Initial state of a head that learns from the rows; None without learning.
     """
 
     model: str | None
@@ -43,10 +43,7 @@ class EngineSpec:
     learning: Beginning | None = None
 
     def load(self, on_stage: Callable[[str], None] | None = None) -> SpeculativeLM:
-        """Load the models and start the engine.
-
-        Args:
-            on_stage: As in `SpeculativeLM.from_pretrained`.
+        """Load the models and start the engine; see `SpeculativeLM.from_pretrained` for `on_stage`.
 
         Raises:
             LoadError: The models cannot be loaded.
