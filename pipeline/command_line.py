@@ -53,12 +53,7 @@ def run_job(job: Callable[[Sequence[str] | None], int | None], arguments: Sequen
 
 
 def command_of(job: str, arguments: Sequence[str] | None) -> str:
-    """Return the command that repeats a job, for the record.
-
-    Args:
-        job: The module to run.
-        arguments: Its command line (`sys.argv` by default).
-    """
+    """Return the command that repeats a job, for the record."""
     return shlex.join(["python", "-m", job, *(sys.argv[1:] if arguments is None else arguments)])
 
 
@@ -74,11 +69,7 @@ def program(module: str) -> str:
 
 
 class JobParser(ArgumentParser):
-    """A job's command line. `--help` shows common settings, `--help-all` all of them.
-
-    Args:
-        common: Settings that `--help` shows, in this order; all if empty.
-    """
+    """A job's command line. `--help` shows common settings, `--help-all` all of them."""
 
     def __init__(self, *arguments: Any, common: Sequence[str] = (), **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -119,8 +110,6 @@ class _HelpAll(_HelpAction):
 
 
 class _HelpPage(RawDescriptionHelpFormatter):
-    """Keeps the line breaks of examples, and does not break names at hyphens."""
-
     def __init__(self, program: str) -> None:
         width = min(shutil.get_terminal_size().columns, _MOST_COLUMNS)
         super().__init__(program, max_help_position=_OPTION_COLUMNS, width=width)
@@ -152,7 +141,6 @@ def _add_section(page: _HelpPage, title: str, actions: Iterable[Action]) -> None
 
 
 def _value_kind(action: Action) -> str:
-    """Return an option's value placeholder for the help page."""
     if action.dest in ("config", "print_config"):
         return "FILE" if action.dest == "config" else ""
     kind = getattr(action, "_typehint", action.type)
@@ -175,11 +163,7 @@ def make_parser(config_class: type, job: str, required: str, description: str, c
     """Make a job's command line.
 
     Args:
-        config_class: A dataclass; its fields are the settings.
-        job: The module to run.
         required: Settings without a default, as shown in the usage.
-        description: Description with examples.
-        common: Settings that `--help` shows; see `JobParser`.
     """
     parser = new_parser(job, f"{required} [--config FILE] [settings]".strip(), f"{description}\n\n{_SETTINGS}", common)
     parser.add_argument("--config", action="config", help="YAML file with any of the settings.")
@@ -317,7 +301,6 @@ def _unknown_option(message: str, parser: JobParser) -> str | None:
 
 
 def _readable(message: str, parser: JobParser) -> str:
-    """Return jsonargparse's message on one line, without Python's type names."""
     message = one_line(message)
     if (unknown := _unknown_option(message, parser)) is not None:
         return unknown
@@ -347,8 +330,6 @@ def at_least(name: str, value: float | None, low: float, *, above: bool = False)
     allowed.
 
     Args:
-        name: The setting's name, for the message.
-        value: Its value.
         low: The least allowed value.
         above: Whether `low` itself is refused.
 

@@ -29,13 +29,7 @@ class JobStopped(RuntimeError):  # noqa: N818 - stopping a job is no error
 
 
 class RowError(ValueError):
-    """One row cannot be generated; the others are unharmed.
-
-    Args:
-        kind: See `ProblemType`.
-        message: What is wrong with the row.
-        attempts: How often an engine had it.
-    """
+    """One row cannot be generated; the others are unharmed."""
 
     def __init__(self, kind: ProblemType, message: str, attempts: int = 0) -> None:
         super().__init__(message)
@@ -52,10 +46,7 @@ class RowProblem:
     """Why a row goes to `errors/`.
 
     Args:
-        type: See `ProblemType`.
-        message: What is wrong with the row.
         input: The row as in the file, where it is no record and has no columns to keep it.
-        attempts: How often an engine had it.
     """
 
     type: ProblemType

@@ -62,9 +62,6 @@ class NodeType:
     """A kind of nodes.
 
     Args:
-        cpus: Logical cores per node.
-        gpus: Logical GPUs per node.
-        most: Most such nodes that an autoscaler starts.
         environment: Environment variables of the node's processes, besides the cluster's; not for nodes that an
             autoscaler starts.
     """
@@ -81,7 +78,6 @@ class LocalCluster:
     Use it in a `with` statement; at its end all processes of the cluster are killed.
 
     Args:
-        nodes: Nodes from the beginning.
         growing: Kinds of nodes, by name, that an autoscaler starts and ends.
         idle_seconds: Idle time after which the autoscaler ends a node.
         head_environment: Environment variables of the head's processes, besides the cluster's.

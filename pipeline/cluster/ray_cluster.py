@@ -54,9 +54,6 @@ def cluster_here(patience: float = 5.0) -> bool:
 
     Ray leaves its address in a file that only a private function of Ray reads. If all its processes were killed, the
     file stays, and `ray.init` would wait for minutes.
-
-    Args:
-        patience: Seconds to wait for an answer.
     """
     address = find_bootstrap_address(None)
     if not address:

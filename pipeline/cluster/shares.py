@@ -27,7 +27,6 @@ class Cluster:
     """The cluster's machines.
 
     Args:
-        nodes: The present machines.
         may_grow: Whether others may join, or be started by an autoscaler. Ray does not tell which ones.
     """
 
@@ -40,8 +39,6 @@ class ActorResources:
     """Resources of equal actors.
 
     Args:
-        cpus: Cores of each.
-        gpus: GPUs of each.
         max_actors: Most actors; None is as many as there is work and room for.
     """
 
@@ -67,8 +64,6 @@ def share_out(
     Where nothing can run yet, as on a head that waits for its autoscaler, an actor takes a GPU.
 
     Args:
-        config: The configured resources.
-        cluster: The cluster.
         what: The actors' designation in errors.
         settings: Settings that errors advise to lower; `{}` stands for `cpus` or `gpus`.
 

@@ -182,7 +182,6 @@ def _hand_over(client: Any, command: str, environment: dict[str, Any], name: str
 
 
 def _submissions(client: Any, name: str) -> dict[int, Any]:
-    """Return the known submissions of a name, by number."""
     found = ((re.fullmatch(rf"{re.escape(name)}-(\d+)", job.submission_id or ""), job) for job in client.list_jobs())
     return {int(match[1]): job for match, job in found if match}
 
@@ -198,7 +197,6 @@ def _same(job: Any, command: str) -> str:
 
 
 async def _follow(client: Any, name: str) -> Any:
-    """Print a job's log to its end, across broken connections; return the job's details."""
     from aiohttp import ClientError
 
     shown = failures = 0

@@ -70,13 +70,7 @@ class EngineActor:
     """Turns parts of requests into parts of generated rows.
 
     Args:
-        spec: Models and settings to load.
-        limits: Time limits and attempts.
-        traits: Traits that select the output columns.
-        ledger: A `Ledger` actor.
-        progress: A `ProgressBoard` actor.
         run: The job's name in metrics: its output.
-        others: Sources of texts for the drafter's memory.
         learner: Name of the `LearnerActor`, which may start later; None without learning.
     """
 
@@ -162,7 +156,6 @@ class EngineActor:
         return pack((part, self._generate(part, rows)) for part, rows in unpack(block))
 
     def _generate(self, part: str, rows: pa.Table) -> pa.Table:
-        """Replace each row's request by `generated`, a struct of the output columns, or by a `problem`."""
         problems = rows["problem"].to_pylist()
         errors = sum(problem is not None for problem in problems)
         try:

@@ -24,12 +24,6 @@ class EngineSpec:
 
     Args:
         model: Hub id or folder; None is the embedded target model.
-        drafter: As in `SpeculativeLM.from_pretrained`.
-        loading: Further arguments of `SpeculativeLM.from_pretrained`.
-        config: The engine's sizes.
-        threads: CPU threads: the actor's share of the machine.
-        isolated: Never draft from another request's text.
-        verifier: The verifier's settings.
         learning: Initial state of a head that learns from the rows; None without learning.
     """
 

@@ -70,11 +70,7 @@ class Feeder:
     """Feeds rows into one engine.
 
     Args:
-        submit: Submits a request to the engine.
         finish: Returns the output columns of a finished request.
-        ledger: Records every row before the engine gets it.
-        slots: The engine's slots.
-        row_attempts: Engine deaths after which a row becomes an error.
     """
 
     def __init__(
@@ -103,8 +99,6 @@ class Feeder:
         """Generate a part, and return outcomes by `request_id`. Thread-safe.
 
         Args:
-            part: The part's name.
-            requests: Its requests by `request_id`.
             report: Called now and then with the outcomes so far, and once with all.
 
         Raises:
@@ -161,7 +155,6 @@ class Feeder:
                 self._changed.notify_all()
 
     def _exchange(self) -> None:
-        """Tell the ledger which rows left the engine and which are to enter, then submit these."""
         with self._changed:
             self._changed.wait_for(lambda: self._left or self._may_enter())
             full = self._inside >= self._slots

@@ -31,7 +31,6 @@ class RowOutcome:
     """The outcome of a row: one of the two is set.
 
     Args:
-        generated: Values of the output columns.
         problem: Fields of a `RowProblem`.
     """
 
@@ -53,8 +52,6 @@ class PartRecord:
 
     Args:
         wanted: Number of rows that engines must process; None before an engine began the part.
-        inside: Rows inside an engine.
-        outcomes: Outcomes of finished rows.
         deaths: Per row, how often an engine died with the row inside.
     """
 
@@ -85,9 +82,7 @@ class LedgerCounts:
     """Counts for this submission.
 
     Args:
-        inside: Rows inside engines.
         uncommitted: Complete parts that are not yet committed.
-        engine_deaths: Engine processes that ended and were replaced.
         rows_again: Rows inside an engine at its death, which are generated again.
     """
 
@@ -102,7 +97,6 @@ class Ledger:
 
     Args:
         row_attempts: Engine deaths with a row inside after which the row becomes an error.
-        saved: Rows from an earlier submission's `save`.
         base: Fingerprint of the target model that an earlier submission used.
     """
 

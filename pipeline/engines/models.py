@@ -57,7 +57,6 @@ def tensor_spans(file: Any, size: int) -> list[Span]:
 
     Args:
         file: The file, opened at its beginning, as a stream of bytes.
-        size: Its size in bytes.
 
     Raises:
         ValueError: It is not a safetensors file, or incomplete.
@@ -77,7 +76,6 @@ def tensor_spans(file: Any, size: int) -> list[Span]:
 
 
 def _digest(path: Path) -> bytes:
-    """Hash a file completely, or its header and blocks of each tensor."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size <= _WHOLE_BYTES:

@@ -33,10 +33,6 @@ def earlier_texts(data: Location, tokens: int) -> list[Text]:
     """Return the newest prompts with answers that have up to `tokens` tokens together, oldest first.
 
     Unreadable files are skipped: drafts are not worth a failure.
-
-    Args:
-        data: The folder of the output's Parquet files.
-        tokens: Most tokens of all texts together.
     """
     found: list[Text] = []
     for text in _newest_first(data):
@@ -82,23 +78,14 @@ _KEPT_TOKENS = 1 << 18
 
 @dataclass(frozen=True)
 class Seen:
-    """An engine's position in the node's texts.
-
-    Args:
-        life: Name of the actor's process.
-        number: Number of the next text.
-    """
+    """An engine's position in the node's texts."""
 
     life: str
     number: int
 
 
 class NodeTexts:
-    """Keeps the newest texts of a node's engines. Run as a Ray actor, but independent of Ray.
-
-    Args:
-        capacity: Most tokens kept.
-    """
+    """Keeps the newest texts of a node's engines. Run as a Ray actor, but independent of Ray."""
 
     def __init__(self, capacity: int = _KEPT_TOKENS) -> None:
         self._capacity, self._life = capacity, uuid.uuid4().hex
@@ -109,8 +96,6 @@ class NodeTexts:
         """Add an engine's texts, and return the other engines' texts since its last call.
 
         Args:
-            engine: Its name.
-            said: Its new texts.
             seen: The last call's result; without one, no texts are returned.
         """
         first = seen.number if seen is not None and seen.life == self._life else self._said
@@ -125,11 +110,7 @@ class NodeTexts:
 
 
 def texts_of_node(run: str) -> Any:
-    """Return the `NodeTexts` actor of this node and job, made on first use.
-
-    Args:
-        run: The job's name: its output.
-    """
+    """Return the `NodeTexts` actor of this node and job, made on first use."""
     node = ray.get_runtime_context().get_node_id()
     name = f"texts-{hashlib.sha256(run.encode()).hexdigest()[:16]}-{node}"
     here = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -145,12 +126,7 @@ _UNTOLD_TOKENS = 1 << 16
 
 @dataclass(frozen=True)
 class OtherTexts:
-    """Sources of texts besides an engine's own rows.
-
-    Args:
-        data: The folder of the job's finished rows; None to read none.
-        shared: Whether the job may have other engines on this node.
-    """
+    """Sources of texts besides an engine's own rows."""
 
     data: Location | None
     shared: bool
@@ -160,9 +136,6 @@ class MemoryFeed:
     """Adds other processes' texts to a drafter's memory, in threads.
 
     Args:
-        drafter: The engine's drafter.
-        others: Sources of texts.
-        run: The job's name.
         connect: Returns an actor handle for a job's name.
     """
 

@@ -43,7 +43,6 @@ class AskedRow:
     """Identity of a row's request.
 
     Args:
-        name: Its `request_id`.
         key: Hash of its prompt, its own settings and its sample number.
     """
 
@@ -56,11 +55,8 @@ class Changes:
     """Differences between the input and the one that the output was begun with.
 
     Args:
-        rows: Rows of the current input.
-        kept: Rows with a result.
         open: Unchanged rows still to be generated.
         changed: Rows of the same name with a different request.
-        removed: Old rows that are gone.
     """
 
     rows: int
@@ -122,12 +118,7 @@ def compare(
 
 
 class Results:
-    """Results of an output, by row name.
-
-    Args:
-        output: The output.
-        staged: Its input at the time of the results.
-    """
+    """Results of an output, by row name."""
 
     def __init__(self, output: OutputFolder, staged: StagedInput) -> None:
         self._output, self._given = output, staged.row_type.num_fields
@@ -195,7 +186,6 @@ def _read(file: Location, columns: list[str] | None = None) -> pa.Table:
 
 
 def _struct(table: pa.Table, kind: pa.StructType) -> pa.StructArray:
-    """Return a table's rows as structs; a missing column is null."""
     arrays = [
         table[field.name].combine_chunks().cast(field.type)
         if field.name in table.column_names
@@ -218,9 +208,7 @@ def grow(job: JobContext, before: StagedInput, now: StagedInput, columns: Sequen
 
     Args:
         job: The job, whose lease the caller holds.
-        before: The old staged input.
         now: The new staged input, whose list is not saved yet.
-        columns: The columns of results.
 
     Raises:
         InputError: No row's result can be kept.

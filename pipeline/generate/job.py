@@ -68,7 +68,6 @@ def with_model_defaults(config: GenerateConfig, *, drawn: bool) -> GenerateConfi
     """Fill unset sampling settings from the model's own.
 
     Args:
-        config: The job's configuration.
         drawn: Whether rows are sampled by default, as OpenAI's requests are.
 
     Raises:

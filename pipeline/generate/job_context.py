@@ -33,12 +33,7 @@ class JobContext:
     """A generation job, checked and ready to run.
 
     Args:
-        config: Its configuration.
-        listing: Files of its input.
-        prompts: Location of the prompts in them.
-        output: Folder of its results.
         meaning: Everything that determines its results; see `job_meaning`.
-        heads: Fingerprints of its draft heads, by name.
         source: See `input_source`.
     """
 
@@ -79,9 +74,6 @@ class Work:
     """The work of a submission.
 
     Args:
-        staged: The staged input.
-        missing: Its parts that are not in the output yet.
-        resources: Resources of the engines.
         beginning: Initial state of a head that learns from the rows; None without learning.
     """
 
@@ -157,9 +149,6 @@ def job_meaning(
     """Return everything that determines a row's results: bound settings, and the model's fingerprint.
 
     Args:
-        config: The job's configuration.
-        prompts: Location of the prompts in its input.
-        base: Fingerprint of the target model.
         heads: Fingerprints of draft heads, and of a verifier's classifier, by name.
         date: Time for chat templates; None where none reads it.
     """

@@ -36,10 +36,7 @@ def row_sampling(
     """Return a row's settings: the run's, overridden by its `seed` column and then by `column`.
 
     Args:
-        defaults: The run's settings.
         request_id: The row's name, from which the seed follows if the row has none.
-        row: The row's columns.
-        column: The column with the row's own settings.
         sample: Index of the sample among the row's samples.
 
     Raises:
@@ -98,11 +95,6 @@ class PromptSettings:
     """Settings of `row_request`.
 
     Args:
-        tokenizer: Hub id or folder.
-        trust_remote_code: Run code that comes with the tokeniser.
-        source: Location of the prompt in a row.
-        reading: Whether prompts are chats, and where a row's own settings are.
-        sampling: The run's settings; a row's own override them.
         max_length: Most tokens of prompt and output together that any engine of the run takes.
         now: The time that chat templates see, the same for all rows of an output whenever they are generated.
     """
@@ -118,12 +110,7 @@ class PromptSettings:
 
 @dataclass(frozen=True)
 class RowRequest:
-    """A row's request.
-
-    Args:
-        prompt: A text or a chat to tokenise, or token ids.
-        sampling: The row's settings.
-    """
+    """A row's request."""
 
     prompt: str | Chat | list[int]
     sampling: SamplingParams
@@ -135,10 +122,6 @@ def row_request(
     """Return a row's request.
 
     Args:
-        request_id: The row's name.
-        row: The columns that the job reads.
-        settings: The run's settings.
-        tokenizer: Has the chat template.
         sample: Index of the sample among the row's samples.
 
     Raises:
@@ -161,7 +144,6 @@ def row_request(
 def _batch_request(
     request_id: str, line: dict[str, Any], settings: PromptSettings, tokenizer: Any, sample: int
 ) -> RowRequest:
-    """Return the request of a row of an OpenAI batch: one of the choices of its line."""
     defaults = settings.sampling
     try:
         asked = parse_line(line)
@@ -182,7 +164,6 @@ def row_messages(value: Any, column: str) -> list[dict[str, Any]]:
 
     Args:
         value: A list of {role, content}, or that list as JSON text.
-        column: The column's name, for messages.
 
     Raises:
         RowError: The value is neither.
@@ -217,7 +198,6 @@ def row_messages(value: Any, column: str) -> list[dict[str, Any]]:
 
 
 def _is_content(value: Any) -> bool:
-    """Whether a chat template may accept this content."""
     if isinstance(value, list):
         return all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in value)
     return isinstance(value, str)

@@ -85,7 +85,6 @@ def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
 
 
 def _samples(rows: pa.Table) -> list[int]:
-    """Return each row's sample index."""
     structs = whole(rows["row"])
     samples: list[int] = structs.field(structs.type.get_field_index(SAMPLE_COLUMN)).to_pylist()
     return samples
@@ -120,7 +119,6 @@ def _encode_texts(tokenizer: Any, texts: list[str]) -> list[list[int] | RequestE
 
 @lru_cache(maxsize=2)
 def _tokenizer(name: str, trust_remote_code: bool) -> Any:
-    """Load a tokeniser once per worker process."""
     return load_tokenizer(name, trust_remote_code=trust_remote_code)
 
 
@@ -128,10 +126,6 @@ def stream(job: JobContext, work: Work, board: Any, ledger: Any, learner: str | 
     """Generate and commit the missing parts. A row of the Ray dataset is a part.
 
     Args:
-        job: The job.
-        work: The missing parts and the resources.
-        board: A `ProgressBoard` actor.
-        ledger: A `Ledger` actor.
         learner: Name of the `LearnerActor`, which may start later; None without learning.
     """
     # Large parts first: what is left for the end, when engines run empty, is short.

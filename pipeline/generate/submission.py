@@ -116,7 +116,6 @@ def note_facts(job: JobContext, now: Progress) -> None:
 
 
 def _tally(output: OutputFolder, work: Work, unfinished: Sequence[SavedRow]) -> Tally:
-    """Return a tally with the rows of earlier submissions."""
     kept = kept_rows(unfinished)
     rows = work.staged.rows - work.rows + sum(part.rows for part in kept.values())
     errors = count_errors(output, work.missing) + sum(part.errors for part in kept.values())
@@ -275,10 +274,6 @@ def is_damaged(job: JobContext, staged: StagedInput) -> bool:
 
 def stage_as_it_is(job: JobContext, before: StagedInput | None) -> StagedInput:
     """Stage the input if it is not staged, is damaged, or has changed.
-
-    Args:
-        job: The job.
-        before: The existing staging.
 
     Raises:
         InputError: The input cannot be used, or the output has no result for any of its rows.

@@ -40,7 +40,6 @@ class SeenType:
 
     Args:
         exact: Whether all its integers are exact as float64, and all its times as microseconds.
-        file: The file's name, for errors.
     """
 
     name: str
@@ -184,7 +183,6 @@ def unify(seen: Iterable[SeenType], *, json_objects: bool) -> pa.StructType:
     """Return one field per column, in order of first appearance, whose type holds every value unchanged, or text.
 
     Args:
-        seen: Types of the columns.
         json_objects: Whether they come from JSON, where objects with different fields are different values. In tables,
             a field that a file lacks is null there.
 
@@ -295,7 +293,6 @@ def _is_string(kind: pa.DataType) -> bool:
 
 
 def _text_tells(kind: pa.DataType) -> bool:
-    """Whether text represents values of this type completely."""
     if pa.types.is_nested(kind):
         return all(_text_tells(kind.field(index).type) for index in range(kind.num_fields))
     binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
@@ -311,7 +308,6 @@ def stored_type(kind: pa.DataType) -> pa.DataType:
 
 
 def _is_moderate(kind: pa.DataType) -> bool:
-    """Whether a type has at most `_DEEPEST` levels and at most `_MOST_COLUMNS` fields in all."""
     level, count = [kind], 0
     for _ in range(_DEEPEST + 1):
         level = [one.field(index).type for one in level if pa.types.is_nested(one) for index in range(one.num_fields)]
@@ -369,7 +365,6 @@ def free_name(name: str, ours: set[str], theirs: list[str]) -> str:
     """Return an input column's name in the output: its own, or `input_NAME` if taken.
 
     Args:
-        name: The column's own name.
         ours: Names that are taken.
         theirs: Names of all columns of the input.
     """

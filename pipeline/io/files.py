@@ -207,7 +207,6 @@ def read_either(file: Location, parse: Callable[[str], T]) -> T:
     """Read a file of `write_twice`, from the copy if the file is damaged.
 
     Args:
-        file: The file.
         parse: Parses a text, or raises `ValueError`, `KeyError` or `TypeError` for a damaged one.
 
     Raises:
@@ -257,8 +256,6 @@ def make_folders(output: Location, folders: Sequence[Location], probe_in: Locati
     """Make the folders of an output and check that they can be written to.
 
     Args:
-        output: The output, named in errors.
-        folders: The folders to make.
         probe_in: Folder in which a test file is written and deleted.
         what: The output's designation in errors.
 

@@ -73,10 +73,7 @@ def dataset_files(
 
     Args:
         uri: The folder as given, for messages.
-        root: The folder.
         names: All files below it, relative to it.
-        split: The requested split.
-        subset: The requested subset ("configuration").
 
     Returns:
         Names of the files; None if the folder is not a dataset, just files.
@@ -122,7 +119,6 @@ def dataset_files(
 
 
 def _all_there(uri: str, names: Sequence[str], listed: list[str]) -> list[str]:
-    """Return the files that a saved dataset lists, or refuse if some are missing."""
     if missing := sorted(set(listed).difference(names)):
         raise InputError(
             f"input {uri} is incomplete: it has no {missing[0]}, and {len(missing)} of the {len(listed)} files that "
@@ -190,7 +186,6 @@ def _declared_splits(config: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _choose(uri: str, what: str, choices: Mapping[str, Any], asked: str | None) -> str:
-    """Choose the requested split or subset, or the only one, or the subset `default`."""
     if asked is None and len(choices) == 1:
         return next(iter(choices))
     if asked is None and what == "subset" and "default" in choices:
@@ -220,14 +215,7 @@ _COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
 
 @dataclass(frozen=True)
 class InputFile:
-    """One file to read.
-
-    Args:
-        path: Path on its file system.
-        name: Path below the input's folder; names the file's rows.
-        size: Bytes.
-        format: Its format.
-    """
+    """One file to read."""
 
     path: str
     name: str
@@ -256,8 +244,6 @@ def list_input(uri: str, format: str = "auto", split: str | None = None, subset:
     Args:
         uri: A path, a folder, a pattern or a URI.
         format: Format of the files, or `auto`.
-        split: Split of a Hugging Face dataset.
-        subset: Subset of a Hugging Face dataset.
 
     Raises:
         InputError: The input does not exist, holds no readable file, or its names do not tell their format.
@@ -303,7 +289,6 @@ class _Found:
     """The files found at an input's path.
 
     Args:
-        root: The file, or the folder.
         is_folder: Whether the input is a folder, and not a file or a pattern.
         files: Files by their path below the folder, sorted by path, without hidden ones.
     """
@@ -367,7 +352,6 @@ def _exists(uri: str) -> bool:
 
 
 def _split_files(uri: str, found: _Found, split: str | None, subset: str | None) -> set[str] | None:
-    """Return names of the files of a dataset's split; None if the folder is just files."""
     if not found.is_folder:
         if split is not None or subset is not None:
             raise InputError(f"input {uri} is not a dataset's folder: leave out reading.split and reading.subset")
@@ -380,7 +364,6 @@ def _split_files(uri: str, found: _Found, split: str | None, subset: str | None)
 
 @contextmanager
 def _errors_name(uri: str) -> Iterator[None]:
-    """Name the input in errors from listing it."""
     try:
         yield
     except InputError:

@@ -22,7 +22,6 @@ class PromptSource:
     """Location of a row's prompt.
 
     Args:
-        column: Its column.
         kind: The column's content: text, chat messages, or the body of an OpenAI request.
         id_column: The column that names a row; None where the row's file and line do.
         own_sampling: Whether the first rows bring sampling settings of their own.
@@ -64,7 +63,6 @@ def find_prompts(listing: InputListing, config: ReadingConfig) -> PromptSource:
 
 
 def _is_batch(file: InputFile, columns: list[str], config: ReadingConfig) -> bool:
-    """Whether rows are OpenAI requests, and no setting contradicts."""
     unset = config.prompt_column is None and config.messages_column is None and config.id_column is None
     return config.format == "auto" and file.format == "jsonl" and unset and {"custom_id", "url", "body"} <= {*columns}
 

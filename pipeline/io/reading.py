@@ -60,7 +60,6 @@ class Chunk:
 
 
 def _all_values(column: pa.ChunkedArray) -> list[Any] | None:
-    """Return a column's values; None if any of them cannot be read."""
     try:
         return [_without_nulls(value) for value in column.to_pylist(maps_as_pydicts="strict")]
     except Exception:  # Arrow raises what Python's own types raise, each in its own way
@@ -228,7 +227,6 @@ def _refuse_duplicate_names(file: InputFile, names: list[str]) -> None:
 
 
 def _chunks(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[Chunk]:
-    """Cut batches to at most `rows` rows, fewer where they are large, with row numbers."""
     first = 1
     for batch in batches:
         step = max(1, min(rows, _BATCH_BYTES // max(sum(map(_largest_row, batch.columns)), 1)))
@@ -387,7 +385,6 @@ def _read_lines(
 
 
 def _some_lines(lines: Iterable[tuple[int, bytes]], most: int) -> Iterator[list[tuple[int, bytes]]]:
-    """Group lines by at most `most`, fewer where they are long."""
     some: list[tuple[int, bytes]] = []
     size = 0
     for number, line in lines:
@@ -448,7 +445,6 @@ def _parse_json(line: bytes, *, text_column: str | None, json_column: str | None
 
 
 def _levels(value: Any) -> int:
-    """Return the depth of nested objects and lists."""
     levels, level = 0, [value]
     while level := [
         inner
@@ -482,9 +478,6 @@ def read_file(
     """Read a file of any format in non-empty chunks of at most `rows` rows.
 
     Args:
-        filesystem: Filesystem of `file`.
-        file: The file.
-        rows: Most rows of a chunk.
         text_column: In JSON lines, a row whose value in this column is not text gets a problem.
         json_column: In JSON lines, objects of this column stay JSON text.
 

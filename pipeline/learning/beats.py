@@ -20,9 +20,7 @@ class EngineBeat:
     """An engine's progress since its start.
 
     Args:
-        tokens: New tokens of its process.
         row_steps: Decode steps, counted once per participating row.
-        choices: Chosen drafters, by batch size.
         busy: Seconds with something to decode.
     """
 
@@ -37,9 +35,7 @@ class Decoded:
     """Progress of all engines in an interval.
 
     Args:
-        tokens: New tokens.
         row_steps: Decode steps, counted once per participating row.
-        choices: The latest choices of each engine that has some.
         busy: Seconds with something to decode, the mean over engines.
     """
 
@@ -110,7 +106,6 @@ class LearnerMetrics:
     """Exports a learner's state.
 
     Args:
-        run: A job's output, or an endpoint's model name.
         begun: The initial report. Earlier processes have exported its counts.
     """
 

@@ -33,9 +33,7 @@ class LearningFeed:
     """Passes rows of an engine to a learner, and versions of the head to the engine.
 
     Args:
-        lm: An engine with a head that learns.
         find: Returns the current `LearnerActor`; None if there is none.
-        put: Puts rows into the object store.
     """
 
     def __init__(self, lm: SpeculativeLM, find: Callable[[], Any | None], put: Callable[[Any], Any] = ray.put) -> None:
@@ -79,7 +77,6 @@ class LearningFeed:
             self._pause(True)
 
     def _offer(self, number: int, weights: Mapping[str, Tensor]) -> None:
-        """Offer a version to the engine; one that cannot be loaded is skipped."""
         try:
             self._engine.drafter.offer(number, weights)
         except Exception as error:  # such as too little memory, or weights of another shape

@@ -34,11 +34,6 @@ def find_learner(name: str) -> Any | None:
 class WatchedLearner:
     """Starts and polls a learner.
 
-    Args:
-        spec: Models and settings to load.
-        config: Resources.
-        name: Actor name for `find_learner`.
-
     Attributes:
         last: The latest report.
 
@@ -94,7 +89,6 @@ class WatchedLearner:
         self._say(report)
 
     def _say(self, report: LearningReport) -> None:
-        """Print new versions and changes of state."""
         before, self.last = self.last, report
         if report.version is not None and report.version != before.version:
             length = report.published_beta
@@ -140,10 +134,6 @@ class JobLearner:
     Even starting its process takes seconds of a core. If it has no core of its own and must pay, it starts only when
     the rest of the job is long enough.
 
-    Args:
-        spec: Models and settings to load.
-        config: Resources.
-
     Attributes:
         name: Actor name for engines.
     """
@@ -172,7 +162,6 @@ class JobLearner:
         return self._learner.close()
 
     def _may_start(self, now: Progress) -> None:
-        """Start the learner if it need not wait any longer."""
         if not self._waits:
             self._start()
             return
@@ -206,7 +195,6 @@ def seconds_left(first: Progress, now: Progress) -> float | None:
     Args:
         first: The progress after one full batch. The first rows are slower, as engines start one by one and measure
             latencies.
-        now: The current progress.
     """
     seconds, rows = now.seconds - first.seconds, now.rows - first.rows
     if now.total is None or rows < max(now.slots, 1) or seconds < _MEASURED_SECONDS:

@@ -56,8 +56,6 @@ class Answer:
     """The learner's reply to an engine.
 
     Args:
-        wants_rows: Whether the learner takes rows now.
-        number: Number of the newest version; None before the first.
         weights: Reference to its weights, in a tuple so that Ray does not fetch them with the answer; or empty.
     """
 
@@ -84,13 +82,7 @@ class LearnerActor:
         self._thread.start()
 
     def exchange(self, engine: str, beat: EngineBeat, rows: Sequence[ray.ObjectRef[Any]]) -> Answer:
-        """Record an engine's progress and its rows, and return the learner's reply.
-
-        Args:
-            engine: Name of the engine's process.
-            beat: Its progress.
-            rows: References to lists of rows.
-        """
+        """Record an engine's progress and its rows, and return the learner's reply."""
         with self._lock:
             self._beats.enter(engine, beat, time.monotonic())
             self._dropped += max(len(self._batches) + len(rows) - _BATCHES, 0)
@@ -231,7 +223,6 @@ class LearnerActor:
             self._answer = replace(self._answer, number=version.number, weights=weights)
 
     def _end_interval(self, seconds: float, worked: bool, drafts: bool) -> None:
-        """Record an interval of decoding, and decide on the next one."""
         record = self._record
         with self._lock:
             done = self._beats.take(time.monotonic())

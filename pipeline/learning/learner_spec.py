@@ -26,7 +26,6 @@ class Beginning:
     """The initial head, the same for all engines and the learner of a job.
 
     Args:
-        start: The job's initial head.
         saved: Folder of the head trained by an earlier submission; None if there is none.
     """
 
@@ -54,17 +53,9 @@ class LearnerSpec:
     """Models and settings of a learner's process.
 
     Args:
-        model: Hub id or folder of the target model.
-        dtype: As in `load_base`.
         device: As in `load_base`. A GPU that is not its own belongs to engines, which count on all of its memory.
-        trust_remote_code: Whether to run the modeling code that comes with the weights.
-        beginning: The initial head.
-        settings: Training settings.
-        must_pay: Whether to learn only while that is expected to pay.
-        threads: CPU threads.
         yields: Whether these threads take only what other processes leave.
         shares: Whether engines also use the cores or the GPU.
-        output: Destination of the head.
         run: The name in metrics: a job's output, or an endpoint's model name.
     """
 

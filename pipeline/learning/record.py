@@ -25,9 +25,6 @@ class Published:
     """A published version.
 
     Args:
-        at: Time in seconds since 1970.
-        number: Its number.
-        beta: Its β on held-out rows.
         beta_before: The previous version's β on the same rows; 1.0 where there was none.
     """
 
@@ -43,11 +40,7 @@ class Moment:
 
     Args:
         at: End of the interval, in seconds since 1970.
-        seconds: Length.
-        tokens: New tokens of all engines.
         row_steps: Decode steps of all engines, counted once per participating row.
-        learned: Seconds of them with the learner at work.
-        version: The newest version by then; None before the first.
     """
 
     at: float
@@ -74,9 +67,6 @@ class LearningRecord:
 
     Args:
         balance: Costs and savings of learning.
-        evaluations: The newest measurements on held-out rows, in order.
-        versions: The newest published versions, in order.
-        moments: Intervals of decoding, in order.
         course: The current decision and its reason, made again in each process.
         gain: β of a given head now ÷ at the beginning.
         beta_before: β of decoding before the first version.

@@ -36,8 +36,6 @@ def write_batch(output: OutputFolder, staged: StagedInput, tokenizer: Callable[[
     The lines are in the order of the input, and the same whenever they are written.
 
     Args:
-        output: A job's folder with all rows committed.
-        staged: The job's input.
         tokenizer: Loads the target model's tokeniser; called only where answers have log-probabilities.
     """
     created = staged.created

@@ -47,8 +47,6 @@ class RunTraits:
     """Traits of a run that select its optional output columns.
 
     Args:
-        rows_have_settings: Whether a row may bring sampling settings of its own.
-        drafter: The run's drafter, as its configuration names it.
         lossless: Whether the engine's verifier is lossless; otherwise every row is marked.
         learning: Whether a head learns from the rows, so that rows are drafted with different versions of it.
     """
@@ -74,8 +72,6 @@ class OutputColumn:
     """A column that generation adds to a row.
 
     Args:
-        value: Computes the value of a finished request.
-        wanted: Whether a run's output has the column.
         repeatable: Whether a row that is generated again has the same value.
     """
 

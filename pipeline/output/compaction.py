@@ -27,7 +27,6 @@ def compact(output: OutputFolder, target_bytes: int | None) -> None:
     """Merge a completed job's files, or finish merging them.
 
     Args:
-        output: The job's folder.
         target_bytes: Smaller files are merged with their neighbours until they reach it. None merges nothing, but
             finishes what an earlier submission began.
     """
@@ -47,7 +46,6 @@ def merges(sizes: Iterable[tuple[str, int]], target_bytes: int) -> dict[str, lis
     """Plan the merging of adjacent files.
 
     Args:
-        sizes: Names and bytes of files, in order.
         target_bytes: Minimum size of a merged file; the last one may be smaller.
 
     Returns:
@@ -84,7 +82,6 @@ def _merge(folder: Location, there: set[str], aside: Location, merged: str, part
 
 
 def _write(stream: pa.NativeFile, files: Iterable[Location]) -> None:
-    """Write the rows of all files, in large row groups."""
     tables = _gathered(files)
     first = next(tables)
     with pa.parquet.ParquetWriter(stream, first.schema, compression="zstd") as writer:

@@ -30,14 +30,7 @@ _PATIENCE_BEATS = 3
 
 @dataclass(frozen=True)
 class Holder:
-    """The submission that holds a lease.
-
-    Args:
-        name: Unique name of the submission.
-        host: Host of its driver.
-        pid: Process id of its driver.
-        beat: Rises as long as the submission lives.
-    """
+    """The submission that holds a lease."""
 
     name: str
     host: str
@@ -65,7 +58,6 @@ class Lease:
     """A lease on an output, held for a `with` block.
 
     Args:
-        file: The lease's file.
         lost: Called from another thread if another submission takes the lease because this one seemed dead.
         beat_seconds: Seconds between changes of the file.
     """

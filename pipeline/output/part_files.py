@@ -44,7 +44,6 @@ class PartsDatasink(Datasink[None]):
     """Ray Data sink that commits the parts in its blocks.
 
     Args:
-        output: The job's folder.
         committed: Called on a worker with each part's name after its commit.
     """
 
@@ -62,8 +61,6 @@ def commit_part(output: OutputFolder, part: str, rows: pa.Table) -> None:
     """Write a part's errors and finished rows as one commit.
 
     Args:
-        output: The job's folder.
-        part: The part's name.
         rows: Its rows, with the columns `request_id`, `row`, `problem` and `generated`.
     """
     errors, errors_file = error_table(rows), output.errors / f"{part}.parquet"
@@ -129,9 +126,7 @@ class ResultFile:
     """A file in `data/` or `errors/`.
 
     Args:
-        place: Its location.
         commits: Whether it is in `data/`, and so commits its parts.
-        parts: Names of the parts whose rows it holds.
         rows: Row count of its footer; None where the file is damaged.
     """
 
@@ -182,7 +177,6 @@ def torn_files(files: Iterable[ResultFile], rows: Mapping[str, int]) -> list[Res
     """Return the files to delete so that every part is complete or absent.
 
     Args:
-        files: The files of results.
         rows: Row counts by part. Files of other parts are left alone.
 
     Returns:

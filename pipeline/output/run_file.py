@@ -50,10 +50,7 @@ def save_run(run_file: Location, config: dict[str, Any], meant: dict[str, Any], 
     """Write `run.json`.
 
     Args:
-        run_file: Its location.
-        config: The job's configuration.
         meant: Everything that determines the results; see `job_meaning`.
-        facts: Further entries.
     """
     run = {
         "format": FORMAT,
@@ -103,8 +100,6 @@ def check_output(uri: str, output: JobFolder, meant: dict[str, Any]) -> None:
 
     Args:
         uri: The output as given, for messages.
-        output: The output.
-        meant: The job's meaning.
 
     Raises:
         InputError: The output is another job's or an earlier release's, or cannot be read.
@@ -130,8 +125,6 @@ def take_output(uri: str, output: JobFolder, meant: dict[str, Any]) -> bool:
 
     Args:
         uri: The output as given, for messages.
-        output: The output.
-        meant: This job's meaning.
 
     Returns:
         Whether it was not this job's, so that `run.json` must be written.
@@ -150,7 +143,6 @@ def take_output(uri: str, output: JobFolder, meant: dict[str, Any]) -> bool:
 
 
 def _why_not(uri: str, run_file: Location, meant: dict[str, Any]) -> str | None:
-    """Return why a job with this meaning cannot resume an output; None if it can."""
     try:
         run = read_run(run_file)
     except ValueError as error:

@@ -43,13 +43,7 @@ _ALIKE = 0.995
 
 @dataclass(frozen=True)
 class OutputTotals:
-    """Totals of an output.
-
-    Args:
-        rows: Finished rows.
-        errors: Rows that could not be generated.
-        counts: Counts of speculation, summed over all finished rows.
-    """
+    """Totals of an output."""
 
     rows: int
     errors: int
@@ -89,9 +83,6 @@ def summarise(
     """Return the summary as text.
 
     Args:
-        output: The job's folder.
-        found: Its totals.
-        new_tokens: Tokens that this submission generated.
         new_rows: Rows that this submission finished, errors included.
         seconds: Time of generation, without the start.
         sentences: Gain from drafting and its reasons; see `speculation_record`.
@@ -224,7 +215,6 @@ def _choice_sentence(choice: BatchChoice) -> str:
 
 
 def _unused_sentence(choices: Sequence[BatchChoice]) -> list[str]:
-    """Report drafters that are loaded and draft at no batch size, with their best comparison."""
     used = {part for one in choices if one.verdict and one.verdict.drafts for part in one.chosen.split("+")}
     best: dict[str, tuple[MemberView, int]] = {}
     for choice in choices:

@@ -25,7 +25,6 @@ class PartReport:
 
     Args:
         rows: Rows done, errors included.
-        tokens: New tokens of finished rows.
         steps: Decode steps that finished rows took part in.
     """
 
@@ -51,7 +50,6 @@ class EngineFacts:
     """An engine's models and verifier. Saved in `run.json`, as all engines of a job have the same.
 
     Args:
-        base_fingerprint: Fingerprint of the target model.
         lossless: Whether the tokens are exactly those of plain decoding.
     """
 
@@ -67,12 +65,6 @@ class EngineReport:
 
     Args:
         seconds: Seconds since its process began to load the models.
-        slots: Most sequences decoded together.
-        active: Sequences being decoded.
-        waiting: Requests that wait for a slot.
-        memory_tokens: Tokens of texts in its drafter's memory.
-        memory_bytes: Size of this memory.
-        choices: Chosen drafters and trees, by batch size.
     """
 
     seconds: float
@@ -96,19 +88,11 @@ class LearningReport:
     Args:
         state: `measuring` while it pauses so that engines' speed without it can be measured; `ended` after an error or
             too many ends of its process.
-        reason: The reason, in a line for people.
         version: Number of the head's newest version; None before the first.
         beta: β of the current weights on held-out rows; None before it was measured.
         published_beta: β of the newest version on the same rows; None before it was measured.
-        versions: Versions published by all submissions.
-        discarded: Versions discarded because their loss was not finite.
-        steps: Optimiser steps.
         seconds: Time worked.
         loss: Loss of the newest step, in nats; None before the first.
-        rows: Training rows held.
-        held_out: Evaluation rows held.
-        nbytes: Size of both.
-        dropped: Batches of rows dropped because the process fell behind.
         taken_seconds: Time that learning has cost the job.
         saved_seconds: Time that the learned head has saved the job.
     """
@@ -137,14 +121,10 @@ class Mail:
 
     Args:
         life: Name of the board's process. A new process knows none of the old one's reports.
-        number: Number of the last report.
-        parts: Reports by part.
         engines: Reports by engine.
         first: Time of the first engine report, in seconds since 1970; None before.
         last: Time of the last part report, in seconds since 1970.
         stage: Latest stage of a starting engine; None before its process runs.
-        failure: Why an engine could not load its models.
-        crash: Why an engine's process last ended.
     """
 
     life: str
@@ -166,25 +146,12 @@ class Progress:
     """Progress of the job.
 
     Args:
-        state: Current state, or how this submission ended.
-        total: Rows of the input.
         before: Rows that earlier submissions finished, errors included.
-        errors_before: Errors among them.
         rows: Rows that this submission has done, errors included.
-        errors: Errors among them.
-        tokens: New tokens of this submission's rows.
-        steps: Decode steps of this submission's rows.
         seconds: Time from the first engine's first report to the last row.
         recent_row_rate: Rows per second over the last ten minutes, used for the ETA.
-        engines: Live engines.
-        slots: Most sequences that they decode together.
-        active: Sequences being decoded.
-        waiting: Requests that wait for a slot.
         engine_seconds: Lifetimes of all engines, ended ones included.
         failure: Why an engine could not load its models, or why the job ended.
-        crash: Why an engine's process last ended.
-        stage: The stage of starting, in words for people.
-        learning: The learner's state; None without one.
     """
 
     state: State = "starting"
@@ -261,9 +228,6 @@ class Tally:
     """Adds up the board's reports. Reports lost with a board are never counted twice, only missed.
 
     Args:
-        total: Rows of the input.
-        before: Rows of earlier submissions.
-        errors_before: Errors among them.
         kept: Those of them in unfinished parts. Engines report them again with their parts.
     """
 

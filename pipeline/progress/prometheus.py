@@ -39,12 +39,7 @@ _ROW_SECONDS = [0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0]
 
 
 class EngineMetrics:
-    """Exports an engine's counters and state.
-
-    Args:
-        state: Returns the engine's state.
-        tags: Values of `TAGS`.
-    """
+    """Exports an engine's counters and state."""
 
     def __init__(self, state: Callable[[], EngineState], tags: Mapping[str, str]) -> None:
         self._state, self._tags = state, dict(tags)

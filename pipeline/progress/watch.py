@@ -92,7 +92,6 @@ class Pulse:
     """Calls a function every few seconds, in a daemon thread.
 
     Args:
-        seconds: Seconds between two calls.
         work: The function. An exception from it ends the thread, and Python prints it.
     """
 
@@ -130,10 +129,7 @@ class ProgressWatch:
     """Fetches the board's mail and shows the progress, until the end of a `with` block.
 
     Args:
-        board: A `ProgressBoard` actor.
-        tally: The initial tally.
         on_start: Called when the first engine is ready.
-        viewers: Displays of the progress.
         complete: Adds progress from elsewhere than engines; called twice a second.
     """
 

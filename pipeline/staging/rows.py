@@ -40,12 +40,6 @@ def named_rows(file: InputFile, chunk: Chunk, prompts: PromptSource, sampling_co
 
     The column `asked` has the fields of a row that the job reads, as JSON text that depends on this row alone. Columns
     of `row`, which only pass through, have types that depend on other rows, too.
-
-    Args:
-        file: The file of the rows.
-        chunk: The rows.
-        prompts: Location of their prompts and ids.
-        sampling_column: The column of their own sampling settings.
     """
     places = [f"{file.name}:{number}" for number in chunk.numbers]
     problems = dict(chunk.problems)
@@ -111,7 +105,6 @@ def _asked(
 
 
 def _json_text(value: Any) -> str:
-    """Return the JSON text of a table's value, such as a date."""
     if isinstance(value, bytes):
         raise TypeError("it has bytes where text belongs")
     return str(value)
@@ -121,10 +114,7 @@ def with_samples(rows: pa.Table, prompts: PromptSource, samples: int, piece_byte
     """Repeat each row for its samples; a row with a problem stays one.
 
     Args:
-        rows: Named rows.
         prompts: Lines of an OpenAI batch have their own numbers of samples.
-        samples: Samples of each other row.
-        piece_bytes: See `expand`.
 
     Yields:
         All these rows, in pieces.

@@ -42,8 +42,6 @@ def expand(table: pa.Table, counts: Sequence[int], piece_bytes: int) -> Iterator
     The sample index goes to the column `sample`; a column of that name in the input becomes `input_sample`.
 
     Args:
-        table: Staged rows.
-        counts: Number of samples per row.
         piece_bytes: Size of a piece: large rows, often repeated, would not fit in memory.
 
     Yields:

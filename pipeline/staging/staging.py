@@ -48,7 +48,6 @@ class Part:
 
     Args:
         name: File name without suffix, shared with the result files.
-        rows: Number of rows.
         nbytes: Size in memory; 0 where not needed.
     """
 
@@ -64,7 +63,6 @@ class StagedInput:
     Args:
         folder: Holds one file per part, with the columns `request_id`, `place` (file and line), `asked` (the fields of
             the row that the job reads, as JSON), `row` (a struct of the input's columns) and `problem`.
-        row_type: The type that holds every `row`.
         rows_per_part: Rows of each part but the last of a task; 0 where the input will not be staged again.
         format: See `STAGED_FORMAT`. Of an older format, only the list can be used.
         source: Identity of the rows: fingerprints of the input's files, and the selection of rows.
@@ -205,11 +203,7 @@ class StagingPlan:
     """Settings of all staging tasks.
 
     Args:
-        folder: Destination of the parts.
         rows_per_part: Rows of each part but the last of a task, and those closed by `part_bytes`.
-        source: See `StagedInput`.
-        revision: See `StagedInput`.
-        part_bytes: Size limit of a part with several rows.
     """
 
     folder: Location
@@ -291,7 +285,6 @@ def cut(tables: Iterable[pa.Table], most_rows: int, most_bytes: int) -> Iterator
 
 
 def _fitting(table: pa.Table, most_rows: int, most_bytes: int) -> int:
-    """Return how many leading rows are within both limits."""
     table = table.slice(0, most_rows)
     if table.nbytes <= most_bytes:
         return int(table.num_rows)
@@ -312,8 +305,6 @@ def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None =
     An automatically found id column that does not name all rows is ignored, with a message.
 
     Args:
-        listing: The input's files.
-        plan: Settings of the tasks.
         before: An earlier staging with damaged files, all of which are to be written again.
 
     Raises:
@@ -376,7 +367,6 @@ def _say_what_is_text(row_type: pa.StructType, seen: Iterable[SeenType]) -> None
 
 
 def _groups(files: Iterable[InputFile]) -> list[list[InputFile]]:
-    """Group consecutive files into tasks of about `_GROUP_BYTES`."""
     groups: list[list[InputFile]] = []
     size = _GROUP_BYTES
     for file in files:
