@@ -11,11 +11,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 def _prefer_own(names: tuple[str, ...]) -> None:
-    """Put our packages first on the path if other packages hide them.
-
-    Raises:
-        ImportError: Such a package has been imported already.
-    """
+    """Put our packages first on the path if other packages hide them."""
     for name in names:
         found = importlib.util.find_spec(name)
         if found is None:

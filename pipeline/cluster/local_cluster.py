@@ -28,7 +28,6 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_ports(count: int) -> list[int]:
-    """Find different free ports."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for one in sockets:
@@ -110,7 +109,6 @@ class LocalCluster:
 
     @property
     def jobs_address(self) -> str:
-        """Address for submitting jobs."""
         return f"http://{LOOPBACK}:{self._dashboard}"
 
     def __enter__(self) -> LocalCluster:

@@ -159,7 +159,6 @@ def _held_back_stderr() -> Iterator[None]:
 
 
 def quiet_ray_data() -> None:
-    """Turn off Ray Data's own progress bars and logs."""
     from ray.data import DataContext
 
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)

@@ -154,10 +154,6 @@ def _hand_over(client: Any, command: str, environment: dict[str, Any], name: str
 
     Returns:
         The submission's id, and whether it is new: with a name, it may be a running one.
-
-    Raises:
-        InputError: The job cannot be sent, or another one of its name is running.
-        JobError: The cluster did not take it.
     """
     for failures in range(_PATIENCE):
         try:

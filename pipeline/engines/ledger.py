@@ -166,7 +166,6 @@ class Ledger:
         return self._open
 
     def commit(self, part: str) -> None:
-        """Forget a committed part."""
         self._parts.pop(part, None)
 
     def drain(self) -> None:

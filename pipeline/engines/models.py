@@ -82,7 +82,7 @@ def _digest(path: Path) -> bytes:
             return hashlib.file_digest(file, "sha256").digest()
         try:
             spans = tensor_spans(file, size)
-        except ValueError:  # what loads the model will say what is wrong; until then it is a file like others
+        except ValueError:  # the loader will report it; until then it is hashed like any file
             spans = []
         header = spans[0][0] if spans else 0
         digest = hashlib.sha256(os.pread(file.fileno(), header, 0))
@@ -209,7 +209,7 @@ def _table_fingerprint(name: str, path: str) -> str:
 
 def _on_hub(what: str, name: str) -> str:
     """Return a hub id with its current commit, or with the cached one if the hub is not asked."""
-    from drafter.hub import hub_file, not_found  # most jobs need no hub, and do not wait for this import
+    from drafter.hub import hub_file, not_found  # most jobs need no hub: import it late
 
     try:
         file = hub_file(name, _CONFIG)

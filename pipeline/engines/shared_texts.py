@@ -162,7 +162,6 @@ class MemoryFeed:
             self._said.put([[*request.prompt_ids, *generation.token_ids]])
 
     def refill(self) -> None:
-        """Add the output's finished rows to the memory."""
         if self._others.data is not None:
             self._drafter.remember(earlier_texts(self._others.data, self._drafter.memory.room))
 

@@ -91,7 +91,6 @@ class GenerateConfig:
         self.learning.check_beside(self.drafter, self.verifier, self.engine)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the configuration as plain values, for YAML and JSON."""
         values = dataclasses.asdict(self)
         for name in ("stop", "stop_token_ids"):
             values["sampling"][name] = list(values["sampling"][name])

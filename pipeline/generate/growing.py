@@ -141,7 +141,6 @@ class Results:
         return {*self._places, *self._problems, *left}
 
     def problem(self, name: str | None) -> dict[str, Any] | None:
-        """Return the fields of a row's `RowProblem`; None if it has none."""
         if name is None:
             return None
         found = self._problems.get(name) or (self._left[name].problem if name in self._left else None)
@@ -283,7 +282,6 @@ def _read_asked(job: JobContext, plan: StagingPlan) -> list[AskedRow]:
 
 
 def dry_run(job: JobContext) -> Changes:
-    """Compare the input with the output, and change nothing."""
     plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, job.config.writing.rows_per_file)
     try:
         now = _read_asked(job, plan)

@@ -155,8 +155,8 @@ def job_meaning(
     meaning: dict[str, Any] = _bound(config.as_dict())
     meaning["model"] = base
     meaning["reading"]["date"] = date
-    # An exact verifier gives the same tokens whoever drafts. A lenient one accepts what one drafter happens to propose,
-    # and a head that learns goes on from what it has learnt.
+    # With an exact verifier the tokens do not depend on the drafter. A lenient one accepts some of its proposals, and a
+    # head that learns resumes from its saved weights.
     if config.verifier != VerifierSettings() or config.learning.enabled:
         meaning |= {"drafter": config.drafter, "heads": heads}
     if config.sampling.over().temperature > 0 or prompts.own_sampling:

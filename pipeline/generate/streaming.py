@@ -190,7 +190,6 @@ def engine_spec(job: JobContext, work: Work) -> EngineSpec:
 
 
 def run_traits(job: JobContext, row_type: pa.StructType) -> RunTraits:
-    """Return the traits that select the job's output columns."""
     has_column = row_type.get_field_index(job.config.reading.sampling_column) >= 0
     rows_have_settings = job.prompts.kind == "openai" or has_column
     config = job.config

@@ -74,7 +74,7 @@ def generate_missing(job: JobContext, work: Work, stopping: Stopping, status: St
     except Exception as error:
         raise _explained(error, watch.last) from error
     finally:
-        keep_unfinished(job.output, ledger)  # first: whoever wants the job to stop may not wait for the learner
+        keep_unfinished(job.output, ledger)  # first: the learner may outlast the time given to a stop
         if learner is not None:
             watch.last = replace(watch.last, learning=learner.close())
     return watch.last
@@ -268,7 +268,6 @@ def needed(job: JobContext, staged: StagedInput) -> list[Part]:
 
 
 def is_damaged(job: JobContext, staged: StagedInput) -> bool:
-    """Return whether staged rows that are still needed are damaged."""
     return bool(staged.damaged(needed(job, staged)))
 
 

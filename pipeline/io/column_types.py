@@ -93,7 +93,7 @@ def text_column(column: pa.Array) -> pa.Array:
     return pa.array([as_text(value) for value in python_values(column)], pa.string())
 
 
-# Values of JSON
+# JSON values
 
 
 def infer_column(values: Sequence[Any]) -> pa.Array:
@@ -106,11 +106,7 @@ def infer_column(values: Sequence[Any]) -> pa.Array:
 
 
 def _json_type(value: Any, *, in_object: bool = False) -> pa.DataType:
-    """Return the type of a JSON value.
-
-    Raises:
-        _NoCommonTypeError: Items of a list differ in type, or an object has no fields.
-    """
+    """Return the type of a JSON value."""
     if isinstance(value, list):
         common = partial(_common_json, in_object=in_object)
         return pa.list_(reduce(common, (_json_type(one, in_object=in_object) for one in value), pa.null()))
@@ -129,9 +125,6 @@ def _common_json(one: pa.DataType, other: pa.DataType, *, in_object: bool = Fals
 
     Objects match only with the same fields in the same order. Numbers within an object keep their types, because a chat
     template writes 1 and 1.0 as different texts.
-
-    Raises:
-        _NoCommonTypeError: There is none.
     """
     if one == other or pa.types.is_null(other):
         return one
@@ -148,7 +141,7 @@ def _common_json(one: pa.DataType, other: pa.DataType, *, in_object: bool = Fals
     raise _NoCommonTypeError
 
 
-# Types of several files
+# Unification over files
 
 
 def seen_types(table: pa.Table, file: str) -> list[SeenType]:
@@ -235,11 +228,7 @@ def _has_floats(kind: pa.DataType) -> bool:
 
 
 def _common_type(one: pa.DataType, other: pa.DataType, *, exact: bool) -> pa.DataType:
-    """Return the type that holds all values of two Arrow types unchanged; see `SeenType` for `exact`.
-
-    Raises:
-        _NoCommonTypeError: There is none.
-    """
+    """Return the type that holds all values of two Arrow types unchanged; see `SeenType` for `exact`."""
     if one == other or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):
@@ -299,7 +288,7 @@ def _text_tells(kind: pa.DataType) -> bool:
     return not binary and (isinstance(kind, pa.JsonType) or not isinstance(kind, pa.BaseExtensionType))
 
 
-# What Parquet holds
+# Parquet types
 
 
 def stored_type(kind: pa.DataType) -> pa.DataType:

@@ -104,7 +104,6 @@ class Location:
         return bool(self.type == fs.FileType.File)
 
     def children(self) -> list[fs.FileInfo]:
-        """Return the folder's entries, sorted by path; none if it does not exist."""
         found = self.filesystem.get_file_info(fs.FileSelector(self.path, allow_not_found=True))
         return sorted(found, key=lambda info: str(info.path))
 
@@ -130,7 +129,6 @@ class Location:
         self.filesystem.delete_dir_contents(self.path, missing_dir_ok=True)
 
     def delete(self) -> None:
-        """Delete a file, if it exists."""
         if self.exists:
             self.filesystem.delete_file(self.path)
 
@@ -144,7 +142,6 @@ class Location:
             shutil.copyfileobj(source, stream, _COPY_BYTES)
 
     def copy_from(self, file: Path) -> None:
-        """Copy a local file here atomically."""
         with file.open("rb") as source, self.open_whole() as stream:
             shutil.copyfileobj(source, stream, _COPY_BYTES)
 
@@ -233,7 +230,6 @@ def mend(file: Location, parse: Callable[[str], Any]) -> None:
 
 
 def delete_twice(file: Location) -> None:
-    """Delete a file of `write_twice` and its copy."""
     _copy_of(file).delete()
     file.delete()
 

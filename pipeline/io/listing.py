@@ -324,10 +324,6 @@ def _below(root: Location) -> list[fs.FileInfo]:
     """List everything below a folder, following links.
 
     On a local disk, pyarrow leaves out broken links, and follows circular ones again and again.
-
-    Raises:
-        InputError: Links form a circle.
-        OSError: A folder cannot be read.
     """
     if not isinstance(root.filesystem, fs.LocalFileSystem):
         return list(root.filesystem.get_file_info(fs.FileSelector(root.path, recursive=True)))

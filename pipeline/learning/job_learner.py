@@ -69,7 +69,7 @@ class WatchedLearner:
             if self._answered and self.last.state != "ended":
                 self._hear(self._actor.close.remote(), _LAST_WORD_SECONDS)
             ray.kill(self._actor)
-        except Exception as error:  # whatever it is, nobody's end depends on it
+        except Exception as error:  # its end must not fail the job
             tell(f"it could not be ended: {one_line(error)}")
         return self.last
 
@@ -155,7 +155,6 @@ class JobLearner:
         return replace(now, learning=self._report if self._learner is None else self._learner.ask(tokens_left(now)))
 
     def close(self) -> LearningReport:
-        """End the learner, and return its final report."""
         if self._learner is None:
             tell(f"not begun: {self._report.reason}")
             return self._report
@@ -168,7 +167,7 @@ class JobLearner:
         if not now.rows:
             return
         if now.rows >= now.slots and (self._first is None or now.rows < self._first.rows):
-            self._first = now  # anew where rows were lost with an engine
+            self._first = now  # restart the measurement if rows were lost with an engine
         seconds = None if self._first is None else seconds_left(self._first, now)
         if seconds is None:
             self._rest("too few rows are done to tell how long the job takes")

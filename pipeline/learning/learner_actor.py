@@ -82,7 +82,6 @@ class LearnerActor:
         self._thread.start()
 
     def exchange(self, engine: str, beat: EngineBeat, rows: Sequence[ray.ObjectRef[Any]]) -> Answer:
-        """Record an engine's progress and its rows, and return the learner's reply."""
         with self._lock:
             self._beats.enter(engine, beat, time.monotonic())
             self._dropped += max(len(self._batches) + len(rows) - _BATCHES, 0)
@@ -154,7 +153,7 @@ class LearnerActor:
         progress = learner.progress()
         begun = saved = time.monotonic()
         with self._lock:
-            self._beats.take(begun)  # what was decoded while the base was loaded is of no interval
+            self._beats.take(begun)  # decoding during loading belongs to no interval
         self._tell(progress)
         metrics = LearnerMetrics(self._spec.run, self._report)
         worked = False
@@ -236,7 +235,7 @@ class LearnerActor:
             gain = sum(gain_by_choice(one, LEARNT_MEMBERS) for one in done.choices) / len(done.choices)
         else:
             gain = gain_by_beta(record.balance.beta, record.beta_before)
-        if left == math.inf:  # how much is asked of an endpoint changes all the time, whoever learns beside it
+        if left == math.inf:  # an endpoint's load varies, with or without a learner
             seconds = min(done.busy, seconds)
         full = done.busy >= _BUSY * seconds
         leads = [lead for one in done.choices if (lead := lead_by_choice(one, LEARNT_MEMBERS)) is not None]

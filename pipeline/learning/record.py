@@ -109,7 +109,6 @@ class LearningRecord:
         return self.course
 
     def report(self, state: LearnerState, reason: str, **progress: Any) -> LearningReport:
-        """Return a report; `progress` are further fields of it."""
         return LearningReport(
             state=state,
             reason=reason,
@@ -123,7 +122,6 @@ class LearningRecord:
         )
 
     def as_json(self) -> str:
-        """Return the record as JSON for later submissions and reports."""
         kept = {
             "balance": asdict(self.balance),
             "evaluations": _dicts(self.evaluations),

@@ -143,12 +143,10 @@ def wanted_columns(run: RunTraits) -> tuple[OutputColumn, ...]:
 
 
 def columns_type(columns: Sequence[OutputColumn] = COLUMNS) -> pa.StructType:
-    """Return the Arrow type of a finished request's columns."""
     return pa.struct([(column.name, column.type) for column in columns])
 
 
 def column_values(
     generation: Generation, request: Request, run: RunTraits, columns: Sequence[OutputColumn] = COLUMNS
 ) -> dict[str, Any]:
-    """Return the columns of a finished request."""
     return {column.name: column.value(generation, request, run) for column in columns}

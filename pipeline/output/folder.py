@@ -49,7 +49,6 @@ class OutputFolder:
 
     @property
     def temporary(self) -> Location:
-        """Files that are being written."""
         return self.root / "_temporary"
 
     @property
@@ -144,11 +143,9 @@ class OutputFolder:
             raise InputError(f"{error}, and so is its copy: choose another output") from error
 
     def forget_compaction(self) -> None:
-        """Delete the plan, once its files are gone."""
         delete_twice(self.compaction_file)
 
     def committed(self) -> set[str]:
-        """Return the names of the committed parts."""
         paths = (info.path.rpartition("/")[2] for info in self.data.children())
         names = {name.removesuffix(".parquet") for name in paths if name.endswith(".parquet")}
         plan = self.compaction()

@@ -156,7 +156,6 @@ def discard_torn(output: OutputFolder, parts: Iterable[Part]) -> None:
 
 
 def result_files(output: OutputFolder) -> list[ResultFile]:
-    """Read the footers of all files of results."""
     plan = output.compaction()
     found = []
     for folder, merges, commits in (

@@ -35,7 +35,6 @@ def read_run(run_file: Location) -> dict[str, Any]:
 
 
 def mend_run(run_file: Location) -> None:
-    """Restore a damaged `run.json` from its copy."""
     mend(run_file, _parse)
 
 
@@ -154,7 +153,7 @@ def _why_not(uri: str, run_file: Location, meant: dict[str, Any]) -> str | None:
         )
     before, now = run["meaning"], json.loads(json.dumps(meant))
     draws = before.pop("draw", None), now.pop("draw", None)
-    # Whether tokens are drawn at all follows from the settings and the rows: only where they are, the way may differ.
+    # Settings and rows decide whether tokens are sampled at all; only then does the version of the draw matter.
     different = list(_changes(before, now)) or ([_OTHER_DRAW] if None not in draws and draws[0] != draws[1] else [])
     if different:
         return f"output {uri} belongs to another job ({'; '.join(different[:_SHOWN_CHANGES])}): choose another output"

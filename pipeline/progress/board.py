@@ -251,7 +251,6 @@ class Tally:
         self._parts.update(kept)  # and not to the sum: they took this submission no time
 
     def take(self, mail: Mail, now: float) -> None:
-        """Add the board's mail, at `now` in seconds since 1970."""
         self.life, self.number = mail.life, mail.number
         for name, report in mail.parts.items():
             self._sum = self._sum.plus(report).minus(self._parts.get(name, PartReport()))
@@ -265,7 +264,6 @@ class Tally:
         self._crash = mail.crash or self._crash
 
     def progress(self, now: float) -> Progress:
-        """Return the progress at `now`."""
         reports = [report for _, report in self._engines.values()]
         alive = [report for seen, report in self._engines.values() if now - seen < _SILENT_SECONDS]
         return Progress(
@@ -336,15 +334,12 @@ class ProgressBoard:
         self._crash: str | None = None
 
     def starting(self, stage: str) -> None:
-        """Record the stage of a starting engine."""
         self._stage = stage
 
     def failed(self, message: str) -> None:
-        """Record that an engine could not be loaded."""
         self._failure = message
 
     def crashed(self, message: str) -> None:
-        """Record that an engine's process is about to end."""
         self._crash = message
 
     def engine(self, name: str, report: EngineReport) -> None:
@@ -354,7 +349,6 @@ class ProgressBoard:
         self._first = self._first or time.time()
 
     def update(self, part: str, report: PartReport) -> None:
-        """Record a part's progress."""
         self._number += 1
         self._parts.put(part, self._number, report)
         self._last = time.time()

@@ -49,7 +49,6 @@ class StatusFile:
         self._write()
 
     def takes(self, resources: ActorResources) -> None:
-        """Set the resources of this submission's engines."""
         self._resources = resources
 
     def show(self, now: Progress) -> None:

@@ -51,7 +51,6 @@ class Lines:
         self._stage: str | None = None
 
     def show(self, now: Progress) -> None:
-        """Print a line if it is due."""
         if now.state == "starting":
             if now.stage != self._stage:
                 self._stage = now.stage
@@ -70,7 +69,6 @@ def line(now: Progress) -> str:
 
 
 def rates(now: Progress) -> list[str]:
-    """Return rates, the ETA and the number of errors."""
     said = [f"{now.rows_per_second:.1f} rows/s", f"{now.tokens_per_second:,.0f} tokens/s"]
     if now.steps:
         said.append(f"{now.acceptance_length:.2f} tokens a step")

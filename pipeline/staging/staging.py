@@ -83,7 +83,6 @@ class StagedInput:
 
     @property
     def created(self) -> int:
-        """Staging time, in seconds since 1970."""
         return int((self.folder / STAGED_LIST).info.mtime_ns // 10**9)
 
     def without(self, committed: Collection[str]) -> list[Part]:
@@ -128,7 +127,6 @@ class StagedInput:
 
 
 def mend_list(folder: Location) -> None:
-    """Restore a damaged list of parts from its copy."""
     mend(folder / STAGED_LIST, _parse)
 
 
