@@ -1,7 +1,6 @@
-"""One thin module a command.
+"""Command modules, one per job.
 
-A working directory may have a folder `pipeline` or `drafter` of its own, which Python would import in place of ours:
-`python -m` looks there first.
+A working directory may have its own folder `pipeline` or `drafter`, which `python -m` would import in place of ours.
 """
 
 import importlib.util
@@ -12,11 +11,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 def _prefer_own(names: tuple[str, ...]) -> None:
-    """Put the folder of our packages first on the path where another one has a package of the same name.
-
-    Raises:
-        ImportError: Another package of such a name has been imported already.
-    """
+    """Put our packages first on the path if other packages hide them."""
     for name in names:
         found = importlib.util.find_spec(name)
         if found is None:

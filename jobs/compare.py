@@ -1,4 +1,4 @@
-"""`drafter compare` or `python -m jobs.compare`: put two outputs of the same prompts side by side."""
+"""`drafter compare` or `python -m jobs.compare`: compare two outputs of the same prompts side by side."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`drafter distill` or `python -m jobs.distill`: let the base answer prompts, as text for its draft head."""
+"""`drafter distill` or `python -m jobs.distill`: let the target model answer prompts, as text for its draft head."""
 
 import sys
 from collections.abc import Sequence

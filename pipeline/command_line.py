@@ -1,4 +1,4 @@
-"""What the jobs' command lines share: typed settings from YAML and the command line, and one line for each error."""
+"""Command lines of the jobs: typed settings from YAML and options, help pages, and errors of one line."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _SETTINGS = """\
 Settings come from --config (YAML), then from the command line, which wins. --print_config shows them."""
 _MOST_COLUMNS, _OPTION_COLUMNS = 110, 34
 _ALIKE = 0.7
-"""Similarity from which on an unknown name is taken for a slip of a known one; see `difflib`."""
+"""Similarity (see `difflib`) from which an unknown name counts as a misspelling of a known one."""
 
 
 def run_job(job: Callable[[Sequence[str] | None], int | None], arguments: Sequence[str] | None) -> int:
-    """Run a job, and print one line that says what stopped it.
+    """Run a job and print errors on one line.
 
     Returns:
-        What the job returns, or 0, if it is done; 2 for a mistake in the configuration or the input; 1 if it failed;
-        143 or 130 if it was stopped by SIGTERM or SIGINT.
+        The job's result or 0 on success; 2 for a mistake in the configuration or the input; 1 for a failure; 143 or 130
+        after SIGTERM or SIGINT.
     """
     try:
         return job(arguments) or 0
@@ -53,32 +53,23 @@ def run_job(job: Callable[[Sequence[str] | None], int | None], arguments: Sequen
 
 
 def command_of(job: str, arguments: Sequence[str] | None) -> str:
-    """Return the command that repeats a job, for the record.
-
-    Args:
-        job: The module to run.
-        arguments: Its command line (`sys.argv` by default).
-    """
+    """Return the command that repeats a job, for the record."""
     return shlex.join(["python", "-m", job, *(sys.argv[1:] if arguments is None else arguments)])
 
 
 def say(line: str) -> None:
-    """Tell the person who waits what the job does now."""
+    """Print a status line to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 def program(module: str) -> str:
-    """Return how a module is run: a job as it was this time, by the console script or as a module."""
+    """Return the program name of a module: `drafter JOB` if the console script was used, else `python -m MODULE`."""
     job = module.removeprefix("jobs.")
     return f"drafter {job}" if job != module and Path(sys.argv[0]).name == "drafter" else f"python -m {module}"
 
 
 class JobParser(ArgumentParser):
-    """A job's command line, whose `--help` shows what most people set, and `--help-all` everything.
-
-    Args:
-        common: Settings that `--help` shows, in this order; all of them where none are given.
-    """
+    """A job's command line. `--help` shows common settings, `--help-all` all of them."""
 
     def __init__(self, *arguments: Any, common: Sequence[str] = (), **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -87,13 +78,13 @@ class JobParser(ArgumentParser):
             self.add_argument("--help-all", action=_HelpAll, help="Show all settings.")
 
     def settings(self) -> dict[str, Action]:
-        """Return all options but those that show help, by their names; of a group, only its settings."""
+        """Return all options by name, without help options and whole groups."""
         actions = {action.dest: action for action in self._actions if not isinstance(action, _HelpAction)}
         groups = {name.rpartition(".")[0] for name in actions}
         return {name: action for name, action in actions.items() if name not in groups}
 
     def format_help(self, formatter: Any = None, *, everything: bool = False) -> str:
-        """Return the page that `--help` prints, or that of `--help-all`."""
+        """Return the text of `--help`, or of `--help-all`."""
         page = _HelpPage(self.prog)
         page.add_usage(self.usage, [], [])
         page.add_text(self.description)
@@ -119,8 +110,6 @@ class _HelpAll(_HelpAction):
 
 
 class _HelpPage(RawDescriptionHelpFormatter):
-    """Keeps the lines of examples, and breaks no name at its hyphens."""
-
     def __init__(self, program: str) -> None:
         width = min(shutil.get_terminal_size().columns, _MOST_COLUMNS)
         super().__init__(program, max_help_position=_OPTION_COLUMNS, width=width)
@@ -152,7 +141,6 @@ def _add_section(page: _HelpPage, title: str, actions: Iterable[Action]) -> None
 
 
 def _value_kind(action: Action) -> str:
-    """Return what stands after an option on the help page."""
     if action.dest in ("config", "print_config"):
         return "FILE" if action.dest == "config" else ""
     kind = getattr(action, "_typehint", action.type)
@@ -172,14 +160,10 @@ def _word_for(kind: Any) -> str:
 
 
 def make_parser(config_class: type, job: str, required: str, description: str, common: Sequence[str] = ()) -> JobParser:
-    """Make the command line of a job.
+    """Make a job's command line.
 
     Args:
-        config_class: A dataclass; its fields are the settings.
-        job: The module to run.
-        required: Settings without a default, as the usage shows them.
-        description: What the job does, with examples.
-        common: The settings that `--help` shows; see `JobParser`.
+        required: Settings without a default, as shown in the usage.
     """
     parser = new_parser(job, f"{required} [--config FILE] [settings]".strip(), f"{description}\n\n{_SETTINGS}", common)
     parser.add_argument("--config", action="config", help="YAML file with any of the settings.")
@@ -188,7 +172,7 @@ def make_parser(config_class: type, job: str, required: str, description: str, c
 
 
 def new_parser(job: str, usage: str, description: str, common: Sequence[str] = ()) -> JobParser:
-    """Make the command line of a job that has no settings yet; see `make_parser`."""
+    """Make the command line of a job without settings; see `make_parser`."""
     text = re.sub(r"python -m (jobs\.\w+)", lambda found: program(found[1]), description)
     return JobParser(
         prog=program(job),
@@ -205,7 +189,7 @@ def parse_arguments(parser: JobParser, arguments: Sequence[str] | None = None) -
 
     Raises:
         InputError: An option is unknown, missing, or of the wrong type.
-        SystemExit: `--help` was asked for, and has been printed.
+        SystemExit: After `--help`.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -219,7 +203,7 @@ def parse(config_class: type[Config], parser: JobParser, arguments: Sequence[str
 
     Raises:
         InputError: A setting is unknown, a value is of the wrong type or out of range, or a file cannot be read.
-        SystemExit: `--help` or `--print_config` was asked for, and has been printed.
+        SystemExit: After `--help` or `--print_config`.
     """
     given = _spelled_out(config_class, sys.argv[1:] if arguments is None else arguments)
     return _checked(config_class, parser, lambda: parser.parse_args(given))
@@ -237,10 +221,9 @@ def parse_object(config_class: type[Config], parser: JobParser, settings: Mappin
 
 
 def _spelled_out(config_class: type, arguments: Sequence[str]) -> list[str]:
-    """Write `--verifier NAME` as `--verifier.name NAME`, and so for every group of settings that has a name.
+    """Expand `--verifier NAME` to `--verifier.name NAME`, and `--learning true` to `--learning.enabled true`.
 
-    In the same way, `--learning true` is `--learning.enabled true`. A group may also be given whole, as
-    `{name: NAME, …}`.
+    A group may also be given whole, as `{name: NAME, …}`.
     """
     groups = {
         f"--{name}": field.name
@@ -268,7 +251,9 @@ def _checked(config_class: type[Config], parser: JobParser, read: Callable[[], N
 
 
 def _values(kind: type, settings: Namespace, prefix: str = "") -> dict[str, Any]:
-    """Return the settings that a dataclass has, groups as theirs; jsonargparse adds where it found them."""
+    """Return the fields of a dataclass, nested groups as dataclasses; jsonargparse adds config paths, which are left
+    out.
+    """
     values = {field.name: settings[field.name] for field in dataclasses.fields(kind)}
     for name, inner in get_type_hints(kind).items():
         if isinstance(inner, type) and dataclasses.is_dataclass(inner):
@@ -277,10 +262,7 @@ def _values(kind: type, settings: Namespace, prefix: str = "") -> dict[str, Any]
 
 
 def _group(name: str, kind: type, settings: Any) -> Any:
-    """Return a group of settings as its dataclass.
-
-    A dataclass of `drafter` does not know the group's name, and leaves it out of its errors: it is added here.
-    """
+    """Return a group of settings as its dataclass. Its `ValueError` lacks the group's name, which is added here."""
     if not isinstance(settings, Namespace):
         raise InputError(f"{name} must be a group of settings, not {settings!r}")
     try:
@@ -292,9 +274,9 @@ def _group(name: str, kind: type, settings: Any) -> Any:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question that names the known name that is most like an unknown one; nothing where none is like it.
+    """Return a question with the most similar known name, or nothing.
 
-    A setting without its group, such as `slots`, is like `engine.slots`.
+    A setting without its group, such as `slots`, matches `engine.slots`.
     """
     known = list(known)
     last = {one.rpartition(".")[2]: one for one in reversed(known)}
@@ -304,7 +286,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _unknown_option(message: str, parser: JobParser) -> str | None:
-    """Return what to say of an unknown setting; None if a message of jsonargparse is about another thing."""
+    """Return a message for an unknown setting; None if jsonargparse's message is about something else."""
     settings = parser.settings()
     if found := re.search(r"unrecognized arguments: (.*)", message):
         options = [f"--{name}" for name, action in settings.items() if action.option_strings]
@@ -319,7 +301,6 @@ def _unknown_option(message: str, parser: JobParser) -> str | None:
 
 
 def _readable(message: str, parser: JobParser) -> str:
-    """Return a message of jsonargparse on one line, without Python's words for types."""
     message = one_line(message)
     if (unknown := _unknown_option(message, parser)) is not None:
         return unknown
@@ -343,16 +324,14 @@ def _readable(message: str, parser: JobParser) -> str:
 
 
 def at_least(name: str, value: float | None, low: float, *, above: bool = False) -> None:
-    """Refuse a setting that is too small or not finite; None means that it is not set.
+    """Refuse a setting that is too small or not finite; None means unset.
 
-    jsonargparse's own restricted types would not check configurations that are made in Python, and their messages do
-    not say what is allowed.
+    jsonargparse's restricted types would not check configurations made in Python, and their messages do not say what is
+    allowed.
 
     Args:
-        name: The setting's name, for the message.
-        value: Its value.
-        low: The least value that is allowed.
-        above: Whether only values above `low` are allowed.
+        low: The least allowed value.
+        above: Whether `low` itself is refused.
 
     Raises:
         InputError: The value is refused.

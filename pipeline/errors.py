@@ -1,4 +1,4 @@
-"""What can go wrong with a job, by who can do something about it."""
+"""Errors of jobs, by the one who can act on them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ ProblemType = Literal[
 ]
 """Why a row cannot be generated.
 
-`BadRow`: it is not a record. `BadRequest`: it is a line of an OpenAI batch that cannot be answered. `BadPrompt`: its
-prompt cannot be used. `BadSampling`: its own settings cannot be used. `Refused`: the engine does not take it.
-`TimedOut`: it took too long. `NotFinite`: the base's activations overflow on it. `EngineDied`: engines died with it too
-often.
+`BadRow`: invalid record. `BadRequest`: invalid line of an OpenAI batch. `BadPrompt`: invalid prompt. `BadSampling`:
+invalid settings of its own. `Refused`: refused by the engine. `TimedOut`: exceeded its time limit. `NotFinite`: the
+target model's activations overflow on it. `EngineDied`: engines died with it too often.
 """
 
 
@@ -22,21 +21,15 @@ class InputError(ValueError):
 
 
 class JobError(RuntimeError):
-    """The job failed on the way: exit code 1. What it has committed stays."""
+    """The job failed on the way: exit code 1. Committed results stay."""
 
 
 class JobStopped(RuntimeError):  # noqa: N818 - stopping a job is no error
-    """The job was told to stop: exit code 143, as of any process that SIGTERM ends. What it has committed stays."""
+    """The job was told to stop: exit code 143, as for any process ended by SIGTERM. Committed results stay."""
 
 
 class RowError(ValueError):
-    """One row cannot be generated; the others are unharmed.
-
-    Args:
-        kind: See `ProblemType`.
-        message: What is wrong with the row.
-        attempts: How often an engine had it.
-    """
+    """One row cannot be generated; the others are unharmed."""
 
     def __init__(self, kind: ProblemType, message: str, attempts: int = 0) -> None:
         super().__init__(message)
@@ -44,7 +37,7 @@ class RowError(ValueError):
 
     @property
     def problem(self) -> RowProblem:
-        """What is kept with the row."""
+        """The row's entry in `errors/`."""
         return RowProblem(self.kind, str(self), attempts=self.attempts)
 
 
@@ -53,10 +46,7 @@ class RowProblem:
     """Why a row goes to `errors/`.
 
     Args:
-        type: See `ProblemType`.
-        message: What is wrong with the row.
-        input: The row as it stands in the file, where it is no record and has no columns to keep it.
-        attempts: How often an engine had it.
+        input: The row as in the file, where it is no record and has no columns to keep it.
     """
 
     type: ProblemType

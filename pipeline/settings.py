@@ -1,4 +1,4 @@
-"""The settings `resources.*`: what a job takes of the cluster."""
+"""Settings shared by jobs: `resources.*`, `limits.*`, `writing.*` and `reading.*`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.errors import InputError
 
 @dataclass(frozen=True)
 class ResourcesConfig:
-    """What the job takes of the cluster.
+    """Cluster resources of the job.
 
     Args:
         min_actors: Engines to start with.
@@ -40,18 +40,15 @@ class ResourcesConfig:
         at_least("resources.cpus_per_actor", self.cpus_per_actor, 0, above=True)
 
 
-# ---- The settings `limits.*`: when a row, a step or a stop is given up.
-
-
 @dataclass(frozen=True)
 class LimitsConfig:
-    """What is given up, and when.
+    """Limits on rows, steps and draining.
 
     Args:
-        row_attempts: A row that was in an engine at this many deaths of its process is set aside with an error; at the
-            last ones it had the engine to itself.
+        row_attempts: A row that was in an engine at this many deaths of its process gets an error; for the last
+            attempts it has the engine to itself.
         row_seconds: A row that an engine has had for this long gets an error; by default there is no limit.
-        step_seconds: A step of an engine that takes longer than this hangs, and the engine's process is ended.
+        step_seconds: An engine whose step takes longer than this hangs, and its process is ended.
         drain_seconds: After SIGTERM, rows that have begun may go on for this long.
     """
 
@@ -67,15 +64,12 @@ class LimitsConfig:
         at_least("limits.drain_seconds", self.drain_seconds, 0)
 
 
-# ---- The settings `writing.*`: how results are written.
-
-
 @dataclass(frozen=True)
 class WritingConfig:
-    """How results are written.
+    """Format of the results.
 
     Args:
-        rows_per_file: Rows of an output file; also what is committed at once and done again after a failure.
+        rows_per_file: Rows of an output file; also the unit of commits and retries.
         per_step_accepted: Write how many draft tokens each step of a row accepted.
         compact_mb: At the end, merge files of results until each has this many megabytes; by default they stay as they
             are.
@@ -90,29 +84,26 @@ class WritingConfig:
         at_least("writing.compact_mb", self.compact_mb, 0, above=True)
 
 
-# ---- The settings `reading.*`: how rows of the input become prompts.
-
 Format = Literal["jsonl", "parquet", "csv", "text", "arrow"]
-"""Formats of input files."""
 
 
 @dataclass(frozen=True)
 class ReadingConfig:
-    """How rows become prompts.
+    """Conversion of rows to prompts.
 
     Args:
         format: Format of the input files. `auto` goes by their names (.jsonl, .parquet, .csv, .txt, .arrow; also .gz
             and the like) and recognises JSON lines that are an OpenAI batch; `openai` says that they are one.
-        split: Which split of a Hugging Face dataset, such as `train`; by default the only one.
-        subset: Which subset of a Hugging Face dataset; by default the only one, or `default`.
+        split: Split of a Hugging Face dataset, such as `train`; by default the only one.
+        subset: Subset of a Hugging Face dataset; by default the only one, or `default`.
         prompt_column: Column of text prompts; by default `prompt`, if `messages_column` is not set either.
         messages_column: Column of chat messages: a list of {role, content}, or that list as JSON text.
         id_column: Column whose value names a row, each value once; by default `id`, where it does so, and otherwise a
             row is named by its file and line.
         sampling_column: Column with a row's own sampling settings: an object, or that object as JSON text.
         chat: Send a text prompt as a user's message through the chat template; by default wherever the model has one.
-        date: What the clock shows a chat template that writes the date or the time, as in 2026-03-31 or
-            2026-03-31T12:00; by default the time at which the output was begun.
+        date: Time for chat templates that write the date or the time, as in 2026-03-31 or 2026-03-31T12:00; by default
+            the time at which the output was begun.
         special_tokens: Let the text of a special token in a chat message be that token; by default it is text.
         skip: Leave out this many rows at the beginning.
         limit: Take at most this many rows.

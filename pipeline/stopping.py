@@ -1,4 +1,4 @@
-"""Stopping a job in good order: SIGTERM, as before a spot machine is taken away, lets rows finish first."""
+"""Orderly stop of a job: SIGTERM, as before a spot machine is taken away, lets rows finish first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INSIST_SECONDS = 15.0
 
 
 class StopRequestedError(KeyboardInterrupt):
-    """Raised in the main thread when it is time to end.
+    """Raised in the main thread to end the job.
 
     It is a KeyboardInterrupt because Ray's compiled code, where the main thread waits, lets no other error through.
     """
@@ -33,13 +33,13 @@ class Stopping:
         self._before: Any = None
 
     def stop(self, reason: str) -> None:
-        """End the block now, unless it has ended; safe from any thread."""
+        """End the block now, unless it has ended. Thread-safe."""
         self._reason = reason
         threading.Thread(target=self._insist, name="stop", daemon=True).start()
 
     @contextmanager
     def draining(self, drain: Callable[[], None]) -> Iterator[None]:
-        """Make SIGTERM call `drain` in another thread, and end the block only when that returns, in this part of it."""
+        """Within this block, make SIGTERM first call `drain` in another thread, and stop when that returns."""
         self._drain = drain
         try:
             yield
@@ -56,7 +56,8 @@ class Stopping:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give the signal handler back, and say of an interrupt that it was a request: Ray raises a new error for it.
+        """Restore the signal handler, and turn a requested interrupt, for which Ray raises a new error, back into a
+        request.
 
         Raises:
             StopRequestedError: The block was interrupted by a request to stop.

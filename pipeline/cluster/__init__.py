@@ -1,1 +1,1 @@
-"""Ray clusters: the one that a job joins and shares out, local ones for tests, and jobs submitted to others."""
+"""Ray clusters: joining and sharing out one, local ones for tests, and submitting jobs to others."""

@@ -1,4 +1,4 @@
-"""Ports of this machine."""
+"""A Ray cluster of several nodes on this machine, isolated from any other Ray there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_ports(count: int) -> list[int]:
-    """Find different ports that no process listens on now."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for one in sockets:
@@ -39,12 +38,10 @@ def free_ports(count: int) -> list[int]:
             one.close()
 
 
-# ---- A Ray cluster of several nodes on this machine, apart from every other Ray there.
-
 _MARK = "DRAFTER_LOCAL_CLUSTER"
 _PREFIX = "ray-"
 _FOLDERS = Path("/tmp")
-"""Where a cluster has its folder: paths of sockets must be short."""
+"""Parent of the clusters' folders: paths of sockets must be short."""
 _START_SECONDS = 300
 _OBJECT_STORE_BYTES = 128 << 20
 _UNUSED_LISTS = (
@@ -56,7 +53,7 @@ _UNUSED_LISTS = (
     "head_start_ray_commands",
     "worker_start_ray_commands",
 )
-"""Keys that the autoscaler expects in its configuration, for nodes that have to be set up."""
+"""Keys that the autoscaler requires in its configuration, for node setup."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +61,6 @@ class NodeType:
     """A kind of nodes.
 
     Args:
-        cpus: Logical cores of each.
-        gpus: Logical GPUs of each.
-        most: How many such nodes an autoscaler may start.
         environment: Environment variables of the node's processes, besides the cluster's; not for nodes that an
             autoscaler starts.
     """
@@ -78,14 +72,13 @@ class NodeType:
 
 
 class LocalCluster:
-    """A head that runs no work, and nodes that do: started at once, or by an autoscaler when there is work.
+    """A head that runs no work, and worker nodes, started at once or by an autoscaler.
 
     Use it in a `with` statement; at its end all processes of the cluster are killed.
 
     Args:
-        nodes: Nodes from the beginning.
         growing: Kinds of nodes, by name, that an autoscaler starts and ends.
-        idle_seconds: The autoscaler ends a node that has had no work for this long.
+        idle_seconds: Idle time after which the autoscaler ends a node.
         head_environment: Environment variables of the head's processes, besides the cluster's.
     """
 
@@ -112,11 +105,10 @@ class LocalCluster:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",
         }
-        """What a process needs in its environment to join the cluster or to submit jobs to it."""
+        """Environment of a process that joins the cluster or submits jobs to it."""
 
     @property
     def jobs_address(self) -> str:
-        """Where jobs are submitted."""
         return f"http://{LOOPBACK}:{self._dashboard}"
 
     def __enter__(self) -> LocalCluster:
@@ -138,11 +130,11 @@ class LocalCluster:
 
     @property
     def name(self) -> str:
-        """What `end_cluster` knows it by, also when the process that started it was killed."""
+        """Name for `end_cluster`, which works even if the process that started the cluster was killed."""
         return self._folder.name
 
     def nodes(self) -> list[int]:
-        """Return the process ids of the nodes' raylets, without the head's: a node ends with its raylet."""
+        """Return the process ids of the nodes' raylets, without the head's. A node ends with its raylet."""
         return [pid for pid in self._raylets() if pid not in self._head]
 
     def _raylets(self) -> list[int]:
@@ -198,7 +190,6 @@ class LocalCluster:
         }
 
     def _start(self, *options: Any, environment: Mapping[str, str] | None = None) -> None:
-        """Start a node and wait until it is up."""
         command: list[Any] = [sys.executable, "-m", "ray.scripts.scripts", "start", "--node-ip-address", LOOPBACK]
         command += ["--object-store-memory", _OBJECT_STORE_BYTES, "--min-worker-port", 0, "--max-worker-port", 0]
         command += ["--dashboard-agent-listen-port", 0, *options]
@@ -220,10 +211,10 @@ class LocalCluster:
 
 
 def end_cluster(name: str) -> None:
-    """Kill all processes of a local cluster, if there are any left, and delete its folder.
+    """Kill all processes of a local cluster and delete its folder.
 
     Args:
-        name: `LocalCluster.name`. Nothing is done for a text that is no such name, as of a file that is damaged.
+        name: `LocalCluster.name`. Other text, as from a damaged file, is ignored.
     """
     if not re.fullmatch(rf"{_PREFIX}\w+", name):
         return
@@ -236,7 +227,7 @@ def end_cluster(name: str) -> None:
 
 
 def _processes(name: str) -> Iterator[int]:
-    """Find all processes of a cluster, whatever their parents are by now."""
+    """Find all processes of a cluster by their environment, whatever their parents are by now."""
     mark = f"{_MARK}={name}".encode()
     for entry in Path("/proc").iterdir():
         with suppress(OSError):  # it has just ended, or belongs to another user

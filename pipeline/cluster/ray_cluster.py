@@ -1,4 +1,4 @@
-"""The Ray cluster that a job runs on: the one there is, or one of its own on this machine."""
+"""Connection to the Ray cluster of a job: an existing one, or a new one on this machine."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from pipeline.errors import JobError
 
 _PACKAGES = ("drafter", "jobs", "pipeline")
 _NO_PROGRESS_SECONDS = 6 * 3600
-"""A job that has lost its machines waits this long for others."""
+"""Time without progress, such as after losing all machines, until a job fails."""
 
 
 def connect() -> Cluster:
-    """Join the cluster of `RAY_ADDRESS`, `ray job submit` or `ray start`, or start one here; without Ray's messages.
+    """Join the cluster of `RAY_ADDRESS`, `ray job submit` or `ray start`, or start one here, without Ray's messages.
 
     Raises:
         JobError: No cluster answers at the address.
@@ -39,7 +39,7 @@ def connect() -> Cluster:
 
 
 def takes(resources: ActorResources) -> str:
-    """Return in words what an actor takes of the cluster, and how much of it is free."""
+    """Describe an actor's resources and how much of the cluster is free."""
     free, there = ray.available_resources(), ray.cluster_resources()
     parts = [
         f"{share:g} {unit} ({free.get(name, 0.0):g} of {there.get(name, 0.0):g} are free)"
@@ -52,11 +52,8 @@ def takes(resources: ActorResources) -> str:
 def cluster_here(patience: float = 5.0) -> bool:
     """Return whether a cluster on this machine can be joined.
 
-    Ray leaves its address in a file, which only a private function of Ray reads. If all its processes were killed the
-    file stays, and `ray.init` would wait for minutes for an answer.
-
-    Args:
-        patience: Seconds to wait for an answer.
+    Ray leaves its address in a file that only a private function of Ray reads. If all its processes were killed, the
+    file stays, and `ray.init` would wait for minutes.
     """
     address = find_bootstrap_address(None)
     if not address:
@@ -70,13 +67,13 @@ def cluster_here(patience: float = 5.0) -> bool:
 
 
 def will_start() -> bool:
-    """Return whether `connect` would start a cluster, because there is none to join."""
+    """Return whether `connect` would start a cluster."""
     address = os.environ.get("RAY_ADDRESS")
     return not ray.is_initialized() and (address == "local" or (not address and not cluster_here()))
 
 
 def _join_or_start() -> bool:
-    """Return whether the cluster was there before."""
+    """Return whether the cluster existed before."""
     if ray.is_initialized():
         return True
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -100,10 +97,10 @@ def _join_or_start() -> bool:
 
 
 def _own_packages() -> dict[str, Any] | None:
-    """Return the runtime environment in which workers import our packages; None where Ray's own will do.
+    """Return a runtime environment in which workers import our packages; None where Ray's own suffices.
 
-    Ray puts the driver's working directory first on its workers' path. If it has a folder with the name of one of our
-    packages, they would import that one.
+    Ray puts the driver's working directory first on its workers' path, where a folder may have one of our packages'
+    names.
     """
     root, here = str(ROOT), [os.getcwd()]
     if Path.cwd() == ROOT or not any(PathFinder.find_spec(name, here) for name in _PACKAGES):
@@ -121,10 +118,10 @@ def _own_packages() -> dict[str, Any] | None:
 
 
 def _keep_to_this_machine() -> None:
-    """Have the cluster that `ray.init` starts listen on the loopback address only, with a token that is the user's own.
+    """Bind the cluster that `ray.init` starts to the loopback address, with a token that only this user can read.
 
-    By default Ray (2.60) takes the machine's own address for its node's, and then two of its processes give metrics to
-    whoever connects; and it writes its token to a file that all users can read.
+    By default Ray (2.60) uses the machine's own address, where two of its processes give metrics to anyone, and writes
+    its token to a file that all users can read.
     """
     from ray._private import ray_constants
 
@@ -145,7 +142,7 @@ def _keep_to_this_machine() -> None:
 
 @contextmanager
 def _held_back_stderr() -> Iterator[None]:
-    """Keep what native code writes to stderr, and show it only if the block fails."""
+    """Hold back native code's stderr, and show it only if the block fails."""
     sys.stderr.flush()
     original = os.dup(2)
     with tempfile.TemporaryFile() as held:
@@ -162,7 +159,6 @@ def _held_back_stderr() -> Iterator[None]:
 
 
 def quiet_ray_data() -> None:
-    """Turn off Ray Data's own bars and logs: the job shows what a person needs."""
     from ray.data import DataContext
 
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
@@ -174,6 +170,6 @@ def quiet_ray_data() -> None:
 
 
 def beside_driver() -> Any:
-    """Return the scheduling strategy for an actor on the driver's node, which a job cannot lose and go on."""
+    """Return the scheduling strategy for an actor on the driver's node, the one node that a job cannot outlive."""
     node = ray.get_runtime_context().get_node_id()
     return ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)

@@ -1,4 +1,4 @@
-"""A cluster is divided among equal actors."""
+"""Division of a cluster among equal actors."""
 
 from __future__ import annotations
 
@@ -11,30 +11,22 @@ from pipeline.errors import InputError
 from pipeline.settings import ResourcesConfig
 
 HELPER_CPUS = 0.25
-"""Cores of a task that reads, tokenises or writes: such tasks work in short bursts beside the engines."""
+"""Cores of a task that reads, tokenises or writes in short bursts beside the engines."""
 _RESERVED_CPUS = 0.5
-"""Cores of a node that engines leave to such tasks."""
+"""Cores per node that engines leave to such tasks."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """What Ray may use of a machine.
-
-    Args:
-        cpus: Cores.
-        gpus: GPUs.
-    """
-
     cpus: float
     gpus: float
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines there are.
+    """The cluster's machines.
 
     Args:
-        nodes: The machines of now.
         may_grow: Whether others may join, or be started by an autoscaler. Ray does not tell which ones.
     """
 
@@ -44,12 +36,9 @@ class Cluster:
 
 @dataclass(frozen=True)
 class ActorResources:
-    """What equal actors take.
+    """Resources of equal actors.
 
     Args:
-        cpus: Cores of each.
-        gpus: GPUs of each.
-        min_actors: Fewest actors.
         max_actors: Most actors; None is as many as there is work and room for.
     """
 
@@ -60,7 +49,6 @@ class ActorResources:
 
     @property
     def threads(self) -> int:
-        """CPU threads of each actor."""
         return max(1, math.ceil(self.cpus))
 
 
@@ -71,18 +59,16 @@ def share_out(
     what: str = "engines",
     settings: str = "resources.{}_per_actor or resources.min_actors",
 ) -> ActorResources:
-    """Divide a cluster among equal actors; what the configuration sets comes first.
+    """Divide a cluster among equal actors, respecting the configuration.
 
     Where nothing can run yet, as on a head that waits for its autoscaler, an actor takes a GPU.
 
     Args:
-        config: What is wanted.
-        cluster: What there is.
-        what: What errors call the actors.
-        settings: What errors advise to lower; `{}` stands for `cpus` or `gpus`.
+        what: The actors' designation in errors.
+        settings: Settings that errors advise to lower; `{}` stands for `cpus` or `gpus`.
 
     Raises:
-        InputError: There is not enough for the fewest actors, and there will not be more.
+        InputError: There is not enough for the fewest actors, and the cluster cannot grow.
     """
     useful = [node for node in cluster.nodes if node.cpus >= 1 or node.gpus]
     gpus = sum(node.gpus for node in useful)
@@ -106,7 +92,7 @@ def share_out(
 
 
 def _cpu_share(nodes: Sequence[Node], gpu_share: float, actors: int) -> float:
-    """Cores of an actor: one beside its GPUs; without GPUs, those of the smallest node, divided among its actors."""
+    """Return cores per actor: one beside its GPUs; without GPUs, the smallest node's, divided among its actors."""
     if gpu_share:
         shares = [(node.cpus - _RESERVED_CPUS) * gpu_share / node.gpus for node in nodes if node.gpus >= gpu_share]
         return max(min([1.0, *shares]), 0.0)
@@ -116,10 +102,10 @@ def _cpu_share(nodes: Sequence[Node], gpu_share: float, actors: int) -> float:
 
 
 def _leave_room(nodes: Sequence[Node], cpu_share: float, gpu_share: float) -> float:
-    """Cores of an actor such that a node full of actors has room for one helper task.
+    """Return cores per actor such that a node full of actors has room for one helper task.
 
-    Ray sets no cores aside. If some nodes were lost and the others had none to spare, the engines would wait for input
-    and the helpers for cores, forever.
+    Ray reserves no cores. If nodes were lost and the others had none to spare, engines would wait for input and helpers
+    for cores, forever.
     """
     shares = [cpu_share]
     for node in nodes:

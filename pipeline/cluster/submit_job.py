@@ -1,4 +1,4 @@
-"""The job that submits a job to a cluster: with this folder, showing its log, and again until it is done."""
+"""Submits a job to a cluster with the working directory, shows its log, and retries until it is done."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from pipeline.command_line import JobParser, at_least, make_parser, parse, progr
 from pipeline.errors import InputError, JobError
 
 _MISTAKE = 2
-"""Exit code of a job whose configuration or input cannot be used: submitting it again would not help."""
+"""Exit code of a job whose configuration or input cannot be used, which is not retried."""
 _EXCLUDED = (".git", ".venv", "build")
 _POLL_SECONDS = 2.0
 _PATIENCE = 30
-"""How many times in a row the cluster may fail to answer."""
+"""Most consecutive failures of the cluster to answer."""
 
 
 @dataclass(frozen=True)
 class SubmitConfig:
-    """How a job is submitted.
+    """Submission of a job.
 
     Args:
         address: Address of the cluster's dashboard, such as http://localhost:8265; by default RAY_API_SERVER_ADDRESS.
         working_dir: Folder that the job runs in; it is sent without .git, .venv, build and what .gitignore names.
         runtime_env: YAML file with more of the job's runtime environment: env_vars, pip and the like.
         submissions: How often the job is submitted at most.
-        name: What its submissions are called, with a number. A job of this name that is still under way is followed
-            instead of submitted once more: it may have been submitted by a command that was killed.
+        name: Prefix of the submissions' ids. A running job of this name is followed instead of submitted once more: it
+            may have been submitted by a command that was killed.
     """
 
     address: str | None = None
@@ -87,7 +87,7 @@ Exit codes: 0, the job is done; 2, there is a mistake; 1, the job failed too oft
 
 
 def parse_submission(arguments: Sequence[str] | None = None) -> tuple[SubmitConfig, str]:
-    """Read from a command line how to submit and which command to run.
+    """Parse a command line into the submission's settings and the command to run.
 
     Raises:
         InputError: A setting cannot be used, or there is no command.
@@ -111,7 +111,7 @@ def submit(config: SubmitConfig, command: str) -> None:
 
     Raises:
         InputError: The job cannot be sent, or its configuration or input cannot be used.
-        JobError: No cluster answers, the job was stopped, or it failed as often as it may.
+        JobError: No cluster answers, the job was stopped, or all submissions failed.
     """
     environment = config.environment()
     client = _connect(config.address)
@@ -150,14 +150,10 @@ def _connect(address: str | None) -> Any:
 
 
 def _hand_over(client: Any, command: str, environment: dict[str, Any], name: str | None) -> tuple[str, bool]:
-    """Submit once, with patience: a head that has just been started may not be ready yet.
+    """Submit once, with retries: a head that has just been started may not be ready yet.
 
     Returns:
-        The submission's id, and whether it is a new one: with a name, it may be one that is still under way.
-
-    Raises:
-        InputError: The job cannot be sent, or another one of its name is under way.
-        JobError: The cluster did not take it.
+        The submission's id, and whether it is new: with a name, it may be a running one.
     """
     for failures in range(_PATIENCE):
         try:
@@ -182,17 +178,12 @@ def _hand_over(client: Any, command: str, environment: dict[str, Any], name: str
 
 
 def _submissions(client: Any, name: str) -> dict[int, Any]:
-    """Return the submissions of a name that the cluster knows, by their numbers."""
     found = ((re.fullmatch(rf"{re.escape(name)}-(\d+)", job.submission_id or ""), job) for job in client.list_jobs())
     return {int(match[1]): job for match, job in found if match}
 
 
 def _same(job: Any, command: str) -> str:
-    """Return the id of a job under way.
-
-    Raises:
-        InputError: It runs another command.
-    """
+    """Return the id of a running job, or refuse if it runs another command."""
     if job.entrypoint != command:
         raise InputError(
             f"{job.submission_id} is under way with another command: {job.entrypoint}; give another name, or end it: "
@@ -202,7 +193,6 @@ def _same(job: Any, command: str) -> str:
 
 
 async def _follow(client: Any, name: str) -> Any:
-    """Show a job's log to its end, across broken connections; return the job's details."""
     from aiohttp import ClientError
 
     shown = failures = 0

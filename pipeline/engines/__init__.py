@@ -1,1 +1,1 @@
-"""Engines as Ray actors: parts in, generated rows out, and what survives when an engine's process dies."""
+"""Engines as Ray actors: parts in, generated rows out, with records that survive the death of an engine's process."""

@@ -1,4 +1,4 @@
-"""A watchdog for steps of an engine that never end."""
+"""Ray Data actor around an engine, with a watchdog for steps that hang."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from pipeline.staging.rows import with_problems
 from pipeline.staging.staging import pack, unpack
 
 _LOOKS = 10
-"""How often the watchdog looks within the time that a step may take."""
+"""Looks of the watchdog per time limit."""
 
 
 class Stepping(Protocol):
-    """What a watchdog sees of an engine; `last_step` is when it last ended a step, by `time.monotonic`."""
+    """The watchdog's view of an engine; `last_step` is the end of its last step by `time.monotonic`."""
 
     last_step: float
 
@@ -62,24 +62,16 @@ def watch(engine: Stepping, seconds: float, stuck: Callable[[], None]) -> thread
     return thread
 
 
-# ---- Ray Data's actor around an engine: parts of requests in, parts of generated rows out.
-
 _LOAD_AGAIN_SECONDS = 5.0
 _LAST_WORD_SECONDS = 5
 
 
 class EngineActor:
-    """Generates for parts of requests.
+    """Turns parts of requests into parts of generated rows.
 
     Args:
-        spec: What to load.
-        limits: When a row, or a step of the engine, is given up.
-        traits: What decides which columns rows get.
-        ledger: A `Ledger` actor.
-        progress: A `ProgressBoard` actor.
         run: The job's name in metrics: its output.
-        others: What its drafter can learn from beside its own rows.
-        learner: Name of the `LearnerActor` that learns from its rows, once there is one; None where no head learns.
+        learner: Name of the `LearnerActor`, which may start later; None without learning.
     """
 
     def __init__(
@@ -127,9 +119,9 @@ class EngineActor:
             LearningFeed(self._lm, partial(find_learner, learner)).start()
 
     def _load(self, spec: EngineSpec, ledger: RemoteLedger) -> LoadError | None:
-        """Load the models, and return why they cannot be loaded.
+        """Load the models, and return the error if that fails.
 
-        Where another engine could load them, a failure is this machine's, and ends the process so that Ray may try
+        If another engine could load them, the failure is this machine's, and the process ends so that Ray may try
         another.
         """
         try:
@@ -153,7 +145,7 @@ class EngineActor:
     def __call__(self, block: pa.Table) -> pa.Table:
         """Generate the parts in a block.
 
-        An engine that fails ends the process, so that Ray starts another and gives it the parts again.
+        If the engine fails, the process ends, so that Ray starts another and gives it the parts again.
 
         Raises:
             LoadError: The models could not be loaded.
@@ -164,7 +156,6 @@ class EngineActor:
         return pack((part, self._generate(part, rows)) for part, rows in unpack(block))
 
     def _generate(self, part: str, rows: pa.Table) -> pa.Table:
-        """Replace each row's request by `generated`, a struct of the output columns, or by a `problem`."""
         problems = rows["problem"].to_pylist()
         errors = sum(problem is not None for problem in problems)
         try:
@@ -184,7 +175,6 @@ class EngineActor:
         return rows.append_column("generated", generated)
 
     def _requests(self, rows: pa.Table, problems: list[Any]) -> dict[str, Request]:
-        """Read the requests of the rows without a problem, by their names."""
         columns = (rows[name].to_pylist() for name in ("request_id", "prompt_ids", "sampling"))
         return {
             name: Request(prompt_ids, SamplingParams(**json.loads(sampling)), name, self._row_seconds)
@@ -193,20 +183,18 @@ class EngineActor:
         }
 
     def _finished(self, generation: Generation, request: Request) -> dict[str, Any]:
-        """Count a request that has just finished, and return what it adds to its row."""
         self._row_metrics.generated(generation.finish_reason, slot_seconds(generation))
         self._memory.finished(generation, request)
         return column_values(generation, request, self._traits, self._columns)
 
     def _report(self, part: str, errors: int, outcomes: Mapping[str, RowOutcome]) -> None:
-        """Report how much of a part is done; the engine never sees `errors` of its rows."""
+        """Report a part's progress; the engine never sees the `errors` among its rows."""
         generated = [outcome.generated for outcome in outcomes.values() if outcome.generated is not None]
         rows = errors + len(outcomes)
         tokens, steps = (sum(row[name] for row in generated) for name in ("num_output_tokens", "num_decode_steps"))
         self._tell("update", part, PartReport(rows, rows - len(generated), tokens, steps))
 
     def _beat(self) -> None:
-        """Report the engine's state."""
         self._metrics.publish()
         state = self._lm.engine.state()
         report = EngineReport(
@@ -223,12 +211,10 @@ class EngineActor:
         self._tell("engine", self._name, report)
 
     def _end(self, why: Exception) -> None:
-        """Report why, and end the process."""
         self._tell("crashed", f"{type(why).__name__}: {one_line(why)}")
         _die()
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        """Call a method of the board."""
         call = getattr(self._progress, method).remote(*arguments)
         if method in ("failed", "crashed"):  # the process ends after it
             ray.wait([call], timeout=_LAST_WORD_SECONDS)

@@ -1,4 +1,4 @@
-"""What an engine's process loads."""
+"""Models and settings of an engine's process."""
 
 from __future__ import annotations
 
@@ -22,17 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an actor loads.
+    """Models and settings of an engine.
 
     Args:
-        model: Hub id or folder; None is the embedded base.
-        drafter: As in `SpeculativeLM.from_pretrained`.
-        loading: Further arguments of `SpeculativeLM.from_pretrained`.
-        config: The engine's sizes.
-        threads: CPU threads: the actor's share of the machine.
-        isolated: Whether no request may be drafted from another one's text.
-        verifier: Which draft tokens become output.
-        learning: What a head begins with that learns from the rows; None where none does.
+        model: Hub id or folder; None is the embedded target model.
+        learning: Initial state of a head that learns from the rows; None without learning.
     """
 
     model: str | None
@@ -45,10 +39,7 @@ class EngineSpec:
     learning: Beginning | None = None
 
     def load(self, on_stage: Callable[[str], None] | None = None) -> SpeculativeLM:
-        """Load the models and start the engine.
-
-        Args:
-            on_stage: As in `SpeculativeLM.from_pretrained`.
+        """Load the models and start the engine; see `SpeculativeLM.from_pretrained` for `on_stage`.
 
         Raises:
             LoadError: The models cannot be loaded.

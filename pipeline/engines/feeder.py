@@ -1,8 +1,8 @@
-"""The feeder passes the rows of several parts into one engine.
+"""Feeds the rows of several parts into one engine.
 
-It keeps a few more rows in the engine than there are slots, takes long rows first, and lets rows that may have killed
-an engine in alone. One thread passes rows in, after the ledger has noted them. So the rows that the ledger has inside
-an engine are those that it is working on, or about to.
+It keeps slightly more rows in the engine than there are slots, starts long rows first, and runs rows that may have
+killed an engine alone. One thread submits rows after the ledger has recorded them, so the ledger's rows inside an
+engine are those that it is working on, or about to.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from pipeline.engines.ledger import RowKey, RowOutcome
 from pipeline.errors import JobError, ProblemType, RowError
 
 _PULSE_SECONDS = 0.01
-"""While the engine is full, the feeder waits this long, to tell the ledger of several rows at once."""
+"""Wait of the feeder while the engine is full, so that one ledger call covers several rows."""
 _REPORT_SECONDS = 0.25
 
 
 def capacity(slots: int) -> int:
-    """Return how many rows to keep in an engine: enough wait for a slot that none is empty between two pulses."""
+    """Return the rows to keep in an engine: enough that no slot is empty between two pulses."""
     return slots + max(4, slots // 2)
 
 
 def alone_from(row_attempts: int) -> int:
-    """Return at how many deaths a row gets the engine to itself.
+    """Return the number of deaths from which a row has the engine to itself.
 
-    Most deaths are the machine's fault, so a row is first tried again in company. It is set aside after its last two
-    attempts, which are alone: one death from outside, at a moment when the row is alone, does not condemn it.
+    Most deaths are the machine's fault, so a row is first retried in company. Its last two attempts are alone, so that
+    one unrelated death at such a moment does not condemn it.
     """
     return max(1, row_attempts - 2)
 
 
 class RowLedger(Protocol):
-    """What a feeder needs of the `Ledger`."""
+    """Interface of the `Ledger` for a feeder."""
 
     def open_part(self, part: str, wanted: int) -> tuple[dict[str, RowOutcome], dict[str, int]]:
         """See `Ledger.open_part`."""
@@ -67,14 +67,10 @@ class _OpenPart:
 
 
 class Feeder:
-    """Passes rows into one engine.
+    """Feeds rows into one engine.
 
     Args:
-        submit: Submits a request to the engine.
-        finish: Returns the values of the output columns for a request that has finished.
-        ledger: Is told of every row before the engine is.
-        slots: The engine's slots.
-        row_attempts: A row is set aside at this many deaths.
+        finish: Returns the output columns of a finished request.
     """
 
     def __init__(
@@ -100,12 +96,10 @@ class Feeder:
     def generate(
         self, part: str, requests: Mapping[str, Request], report: Callable[[Mapping[str, RowOutcome]], None]
     ) -> dict[str, RowOutcome]:
-        """Generate a part, and return the outcomes of its requests by their names; safe from any thread.
+        """Generate a part, and return outcomes by `request_id`. Thread-safe.
 
         Args:
-            part: The part's name.
-            requests: Its requests by `request_id`.
-            report: Called now and then with the outcomes that are there by then, and once with all.
+            report: Called now and then with the outcomes so far, and once with all.
 
         Raises:
             JobError: The part is being generated already: its rows would never all come back to both calls.
@@ -128,7 +122,6 @@ class Feeder:
         requests: Mapping[str, Request],
         report: Callable[[Mapping[str, RowOutcome]], None],
     ) -> dict[str, RowOutcome]:
-        """Generate a part that has been opened; see `generate`."""
         known, deaths = self._ledger.open_part(part, len(requests))
         opened.outcomes.update({name: known[name] for name in requests if name in known})
         rows = [
@@ -162,7 +155,6 @@ class Feeder:
                 self._changed.notify_all()
 
     def _exchange(self) -> None:
-        """Tell the ledger which rows left the engine and which are to enter it, then let them enter."""
         with self._changed:
             self._changed.wait_for(lambda: self._left or self._may_enter())
             full = self._inside >= self._slots
@@ -183,7 +175,6 @@ class Feeder:
                 self._enter(row)
 
     def _may_enter(self) -> int:
-        """Return how many rows may enter now."""
         if self._closed or (self._suspect_inside and self._inside):
             return 0
         if self._suspects:
@@ -191,7 +182,6 @@ class Feeder:
         return min(self._capacity - self._inside, len(self._waiting))
 
     def _take(self) -> list[_Row]:
-        """Take the rows that enter now from those that wait."""
         count, queue = self._may_enter(), self._suspects or self._waiting
         if count:
             self._suspect_inside = queue is self._suspects
@@ -223,5 +213,5 @@ class Feeder:
 
 
 def _longest(request: Request) -> int:
-    """Tokens that a request may come to."""
+    """Return the most tokens of a request, prompt included."""
     return len(request.prompt_ids) + request.sampling.over().max_new_tokens

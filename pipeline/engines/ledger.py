@@ -1,8 +1,8 @@
-"""The ledger: which rows are in engines, what came of finished rows, and how often an engine died with a row inside.
+"""The ledger: rows inside engines, outcomes of finished rows, and deaths of engines with a row inside.
 
-One small actor on the driver's node keeps it, outside of every engine's process. It notes a row before an engine sees
-the row, and the row's outcome when it leaves. So whatever ends an engine's process, it is known which rows were inside,
-and rows that had finished are not generated again. Entries of a part are dropped when the part is committed.
+It is an actor outside of all engine processes. A row is entered before an engine sees it and its outcome when it
+leaves, so if an engine's process ends, the rows inside are known and finished rows are not generated again. A part's
+entries are dropped once the part is committed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from pipeline.io.reading import parquet_rows
 from pipeline.output.folder import OutputFolder
 
 _HOPELESS = 20
-"""If an engine's process ends this often without finishing one row, the machine or this program is at fault, no row."""
+"""Most engine processes without a finished row. Then the machine or this program is at fault, not a row."""
 
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """What came of a row: one of the two.
+    """The outcome of a row: one of the two is set.
 
     Args:
-        generated: Values of the output columns.
         problem: Fields of a `RowProblem`.
     """
 
@@ -41,12 +40,7 @@ class RowOutcome:
 
 @dataclass(frozen=True)
 class RowKey:
-    """A row's key in the ledger.
-
-    Args:
-        part: The part that it belongs to.
-        request_id: Its name.
-    """
+    """A row's key in the ledger."""
 
     part: str
     request_id: str
@@ -54,13 +48,11 @@ class RowKey:
 
 @dataclass
 class PartRecord:
-    """A part that is not committed.
+    """An uncommitted part.
 
     Args:
-        wanted: Number of rows that an engine has to see; None before an engine has begun with the part.
-        inside: Rows that are in an engine now.
-        outcomes: Outcomes of the rows that have left it.
-        deaths: How often an engine died with a row inside.
+        wanted: Number of rows that engines must process; None before an engine began the part.
+        deaths: Per row, how often an engine died with the row inside.
     """
 
     wanted: int | None = None
@@ -76,15 +68,7 @@ class PartRecord:
 
 @dataclass(frozen=True)
 class SavedRow:
-    """What one submission tells the next about a row whose part is not committed.
-
-    Args:
-        part: See `RowKey`.
-        request_id: See `RowKey`.
-        generated: See `RowOutcome`.
-        problem: See `RowOutcome`.
-        deaths: See `PartRecord`.
-    """
+    """A row of an uncommitted part, saved for the next submission. See `RowOutcome` and `PartRecord`."""
 
     part: str
     request_id: str
@@ -95,13 +79,11 @@ class SavedRow:
 
 @dataclass(frozen=True)
 class LedgerCounts:
-    """How things stand in this submission.
+    """Counts for this submission.
 
     Args:
-        inside: Rows that are in engines now.
-        uncommitted: Parts that are not committed although all of their rows have an outcome.
-        engine_deaths: Processes of engines that ended and were replaced.
-        rows_again: Rows that were inside an engine when it died, and have to be generated again.
+        uncommitted: Complete parts that are not yet committed.
+        rows_again: Rows inside an engine at its death, which are generated again.
     """
 
     inside: int
@@ -111,12 +93,11 @@ class LedgerCounts:
 
 
 class Ledger:
-    """Keeps the record; a Ray actor, but nothing in it needs Ray.
+    """Keeps the record. Run as a Ray actor, but independent of Ray.
 
     Args:
-        row_attempts: A row that was in an engine at this many deaths is set aside: its outcome is an error.
-        saved: What an earlier submission left, by `save`.
-        base: Fingerprint of the base that an earlier submission generated with.
+        row_attempts: Engine deaths with a row inside after which the row becomes an error.
+        base: Fingerprint of the target model that an earlier submission used.
     """
 
     def __init__(self, row_attempts: int, saved: Sequence[SavedRow] = (), base: str | None = None) -> None:
@@ -134,20 +115,17 @@ class Ledger:
                 record.outcomes[row.request_id] = RowOutcome(row.generated, row.problem)
 
     def arrive(self, engine: str) -> bool:
-        """Note that an engine's process begins.
-
-        Args:
-            engine: Its name; a process that replaces a dead one has the same.
+        """Record the start of an engine's process; a replacement has the same name.
 
         Returns:
-            Whether the process shall go on: not after `_HOPELESS` processes without one finished row.
+            Whether the process may go on: not after `_HOPELESS` processes without a finished row.
         """
         self._engine_deaths += engine in self._starts
         self._starts[engine] += 1
         return self._starts[engine] <= _HOPELESS
 
     def loaded(self, base: str) -> str:
-        """Note the fingerprint of the base that an engine has loaded, and return the first one, which all must have."""
+        """Record the fingerprint of an engine's target model, and return the first one, which all must have."""
         self._base = self._base or base
         return self._base
 
@@ -156,11 +134,10 @@ class Ledger:
         return self._base is not None
 
     def open_part(self, part: str, wanted: int) -> tuple[dict[str, RowOutcome], dict[str, int]]:
-        """Note that an engine begins with a part; if another had begun with it, that one's process has died.
+        """Record that an engine begins a part. If another had begun it, that one's process has died.
 
         Returns:
-            The outcomes that are there already, those of rows set aside included, and how often an engine died with
-            each row, where it did.
+            Existing outcomes, those of rows given up included, and engine deaths by row.
         """
         record = self._parts.setdefault(part, PartRecord())
         record.wanted = wanted
@@ -173,10 +150,10 @@ class Ledger:
         return record.outcomes, dict(record.deaths)
 
     def exchange(self, engine: str, left: Mapping[RowKey, RowOutcome], entering: Iterable[RowKey]) -> bool:
-        """Note that rows leave an engine and that others are about to enter it.
+        """Record rows that leave an engine and rows about to enter it.
 
         Returns:
-            Whether they may enter: not when the job is being stopped.
+            Whether they may enter: not while the job is being stopped.
         """
         for key, outcome in left.items():
             record = self._parts.setdefault(key.part, PartRecord())
@@ -189,15 +166,13 @@ class Ledger:
         return self._open
 
     def commit(self, part: str) -> None:
-        """Forget a part, because it is in the output."""
         self._parts.pop(part, None)
 
     def drain(self) -> None:
-        """Let no more rows into engines."""
+        """Admit no more rows to engines."""
         self._open = False
 
     def counts(self) -> LedgerCounts:
-        """Return how things stand."""
         records = self._parts.values()
         return LedgerCounts(
             inside=sum(len(record.inside) for record in records),
@@ -207,7 +182,7 @@ class Ledger:
         )
 
     def save(self) -> list[SavedRow]:
-        """Return all that the next submission can use. Rows that are inside an engine now count no death."""
+        """Return the rows that the next submission can use. Rows inside an engine now count no death."""
         return [
             SavedRow(part, name, outcome.generated, outcome.problem, record.deaths[name])
             for part, record in self._parts.items()
@@ -220,15 +195,8 @@ def _too_many_deaths(deaths: int) -> RowError:
     return RowError("EngineDied", f"its engine's process ended {deaths} times with it, at last with it alone", deaths)
 
 
-# ---- The ledger, as an engine's process sees it.
-
-
 class RemoteLedger:
-    """Calls the `Ledger` actor in the name of this process's engine and waits for its answers.
-
-    Args:
-        actor: A `Ledger` actor.
-    """
+    """Client of the `Ledger` actor for this process's engine; every call waits for the answer."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -236,32 +204,24 @@ class RemoteLedger:
         self._engine = ray.get_runtime_context().get_actor_id()
 
     def arrive(self) -> bool:
-        """See `Ledger.arrive`."""
         return bool(ray.get(self._actor.arrive.remote(self._engine)))
 
     def loaded(self, base: str) -> str:
-        """See `Ledger.loaded`."""
         return str(ray.get(self._actor.loaded.remote(base)))
 
     def has_loaded(self) -> bool:
-        """See `Ledger.has_loaded`."""
         return bool(ray.get(self._actor.has_loaded.remote()))
 
     def open_part(self, part: str, wanted: int) -> tuple[dict[str, RowOutcome], dict[str, int]]:
-        """See `Ledger.open_part`."""
         outcomes, deaths = ray.get(self._actor.open_part.remote(part, wanted))
         return outcomes, deaths
 
     def exchange(self, left: Mapping[RowKey, RowOutcome], entering: list[RowKey]) -> bool:
-        """See `Ledger.exchange`."""
         return bool(ray.get(self._actor.exchange.remote(self._engine, left, entering)))
 
 
-# ---- The rows that a submission leaves to the next: they are finished, but their parts are not.
-
-
 def read_unfinished(output: OutputFolder) -> list[SavedRow]:
-    """Read what an earlier submission left; nothing, and a line that says so, where the file is damaged."""
+    """Read an earlier submission's finished rows of uncommitted parts; none, with a message, if the file is damaged."""
     if output.unfinished.type != fs.FileType.File:
         return []
     if parquet_rows(output.unfinished) is None:
@@ -272,7 +232,7 @@ def read_unfinished(output: OutputFolder) -> list[SavedRow]:
 
 
 def write_unfinished(output: OutputFolder, rows: list[SavedRow]) -> None:
-    """Leave these rows to the next submission, instead of those that are there; no rows leave no file."""
+    """Save rows for the next submission, replacing earlier ones. Without rows there is no file."""
     if not rows:
         delete_unfinished(output)
         return
@@ -281,6 +241,5 @@ def write_unfinished(output: OutputFolder, rows: list[SavedRow]) -> None:
 
 
 def delete_unfinished(output: OutputFolder) -> None:
-    """Leave nothing to the next submission."""
     if output.unfinished.type == fs.FileType.File:
         output.unfinished.filesystem.delete_file(output.unfinished.path)

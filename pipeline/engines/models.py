@@ -1,4 +1,4 @@
-"""Models' folders: what tells one from another without loading it, and whether a file of weights is whole."""
+"""Fingerprints of models, heads and tables, computed without loading them."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from drafter.generation_defaults import GENERATION_FILE, read_generation_file
 from pipeline.errors import InputError
 
 _SUFFIXES = (".json", ".jinja", ".safetensors", ".model", ".txt", ".py")
-"""Files of these kinds decide what a model computes, and which texts it is given."""
+"""Suffixes of files that affect a model's computation or its input texts."""
 _TEMPLATES = "additional_chat_templates/*"
-"""The only files of a folder's folders that transformers reads. A base with weights in one is refused when it loads."""
+"""The only nested files that transformers reads. A model with weights in a subfolder is refused at load."""
 _WHOLE_BYTES = 256 << 20
-"""A file of up to this size is hashed whole, which takes a fraction of a second."""
+"""Files up to this size are hashed completely, which takes a fraction of a second."""
 _BLOCK, _EVERY = 4 << 10, 1 << 20
-"""Of each tensor of a larger file, so many bytes of every so many bytes are hashed."""
+"""Of each tensor of a larger file, `_BLOCK` bytes of every `_EVERY` bytes are hashed."""
 _READERS = 16
 _BLOCKS_AT_ONCE = 256
 _LENGTH_BYTES = 8
-"""A file of safetensors begins with the length of its header."""
+"""Length of the header size at the beginning of a safetensors file."""
 
 Span = tuple[int, int]
 """First byte and the one after the last."""
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """Return `v2-` and 16 hex digits for a model's folder: of the names, sizes and contents of its files.
+    """Return `v2-` and 16 hex digits: a hash of the names, sizes and contents of a model folder's files.
 
-    Files of weights that are too large to be hashed whole are sampled; every tensor takes part.
+    Weight files above `_WHOLE_BYTES` are sampled; every tensor takes part.
     """
     digest = hashlib.sha256()
     for path in sorted([*folder.iterdir(), *folder.glob(_TEMPLATES)]):
@@ -48,19 +48,18 @@ def folder_fingerprint(folder: Path) -> str:
 
 
 def file_fingerprint(file: Path) -> str:
-    """Return `v2-` and 16 hex digits for what is in a file; a large one is sampled as a model's are."""
+    """Return `v2-` and 16 hex digits for a file's content; a large one is sampled like a model's."""
     return f"v2-{hashlib.sha256(_digest(file)).hexdigest()[:16]}"
 
 
 def tensor_spans(file: Any, size: int) -> list[Span]:
-    """Return where the tensors of a file of safetensors lie in it.
+    """Return the byte ranges of tensors in a safetensors file.
 
     Args:
         file: The file, opened at its beginning, as a stream of bytes.
-        size: Its size in bytes.
 
     Raises:
-        ValueError: It is no such file, or not all of it is there.
+        ValueError: It is not a safetensors file, or incomplete.
     """
     begin = _LENGTH_BYTES + int.from_bytes(bytes(file.read(_LENGTH_BYTES)), "little")
     if not _LENGTH_BYTES < begin <= size:
@@ -77,14 +76,13 @@ def tensor_spans(file: Any, size: int) -> list[Span]:
 
 
 def _digest(path: Path) -> bytes:
-    """Hash a file: all of it, or its header and blocks of each of its tensors."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size <= _WHOLE_BYTES:
             return hashlib.file_digest(file, "sha256").digest()
         try:
             spans = tensor_spans(file, size)
-        except ValueError:  # what loads the model will say what is wrong; until then it is a file like others
+        except ValueError:  # the loader will report it; until then it is hashed like any file
             spans = []
         header = spans[0][0] if spans else 0
         digest = hashlib.sha256(os.pread(file.fileno(), header, 0))
@@ -106,19 +104,17 @@ def _blocks(spans: list[Span]) -> Iterator[Span]:
             yield place, min(place + _BLOCK, end)
 
 
-# ---- The models that a configuration names, found and told from others without loading them.
-
 _PATH_BEGINNINGS = ("/", "./", "../", "~")
 _CONFIG = "config.json"
 
 
 def model_name(model: str | None) -> str:
-    """Return the hub id or folder of the base that a configuration names; None is the embedded one."""
+    """Return the target model's hub id or folder; None is the embedded one."""
     return model if model is not None else str(EMBEDDED_BASE)
 
 
 def model_fingerprint(name: str) -> str:
-    """Return what tells a base from others: the fingerprint of its folder, or its hub id and commit.
+    """Return a target model's identity: its folder's fingerprint, or its hub id and commit.
 
     Raises:
         InputError: There is no model at the path, or on the hub.
@@ -134,10 +130,10 @@ def model_fingerprint(name: str) -> str:
 
 
 def generation_settings(name: str) -> dict[str, Any]:
-    """Return what a base's `generation_config.json` says; nothing where it has none.
+    """Return the target model's `generation_config.json`; empty if it has none.
 
     Args:
-        name: As in `model_fingerprint`, which has found it.
+        name: As in `model_fingerprint`, which must have succeeded.
 
     Raises:
         InputError: The file cannot be read.
@@ -157,7 +153,7 @@ def generation_settings(name: str) -> dict[str, Any]:
 
 
 def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:
-    """Return the fingerprints of draft heads, embedded ones included, draft models and tables that `drafter` names.
+    """Return the fingerprints of the draft heads, embedded ones included, draft models and tables in `drafter`.
 
     Raises:
         InputError: There is no head or model at a path, or on the hub, or no table.
@@ -191,7 +187,7 @@ def head_fingerprints(model: str | None, drafter: str) -> dict[str, str]:
 
 
 def classifier_fingerprints(verifier: VerifierSettings) -> dict[str, str]:
-    """Return the fingerprint of the classifier that a verifier's settings name, by its name; none if they name none.
+    """Return the fingerprint of a verifier's classifier, by name; empty without one.
 
     Raises:
         InputError: There is no such folder.
@@ -205,7 +201,6 @@ def classifier_fingerprints(verifier: VerifierSettings) -> dict[str, str]:
 
 
 def _table_fingerprint(name: str, path: str) -> str:
-    """Return what tells a table of n-grams from others."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise InputError(f"drafter {name} names no table: there is no file {path} (make one with python -m jobs.cache)")
@@ -213,8 +208,8 @@ def _table_fingerprint(name: str, path: str) -> str:
 
 
 def _on_hub(what: str, name: str) -> str:
-    """Return a hub id with the commit that it stands for now, or in the local cache where the hub is not asked."""
-    from drafter.hub import hub_file, not_found  # most jobs need no hub, and do not wait for this import
+    """Return a hub id with its current commit, or with the cached one if the hub is not asked."""
+    from drafter.hub import hub_file, not_found  # most jobs need no hub: import it late
 
     try:
         file = hub_file(name, _CONFIG)

@@ -1,4 +1,4 @@
-"""The texts of rows that are in a job's output already."""
+"""Sharing of texts between engines of a job, for their drafters' memories."""
 
 from __future__ import annotations
 
@@ -30,13 +30,9 @@ _COLUMNS = ("prompt_token_ids", "token_ids")
 
 
 def earlier_texts(data: Location, tokens: int) -> list[Text]:
-    """Return prompts with their answers, oldest first: the newest ones that have up to `tokens` tokens together.
+    """Return the newest prompts with answers that have up to `tokens` tokens together, oldest first.
 
-    Files that cannot be read are left out: drafts are worth no failure.
-
-    Args:
-        data: The folder of the output's Parquet files.
-        tokens: Tokens of all texts together.
+    Unreadable files are skipped: drafts are not worth a failure.
     """
     found: list[Text] = []
     for text in _newest_first(data):
@@ -66,7 +62,6 @@ def _newest_first(data: Location) -> Iterator[Text]:
 
 
 def _texts(rows: pa.Table) -> list[Text]:
-    """Return each row's prompt and answer as one text."""
     prompts, answers = (_split(rows[name]) for name in _COLUMNS)
     return [np.concatenate(parts) for parts in zip(prompts, answers, strict=True)]
 
@@ -77,31 +72,20 @@ def _split(column: pa.ChunkedArray) -> list[npt.NDArray[np.int32]]:
     return np.split(flat, np.cumsum(lengths)[:-1]) if len(lengths) else []
 
 
-# ---- What the engines of a node have said lately: an actor beside them, from which each takes what the others said.
-
 _KEPT_TOKENS = 1 << 18
-"""Far more than the engines of a node say between two looks."""
+"""Far more than the engines of a node generate between two exchanges."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """How far an engine has looked.
-
-    Args:
-        life: Name of the process that it has looked in.
-        number: Number of the next text.
-    """
+    """An engine's position in the node's texts."""
 
     life: str
     number: int
 
 
 class NodeTexts:
-    """Keeps what engines have said, the newest of it; a Ray actor, but nothing in it needs Ray.
-
-    Args:
-        capacity: Tokens that are kept.
-    """
+    """Keeps the newest texts of a node's engines. Run as a Ray actor, but independent of Ray."""
 
     def __init__(self, capacity: int = _KEPT_TOKENS) -> None:
         self._capacity, self._life = capacity, uuid.uuid4().hex
@@ -109,12 +93,10 @@ class NodeTexts:
         self._tokens = self._said = 0
 
     def exchange(self, engine: str, said: Sequence[Text], seen: Seen | None) -> tuple[list[Text], Seen]:
-        """Keep what an engine has said, and return what the others have said since it looked last.
+        """Add an engine's texts, and return the other engines' texts since its last call.
 
         Args:
-            engine: Its name.
-            said: What it has said since then.
-            seen: What the last call returned; an engine that has not looked yet gets nothing.
+            seen: The last call's result; without one, no texts are returned.
         """
         first = seen.number if seen is not None and seen.life == self._life else self._said
         others = [text for number, who, text in self._kept if number >= first and who != engine]
@@ -128,11 +110,7 @@ class NodeTexts:
 
 
 def texts_of_node(run: str) -> Any:
-    """Return the `NodeTexts` actor of this node and job; it is made where there is none.
-
-    Args:
-        run: The job's name: its output.
-    """
+    """Return the `NodeTexts` actor of this node and job, made on first use."""
     node = ray.get_runtime_context().get_node_id()
     name = f"texts-{hashlib.sha256(run.encode()).hexdigest()[:16]}-{node}"
     here = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -140,34 +118,24 @@ def texts_of_node(run: str) -> Any:
     return ray.remote(**options)(NodeTexts).remote()
 
 
-# ---- Tells an engine's drafter what other processes have decoded, in threads of its own.
-
 _PULSE_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0
 _UNTOLD_TOKENS = 1 << 16
-"""Tokens that wait to be told to the other engines; older ones are dropped."""
+"""Most tokens that wait to be sent to the other engines; older ones are dropped."""
 
 
 @dataclass(frozen=True)
 class OtherTexts:
-    """What an engine can learn from beside its own rows.
-
-    Args:
-        data: The folder of the job's finished rows; None to read none.
-        shared: Whether there may be other engines of the job on its node.
-    """
+    """Sources of texts besides an engine's own rows."""
 
     data: Location | None
     shared: bool
 
 
 class MemoryFeed:
-    """Feeds a drafter.
+    """Adds other processes' texts to a drafter's memory, in threads.
 
     Args:
-        drafter: Of an engine that has been made.
-        others: What there is to learn from.
-        run: The job's name.
         connect: Returns an actor handle for a job's name.
     """
 
@@ -182,24 +150,23 @@ class MemoryFeed:
         self._pulse = Pulse(_PULSE_SECONDS, self.exchange)
 
     def start(self) -> None:
-        """Begin, if there is something to learn from and the drafter has use for it."""
+        """Start the threads, if the drafter has a memory and there are sources."""
         if self._drafter.memory.room:
             threading.Thread(target=self.refill, name="refill", daemon=True).start()
             if self._others.shared:
                 self._pulse.start()
 
     def finished(self, generation: Generation, request: Request) -> None:
-        """Let the node's other engines know of a row that has just finished."""
+        """Send a finished row to the node's other engines."""
         if self._others.shared and self._drafter.memory.room:
             self._said.put([[*request.prompt_ids, *generation.token_ids]])
 
     def refill(self) -> None:
-        """Remember the rows that the output has already."""
         if self._others.data is not None:
             self._drafter.remember(earlier_texts(self._others.data, self._drafter.memory.room))
 
     def exchange(self) -> None:
-        """Tell what has been said here, and remember what has been said by others; nothing where nobody answers."""
+        """Send new texts, and add the others' to the memory; do nothing while the actor does not answer."""
         try:
             if self._actor is None:
                 self._actor = self._connect(self._run)

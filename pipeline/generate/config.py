@@ -21,12 +21,12 @@ from pipeline.settings import LimitsConfig, ReadingConfig, ResourcesConfig, Writ
 
 @dataclass(frozen=True)
 class LoadingConfig:
-    """How the models are loaded.
+    """Loading of the models.
 
     Args:
         dtype: Type of the weights; `auto` is bf16 on a GPU and fp32 on a CPU.
-        device: Where the models run; `auto` is the GPU where there is one, otherwise the CPU.
-        device_map: As in transformers, for a base that is larger than one GPU.
+        device: Device of the models; `auto` is the GPU where there is one, otherwise the CPU.
+        device_map: As in transformers, for a target model that is larger than one GPU.
         trust_remote_code: Run the modeling code that comes with the weights.
         generation_config: `ignore` leaves out sampling settings that come with the model, in its
             `generation_config.json`; by default they count where the job's own say nothing.
@@ -47,20 +47,20 @@ class GenerateConfig:
         input: A file, a folder, a pattern (`data/**/*.jsonl`), or a URI such as `s3://bucket/folder` or
             `hf://datasets/owner/name`.
         output: Folder or URI for the results: a new or empty one, or that of an earlier submission of the same job.
-        model: Base model: hub id or folder; by default the embedded demonstration model.
-        drafter: What proposes tokens: `none`, `ngram`, `memory`, `cacheback`, `cacheback:` and a table of
-            `jobs.cache`, `exit:N`, a draft head's folder or hub id, `ctc` (the embedded head), `model:` and a draft
-            model's, several of these joined by `+`, `long:N:DRAFTER`, `stack:LOWER>model:A`, or `auto`.
-        verifier: Which draft tokens become output; by default those that plain decoding would give.
+        model: Target model: hub id or folder; by default the embedded demonstration model.
+        drafter: Drafter: `none`, `ngram`, `memory`, `cacheback`, `cacheback:` and a table of `jobs.cache`, `exit:N`, a
+            draft head's folder or hub id, `ctc` (the embedded head), `model:` and a draft model's, several of these
+            joined by `+`, `long:N:DRAFTER`, `stack:LOWER>model:A`, or `auto`.
+        verifier: Verifier of draft tokens; by default the output is that of plain decoding.
         learning: A draft head that learns from the rows while the job runs.
-        reading: How rows become prompts.
-        loading: How the models are loaded.
-        sampling: How tokens are chosen.
-        engine: How much an engine does at once.
-        resources: What of the cluster the job takes.
-        limits: What is given up, and when.
-        writing: How results are written.
-        dry_run: Say how many rows are kept of an earlier submission and how many are to be generated, and do nothing.
+        reading: Conversion of rows to prompts.
+        loading: Loading of the models.
+        sampling: Sampling of tokens.
+        engine: Sizes of an engine.
+        resources: Cluster resources of the job.
+        limits: Limits on rows, steps and draining.
+        writing: Format of the results.
+        dry_run: Print how many rows of an earlier submission are kept and how many are to be generated, and do no more.
     """
 
     input: str
@@ -91,7 +91,6 @@ class GenerateConfig:
         self.learning.check_beside(self.drafter, self.verifier, self.engine)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the configuration as plain values, for YAML and JSON."""
         values = dataclasses.asdict(self)
         for name in ("stop", "stop_token_ids"):
             values["sampling"][name] = list(values["sampling"][name])
@@ -99,7 +98,7 @@ class GenerateConfig:
         return values
 
     def as_yaml(self) -> str:
-        """Return the configuration as a file that `--config` takes."""
+        """Return the configuration as YAML for `--config`."""
         return str(yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True))
 
 
@@ -136,7 +135,7 @@ COMMON = (
     "resources.cpus_per_actor",
     "writing.rows_per_file",
 )
-"""Settings that `--help` shows of a generation job."""
+"""Settings that `--help` shows for a generation job."""
 _DESCRIPTION = """\
 Generate a text for every row of a dataset, by speculative decoding that never changes the tokens.
 
@@ -156,5 +155,5 @@ def generate_parser(job: str = "jobs.generate", description: str = _DESCRIPTION)
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> GenerateConfig:
-    """Read the configuration of the generation job from a command line; see `command_line.parse`."""
+    """Parse the generation job's command line; see `command_line.parse`."""
     return parse(GenerateConfig, generate_parser(), arguments)

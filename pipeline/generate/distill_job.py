@@ -1,4 +1,4 @@
-"""The distillation job: the generation job, with defaults for text that a draft head learns from."""
+"""The distillation job: the generation job with defaults for training text of a draft head."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DEFAULTS = {"sampling.max_new_tokens": 1024}
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> GenerateConfig:
-    """Read the configuration of the distillation job from a command line; see `command_line.parse`."""
+    """Parse the distillation job's command line; see `command_line.parse`."""
     parser = generate_parser("jobs.distill", _DESCRIPTION)
     parser.set_defaults(_DEFAULTS)
     return parse(GenerateConfig, parser, arguments)

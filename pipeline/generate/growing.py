@@ -1,10 +1,8 @@
-"""An input that has changed since its output was begun: rows that are done are kept, known by what they ask for.
+"""Resuming after the input has changed: finished rows that request the same as before are kept.
 
-The input is staged again, in parts with other names (`StagedInput.revision`). Results of rows that ask for the same as
-before go to the parts that these rows are in now: a part all of whose rows are done is committed, and rows of other
-parts are left as by a submission that was stopped. Up to here the list of staged parts is the old one, and the output
-is what it was. The new list is one file, so that all of it counts at once; what belongs to no part of the list is
-deleted by whoever goes on.
+The input is staged again under other part names (`StagedInput.revision`). Results of matching rows move to the new
+parts: complete parts are committed, other rows are saved as unfinished. Until then the old list of parts is valid. The
+new list is one file, so the change is atomic; the next submission deletes results that belong to no listed part.
 """
 
 from __future__ import annotations
@@ -35,18 +33,17 @@ from pipeline.staging.rows import with_problems, with_row_type
 from pipeline.staging.staging import Part, StagedInput, StagingPlan, read_rows
 
 _OPEN_FILES = 4
-"""Files of results that are in memory: a part of the new input has rows of one or two parts of the old one."""
+"""Result files in memory: a new part has rows of one or two old parts."""
 _PART = r"(?:\d{3,}-)?\d{5}-\d{6}"
 _RESULT_FILE = re.compile(rf"{_PART}(?:-to-{_PART})?\.parquet")
 
 
 @dataclass(frozen=True)
 class AskedRow:
-    """A row of the input, as far as it decides what is generated.
+    """Identity of a row's request.
 
     Args:
-        name: Its `request_id`.
-        key: A hash of what it asks for: its prompt and its own settings, and which of its texts it is.
+        key: Hash of its prompt, its own settings and its sample number.
     """
 
     name: str
@@ -55,14 +52,11 @@ class AskedRow:
 
 @dataclass(frozen=True)
 class Changes:
-    """How the rows of an input compare with those that an output was begun with.
+    """Differences between the input and the one that the output was begun with.
 
     Args:
-        rows: Rows of the input as it is now.
-        kept: Those of them whose results are there.
-        open: Those that ask for the same as before, and are still to be generated.
-        changed: Those of the same name as before that ask for something else.
-        removed: Rows of before that are no longer there.
+        open: Unchanged rows still to be generated.
+        changed: Rows of the same name with a different request.
     """
 
     rows: int
@@ -79,11 +73,11 @@ class Changes:
 
 
 def asked_rows(rows: pa.Table, *, several: bool) -> Iterator[AskedRow]:
-    """Read what staged rows ask for.
+    """Yield the requests of staged rows.
 
     Args:
         rows: The columns `request_id`, `asked` and `problem` of staged rows.
-        several: Whether a row of the input may be several of them, named `ID#0`, `ID#1`, ….
+        several: Whether an input row may be several staged rows, named `ID#0`, `ID#1`, ….
     """
     columns = (rows[name].to_pylist() for name in ("request_id", "asked", "problem"))
     for name, asked, problem in zip(*columns, strict=True):
@@ -93,7 +87,7 @@ def asked_rows(rows: pa.Table, *, several: bool) -> Iterator[AskedRow]:
 
 
 def match(before: Sequence[AskedRow], now: Sequence[AskedRow]) -> list[int | None]:
-    """Find for each row of now one of before that asks for the same: that of the same name, or else any other.
+    """Match each current row to an old one with the same request, preferably of the same name.
 
     Returns:
         Indices into `before`, none of them twice.
@@ -115,7 +109,7 @@ def match(before: Sequence[AskedRow], now: Sequence[AskedRow]) -> list[int | Non
 def compare(
     before: Sequence[AskedRow], now: Sequence[AskedRow], found: Sequence[int | None], done: Collection[str]
 ) -> Changes:
-    """Count what has become of the rows, given what `match` found and the names of the rows that are done."""
+    """Count changed rows, given the result of `match` and the names of finished rows."""
     same = [index for index in found if index is not None]
     kept = sum(before[index].name in done for index in same)
     left = {row.name for row in before} - {before[index].name for index in same}
@@ -124,12 +118,7 @@ def compare(
 
 
 class Results:
-    """The results of an output, found by the names of their rows.
-
-    Args:
-        output: The output.
-        staged: Its input, as it was when the results were made.
-    """
+    """Results of an output, by row name."""
 
     def __init__(self, output: OutputFolder, staged: StagedInput) -> None:
         self._output, self._given = output, staged.row_type.num_fields
@@ -148,19 +137,17 @@ class Results:
 
     @property
     def done(self) -> set[str]:
-        """Names of the rows that have a result."""
         left = (name for name, row in self._left.items() if row.generated is not None or row.problem is not None)
         return {*self._places, *self._problems, *left}
 
     def problem(self, name: str | None) -> dict[str, Any] | None:
-        """Return why a row was not generated, as a `RowProblem`'s fields; None if it was."""
         if name is None:
             return None
         found = self._problems.get(name) or (self._left[name].problem if name in self._left else None)
         return None if found is None else {**found, "input": None}
 
     def generated(self, names: Sequence[str | None], columns: Sequence[OutputColumn]) -> pa.StructArray:
-        """Return what was generated for rows; null where there is nothing."""
+        """Return the generated columns of rows; null where there are none."""
         kind = columns_type(columns)
         numbers: dict[str, list[tuple[int, int]]] = {}
         order: list[int | None] = [None] * len(names)
@@ -183,7 +170,7 @@ class Results:
         return pa.concat_arrays(pieces).take(pa.array(order, pa.int64()))
 
     def _read_generated(self, path: str) -> pa.Table:
-        """Read the columns that generation added: they are behind the name and the columns of the input."""
+        """Read the generated columns, which follow the name and the input's columns."""
         table = _read(Location(self._output.root.filesystem, path))
         return table.select(table.column_names[1 + self._given :])
 
@@ -198,7 +185,6 @@ def _read(file: Location, columns: list[str] | None = None) -> pa.Table:
 
 
 def _struct(table: pa.Table, kind: pa.StructType) -> pa.StructArray:
-    """Return a table's rows as structs; a column that it lacks is null."""
     arrays = [
         table[field.name].combine_chunks().cast(field.type)
         if field.name in table.column_names
@@ -209,7 +195,7 @@ def _struct(table: pa.Table, kind: pa.StructType) -> pa.StructArray:
 
 
 def staged_rows(staged: StagedInput, *, several: bool) -> list[AskedRow]:
-    """Read what all rows of a staged input ask for; those of damaged parts are left out."""
+    """Read the requests of all staged rows, without those of damaged parts."""
     damaged = {part.name for part in staged.damaged(staged.parts)}
     columns = ["request_id", "asked", "problem"]
     whole = (part for part in staged.parts if part.name not in damaged)
@@ -217,16 +203,14 @@ def staged_rows(staged: StagedInput, *, several: bool) -> list[AskedRow]:
 
 
 def grow(job: JobContext, before: StagedInput, now: StagedInput, columns: Sequence[OutputColumn]) -> None:
-    """Bring the results of an output to its input as it is now, and say how many are kept.
+    """Move the results of an output to its changed input, and print how many are kept.
 
     Args:
         job: The job, whose lease the caller holds.
-        before: The input as it was staged before.
-        now: The input as it is staged now, whose list is not saved yet.
-        columns: The columns that results have.
+        now: The new staged input, whose list is not saved yet.
 
     Raises:
-        InputError: No row has a result that could be kept.
+        InputError: No row's result can be kept.
     """
     output, results = job.output, Results(job.output, before)
     rows_before, rows_now = (staged_rows(one, several=job.several) for one in (before, now))
@@ -259,7 +243,7 @@ def _carry(
     results: Results,
     columns: Sequence[OutputColumn],
 ) -> list[SavedRow]:
-    """Commit a part if all of its rows have results by the names that they had; otherwise return those that have."""
+    """Commit a part if all of its rows have results under their old names; otherwise return the rows that have."""
     rows = with_row_type(_read(staged.file(part), ["request_id", "row", "problem"]), staged.row_type)
     generated = results.generated(names, columns)
     own = rows["problem"].to_pylist()
@@ -278,7 +262,7 @@ def _carry(
 
 
 def delete_strays(output: OutputFolder, staged: StagedInput) -> None:
-    """Delete what belongs to no part of the list: results for an input as it was, or as it was to be."""
+    """Delete result and staged files that belong to no listed part, left from an old or an abandoned input."""
     parts = {part.name for part in staged.parts}
     plan = output.compaction()
     merged = {} if plan is None else plan.data | plan.errors
@@ -298,7 +282,6 @@ def _read_asked(job: JobContext, plan: StagingPlan) -> list[AskedRow]:
 
 
 def dry_run(job: JobContext) -> Changes:
-    """Compare the rows of an input with those that are in the output, and change nothing."""
     plan = StagingPlan(job.output.staged, job.config.reading, job.prompts, job.config.writing.rows_per_file)
     try:
         now = _read_asked(job, plan)

@@ -1,4 +1,4 @@
-"""The generation job's entry, and all checks that need neither a cluster nor a loaded model."""
+"""Entry of the generation job, with all checks that need neither a cluster nor a loaded model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pipeline.output.run_file import check_output, mend_run, read_run, save_run
 
 
 def generate(config: GenerateConfig) -> None:
-    """Run a job to its end; then all of its rows are in the output.
+    """Run a job to its end, with all of its rows in the output.
 
     Raises:
         InputError: The configuration or the input cannot be used.
@@ -65,14 +65,13 @@ def generate(config: GenerateConfig) -> None:
 
 
 def with_model_defaults(config: GenerateConfig, *, drawn: bool) -> GenerateConfig:
-    """Return a configuration whose sampling leaves nothing open: the rest is as the model's own settings have it.
+    """Fill unset sampling settings from the model's own.
 
     Args:
-        config: The job's.
-        drawn: Whether rows are drawn unless they say otherwise, as OpenAI's requests are.
+        drawn: Whether rows are sampled by default, as OpenAI's requests are.
 
     Raises:
-        InputError: The model's settings cannot be read, or ask for what the engine cannot do.
+        InputError: The model's settings cannot be read or are not supported.
     """
     name, settings = model_name(config.model), {}
     if config.loading.generation_config == "auto":
@@ -90,7 +89,7 @@ def refuse_settings_of_requests(config: GenerateConfig) -> None:
     """Refuse settings that the requests of an OpenAI batch bring themselves.
 
     Raises:
-        InputError: Such a setting.
+        InputError: Such a setting is given.
     """
     reading = config.reading
     given = {
@@ -109,13 +108,13 @@ def refuse_settings_of_requests(config: GenerateConfig) -> None:
 
 
 def check_tokenizer(config: GenerateConfig, prompts: PromptSource) -> bool:
-    """Load the base's tokeniser, to see that it can be loaded and has a chat template where one is needed.
+    """Check that the tokeniser loads and has a chat template where one is needed.
 
     Returns:
-        Whether the chat template, where one is used, reads the clock.
+        Whether a chat template in use reads the clock.
 
     Raises:
-        InputError: It cannot, or has none.
+        InputError: It does not.
     """
     from drafter.errors import LoadError
     from drafter.target.loading import load_tokenizer  # torch takes seconds to import: no check before waits for it
@@ -132,7 +131,7 @@ def check_tokenizer(config: GenerateConfig, prompts: PromptSource) -> bool:
 
 
 def output_date(config: GenerateConfig) -> str:
-    """Return what the clock shows chat templates: the time at which the output was begun, unless a setting says it."""
+    """Return the time that chat templates see: `reading.date`, or the time at which the output was begun."""
     if config.reading.date is not None:
         return datetime.fromisoformat(config.reading.date).isoformat(timespec="seconds")
     output = OutputFolder(locate(config.output))
@@ -147,10 +146,10 @@ def output_date(config: GenerateConfig) -> str:
 
 
 def check_verifier(config: GenerateConfig) -> None:
-    """See that there is such a verifier, and that it defines what the sampling settings ask for.
+    """Check that the verifier exists and supports the sampling settings.
 
     Raises:
-        InputError: It is not, or does not.
+        InputError: It does not.
     """
     from drafter.acceptance.registry import make_verifier
     from drafter.errors import LoadError, RequestError
@@ -162,7 +161,7 @@ def check_verifier(config: GenerateConfig) -> None:
 
 
 def open_output(config: GenerateConfig, meaning: dict[str, Any]) -> OutputFolder:
-    """Open the output's folder: make a new one, or go on with that of an earlier submission of the same job.
+    """Create the output's folder, or open that of an earlier submission of the same job.
 
     Raises:
         InputError: It holds something else or another job's results, or cannot be written to.

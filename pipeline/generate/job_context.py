@@ -1,4 +1,4 @@
-"""What the steps of a generation job share."""
+"""Context shared by the stages of a generation job."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:  # it imports torch, which checks do without
     from pipeline.learning.learner_spec import Beginning
 
 LEARNING = "learning"
-"""In `run.json`: what a head has learnt from the rows, what that has cost and what it has saved."""
+"""Key in `run.json`: results, costs and savings of a head that learns from the rows."""
 SPECULATION = "speculation"
-"""In `run.json`: what drafting was worth, what was chosen and why; see `speculation_record`."""
+"""Key in `run.json`: the gain from drafting and the choices made; see `speculation_record`."""
 DRAFTERS = "drafters"
-"""In `run.json`: the drafter of each submission that generated, and the fingerprints of its heads, by its name."""
+"""Key in `run.json`: the drafter of each submission that generated, and the fingerprints of its heads, by name."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,7 @@ class JobContext:
     """A generation job, checked and ready to run.
 
     Args:
-        config: Its configuration.
-        listing: The files of its input.
-        prompts: Where the prompts are in them.
-        output: Where its results go.
-        meaning: All that decides what its results are; see `job_meaning`.
-        heads: Fingerprints of its draft heads, by name.
+        meaning: Everything that determines its results; see `job_meaning`.
         source: See `input_source`.
     """
 
@@ -51,24 +46,23 @@ class JobContext:
     source: dict[str, Any]
 
     def save_run(self, state: Literal["running", "finished"], **facts: Any) -> None:
-        """Write `run.json`."""
         facts["input"] = self.source["files"]
         save_run(self.output.run_file, self.config.as_dict(), self.meaning, state=state, **facts)
 
     @property
     def several(self) -> bool:
-        """Whether a row of the input may become several, named `ID#0`, `ID#1`, …."""
+        """Whether an input row may become several, named `ID#0`, `ID#1`, …."""
         return self.prompts.kind == "openai" or self.config.reading.samples > 1
 
     def engine_facts(self) -> dict[str, Any]:
-        """Read from `run.json` what the engines decode with; all None before an engine has reported it."""
+        """Read the engines' facts from `run.json`; all None before an engine has reported."""
         run = read_run(self.output.run_file)
         names = [*(field.name for field in dataclasses.fields(EngineFacts)), SPECULATION, DRAFTERS]
         names += [LEARNING] if self.config.learning.enabled else []
         return {name: run.get(name) for name in names}
 
     def note_drafter(self) -> None:
-        """Note in `run.json` who drafts from now on: rows have only the name of their drafter."""
+        """Record the current drafter in `run.json`: rows have only its name."""
         facts = self.engine_facts()
         before: list[Any] = facts[DRAFTERS] or []
         mine = {"drafter": self.config.drafter, "heads": self.heads}
@@ -77,13 +71,10 @@ class JobContext:
 
 @dataclass(frozen=True)
 class Work:
-    """What a submission has to generate, and with what.
+    """The work of a submission.
 
     Args:
-        staged: The staged input.
-        missing: Its parts that are not in the output yet.
-        resources: What engines take of the cluster.
-        beginning: What a head begins with that learns from the rows; None where none does.
+        beginning: Initial state of a head that learns from the rows; None without learning.
     """
 
     staged: StagedInput
@@ -93,7 +84,6 @@ class Work:
 
     @property
     def rows(self) -> int:
-        """Rows of the missing parts."""
         return sum(part.rows for part in self.missing)
 
 
@@ -122,9 +112,12 @@ SETTINGS: dict[str, Literal["bound", "rows", "free"]] = {
     "writing.per_step_accepted": "bound",
     "dry_run": "free",
 }
-"""What a later submission of an output may set to another value, by the longest name that fits; docs/operations.md says
-why. `bound`: what becomes of a row, or a column, follows from it. `rows`: it says which rows there are; those that are
-done are kept, see `growing`. `free`: no token depends on it, and nothing else that lasts."""
+"""Whether a later submission of an output may change a setting, by the longest matching name; docs/operations.md
+explains.
+
+`bound`: it determines a row's results, or a column. `rows`: it selects the rows; finished ones are kept, see `growing`.
+`free`: no token depends on it, and nothing else that lasts.
+"""
 
 
 def is_bound(setting: str) -> bool:
@@ -134,7 +127,7 @@ def is_bound(setting: str) -> bool:
 
 
 def input_source(config: GenerateConfig, listing: InputListing) -> dict[str, Any]:
-    """Return all that decides which rows a job has: fingerprints of files, and which of their rows are taken.
+    """Return the identity of a job's rows: fingerprints of the files, and the selection of rows.
 
     Raises:
         InputError: A file of the input cannot be read.
@@ -153,20 +146,17 @@ def job_meaning(
     heads: dict[str, str],
     date: str | None = None,
 ) -> dict[str, Any]:
-    """Return all that decides what becomes of a row: bound settings, and the model by its fingerprint.
+    """Return everything that determines a row's results: bound settings, and the model's fingerprint.
 
     Args:
-        config: The job's configuration.
-        prompts: Where the prompts are in its input.
-        base: Fingerprint of the base model.
         heads: Fingerprints of draft heads, and of a verifier's classifier, by name.
-        date: What the clock shows chat templates; None where none reads it.
+        date: Time for chat templates; None where none reads it.
     """
     meaning: dict[str, Any] = _bound(config.as_dict())
     meaning["model"] = base
     meaning["reading"]["date"] = date
-    # An exact verifier gives the same tokens whoever drafts. A lenient one accepts what one drafter happens to propose,
-    # and a head that learns goes on from what it has learnt.
+    # With an exact verifier the tokens do not depend on the drafter. A lenient one accepts some of its proposals, and a
+    # head that learns resumes from its saved weights.
     if config.verifier != VerifierSettings() or config.learning.enabled:
         meaning |= {"drafter": config.drafter, "heads": heads}
     if config.sampling.over().temperature > 0 or prompts.own_sampling:
@@ -175,7 +165,6 @@ def job_meaning(
 
 
 def _bound(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the bound ones of some settings, in the same groups."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A row's own sampling settings and its seed."""
+"""Conversion of rows to requests: prompt, chat template, sampling settings and seed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pipeline.staging.samples import SEED_COLUMN, SEEDS, hashed_seed, sample_see
 _FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
 _EXACT_FLOATS = 2**53
-"""Integers below this are exact as floats; beyond, a float stands for several."""
+"""Integers below this are exact as floats."""
 
 
 def row_seed(run_seed: int, request_id: str) -> int:
@@ -33,17 +33,14 @@ def row_seed(run_seed: int, request_id: str) -> int:
 def row_sampling(
     defaults: SamplingParams, request_id: str, row: dict[str, Any], column: str, sample: int = 0
 ) -> SamplingParams:
-    """Return a row's settings: the run's, changed by its `seed` column and then by its own settings in `column`.
+    """Return a row's settings: the run's, overridden by its `seed` column and then by `column`.
 
     Args:
-        defaults: The run's settings.
-        request_id: The row's name; the seed follows from it where the row brings none.
-        row: The row's columns.
-        column: The column with the row's own settings.
-        sample: Which of the row's texts this is.
+        request_id: The row's name, from which the seed follows if the row has none.
+        sample: Index of the sample among the row's samples.
 
     Raises:
-        RowError: The row's settings are not an object, have an unknown name, or a value that cannot be used.
+        RowError: The row's settings are not an object, have an unknown name, or an invalid value.
     """
     own = _own_settings(row.get(column), column)
     own_seed = own.get("seed", _column_seed(row.get(SEED_COLUMN)))
@@ -58,7 +55,6 @@ def row_sampling(
 
 
 def _own_settings(value: Any, column: str) -> dict[str, Any]:
-    """Read the settings of a row; those that are null are left out."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
@@ -75,9 +71,8 @@ def _own_settings(value: Any, column: str) -> dict[str, Any]:
 
 
 def _plain_setting(setting: Any) -> Any:
-    """Return a setting of a table as JSON has it.
-
-    Entries that are null are keys of another row. A whole number in a column of fractions is an integer.
+    """Return a table's setting as in JSON, without null entries, which are other rows' keys, and whole floats as
+    integers.
     """
     if isinstance(setting, dict):
         return {name: value for name, value in setting.items() if value is not None}
@@ -89,27 +84,19 @@ def _integer_if_whole(value: Any) -> Any:
 
 
 def _column_seed(value: Any) -> Any:
-    """Return the seed that a column has: in a CSV it is text, and pandas makes integers floats where one is missing."""
+    """Return the seed of a column: text in a CSV, and a float where pandas found missing values."""
     if isinstance(value, str):
         return int(value) if _INTEGER.fullmatch(value) else value or None
     return _integer_if_whole(value)
 
 
-# ---- What a row asks for: its prompt, through the chat template where there is one, and its settings.
-
-
 @dataclass(frozen=True)
 class PromptSettings:
-    """How rows become requests.
+    """Settings of `row_request`.
 
     Args:
-        tokenizer: Hub id or folder.
-        trust_remote_code: Run code that comes with the tokeniser.
-        source: Where a row's prompt is.
-        reading: Whether prompts are chats, and where a row's own settings are.
-        sampling: The run's settings; a row's own override them.
-        max_length: Tokens that no engine of the run takes more of, prompt and output together.
-        now: What the clock shows chat templates: the same for all rows of an output, whenever they are generated.
+        max_length: Most tokens of prompt and output together that any engine of the run takes.
+        now: The time that chat templates see, the same for all rows of an output whenever they are generated.
     """
 
     tokenizer: str
@@ -123,12 +110,7 @@ class PromptSettings:
 
 @dataclass(frozen=True)
 class RowRequest:
-    """What a row asks for.
-
-    Args:
-        prompt: A text or a chat to tokenise, or token ids.
-        sampling: The row's settings.
-    """
+    """A row's request."""
 
     prompt: str | Chat | list[int]
     sampling: SamplingParams
@@ -137,17 +119,13 @@ class RowRequest:
 def row_request(
     request_id: str, row: dict[str, Any], settings: PromptSettings, tokenizer: Any, sample: int = 0
 ) -> RowRequest:
-    """Return what a row asks for.
+    """Return a row's request.
 
     Args:
-        request_id: The row's name.
-        row: Its columns that the job reads.
-        settings: How rows become requests.
-        tokenizer: Has the chat template.
-        sample: Which of the row's texts this is.
+        sample: Index of the sample among the row's samples.
 
     Raises:
-        RowError: There is no prompt, the chat template does not take it, or the row's settings cannot be used.
+        RowError: There is no prompt, the chat template rejects it, or the row's settings are invalid.
     """
     if settings.source.kind == "openai":
         return _batch_request(request_id, row, settings, tokenizer, sample)
@@ -166,7 +144,6 @@ def row_request(
 def _batch_request(
     request_id: str, line: dict[str, Any], settings: PromptSettings, tokenizer: Any, sample: int
 ) -> RowRequest:
-    """Return what a row of an OpenAI batch asks for: one of the choices of its line."""
     defaults = settings.sampling
     try:
         asked = parse_line(line)
@@ -183,11 +160,10 @@ def _batch_request(
 
 
 def row_messages(value: Any, column: str) -> list[dict[str, Any]]:
-    """Read a row's chat messages; fields that are null are left out.
+    """Read a row's chat messages, without null fields.
 
     Args:
-        value: What the row has in the column: a list of {role, content}, or that list as JSON text.
-        column: The column's name, for messages.
+        value: A list of {role, content}, or that list as JSON text.
 
     Raises:
         RowError: The value is neither.
@@ -222,7 +198,6 @@ def row_messages(value: Any, column: str) -> list[dict[str, Any]]:
 
 
 def _is_content(value: Any) -> bool:
-    """Whether a chat template may know what to do with a message's content."""
     if isinstance(value, list):
         return all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in value)
     return isinstance(value, str)

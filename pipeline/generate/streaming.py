@@ -1,4 +1,4 @@
-"""Parts of rows become parts of requests, on CPU workers."""
+"""The streaming pipeline: staged parts are read, tokenised, generated and committed concurrently."""
 
 from __future__ import annotations
 
@@ -39,14 +39,13 @@ from pipeline.staging.staging import StagedParts, pack, unpack
 
 
 def to_requests(block: pa.Table, settings: PromptSettings) -> pa.Table:
-    """Make requests of the rows of each part in a block."""
     return pack((part, make_requests(rows, settings)) for part, rows in unpack(block))
 
 
 def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
-    """Replace what staged rows asked for by `prompt_ids` (list of int32) and `sampling` (`SamplingParams` as JSON).
+    """Replace `asked` of staged rows by `prompt_ids` (list of int32) and `sampling` (`SamplingParams` as JSON).
 
-    Rows that cannot become a request get a `problem` and nulls instead.
+    Rows without a valid request get a `problem` and nulls instead.
     """
     tokenizer = _tokenizer(settings.tokenizer, settings.trust_remote_code)
     problems = rows["problem"].to_pylist()
@@ -86,7 +85,6 @@ def make_requests(rows: pa.Table, settings: PromptSettings) -> pa.Table:
 
 
 def _samples(rows: pa.Table) -> list[int]:
-    """Return which of its row's texts each row is."""
     structs = whole(rows["row"])
     samples: list[int] = structs.field(structs.type.get_field_index(SAMPLE_COLUMN)).to_pylist()
     return samples
@@ -95,10 +93,7 @@ def _samples(rows: pa.Table) -> list[int]:
 def _tokenise(
     requests: dict[int, RowRequest], tokenizer: Any, *, special_tokens: bool
 ) -> Iterator[tuple[int, list[int] | RequestError]]:
-    """Yield the token ids of each prompt, or why it has none.
-
-    The tokeniser takes many texts at once, which it works on in parallel.
-    """
+    """Yield each prompt's token ids or error. Texts are tokenised together, in parallel."""
     texts: dict[int, str] = {}
     chats: dict[int, Chat] = {}
     for index, request in requests.items():
@@ -114,7 +109,6 @@ def _tokenise(
 
 
 def _encode_texts(tokenizer: Any, texts: list[str]) -> list[list[int] | RequestError]:
-    """Return the token ids of each text, or why it has none."""
     if not texts:
         return []
     try:
@@ -125,22 +119,14 @@ def _encode_texts(tokenizer: Any, texts: list[str]) -> list[list[int] | RequestE
 
 @lru_cache(maxsize=2)
 def _tokenizer(name: str, trust_remote_code: bool) -> Any:
-    """Load a tokeniser once in each worker process."""
     return load_tokenizer(name, trust_remote_code=trust_remote_code)
 
 
-# ---- The streaming pipeline: staged parts are read, become requests, are generated and are committed, all at once.
-
-
 def stream(job: JobContext, work: Work, board: Any, ledger: Any, learner: str | None = None) -> None:
-    """Generate and commit the missing parts. A row of the dataset is a part, from its reading to its commit.
+    """Generate and commit the missing parts. A row of the Ray dataset is a part.
 
     Args:
-        job: The job.
-        work: What is to be generated.
-        board: A `ProgressBoard` actor.
-        ledger: A `Ledger` actor.
-        learner: Name of the `LearnerActor`, once there is one; None where no head learns.
+        learner: Name of the `LearnerActor`, which may start later; None without learning.
     """
     # Large parts first: what is left for the end, when engines run empty, is short.
     parts = sorted(work.missing, key=lambda part: part.nbytes, reverse=True)
@@ -176,7 +162,6 @@ def stream(job: JobContext, work: Work, board: Any, ledger: Any, learner: str | 
 
 
 def prompt_settings(job: JobContext) -> PromptSettings:
-    """Return how rows of this job become requests."""
     config, date = job.config, job.meaning["reading"]["date"]
     return PromptSettings(
         model_name(config.model),
@@ -190,7 +175,6 @@ def prompt_settings(job: JobContext) -> PromptSettings:
 
 
 def engine_spec(job: JobContext, work: Work) -> EngineSpec:
-    """Return what each engine of this job loads."""
     config = job.config
     engine = EngineConfig(**asdict(config.engine), max_queue=capacity(config.engine.slots))
     loading, threads = asdict(config.loading), work.resources.threads
@@ -206,7 +190,6 @@ def engine_spec(job: JobContext, work: Work) -> EngineSpec:
 
 
 def run_traits(job: JobContext, row_type: pa.StructType) -> RunTraits:
-    """Return what decides which columns the output of this job has."""
     has_column = row_type.get_field_index(job.config.reading.sampling_column) >= 0
     rows_have_settings = job.prompts.kind == "openai" or has_column
     config = job.config
@@ -216,13 +199,13 @@ def run_traits(job: JobContext, row_type: pa.StructType) -> RunTraits:
 
 
 def most_engines(work: Work) -> int:
-    """Return how many engines there are at most: one without a part would only hold its node."""
+    """Return the most engines: one without a part would only hold its node."""
     most = min(work.resources.max_actors or len(work.missing), len(work.missing))
     return max(most, work.resources.min_actors)
 
 
 def engine_pool(job: JobContext, work: Work) -> ray.data.ActorPoolStrategy:
-    """Return how many engines there are, and how many parts each of them has at once."""
+    """Return the number of engines, and of parts that each has at once."""
     fewest = work.resources.min_actors
     most = most_engines(work)
     # While one part's last rows are decoded, rows of the next ones must fill the other slots.

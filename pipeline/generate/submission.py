@@ -1,4 +1,4 @@
-"""The streaming pipeline under supervision: it is watched, stopped in good order, and its failures are explained."""
+"""One submission of a generation job: runs the pipeline, handles stops and errors, and completes the output."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _SAVE_SECONDS = 60
 
 
 def generate_missing(job: JobContext, work: Work, stopping: Stopping, status: StatusFile) -> Progress:
-    """Generate the missing parts, show how far the job is, and return how far it has come.
+    """Generate the missing parts, show progress, and return the final progress.
 
     Raises:
         InputError: The models cannot be loaded.
@@ -74,7 +74,7 @@ def generate_missing(job: JobContext, work: Work, stopping: Stopping, status: St
     except Exception as error:
         raise _explained(error, watch.last) from error
     finally:
-        keep_unfinished(job.output, ledger)  # first: whoever wants the job to stop may not wait for the learner
+        keep_unfinished(job.output, ledger)  # first: the learner may outlast the time given to a stop
         if learner is not None:
             watch.last = replace(watch.last, learning=learner.close())
     return watch.last
@@ -95,13 +95,13 @@ def _start_learner(job: JobContext, begins: Beginning) -> JobLearner:
 
 
 def _start_beside_driver(actor: type, *arguments: Any) -> Any:
-    """Start an actor that needs no core, on the node that a job cannot lose and go on."""
+    """Start an actor without a core on the driver's node, the one node that a job cannot outlive."""
     options = {"num_cpus": 0, "scheduling_strategy": beside_driver(), "max_restarts": -1, "max_task_retries": -1}
     return ray.remote(**options)(actor).remote(*arguments)
 
 
 def _explained(error: Exception, last: Progress) -> Exception:
-    """Return what to raise for a failure of the pipeline: models that cannot be loaded are the input's fault."""
+    """Return the error to raise for a failed pipeline: unloadable models are a mistake in the input."""
     if last.failure is not None:
         return InputError(last.failure)
     cause = getattr(error, "cause", None) or error
@@ -110,13 +110,12 @@ def _explained(error: Exception, last: Progress) -> Exception:
 
 
 def note_facts(job: JobContext, now: Progress) -> None:
-    """Write to `run.json` what the engines decode with, as soon as it is known: who trains on the rows relies on it."""
+    """Write the engines' facts to `run.json` as soon as they are known, because training on the rows relies on them."""
     if now.facts is not None:
         job.save_run("running", **job.engine_facts() | asdict(now.facts))
 
 
 def _tally(output: OutputFolder, work: Work, unfinished: Sequence[SavedRow]) -> Tally:
-    """Begin a tally with what earlier submissions have done."""
     kept = kept_rows(unfinished)
     rows = work.staged.rows - work.rows + sum(part.rows for part in kept.values())
     errors = count_errors(output, work.missing) + sum(part.errors for part in kept.values())
@@ -124,7 +123,7 @@ def _tally(output: OutputFolder, work: Work, unfinished: Sequence[SavedRow]) -> 
 
 
 def kept_rows(unfinished: Sequence[SavedRow]) -> dict[str, PartReport]:
-    """Add up by part the rows that earlier submissions finished; engines will report these again."""
+    """Count by part the rows that earlier submissions finished; engines will report them again."""
     kept: dict[str, PartReport] = {}
     for row in unfinished:
         done = PartReport()
@@ -137,7 +136,7 @@ def kept_rows(unfinished: Sequence[SavedRow]) -> dict[str, PartReport]:
 
 
 def count_errors(output: OutputFolder, missing: Sequence[Part]) -> int:
-    """Count the rows in `errors/`, without those of parts that are not committed."""
+    """Count the rows in `errors/`, without those of uncommitted parts."""
     uncommitted = {f"{part.name}.parquet" for part in missing}
     paths = [info.path for info in output.errors.children() if info.path.rpartition("/")[2] not in uncommitted]
     if not paths:
@@ -147,7 +146,7 @@ def count_errors(output: OutputFolder, missing: Sequence[Part]) -> int:
 
 
 def drain(ledger: Any, seconds: float) -> None:
-    """Let no more rows enter engines; wait until rows inside are finished and complete parts are committed."""
+    """Stop admitting rows, and wait until rows inside engines are finished and complete parts committed."""
     print("stopping: rows that have begun are finished first", file=sys.stderr, flush=True)
     deadline = time.monotonic() + seconds
     ray.get(ledger.drain.remote())
@@ -159,18 +158,15 @@ def drain(ledger: Any, seconds: float) -> None:
 
 
 def keep_unfinished(output: OutputFolder, ledger: Any) -> None:
-    """Save the finished rows of unfinished parts for the next submission."""
+    """Save the finished rows of uncommitted parts for the next submission."""
     try:
         write_unfinished(output, ray.get(ledger.save.remote(), timeout=_SAVE_SECONDS))
     except (ray.exceptions.RayError, OSError) as error:
         print(f"finished rows of unfinished parts are lost: {one_line(error)}", file=sys.stderr, flush=True)
 
 
-# ---- One submission of a generation job: it does what earlier ones have left, and completes the output.
-
-
 def run(job: JobContext) -> None:
-    """Do what is still to be done, and print what the output holds.
+    """Complete a job and print a summary of its output.
 
     Raises:
         InputError: The input, the models or the output cannot be used.
@@ -199,7 +195,7 @@ def run(job: JobContext) -> None:
 
 
 def is_finished(job: JobContext) -> bool:
-    """Return whether an earlier submission completed the output, and neither it nor the input has changed since."""
+    """Return whether the output is complete and intact, and the input unchanged since."""
     output = job.output
     if output.run_file.type != fs.FileType.File:
         return False
@@ -211,12 +207,12 @@ def is_finished(job: JobContext) -> bool:
 
 
 def batch_bytes(output: OutputFolder) -> dict[str, int]:
-    """Return the sizes of the files that answer an OpenAI batch, by name; other jobs have none of them."""
+    """Return the sizes of an OpenAI batch's answer files, by name; none for other jobs."""
     return {place.name: place.info.size for place in output.batch_files if place.type == fs.FileType.File}
 
 
 def finish(job: JobContext, stopping: Stopping, status: StatusFile) -> Progress:
-    """Stage and generate what is missing, and complete the output; for the submission that holds the lease.
+    """Stage and generate missing rows, and complete the output. The caller must hold the lease.
 
     Raises:
         InputError: The input or the models cannot be used.
@@ -267,21 +263,16 @@ def finish(job: JobContext, stopping: Stopping, status: StatusFile) -> Progress:
 
 
 def needed(job: JobContext, staged: StagedInput) -> list[Part]:
-    """Return the parts whose staged rows are still to be read: those to generate, and all for a batch's answers."""
+    """Return the parts whose staged rows are still needed: those to generate, or all for an OpenAI batch's answers."""
     return list(staged.parts) if job.prompts.kind == "openai" else staged.without(job.output.committed())
 
 
 def is_damaged(job: JobContext, staged: StagedInput) -> bool:
-    """Return whether staged rows that are still to be read cannot be."""
     return bool(staged.damaged(needed(job, staged)))
 
 
 def stage_as_it_is(job: JobContext, before: StagedInput | None) -> StagedInput:
-    """Stage the input, unless that is done: for the first time, again where it is damaged, or anew if it has changed.
-
-    Args:
-        job: The job.
-        before: What is staged.
+    """Stage the input if it is not staged, is damaged, or has changed.
 
     Raises:
         InputError: The input cannot be used, or the output has no result for any of its rows.
@@ -307,7 +298,7 @@ def stage_as_it_is(job: JobContext, before: StagedInput | None) -> StagedInput:
 def stage_and_generate(
     job: JobContext, staged: StagedInput | None, stopping: Stopping, status: StatusFile
 ) -> tuple[StagedInput, Progress]:
-    """Join the cluster, stage the input if that is not done, and generate the parts that are missing.
+    """Join the cluster, stage the input and generate the missing parts.
 
     Raises:
         InputError: The input or the models cannot be used, or the cluster is too small.

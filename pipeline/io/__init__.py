@@ -1,1 +1,1 @@
-"""Input wherever it is: file systems, file formats, Hugging Face datasets, and where the prompts are."""
+"""Input: file systems, file formats, Hugging Face datasets, and detection of the prompts."""

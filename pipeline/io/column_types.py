@@ -1,7 +1,7 @@
-"""Types of columns: inferred where a format has none, and unified over all files without changing a value.
+"""Column types: inferred where a format has none, and unified over all files without changing a value.
 
-A column whose values have no type in common is kept as text: text as it is, everything else as JSON. So is a column
-that Parquet cannot hold: one of objects without fields, for instance, or one that is nested too deeply.
+A column without a common type is kept as text: strings as they are, all else as JSON. So is a column that Parquet
+cannot hold, such as one of objects without fields or with too deep nesting.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import pyarrow.parquet
 from pipeline.errors import InputError
 
 _DEEPEST = 48
-"""Levels that a column may be nested. Parquet reads 100, and a list takes two. Arrow between processes reads 64, of
-which a part's own lists and structs take some."""
+"""Deepest nesting of a column. Parquet reads 100 levels, and a list takes two. Arrow between processes reads 64, some
+of them taken by a part's own lists and structs.
+"""
 _MOST_COLUMNS = 10_000
-"""Columns of an input, and fields of an object that is kept as one. Each part has its own copy of their names."""
+"""Most columns of an input, and fields of an object kept as one. Each part has its own copy of their names."""
 _EXACT_FLOATS = 2**53
-"""Integers up to this are exact as float64; beyond, one float stands for several."""
+"""Largest integer up to which all are exact as float64."""
 _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
@@ -35,13 +36,10 @@ class _NoCommonTypeError(Exception):
 
 @dataclass(frozen=True)
 class SeenType:
-    """A type that a column has in a file.
+    """A column's type in one file.
 
     Args:
-        name: The column's name.
-        type: Its type there.
         exact: Whether all its integers are exact as float64, and all its times as microseconds.
-        file: The file's name, for errors.
     """
 
     name: str
@@ -51,7 +49,7 @@ class SeenType:
 
 
 def as_text(value: Any) -> str | None:
-    """Return text and None as they are, what JSON has as JSON, and anything else as Python writes it."""
+    """Return strings and None as they are, JSON types as JSON, and anything else by `str`."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, bool | int | float | list | dict):
@@ -60,7 +58,7 @@ def as_text(value: Any) -> str | None:
 
 
 def python_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
-    """Return a column's values, with a text in the place of each that Python cannot hold."""
+    """Return a column's values; those that Python cannot hold become text."""
     try:
         return list(column.to_pylist())
     except Exception:  # Arrow raises what Python's own types raise, each in its own way
@@ -68,7 +66,7 @@ def python_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
 
 
 def python_rows(rows: pa.Table | pa.RecordBatch | pa.StructArray) -> list[dict[str, Any]]:
-    """Return rows with their values as `python_values` has them."""
+    """Return rows, with values by `python_values`."""
     names = rows.type.names if isinstance(rows, pa.StructArray) else rows.schema.names
     columns = rows.flatten() if isinstance(rows, pa.StructArray) else rows.columns
     values = [python_values(column) for column in columns]
@@ -92,15 +90,14 @@ def _python_value(cell: pa.Scalar) -> Any:
 
 
 def text_column(column: pa.Array) -> pa.Array:
-    """Return a column of any type as text; see `as_text`."""
     return pa.array([as_text(value) for value in python_values(column)], pa.string())
 
 
-# Values of JSON
+# JSON values
 
 
 def infer_column(values: Sequence[Any]) -> pa.Array:
-    """Make an Arrow column of values of JSON; where no type holds each of them as it is, a column of text."""
+    """Make an Arrow column of JSON values; text if no type holds every value unchanged."""
     try:
         kind = stored_type(reduce(_common_json, {_json_type(value) for value in values}, pa.null()))
         return pa.array(values, kind)
@@ -109,11 +106,7 @@ def infer_column(values: Sequence[Any]) -> pa.Array:
 
 
 def _json_type(value: Any, *, in_object: bool = False) -> pa.DataType:
-    """Return the type of a value of JSON.
-
-    Raises:
-        _NoCommonTypeError: Items of a list, or an object without fields, have none.
-    """
+    """Return the type of a JSON value."""
     if isinstance(value, list):
         common = partial(_common_json, in_object=in_object)
         return pa.list_(reduce(common, (_json_type(one, in_object=in_object) for one in value), pa.null()))
@@ -128,13 +121,10 @@ _SCALARS = {type(None): pa.null(), bool: pa.bool_(), int: pa.int64(), float: pa.
 
 
 def _common_json(one: pa.DataType, other: pa.DataType, *, in_object: bool = False) -> pa.DataType:
-    """Return the type that holds values of JSON of both types.
+    """Return a type that holds JSON values of both types.
 
-    An object's type is its fields, their order and their types: with other fields it would be another object. Numbers
-    in an object stay what they are, because a chat template writes 1 and 1.0 as different texts.
-
-    Raises:
-        _NoCommonTypeError: There is none.
+    Objects match only with the same fields in the same order. Numbers within an object keep their types, because a chat
+    template writes 1 and 1.0 as different texts.
     """
     if one == other or pa.types.is_null(other):
         return one
@@ -151,11 +141,11 @@ def _common_json(one: pa.DataType, other: pa.DataType, *, in_object: bool = Fals
     raise _NoCommonTypeError
 
 
-# Types of several files
+# Unification over files
 
 
 def seen_types(table: pa.Table, file: str) -> list[SeenType]:
-    """Return the types that the columns of a table have, which is of a file of this name."""
+    """Return the column types of a table from the file of this name."""
     return [
         SeenType(field.name, field.type, all(map(_is_exact, column.chunks)), file)
         for field, column in zip(table.schema, table.columns, strict=True)
@@ -183,17 +173,14 @@ def _largest(integers: pa.Array) -> int:
 
 
 def unify(seen: Iterable[SeenType], *, json_objects: bool) -> pa.StructType:
-    """Return one field for each column, in order of first appearance, whose type holds every value as it is.
-
-    Where there is none, it is text, if text can tell the values.
+    """Return one field per column, in order of first appearance, whose type holds every value unchanged, or text.
 
     Args:
-        seen: Types of the columns.
-        json_objects: Whether they come from JSON, where objects with other fields are other values. In tables, a
-            field that some files lack is null there, as a column is.
+        json_objects: Whether they come from JSON, where objects with different fields are different values. In tables,
+            a field that a file lacks is null there.
 
     Raises:
-        InputError: There are too many columns, or one with types that neither a type nor text can hold.
+        InputError: There are too many columns, or one whose types neither a type nor text can hold.
     """
     columns: dict[str, list[SeenType]] = {}
     for one in seen:
@@ -241,16 +228,7 @@ def _has_floats(kind: pa.DataType) -> bool:
 
 
 def _common_type(one: pa.DataType, other: pa.DataType, *, exact: bool) -> pa.DataType:
-    """Return the type that holds all values of two Arrow types as they are.
-
-    Args:
-        one: A type.
-        other: Another.
-        exact: See `SeenType`.
-
-    Raises:
-        _NoCommonTypeError: There is none.
-    """
+    """Return the type that holds all values of two Arrow types unchanged; see `SeenType` for `exact`."""
     if one == other or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):
@@ -279,7 +257,7 @@ def _common_type(one: pa.DataType, other: pa.DataType, *, exact: bool) -> pa.Dat
 
 
 def _differ_in_kind(one: pa.DataType, other: pa.DataType) -> bool:
-    """Whether pyarrow has a type for both that does not hold all values, or holds them as something else."""
+    """Whether pyarrow's common type loses or reinterprets values."""
     if pa.types.is_integer(one) and pa.types.is_integer(other):
         unsigned = [pa.types.is_unsigned_integer(kind) for kind in (one, other)]
         return pa.uint64() in (one, other) and not all(unsigned)
@@ -304,23 +282,21 @@ def _is_string(kind: pa.DataType) -> bool:
 
 
 def _text_tells(kind: pa.DataType) -> bool:
-    """Whether a text says all that a value of this type is."""
     if pa.types.is_nested(kind):
         return all(_text_tells(kind.field(index).type) for index in range(kind.num_fields))
     binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
     return not binary and (isinstance(kind, pa.JsonType) or not isinstance(kind, pa.BaseExtensionType))
 
 
-# What Parquet holds
+# Parquet types
 
 
 def stored_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type that a column of type `kind` has in a Parquet file: its own, or text if Parquet has no such."""
+    """Return a column's type in a Parquet file: its own, or text if Parquet cannot hold it."""
     return kind if _is_moderate(kind) and _fits_parquet(kind) else pa.string()
 
 
 def _is_moderate(kind: pa.DataType) -> bool:
-    """Whether a type is nested at most `_DEEPEST` levels, and has at most `_MOST_COLUMNS` fields in all."""
     level, count = [kind], 0
     for _ in range(_DEEPEST + 1):
         level = [one.field(index).type for one in level if pa.types.is_nested(one) for index in range(one.num_fields)]
@@ -338,10 +314,10 @@ def _fits_parquet(kind: pa.DataType) -> bool:
 
 
 def conform(column: pa.Array, target: pa.DataType) -> pa.Array:
-    """Convert `column` to `target`, a type that `unify` made of the column's and others.
+    """Convert `column` to `target`, a type from `unify`.
 
     Raises:
-        InputError: A value has no place in that type, which happens only where a file was not what it is now.
+        InputError: A value does not fit, which happens only if a file changed meanwhile.
     """
     if column.type == target:
         return column
@@ -356,7 +332,7 @@ def conform(column: pa.Array, target: pa.DataType) -> pa.Array:
 
 
 def conform_struct(rows: pa.StructArray, target: pa.StructType) -> pa.StructArray:
-    """Convert each field of `rows` by `conform`; fields that they lack become null."""
+    """Convert each field of `rows` by `conform`; missing fields become null."""
     present = {field.name: rows.field(index) for index, field in enumerate(rows.type)}
     columns = [
         conform(present[field.name], field.type) if field.name in present else pa.nulls(len(rows), field.type)
@@ -366,20 +342,18 @@ def conform_struct(rows: pa.StructArray, target: pa.StructType) -> pa.StructArra
 
 
 def whole(column: pa.ChunkedArray) -> pa.Array:
-    """Return a column as one array. Arrow itself cannot where it has no rows, and an extension type."""
+    """Return a column as one array. Arrow's `combine_chunks` fails on an extension type without rows."""
     return column.combine_chunks() if column.num_chunks else pa.nulls(0, column.type)
 
 
 def replace_column(table: pa.Table, name: str, column: pa.Array) -> pa.Table:
-    """Return `table` with another content of the column `name`."""
     return table.set_column(table.schema.get_field_index(name), name, column)
 
 
 def free_name(name: str, ours: set[str], theirs: list[str]) -> str:
-    """Return the name that a column of the input gets beside ours: its own, or else `input_NAME`.
+    """Return an input column's name in the output: its own, or `input_NAME` if taken.
 
     Args:
-        name: The column's own name.
         ours: Names that are taken.
         theirs: Names of all columns of the input.
     """

@@ -1,4 +1,4 @@
-"""Patterns of paths: `*`, `?` and `[…]` within a name, `**` across folders."""
+"""Files on any file system: local paths and URIs through `pyarrow.fs`, and patterns (`*`, `?`, `[…]`, `**`)."""
 
 from __future__ import annotations
 
@@ -33,12 +33,10 @@ def split_query(uri: str) -> tuple[str, str]:
 
 
 def is_pattern(uri: str) -> bool:
-    """Return whether a path or URI has a wildcard."""
     return _WILDCARD.search(split_query(uri)[0]) is not None
 
 
 def pattern_base(pattern: str) -> str:
-    """Return the folder above the first wildcard of a pattern."""
     path, query = split_query(pattern)
     first = _WILDCARD.search(path)
     assert first is not None
@@ -64,14 +62,12 @@ def pattern_regex(pattern: str) -> re.Pattern[str]:
     return re.compile(translated, flags=re.DOTALL)
 
 
-# ---- Files on any file system: local paths and URIs through `pyarrow.fs`.
-
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 _COPY_BYTES = 8 << 20
 _COPY = ".copy"
 _PARTIAL = ".partial"
 _NOTHING_TO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
-"""What a mounted store answers that is no disk and cannot sync, folders above all."""
+"""Errors of mounted stores that cannot sync, above all folders."""
 
 T = TypeVar("T")
 
@@ -93,81 +89,72 @@ class Location:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
         return self.path.rstrip("/").rpartition("/")[2]
 
     @property
     def info(self) -> fs.FileInfo:
-        """What the file system knows about the path."""
         return self.filesystem.get_file_info(self.path)
 
     @property
     def type(self) -> fs.FileType:
-        """Whether a file, a folder or nothing is there."""
         return self.info.type
 
     @property
     def exists(self) -> bool:
-        """Whether a file is there."""
         return bool(self.type == fs.FileType.File)
 
     def children(self) -> list[fs.FileInfo]:
-        """Return what the folder holds, sorted by path; nothing where there is no folder."""
         found = self.filesystem.get_file_info(fs.FileSelector(self.path, allow_not_found=True))
         return sorted(found, key=lambda info: str(info.path))
 
     def read_text(self) -> str:
-        """Read a small UTF-8 file."""
         with self.filesystem.open_input_stream(self.path, compression=None) as stream:
             return bytes(stream.readall()).decode("utf-8")
 
     def write_text(self, text: str) -> None:
-        """Write a small UTF-8 file, as a whole or not at all; of two who write it at once, one wins."""
+        """Write a small UTF-8 file atomically; of two concurrent writers one wins."""
         with self.open_whole() as stream:
             stream.write(text.encode("utf-8"))
 
     def make_folder(self) -> None:
-        """Make a folder and those that it is in, unless they are there."""
+        """Make a folder and its parents, unless they exist."""
         if self.type != fs.FileType.Directory:
             self.filesystem.create_dir(self.path, recursive=True)
             sync(self.filesystem, _parent(self.path))
 
     def empty(self, first: str) -> None:
-        """Delete what the folder holds, and before the rest the file `first`, which says what the rest is."""
+        """Delete the folder's contents, first the file `first`, which describes the rest."""
         if (self / first).type == fs.FileType.File:
             self.filesystem.delete_file((self / first).path)
         self.filesystem.delete_dir_contents(self.path, missing_dir_ok=True)
 
     def delete(self) -> None:
-        """Delete a file; nothing happens where there is none."""
         if self.exists:
             self.filesystem.delete_file(self.path)
 
     def copy_to(self, file: Path) -> None:
-        """Copy what is here to a local file.
+        """Copy the file to a local one.
 
         Raises:
-            OSError: There is nothing here, or it cannot be read.
+            OSError: The file does not exist or cannot be read.
         """
         with self.filesystem.open_input_stream(self.path, compression=None) as source, file.open("wb") as stream:
             shutil.copyfileobj(source, stream, _COPY_BYTES)
 
     def copy_from(self, file: Path) -> None:
-        """Copy a local file here, as a whole or not at all."""
         with file.open("rb") as source, self.open_whole() as stream:
             shutil.copyfileobj(source, stream, _COPY_BYTES)
 
     @contextmanager
     def open_whole(self, aside: Location | None = None) -> Iterator[Any]:
-        """Open a stream of bytes to a file that appears when all is written, as a whole, or not at all.
+        """Open a stream of bytes to a file that appears complete or not at all.
 
-        A file system gets the bytes under another name, and one rename puts the file in its place. Object stores have
-        no rename, but an object appears only when all of it has arrived: its bytes are collected first and sent at
-        once.
+        A file system writes under another name and renames. Object stores have no rename, but an object appears only
+        once complete: its bytes are collected first and sent at once.
 
         Args:
-            aside: Where a file system keeps the bytes until the rename; by default beside the file. Two who may write
-                the file at once must name different places. Nothing stays there if the file cannot be written.
+            aside: Temporary file on a file system; by default beside the file. Concurrent writers of the file must use
+                different ones. It is deleted on failure.
         """
         if self.filesystem.type_name in _OBJECT_STORES:
             with tempfile.TemporaryFile() as collected:
@@ -190,7 +177,7 @@ class Location:
 
 
 def sync(filesystem: fs.FileSystem, path: str) -> None:
-    """Wait until a file's bytes, or a folder's list of names, are on the disk, where `filesystem` is that of a disk."""
+    """Wait until a file's bytes, or a folder's entries, are on a local disk; other file systems are left alone."""
     if not isinstance(filesystem, fs.LocalFileSystem):
         return
     opened = os.open(path, os.O_RDONLY)
@@ -208,21 +195,20 @@ def _parent(path: str) -> str:
 
 
 def write_twice(file: Location, text: str) -> None:
-    """Write a small file that nothing else can replace, and a copy of it beside it; see `read_either`."""
+    """Write a small, irreplaceable file and a copy of it; see `read_either`."""
     _copy_of(file).write_text(text)
     file.write_text(text)
 
 
 def read_either(file: Location, parse: Callable[[str], T]) -> T:
-    """Read what `write_twice` wrote, from the copy where the file is damaged.
+    """Read a file of `write_twice`, from the copy if the file is damaged.
 
     Args:
-        file: The file.
-        parse: Returns what a text means, or raises `ValueError`, `KeyError` or `TypeError` for a damaged one.
+        parse: Parses a text, or raises `ValueError`, `KeyError` or `TypeError` for a damaged one.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The file is damaged, and there is no copy or it is damaged, too.
+        ValueError: The file is damaged, and the copy is damaged or missing.
     """
     try:
         return parse(file.read_text())
@@ -234,7 +220,7 @@ def read_either(file: Location, parse: Callable[[str], T]) -> T:
 
 
 def mend(file: Location, parse: Callable[[str], Any]) -> None:
-    """Write a file of `write_twice` again from its copy, if it is damaged and the copy is not."""
+    """Restore a damaged file of `write_twice` from an intact copy."""
     try:
         parse(file.read_text())
     except (ValueError, KeyError, TypeError):
@@ -244,18 +230,17 @@ def mend(file: Location, parse: Callable[[str], Any]) -> None:
 
 
 def delete_twice(file: Location) -> None:
-    """Delete what `write_twice` wrote."""
     _copy_of(file).delete()
     file.delete()
 
 
 def is_copy(name: str, of: str) -> bool:
-    """Return whether a file's name is that of a copy of the file `of`, or of one of the two that was not completed."""
+    """Return whether a name is that of a copy of the file `of`, or of an incomplete write of either."""
     return name == f"{of}{_COPY}" or (name.startswith(of) and name.endswith(_PARTIAL))
 
 
 def partials(folder: Location) -> list[Location]:
-    """Return the files in a folder that processes were writing: those of dead ones may be deleted."""
+    """Return the partially written files in a folder. Those of dead processes may be deleted."""
     return [folder / info.base_name for info in folder.children() if info.path.endswith(_PARTIAL)]
 
 
@@ -267,10 +252,8 @@ def make_folders(output: Location, folders: Sequence[Location], probe_in: Locati
     """Make the folders of an output and check that they can be written to.
 
     Args:
-        output: The output that was asked for; errors name it.
-        folders: The folders to make.
         probe_in: Folder in which a test file is written and deleted.
-        what: What errors call the output.
+        what: The output's designation in errors.
 
     Raises:
         InputError: The folders cannot be made or written to.

@@ -1,4 +1,4 @@
-"""Fingerprints of input files: enough of their content to tell them from others, without reading large files whole."""
+"""Input listing: the files of an input, the splits of datasets, and fingerprints of the files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def input_fingerprints(listing: InputListing) -> list[list[Any]]:
 
 
 def _sample(file: Any, size: int) -> bytes:
-    """Read all of a file of up to 2 MiB; of a larger one the first and the last MiB."""
+    """Read a file of up to 2 MiB; of a larger one the first and the last MiB."""
     if size <= 2 * _SAMPLE_BYTES:
         return bytes(file.read())
     beginning = bytes(file.read(_SAMPLE_BYTES))
@@ -51,10 +51,10 @@ def _sample(file: Any, size: int) -> bytes:
     return beginning + bytes(file.read())
 
 
-# ---- Hugging Face datasets: which files of a folder or a repository belong to a split.
+# Hugging Face datasets: the files of a split.
 
 HUB = "hf://"
-"""How URIs of the hub begin: `hf://datasets/OWNER/NAME[@REVISION][/PATH]`."""
+"""Prefix of hub URIs: `hf://datasets/OWNER/NAME[@REVISION][/PATH]`."""
 _KEYWORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -72,17 +72,14 @@ def dataset_files(
     """List the files of a dataset's split.
 
     Args:
-        uri: The folder as it was given, for messages.
-        root: The folder.
+        uri: The folder as given, for messages.
         names: All files below it, relative to it.
-        split: The split that was asked for.
-        subset: The subset ("configuration") that was asked for.
 
     Returns:
-        Names of the files; None where nothing says that the folder is more than its files.
+        Names of the files; None if the folder is not a dataset, just files.
 
     Raises:
-        InputError: There is no such split or subset, there are several and none was asked for, or files are missing.
+        InputError: There is no such split or subset, there are several and none was requested, or files are missing.
     """
     if "dataset_dict.json" in names:
         _refuse_subset(uri, subset)
@@ -122,11 +119,6 @@ def dataset_files(
 
 
 def _all_there(uri: str, names: Sequence[str], listed: list[str]) -> list[str]:
-    """Return the files that a saved dataset lists.
-
-    Raises:
-        InputError: Some of them are missing.
-    """
     if missing := sorted(set(listed).difference(names)):
         raise InputError(
             f"input {uri} is incomplete: it has no {missing[0]}, and {len(missing)} of the {len(listed)} files that "
@@ -136,11 +128,7 @@ def _all_there(uri: str, names: Sequence[str], listed: list[str]) -> list[str]:
 
 
 def _refuse_missing_shards(uri: str, names: Sequence[str]) -> None:
-    """Refuse a split whose files say that there are more of them, as `train-00000-of-00002` does.
-
-    Raises:
-        InputError: Some are missing.
-    """
+    """Refuse an incomplete split, by the count in names such as `train-00000-of-00002`."""
     shards: dict[tuple[str, int], set[int]] = {}
     for name in names:
         if numbered := _NUMBERED.fullmatch(name):
@@ -154,7 +142,7 @@ def _refuse_missing_shards(uri: str, names: Sequence[str]) -> None:
 
 
 def split_of(name: str) -> str | None:
-    """Return the split that a file belongs to by its path in a repository; None if the path does not tell."""
+    """Return a file's split by its path in a repository; None if the path does not tell."""
     if shard := _SHARD.fullmatch(name):
         return _split_in(shard[1]) or shard[1]
     folder, _, file = name.rpartition("/")
@@ -167,12 +155,10 @@ def _split_in(text: str) -> str | None:
 
 
 def _saved_files(folder: Location) -> list[str]:
-    """Files of a dataset that `save_to_disk` wrote."""
     return [one["filename"] for one in json.loads((folder / "state.json").read_text())["_data_files"]]
 
 
 def _declared_subsets(root: Location) -> dict[str, dict[str, list[str]]]:
-    """Patterns of files by subset and split, from the README's front matter."""
     try:
         matter = _FRONT_MATTER.match((root / "README.md").read_text())
         configs = yaml.safe_load(matter[1])["configs"] if matter else None
@@ -186,7 +172,7 @@ def _declared_subsets(root: Location) -> dict[str, dict[str, list[str]]]:
 
 
 def _declared_splits(config: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Patterns of files by split; `data_files` may be one pattern, several, or several with their splits."""
+    """Return patterns of files by split; `data_files` may be one pattern, several, or several with their splits."""
     folder = str(config.get("data_dir", "")).strip("/")
     files = config.get("data_files", "**" if folder else None)
     entries = files if isinstance(files, list) else [files]
@@ -200,7 +186,6 @@ def _declared_splits(config: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _choose(uri: str, what: str, choices: Mapping[str, Any], asked: str | None) -> str:
-    """Choose the split or subset that was asked for, or the only one, or the subset `default`."""
     if asked is None and len(choices) == 1:
         return next(iter(choices))
     if asked is None and what == "subset" and "default" in choices:
@@ -218,8 +203,6 @@ def _refuse_subset(uri: str, subset: str | None) -> None:
         raise InputError(f"input {uri} does not declare subsets: leave out reading.subset, and give the files' folder")
 
 
-# ---- The files of an input: behind a path, a folder, a pattern or a URI.
-
 _SUFFIXES: dict[Format, tuple[str, ...]] = {
     "jsonl": (".jsonl", ".ndjson", ".json"),
     "parquet": (".parquet", ".pq"),
@@ -232,14 +215,7 @@ _COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
 
 @dataclass(frozen=True)
 class InputFile:
-    """One file to read.
-
-    Args:
-        path: On its file system.
-        name: Path below the folder that was asked for; names the file's rows.
-        size: Bytes.
-        format: How to read it.
-    """
+    """One file to read."""
 
     path: str
     name: str
@@ -249,12 +225,7 @@ class InputFile:
 
 @dataclass(frozen=True)
 class InputListing:
-    """The files of an input, sorted by path.
-
-    Args:
-        filesystem: Where all of them are.
-        files: The files.
-    """
+    """The files of an input, sorted by path."""
 
     filesystem: fs.FileSystem
     files: tuple[InputFile, ...]
@@ -268,16 +239,14 @@ class InputListing:
 def list_input(uri: str, format: str = "auto", split: str | None = None, subset: str | None = None) -> InputListing:
     """List the files of an input.
 
-    In folders and patterns, files whose path has a part that begins with `.` or `_` are left out.
+    In folders and patterns, files with a path part that begins with `.` or `_` are left out.
 
     Args:
-        uri: The input: a path, a folder, a pattern or a URI.
-        format: Format of its files, or `auto`.
-        split: Which split of a Hugging Face dataset.
-        subset: Which subset of a Hugging Face dataset.
+        uri: A path, a folder, a pattern or a URI.
+        format: Format of the files, or `auto`.
 
     Raises:
-        InputError: The input does not exist, holds no file that can be read, or its names do not tell their format.
+        InputError: The input does not exist, holds no readable file, or its names do not tell their format.
     """
     wanted = "jsonl" if format == "openai" else format
     found = _find(uri)
@@ -317,11 +286,10 @@ def format_of(name: str) -> Format | None:
 
 @dataclass(frozen=True)
 class _Found:
-    """What stands at an input's path.
+    """The files found at an input's path.
 
     Args:
-        root: The file, or the folder.
-        is_folder: Whether a folder was asked for, and not a file or a pattern.
+        is_folder: Whether the input is a folder, and not a file or a pattern.
         files: Files by their path below the folder, sorted by path, without hidden ones.
     """
 
@@ -353,13 +321,9 @@ def _find(uri: str) -> _Found:
 
 
 def _below(root: Location) -> list[fs.FileInfo]:
-    """List everything below a folder, and what links lead to.
+    """List everything below a folder, following links.
 
-    On a local disk, pyarrow leaves out links that lead nowhere, and follows those in a circle again and again.
-
-    Raises:
-        InputError: Links lead in a circle.
-        OSError: A folder cannot be read.
+    On a local disk, pyarrow leaves out broken links, and follows circular ones again and again.
     """
     if not isinstance(root.filesystem, fs.LocalFileSystem):
         return list(root.filesystem.get_file_info(fs.FileSelector(root.path, recursive=True)))
@@ -369,7 +333,7 @@ def _below(root: Location) -> list[fs.FileInfo]:
 
     paths: list[str] = []
     for folder, folders, files in os.walk(root.path, onerror=refuse, followlinks=True):
-        # Names that begin so are left out, and need not be readable.
+        # Hidden folders are left out, and need not be readable.
         folders[:] = [name for name in folders if name[0] not in "._"]
         for name in folders:
             path = os.path.join(folder, name)
@@ -380,12 +344,10 @@ def _below(root: Location) -> list[fs.FileInfo]:
 
 
 def _exists(uri: str) -> bool:
-    """Whether a local path exists: names of files may look like patterns."""
     return "://" not in uri and locate(uri).type != fs.FileType.NotFound
 
 
 def _split_files(uri: str, found: _Found, split: str | None, subset: str | None) -> set[str] | None:
-    """Names of the files of a dataset's split; None where a folder is no more than its files."""
     if not found.is_folder:
         if split is not None or subset is not None:
             raise InputError(f"input {uri} is not a dataset's folder: leave out reading.split and reading.subset")
@@ -398,7 +360,6 @@ def _split_files(uri: str, found: _Found, split: str | None, subset: str | None)
 
 @contextmanager
 def _errors_name(uri: str) -> Iterator[None]:
-    """Turn an error from reading a folder into one that names the input."""
     try:
         yield
     except InputError:

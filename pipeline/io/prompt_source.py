@@ -1,4 +1,4 @@
-"""Where the prompts of an input are: which column, and what it holds."""
+"""Detection of the prompts in an input: their column and its kind."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from pipeline.settings import ReadingConfig
 
 _ID_COLUMN = "id"
 _LOOK_ROWS = 100
-"""Rows at the beginning of the input that decide where the prompts are."""
+"""Rows at the beginning of the input that decide."""
 
 
 @dataclass(frozen=True)
 class PromptSource:
-    """Where a row's prompt is.
+    """Location of a row's prompt.
 
     Args:
-        column: Its column.
-        kind: What the column holds: text, chat messages, or the body of a request to OpenAI.
+        kind: The column's content: text, chat messages, or the body of an OpenAI request.
         id_column: The column that names a row; None where the row's file and line do.
         own_sampling: Whether the first rows bring sampling settings of their own.
-        ids_found: Whether nobody has named the column of ids, which is used because it is there: see `NoIdsError`.
+        ids_found: Whether `id_column` was detected, not configured; see `NoIdsError`.
     """
 
     column: str
@@ -37,7 +36,7 @@ class PromptSource:
 
 
 class NoIdsError(InputError):
-    """A column that was taken for ids has none. Rows are named by file and line then, unless it was asked for."""
+    """A detected id column has no ids. Rows are then named by file and line, unless the column was configured."""
 
 
 BATCH = PromptSource("body", "openai", "custom_id", own_sampling=True)
@@ -45,10 +44,10 @@ BATCH = PromptSource("body", "openai", "custom_id", own_sampling=True)
 
 
 def find_prompts(listing: InputListing, config: ReadingConfig) -> PromptSource:
-    """Look at the first rows to see where the prompts are.
+    """Find the prompts by the first rows.
 
     Raises:
-        InputError: There are no rows, they lack a column that was asked for, or it holds neither text nor messages.
+        InputError: There are no rows, they lack a configured column, or it holds neither text nor messages.
     """
     if config.format == "openai":
         return BATCH
@@ -64,7 +63,6 @@ def find_prompts(listing: InputListing, config: ReadingConfig) -> PromptSource:
 
 
 def _is_batch(file: InputFile, columns: list[str], config: ReadingConfig) -> bool:
-    """Whether rows are requests to OpenAI, and no setting says that they are something else."""
     unset = config.prompt_column is None and config.messages_column is None and config.id_column is None
     return config.format == "auto" and file.format == "jsonl" and unset and {"custom_id", "url", "body"} <= {*columns}
 

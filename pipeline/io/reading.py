@@ -1,4 +1,4 @@
-"""A chunk: some consecutive rows of an input file."""
+"""Reads input files in chunks of consecutive rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pipeline.io.listing import InputFile
 
 
 class UnreadableValueError(ValueError):
-    """A value of a table that the job cannot read: text that is not UTF-8, for instance."""
+    """A table's value that cannot be read, such as text that is not UTF-8."""
 
 
 @dataclass
@@ -35,8 +35,8 @@ class Chunk:
     Args:
         columns: The rows; a row with a problem is all null.
         numbers: Each row's number in the file, from 1; in files of lines, the line's number.
-        problems: By index in the chunk, why a row is no record.
-        records: In JSON lines, the rows as they were read. A column's type depends on all its rows, and these do not.
+        problems: By index in the chunk, why a row is invalid.
+        records: In JSON lines, the rows as read. Unlike columns, their types do not depend on other rows.
     """
 
     columns: pa.Table
@@ -45,17 +45,10 @@ class Chunk:
     records: list[dict[str, Any]] | None = None
 
     def values(self, name: str, most_bytes: int | None = None) -> list[Any]:
-        """Return each row's value in a column, as JSON has it; None where there is no such column.
+        """Return each row's value in a column, as in JSON; None where there is no such column.
 
-        In a table, fields of structs and entries of maps that are null are left out: a file has no other way to say
-        that a row lacks them.
-
-        Args:
-            name: The column.
-            most_bytes: A value that takes more in a table is not read.
-
-        Returns:
-            The values, with an `UnreadableValueError` for each that cannot be read.
+        Null fields of structs and null entries of maps are left out: a table cannot express their absence otherwise. A
+        value that cannot be read, or is larger than `most_bytes` in a table, is an `UnreadableValueError`.
         """
         if self.records is not None:
             return [record.get(name) for record in self.records]
@@ -67,7 +60,6 @@ class Chunk:
 
 
 def _all_values(column: pa.ChunkedArray) -> list[Any] | None:
-    """Return the values of a column; None where one of them cannot be read."""
     try:
         return [_without_nulls(value) for value in column.to_pylist(maps_as_pydicts="strict")]
     except Exception:  # Arrow raises what Python's own types raise, each in its own way
@@ -96,28 +88,27 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-# ---- Files of tables: Parquet, CSV and Arrow. Their rows are records, or the file as a whole cannot be read.
+# Tables: Parquet, CSV and Arrow. Either all of their rows can be read, or none.
 
 _CSV_BLOCK_BYTES = 32 << 20
-"""What is parsed of a CSV at once; no row can be longer."""
+"""Block size of the CSV parser, and so the longest row."""
 _BATCH_BYTES = 64 << 20
-"""About what is read of a table at once; a single row may be larger."""
+"""Approximate size of a batch of a table; a single row may be larger."""
 _LARGEST_DICTIONARY = 256 << 20
 _SMALL_COLUMN = 512 << 10
-"""A column chunk of so few bytes needs no second look, which is a request of its own in an object store."""
+"""A column chunk this small needs no second look, which costs another request in an object store."""
 _PAGE_HEADER_BYTES = 32
 _NEXT_INT32 = b"\x15"
 """In Thrift's compact protocol: the next field, an int32."""
 _VIEW_BYTES = 16
 _PARQUET_MARK = b"PAR1"
 _FOOTER_BYTES = 64 << 10
-"""The footers of most files are shorter; for a longer one a second piece is read."""
+"""Covers most files' footers; a longer one needs a second read."""
 _ARROW_FILE = b"ARROW1"
-"""First bytes of Arrow's file format; its stream format, in which datasets are saved, has no such mark."""
+"""First bytes of Arrow's file format. Its stream format, in which datasets are saved, has no such mark."""
 
 
 def read_parquet(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator[Chunk]:
-    """Read a Parquet file; see `read_file`."""
     with filesystem.open_input_file(file.path) as stream:
         parquet = pa.parquet.ParquetFile(stream)
         refuse_many_columns(parquet.metadata.num_columns, file.path)
@@ -140,14 +131,11 @@ def _parquet_batches(
 
 
 def _dictionary_bytes(file: InputFile, column: pa.parquet.ColumnChunkMetaData, stream: pa.NativeFile) -> int:
-    """Return how large a column chunk's dictionary is, and so how large any of its values may be.
+    """Return the size of a column chunk's dictionary, an upper bound on its values.
 
-    The file's metadata does not say it. Each row of a batch may repeat the largest value, so that a small file can take
-    any amount of memory. The header of the dictionary's page says it:
+    Each row of a batch may repeat the largest value, so a small file can take any amount of memory. The size is not in
+    the file's metadata, but in the header of the dictionary page:
     https://parquet.apache.org/docs/file-format/data-pages/
-
-    Raises:
-        InputError: It is too large to be read.
     """
     if not column.has_dictionary_page or column.dictionary_page_offset is None:
         return 0
@@ -175,12 +163,12 @@ def _dictionary_bytes(file: InputFile, column: pa.parquet.ColumnChunkMetaData, s
 
 
 def parquet_rows(file: Location) -> int | None:
-    """Return how many rows a Parquet file's footer speaks of; None where there is no file, or not the whole of it.
+    """Return the row count in a Parquet file's footer; None if the file is missing or incomplete.
 
-    A footer is written last. So a file that has one was complete.
+    The footer is written last, so a file that has one is complete.
 
     Raises:
-        OSError: The file is there and cannot be read.
+        OSError: The file exists and cannot be read.
     """
     try:
         with file.filesystem.open_input_file(file.path) as stream:
@@ -196,7 +184,7 @@ def parquet_rows(file: Location) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        # What was read is parsed apart from reading it: an error of the store proves nothing about the file.
+        # Parsed separately from reading: an error of the store proves nothing about the file.
         footer = pa.BufferReader(_PARQUET_MARK + end[-length:])
         return int(pa.parquet.ParquetFile(footer).metadata.num_rows)
     except (OSError, pa.ArrowException):
@@ -204,7 +192,7 @@ def parquet_rows(file: Location) -> int | None:
 
 
 def read_arrow(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator[Chunk]:
-    """Read a file or a stream of Arrow's IPC format; see `read_file`."""
+    """Read Arrow's IPC file or stream format; see `read_file`."""
     with filesystem.open_input_file(file.path) as stream:
         is_file = stream.read(len(_ARROW_FILE)) == _ARROW_FILE
         stream.seek(0)
@@ -217,7 +205,7 @@ def read_arrow(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterato
 def read_csv(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator[Chunk]:
     """Read a CSV file with a header; see `read_file`.
 
-    Every value stays the text it is: a CSV has no types, and guessing them would turn `007` into 7.
+    Values stay text: a CSV has no types, and guessing them would turn `007` into 7.
     """
     if file.size == 0:
         return
@@ -239,7 +227,6 @@ def _refuse_duplicate_names(file: InputFile, names: list[str]) -> None:
 
 
 def _chunks(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[Chunk]:
-    """Cut batches to at most `rows` rows, fewer where they are large, and number these."""
     first = 1
     for batch in batches:
         step = max(1, min(rows, _BATCH_BYTES // max(sum(map(_largest_row, batch.columns)), 1)))
@@ -251,7 +238,7 @@ def _chunks(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[Chunk]:
 
 
 def _largest_row(column: pa.Array) -> int:
-    """Return about how many bytes a row may have once its encodings are undone; 0 where these repeat nothing."""
+    """Return about how many bytes a row may have once decoded; 0 where the encoding repeats nothing."""
     kind = column.type
     if pa.types.is_dictionary(kind):
         return _largest_value(column.dictionary)
@@ -284,10 +271,9 @@ def _largest_value(values: pa.Array) -> int:
 
 
 def plain(column: pa.Array) -> pa.Array:
-    """Undo what is only another encoding of the same values, and has no place in a column that others read.
+    """Decode dictionaries and run ends, which differ between files, and views, which Arrow cannot filter.
 
-    These are dictionaries and run ends, which differ from file to file, and views, which Arrow cannot filter. Nested
-    ones too. Seconds become milliseconds, as in Parquet, or text where these do not reach as far.
+    Nested ones are decoded too. Seconds become milliseconds, as in Parquet, or text where these overflow.
     """
     kind = column.type
     if pa.types.is_dictionary(kind):
@@ -333,7 +319,7 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def _offsets(lists: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Return where each list begins in the items of all, null for a list that is null, and where the last one ends."""
+    """Return the offsets of lists, `[N + 1]`, with null for a null list."""
     lengths = pa.compute.list_value_length(lists)
     ends = pa.compute.cumulative_sum(pa.compute.fill_null(lengths.cast(kind), 0))
     begins = pa.concat_arrays([pa.array([0], kind), ends])
@@ -341,19 +327,19 @@ def _offsets(lists: pa.Array, kind: pa.DataType) -> pa.Array:
     return pa.compute.if_else(known, begins, pa.scalar(None, kind))
 
 
-# ---- Files of lines: JSON lines and plain text. A line that is no record becomes a row with a problem.
+# Files of lines: JSON lines and plain text. An invalid line becomes a row with a problem.
 
 _TEXT_COLUMN = "prompt"
 """The only column of a text file."""
 _BUFFER_BYTES = 1 << 20
 _CHUNK_BYTES = 32 << 20
-"""A chunk takes no further line when it has this many bytes."""
+"""A chunk this large takes no further line."""
 _LONGEST_LINE = 256 << 20
-"""Bytes of a line. Arrow's columns of text end at 2 GiB, and a row is held in memory several times."""
+"""Most bytes of a line. Arrow's text columns end at 2 GiB, and a row is held in memory several times."""
 _KEPT_OF_LINE = 1 << 20
-"""Bytes that are kept of a line that is too long."""
+"""Bytes kept of a line that is too long."""
 _DEEPEST = 200
-"""Levels of objects and lists in a line. Python's own JSON reader and writer give up at about 1000."""
+"""Deepest nesting of objects and lists. Python's JSON reader and writer fail at about 1000."""
 
 
 def read_json_lines(
@@ -363,13 +349,13 @@ def read_json_lines(
     text_column: str | None,
     json_column: str | None,
 ) -> Iterator[Chunk]:
-    """Read a file of one JSON object a line; see `read_file`."""
+    """Read JSON lines; see `read_file`."""
     parse = partial(_parse_json, text_column=text_column, json_column=json_column)
     return _read_lines(filesystem, file, rows, parse)
 
 
 def read_text_lines(filesystem: fs.FileSystem, file: InputFile, rows: int) -> Iterator[Chunk]:
-    """Read a file of one prompt a line; see `read_file`."""
+    """Read one prompt per line; see `read_file`."""
     return _read_lines(filesystem, file, rows, lambda line: {_TEXT_COLUMN: _decode(line)})
 
 
@@ -399,7 +385,6 @@ def _read_lines(
 
 
 def _some_lines(lines: Iterable[tuple[int, bytes]], most: int) -> Iterator[list[tuple[int, bytes]]]:
-    """Group lines: `most` of them, or fewer where they have many bytes."""
     some: list[tuple[int, bytes]] = []
     size = 0
     for number, line in lines:
@@ -413,9 +398,9 @@ def _some_lines(lines: Iterable[tuple[int, bytes]], most: int) -> Iterator[list[
 
 
 def _numbered_lines(filesystem: fs.FileSystem, file: InputFile) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, without their ends, each with its number from 1.
+    """Yield non-blank lines without their ends, numbered from 1.
 
-    Of a line that is too long so much is returned that this shows.
+    A line that is too long is cut, at a length above `_LONGEST_LINE`.
     """
     with filesystem.open_input_stream(file.path, compression="detect", buffer_size=_BUFFER_BYTES) as stream:
         number, line = 0, bytearray()
@@ -460,7 +445,6 @@ def _parse_json(line: bytes, *, text_column: str | None, json_column: str | None
 
 
 def _levels(value: Any) -> int:
-    """Return how many objects and lists are around the innermost value."""
     levels, level = 0, [value]
     while level := [
         inner
@@ -479,11 +463,9 @@ def _decode(line: bytes) -> str:
         raise ValueError(f"the line is not UTF-8: byte {error.start + 1} is {line[error.start]:#04x}") from error
 
 
-# ---- Reading an input file of any format, in chunks of rows.
-
 _ALWAYS_READ = 1 << 30
 _MOST_EXPANDED = 1000
-"""A file of rows expands to fewer times its own size. Some bytes can expand to anything, and would fill the disk."""
+"""Most bytes of rows per byte of file. Beyond it a file is a decompression bomb that would fill the disk."""
 
 
 def read_file(
@@ -493,14 +475,11 @@ def read_file(
     text_column: str | None = None,
     json_column: str | None = None,
 ) -> Iterator[Chunk]:
-    """Read a file in chunks of at most `rows` rows, none of them empty.
+    """Read a file of any format in non-empty chunks of at most `rows` rows.
 
     Args:
-        filesystem: Where the file is.
-        file: The file.
-        rows: Most rows of a chunk.
         text_column: In JSON lines, a row whose value in this column is not text gets a problem.
-        json_column: In JSON lines, objects of this column stay JSON text, whatever they have in common.
+        json_column: In JSON lines, objects of this column stay JSON text.
 
     Raises:
         InputError: The file is damaged or is not of its format.

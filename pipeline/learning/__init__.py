@@ -1,1 +1,1 @@
-"""A head that learns while a job or an endpoint runs: the learner, what engines give it and take from it, its files."""
+"""Training of a draft head while a job or an endpoint runs: the learner, its link to engines, and its files."""

@@ -1,4 +1,4 @@
-"""What a job's engines have done since the learner last looked, from what each says that it has done by now."""
+"""Sums of engines' progress for the learner, and the learner's metrics."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from pipeline.progress.board import LearningReport
 from pipeline.progress.prometheus import begin
 
 _SILENT_SECONDS = 60.0
-"""After so long an engine that says nothing is taken to have ended."""
+"""An engine silent for this long counts as ended."""
 
 
 @dataclass(frozen=True)
 class EngineBeat:
-    """What an engine has done by now.
+    """An engine's progress since its start.
 
     Args:
-        tokens: New tokens of its process.
-        row_steps: Decode steps, counted once for each row that took part.
-        choices: Which of several drafters drafts, by batch size.
-        busy: Seconds in which it had something to decode.
+        row_steps: Decode steps, counted once per participating row.
+        busy: Seconds with something to decode.
     """
 
     tokens: int
@@ -34,13 +32,11 @@ class EngineBeat:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What all engines have done in an interval.
+    """Progress of all engines in an interval.
 
     Args:
-        tokens: New tokens.
-        row_steps: Decode steps, counted once for each row that took part.
-        choices: Of each engine that has some, as it last said.
-        busy: Seconds in which an engine had something to decode: the mean over engines.
+        row_steps: Decode steps, counted once per participating row.
+        busy: Seconds with something to decode, the mean over engines.
     """
 
     tokens: int
@@ -51,14 +47,12 @@ class Decoded:
 
 @dataclass(frozen=True)
 class _Heard:
-    """The last beat of an engine, and when it came."""
-
     beat: EngineBeat
     at: float
 
 
 class EngineBeats:
-    """Adds up what engines do. Times are those of one monotonic clock, in seconds."""
+    """Adds up engines' progress. Times are in seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self._heard: dict[str, _Heard] = {}
@@ -66,10 +60,9 @@ class EngineBeats:
         self._busy = 0.0
 
     def enter(self, engine: str, beat: EngineBeat, now: float) -> None:
-        """Enter what an engine has done by now.
+        """Record an engine's progress.
 
-        What it had done before it was first heard is of no interval: a learner that is started again hears of the whole
-        life of engines that it did not know.
+        Its progress before its first beat is left out, because a restarted learner hears of engines' whole lives.
         """
         known = self._heard.get(engine)
         before = beat if known is None else known.beat
@@ -79,7 +72,7 @@ class EngineBeats:
         self._heard[engine] = _Heard(beat, now)
 
     def take(self, now: float) -> Decoded:
-        """End an interval: return what was done in it, and forget engines that have long been silent."""
+        """End an interval: return its sums, and forget silent engines."""
         self._heard = {name: one for name, one in self._heard.items() if now - one.at <= _SILENT_SECONDS}
         choices = tuple(one.beat.choices for one in self._heard.values() if one.beat.choices)
         done = Decoded(self._tokens, self._row_steps, choices, self._busy / max(len(self._heard), 1))
@@ -88,7 +81,7 @@ class EngineBeats:
         return done
 
 
-# ---- Metrics of a learner for Prometheus; see `progress/prometheus.py`. Their descriptions must be ASCII.
+# Metrics for Prometheus; see `progress/prometheus.py`. Their descriptions must be ASCII.
 
 _GAUGES = {
     "version": "Number of the newest version of the head that learns.",
@@ -110,11 +103,10 @@ _COUNTERS = {
 
 
 class LearnerMetrics:
-    """Exports what a learner does.
+    """Exports a learner's state.
 
     Args:
-        run: A job's output, or what an endpoint calls its model.
-        begun: What the learner goes on from: what earlier processes have done, they have exported.
+        begun: The initial report. Earlier processes have exported its counts.
     """
 
     def __init__(self, run: str, begun: LearningReport) -> None:
@@ -126,7 +118,7 @@ class LearnerMetrics:
             begin(counter, self._tags)
 
     def publish(self, now: LearningReport) -> None:
-        """Export the present state, and what was counted since the last call."""
+        """Export the present state, and counts since the last call."""
         for name, value in _values(now).items():
             self._gauges[name].set(value, self._tags)  # None is not set
         for name, value in _sums(now).items():
@@ -136,7 +128,7 @@ class LearnerMetrics:
 
 
 def learner_families(now: LearningReport) -> list[Metric]:
-    """Return the same for a page of metrics that does not come from Ray; what is not known yet has no sample."""
+    """Return the same metrics for a page that does not come from Ray; unknown values have no sample."""
     gauges, counters = _values(now), _sums(now)
     return [
         *(GaugeMetricFamily(f"drafter_learner_{name}", what, gauges[name]) for name, what in _GAUGES.items()),
@@ -145,7 +137,6 @@ def learner_families(now: LearningReport) -> list[Metric]:
 
 
 def _values(now: LearningReport) -> dict[str, float | None]:
-    """Values of the gauges."""
     return {
         "version": now.version,
         "beta": now.beta,
@@ -160,5 +151,4 @@ def _values(now: LearningReport) -> dict[str, float | None]:
 
 
 def _sums(now: LearningReport) -> dict[str, float]:
-    """Values of the counters."""
     return {"steps": now.steps, "seconds": now.seconds, "discarded": now.discarded, "dropped": now.dropped}

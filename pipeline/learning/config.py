@@ -1,4 +1,4 @@
-"""The settings `learning.*`: a head that learns from the rows while the job runs."""
+"""Settings `learning.*`: a head that learns from the rows while the job runs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class LearningConfig:
     """A draft head that learns from the job's rows.
 
     Args:
-        enabled: Whether a head learns; `--learning true` for short.
-        head: What it begins as: a head's folder or hub id; `new`, which knows nothing; or `shipped`, the one that ships
-            with the project for the base, and a new one where none does.
+        enabled: Train a head; `--learning true` for short.
+        head: Initial head: a head's folder or hub id; `new`, untrained; or `shipped`, the one that ships with the
+            project for the target model, and a new one where none does.
         algorithm: Kind of a new head.
-        must_pay: Whether it learns only while that is expected to make the job shorter; otherwise it learns to the end.
-        cpus: CPU cores that are the learner's own, and so its threads. With 0 it is one thread that takes what the
-            engines leave.
-        gpus: GPUs that are the learner's own, a fraction allowed; with 0 it learns on the CPU. Engines that are to
-            share a GPU with it take less of it: see resources.gpus_per_actor, and replicas.gpus of an endpoint.
-        training: How it learns.
+        must_pay: Learn only while that is expected to make the job shorter; otherwise learn to the end.
+        cpus: CPU cores of the learner alone, and so its threads. With 0 it is one thread that takes what the engines
+            leave.
+        gpus: GPUs of the learner alone, a fraction allowed; with 0 it learns on the CPU. Engines that are to share a
+            GPU with it take less of it: see resources.gpus_per_actor, and replicas.gpus of an endpoint.
+        training: Training settings.
     """
 
     enabled: bool = False
@@ -50,30 +50,29 @@ class LearningConfig:
 
     @property
     def threads(self) -> int:
-        """CPU threads of the learner."""
         return max(1, math.ceil(self.cpus))
 
     @property
     def yields(self) -> bool:
-        """Whether these threads take only what other processes leave."""
+        """Whether the learner's threads take only what other processes leave."""
         return not self.cpus and not self.gpus
 
     @property
     def shares(self) -> bool:
-        """Whether engines have the learner's cores or its GPU, too."""
+        """Whether engines also use the learner's cores or its GPU."""
         return self.yields or 0 < self.gpus < 1
 
     def check_beside(self, drafter: str, verifier: VerifierSettings, engine: EngineSettings) -> None:
-        """Refuse a head that learns where nothing would draft with it.
+        """Refuse learning where nothing would draft with the head.
 
         Args:
-            drafter: What proposes tokens.
-            verifier: Which draft tokens become output.
-            engine: How much an engine does at once.
+            drafter: The drafter's name.
+            verifier: The verifier's settings.
+            engine: The engine's sizes.
 
         Raises:
-            InputError: The head has no part in the drafter, the rows would not be the base's own, or nothing is
-                drafted.
+            InputError: The head has no part in the drafter, the output would not be the target model's own, or nothing
+                is drafted.
         """
         if not self.enabled:
             return

@@ -1,6 +1,6 @@
-"""What an engine's process has to do with the learner: rows go there, versions come back.
+"""An engine's link to the learner: rows go there, versions of the head come back.
 
-All of it is in a thread of its own. The engine waits for none of it, and whatever fails costs drafts only.
+It runs in its own thread. The engine never waits for it, and a failure costs drafts only.
 """
 
 from __future__ import annotations
@@ -24,18 +24,16 @@ from pipeline.progress.watch import Pulse
 _PULSE_SECONDS = 0.5
 _ANSWER_SECONDS = 10.0
 _FIND_SECONDS = 3.0
-"""From looking for a learner that is not there to looking again: each look asks the cluster's head."""
+"""Time between searches for a missing learner, as each asks the cluster's head."""
 _BATCH_BYTES = 16 << 20
-"""Rows that are on their way to the learner at a time; until they are there, no others follow."""
+"""Most bytes of rows in transit to the learner; more follow once they have arrived."""
 
 
 class LearningFeed:
     """Passes rows of an engine to a learner, and versions of the head to the engine.
 
     Args:
-        lm: An engine with a head that learns.
-        find: Returns the `LearnerActor` of now; None while there is none.
-        put: Puts rows into the object store.
+        find: Returns the current `LearnerActor`; None if there is none.
     """
 
     def __init__(self, lm: SpeculativeLM, find: Callable[[], Any | None], put: Callable[[Any], Any] = ray.put) -> None:
@@ -49,11 +47,10 @@ class LearningFeed:
         self._pulse = Pulse(_PULSE_SECONDS, self.exchange)
 
     def start(self) -> None:
-        """Begin."""
         self._pulse.start()
 
     def exchange(self) -> None:
-        """Give rows, and take what there is; nothing where nobody answers."""
+        """Send rows, and fetch a new version; do nothing while the learner does not answer."""
         try:
             if self._learner is None and time.monotonic() >= self._find_at:
                 self._learner, self._find_at = self._find(), time.monotonic() + _FIND_SECONDS
@@ -80,7 +77,6 @@ class LearningFeed:
             self._pause(True)
 
     def _offer(self, number: int, weights: Mapping[str, Tensor]) -> None:
-        """Let the engine have a version; one that cannot be made ready is left out, and the next one tried."""
         try:
             self._engine.drafter.offer(number, weights)
         except Exception as error:  # such as too little memory, or weights of another shape
@@ -94,7 +90,6 @@ class LearningFeed:
         return learner.exchange.remote(self._name, beat, [self._put(rows)] if rows else [])
 
     def _pause(self, paused: bool) -> None:
-        """Let the engine hand out rows, or not."""
         if paused != self._paused:
             self._paused = paused
             (self._samples.pause if paused else self._samples.resume)()

@@ -1,4 +1,4 @@
-"""A learner's process as its owner sees it: started, asked what it does, and ended. Whatever it does is only said."""
+"""Learner process from the owner's side: starting, polling and ending it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LAST_WORD_SECONDS = 30.0
 
 
 def find_learner(name: str) -> Any | None:
-    """Return the `LearnerActor` of this name in the namespace; None while there is none."""
+    """Return the `LearnerActor` of this name in the namespace; None if there is none."""
     try:
         return ray.get_actor(name)
     except ValueError:
@@ -32,15 +32,10 @@ def find_learner(name: str) -> Any | None:
 
 
 class WatchedLearner:
-    """Starts a learner.
-
-    Args:
-        spec: What it loads.
-        config: What of the cluster it takes.
-        name: By which other processes of the namespace find it; see `find_learner`.
+    """Starts and polls a learner.
 
     Attributes:
-        last: What it said last.
+        last: The latest report.
 
     Raises:
         ValueError: There is another actor of the name.
@@ -55,10 +50,8 @@ class WatchedLearner:
         self._said = "starting"
 
     def ask(self, tokens_left: float | None) -> LearningReport:
-        """Return what the learner said last, and ask it again; called now and then, and never waits.
-
-        Args:
-            tokens_left: As in `LearnerActor.report`.
+        """Return the latest report, and request the next one; never blocks. For `tokens_left` see
+        `LearnerActor.report`.
         """
         try:
             if self._call is not None and ray.wait([self._call], timeout=0)[0]:
@@ -71,12 +64,12 @@ class WatchedLearner:
         return self.last
 
     def close(self) -> LearningReport:
-        """End the learner, and return what it has done; its files are where they belong."""
+        """End the learner, and return its final report. Its files are written by then."""
         try:
             if self._answered and self.last.state != "ended":
                 self._hear(self._actor.close.remote(), _LAST_WORD_SECONDS)
             ray.kill(self._actor)
-        except Exception as error:  # whatever it is, nobody's end depends on it
+        except Exception as error:  # its end must not fail the job
             tell(f"it could not be ended: {one_line(error)}")
         return self.last
 
@@ -96,7 +89,6 @@ class WatchedLearner:
         self._say(report)
 
     def _say(self, report: LearningReport) -> None:
-        """Print what is new."""
         before, self.last = self.last, report
         if report.version is not None and report.version != before.version:
             length = report.published_beta
@@ -108,21 +100,18 @@ class WatchedLearner:
 
 
 def tell(line: str) -> None:
-    """Print a line about the learner."""
     print(f"learner: {line}", file=sys.stderr, flush=True)
 
 
-# ---- A job's learner as its driver sees it: what of the cluster it leaves to engines, and what it does.
-
 _MEASURED_SECONDS = 9.0
-"""So long must rows have come for their pace to say how long the job takes."""
+"""Shortest measurement of the row rate that predicts the job's duration."""
 
 
 def beside_learner(config: LearningConfig, cluster: Cluster) -> Cluster:
-    """Return what a learner leaves of a cluster to engines.
+    """Return the part of a cluster left for engines.
 
     Raises:
-        InputError: No machine has what the learner is to have, and there will be no others.
+        InputError: No machine has the learner's resources, and the cluster cannot grow.
     """
     if not config.enabled or not (config.cpus or config.gpus):
         return cluster
@@ -142,15 +131,11 @@ def beside_learner(config: LearningConfig, cluster: Cluster) -> Cluster:
 class JobLearner:
     """The learner of a generation job.
 
-    Its process takes some seconds of a core before it can do anything. So where it has no core of its own, and must
-    pay, it is started only when so much is left to generate that it may.
-
-    Args:
-        spec: What it loads.
-        config: What of the cluster it takes.
+    Even starting its process takes seconds of a core. If it has no core of its own and must pay, it starts only when
+    the rest of the job is long enough.
 
     Attributes:
-        name: By which engines find it, once it has been started.
+        name: Actor name for engines.
     """
 
     def __init__(self, spec: LearnerSpec, config: LearningConfig) -> None:
@@ -164,27 +149,25 @@ class JobLearner:
             self._start()
 
     def look(self, now: Progress) -> Progress:
-        """Return the job's progress with what the learner does; called now and then, and does not wait for it."""
+        """Return the job's progress with the learner's report; never blocks."""
         if self._learner is None:
             self._may_start(now)
         return replace(now, learning=self._report if self._learner is None else self._learner.ask(tokens_left(now)))
 
     def close(self) -> LearningReport:
-        """End the learner, and return what it has done."""
         if self._learner is None:
             tell(f"not begun: {self._report.reason}")
             return self._report
         return self._learner.close()
 
     def _may_start(self, now: Progress) -> None:
-        """Start it, if it need not wait any longer."""
         if not self._waits:
             self._start()
             return
         if not now.rows:
             return
         if now.rows >= now.slots and (self._first is None or now.rows < self._first.rows):
-            self._first = now  # anew where rows were lost with an engine
+            self._first = now  # restart the measurement if rows were lost with an engine
         seconds = None if self._first is None else seconds_left(self._first, now)
         if seconds is None:
             self._rest("too few rows are done to tell how long the job takes")
@@ -198,7 +181,7 @@ class JobLearner:
         self._report = replace(self._report, state="resting", reason=reason)
 
     def _start(self) -> None:
-        """Start it. A cluster in trouble costs the learner's work, and not the job: the next look tries again."""
+        """Start the learner. An error does not fail the job: the next look tries again."""
         try:
             self._learner = WatchedLearner(self._spec, self._config, self.name)
         except Exception as error:  # whatever it is
@@ -206,12 +189,11 @@ class JobLearner:
 
 
 def seconds_left(first: Progress, now: Progress) -> float | None:
-    """Return about how many seconds a job still takes, by the pace of its rows; None while that says too little.
+    """Estimate a job's remaining seconds from the rate of its rows; None while too few are done.
 
     Args:
-        first: When as many rows were done as are decoded together. The first ones are slower: engines have begun to
-            decode one after the other, and measure how fast they are.
-        now: Where the job is.
+        first: The progress after one full batch. The first rows are slower, as engines start one by one and measure
+            latencies.
     """
     seconds, rows = now.seconds - first.seconds, now.rows - first.rows
     if now.total is None or rows < max(now.slots, 1) or seconds < _MEASURED_SECONDS:
@@ -220,7 +202,7 @@ def seconds_left(first: Progress, now: Progress) -> float | None:
 
 
 def tokens_left(now: Progress) -> float | None:
-    """Return about how many tokens a job is still to generate; None before its first rows."""
+    """Estimate the tokens still to be generated; None before the first rows."""
     finished = now.rows - now.errors
     if now.total is None or finished <= 0 or not now.tokens:
         return None

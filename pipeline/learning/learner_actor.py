@@ -1,10 +1,8 @@
-"""The learner of a job or an endpoint: one Ray actor, which takes rows from engines and hands out versions of a head.
+"""Ray actor that trains a draft head on rows from engines and publishes its versions, for a job or an endpoint.
 
-Engines call `exchange`, and a job's driver or an endpoint calls `report`. Both are answered at once, by what a thread
-of its own has done by then. Rows come as references to the object store, of which a few are kept: what the learner does
-not get to is dropped. A version's weights are put into the object store once, however many engines take them.
-
-Ray starts the actor again if its process ends. It then goes on with what it saved when it last published a version.
+`exchange` and `report` answer at once with the state of the training thread. Rows come as references to the object
+store; the oldest are dropped if training falls behind. A version's weights enter the object store once, for all
+engines. If the process ends, Ray restarts the actor, which resumes from the state saved with the last version.
 """
 
 from __future__ import annotations
@@ -40,27 +38,25 @@ from pipeline.learning.record import read_record
 from pipeline.progress.board import LearnerState, LearningReport
 
 _SLICE_SECONDS = 0.5
-"""So long it works between two looks at what has come."""
+"""Seconds of training between two looks for new rows."""
 _INTERVAL_SECONDS = 3.0
-"""So long it works or rests before that is decided anew."""
+"""Seconds between two decisions to train or to rest."""
 _BUSY = 0.8
-"""Share of an interval in which engines must have decoded for it to say how fast they are."""
+"""Minimum share of an interval with decoding for it to count as a measurement of speed."""
 _SAVE_SECONDS = 30.0
-"""The record is written so often, and with each version."""
+"""Seconds between writes of the record, which is also written with each version."""
 _FETCH_SECONDS = 5.0
 _JOIN_SECONDS = 0.2
 _BATCHES = 8
-"""Batches of rows that wait for the learner; of more, the oldest are dropped."""
+"""Most batches of rows that wait for the learner; beyond, the oldest are dropped."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine is to do.
+    """The learner's reply to an engine.
 
     Args:
-        wants_rows: Whether the learner has use for rows now.
-        number: Of the newest version; None before there is one.
-        weights: A reference to its weights, in a list so that Ray does not fetch them with the answer; or empty.
+        weights: Reference to its weights, in a tuple so that Ray does not fetch them with the answer; or empty.
     """
 
     wants_rows: bool
@@ -69,11 +65,7 @@ class Answer:
 
 
 class LearnerActor:
-    """Learns a head.
-
-    Args:
-        spec: What to load.
-    """
+    """Trains a head in a thread."""
 
     def __init__(self, spec: LearnerSpec) -> None:
         self._spec = spec
@@ -89,16 +81,7 @@ class LearnerActor:
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
         self._thread.start()
 
-    # ---- what others call
-
     def exchange(self, engine: str, beat: EngineBeat, rows: Sequence[ray.ObjectRef[Any]]) -> Answer:
-        """Take note of what an engine has done and of the rows that it gives, and say what there is for it.
-
-        Args:
-            engine: Its name, another one for each process.
-            beat: What it has done.
-            rows: References to lists of rows.
-        """
         with self._lock:
             self._beats.enter(engine, beat, time.monotonic())
             self._dropped += max(len(self._batches) + len(rows) - _BATCHES, 0)
@@ -106,18 +89,17 @@ class LearnerActor:
             return self._answer
 
     def report(self, tokens_left: float | None) -> LearningReport:
-        """Return what the learner does.
+        """Return the learner's state.
 
         Args:
-            tokens_left: Tokens that are still to be generated; None while that cannot be told, and infinite for an
-                endpoint.
+            tokens_left: Tokens still to be generated; None while unknown, infinite for an endpoint.
         """
         with self._lock:
             self._tokens_left = tokens_left
             return self._report
 
     def close(self) -> LearningReport:
-        """Stop, write the record, and return what was done. A model that is being loaded is not waited for."""
+        """Stop, write the record and return the final state, without waiting for a model that is being loaded."""
         self._closing.set()
         while self._thread.is_alive():
             self._thread.join(_JOIN_SECONDS)
@@ -125,8 +107,6 @@ class LearnerActor:
                 self._save_record()
                 break
         return self._report
-
-    # ---- on the learner's thread
 
     def _run(self) -> None:
         try:
@@ -143,10 +123,7 @@ class LearnerActor:
                 self._batches.clear()
 
     def _wait_until_it_may_pay(self) -> None:
-        """Let decoding go on until learning is expected to pay.
-
-        What is loaded to learn takes time from engines, too, and a short job would not get it back.
-        """
+        """Rest until learning is expected to pay, as even loading the model takes time from engines."""
         begun = time.monotonic()
         while not self._record.course.learns and not self._closing.wait(_SLICE_SECONDS):
             now = time.monotonic()
@@ -176,7 +153,7 @@ class LearnerActor:
         progress = learner.progress()
         begun = saved = time.monotonic()
         with self._lock:
-            self._beats.take(begun)  # what was decoded while the base was loaded is of no interval
+            self._beats.take(begun)  # decoding during loading belongs to no interval
         self._tell(progress)
         metrics = LearnerMetrics(self._spec.run, self._report)
         worked = False
@@ -200,15 +177,11 @@ class LearnerActor:
         self._save_record()
 
     def _has_published(self) -> bool:
-        """Whether a learner's process before this one has, in this submission: engines may not have heard of that."""
+        """Whether an earlier process in this submission has published; engines may not have heard of it."""
         return self._spec.beginning.saved is None and self._spec.output.learner_state.exists
 
     def _load(self, folder: str) -> tuple[Learner, bool]:
-        """Return the learner, and whether the head that the job began with can draft.
-
-        Args:
-            folder: For copies of what was saved; what is returned does not need them.
-        """
+        """Return the learner, and whether the job's initial head can draft; `folder` is for temporary copies only."""
         spec = self._spec
         spec.output.root.make_folder()  # an endpoint's may not be there yet
         base = load_base(spec.model, dtype=spec.dtype, device=spec.device, trust_remote_code=spec.trust_remote_code)
@@ -223,7 +196,7 @@ class LearnerActor:
         return Learner(base, start, spec.settings), drafts
 
     def _take_rows(self, learner: Learner) -> None:
-        """Give the learner what has come. Rows whose engine has died meanwhile are gone with it."""
+        """Pass new rows to the learner. Rows of an engine that has died are lost."""
         with self._lock:
             batches = list(self._batches)
             self._batches.clear()
@@ -235,7 +208,6 @@ class LearnerActor:
             learner.add(rows)
 
     def _enter(self, learner: Learner, progress: Progress) -> None:
-        """Enter what a slice of work has brought."""
         if progress.evaluation is not None:
             self._record.evaluated(progress.evaluation)
         if progress.version is not None:
@@ -244,13 +216,12 @@ class LearnerActor:
             self._announce(progress.version)
 
     def _announce(self, version: HeadVersion) -> None:
-        """Let engines have a version; its weights go to the object store once."""
+        """Publish a version to engines; its weights enter the object store once."""
         weights = (ray.put(version.weights),)
         with self._lock:
             self._answer = replace(self._answer, number=version.number, weights=weights)
 
     def _end_interval(self, seconds: float, worked: bool, drafts: bool) -> None:
-        """Enter some seconds of decoding, and decide on the next ones."""
         record = self._record
         with self._lock:
             done = self._beats.take(time.monotonic())
@@ -264,7 +235,7 @@ class LearnerActor:
             gain = sum(gain_by_choice(one, LEARNT_MEMBERS) for one in done.choices) / len(done.choices)
         else:
             gain = gain_by_beta(record.balance.beta, record.beta_before)
-        if left == math.inf:  # how much is asked of an endpoint changes all the time, whoever learns beside it
+        if left == math.inf:  # an endpoint's load varies, with or without a learner
             seconds = min(done.busy, seconds)
         full = done.busy >= _BUSY * seconds
         leads = [lead for one in done.choices if (lead := lead_by_choice(one, LEARNT_MEMBERS)) is not None]
@@ -274,7 +245,6 @@ class LearnerActor:
             record.decide(left, must_pay=self._spec.must_pay)
 
     def _tell(self, progress: Progress) -> None:
-        """Make known what the learner does now."""
         record = self._record
         course = record.course
         state: LearnerState = "learning" if course.learns else "measuring" if course.rest_beta is None else "resting"
@@ -283,10 +253,7 @@ class LearnerActor:
             self._report = replace(report, dropped=self._dropped)
             self._answer = replace(self._answer, wants_rows=course.learns or course.rest_beta is None)
 
-    # ---- on disk
-
     def _save(self, learner: Learner) -> None:
-        """Write the newest version and the learner's state to the output."""
         output = self._spec.output
         folder = Path(tempfile.mkdtemp(prefix="drafter-learner-"))
         try:
@@ -308,4 +275,4 @@ class LearnerActor:
 
 
 _TOLD = ("steps", "seconds", "loss", "rows", "held_out", "nbytes", "discarded")
-"""What a report tells of a learner's progress as it is."""
+"""Fields that a report copies from the learner's progress."""

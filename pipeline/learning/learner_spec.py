@@ -1,4 +1,4 @@
-"""What a learner's process loads, and what engines and it begin with."""
+"""Models and settings of a learner's process, and the initial head of engines and learner."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ HEAD_WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True)
 class Beginning:
-    """What engines and the learner of a job begin with: the same for all.
+    """The initial head, the same for all engines and the learner of a job.
 
     Args:
-        start: What the job begins with.
-        saved: The folder of the head that an earlier submission has learnt; None if there is none.
+        saved: Folder of the head trained by an earlier submission; None if there is none.
     """
 
     start: StartingHead
     saved: Location | None = None
 
     def here(self, folder: str) -> StartingHead:
-        """Return what this process begins with: what the job began with, where a saved head cannot be read.
+        """Return this process's initial head; `start` if a saved head cannot be read.
 
         Args:
-            folder: On this machine; a saved head is copied there.
+            folder: Local folder into which a saved head is copied.
         """
         if self.saved is None:
             return self.start
@@ -51,21 +50,13 @@ class Beginning:
 
 @dataclass(frozen=True)
 class LearnerSpec:
-    """What a learner's process loads.
+    """Models and settings of a learner's process.
 
     Args:
-        model: Hub id or folder of the base.
-        dtype: As in `load_base`.
-        device: Likewise. A GPU that is not its own belongs to engines, who count on all of its memory.
-        trust_remote_code: Whether to run the modeling code that comes with the weights.
-        beginning: What the head begins with.
-        settings: How it learns.
-        must_pay: Whether it learns only while that is expected to pay.
-        threads: CPU threads.
+        device: As in `load_base`. A GPU that is not its own belongs to engines, which count on all of its memory.
         yields: Whether these threads take only what other processes leave.
-        shares: Whether engines have the cores or the GPU, too.
-        output: Where the head goes.
-        run: The name in metrics: a job's output, or what an endpoint calls its model.
+        shares: Whether engines also use the cores or the GPU.
+        run: The name in metrics: a job's output, or an endpoint's model name.
     """
 
     model: str
@@ -92,7 +83,6 @@ def learner_spec(
     dtype: str,
     trust_remote_code: bool,
 ) -> LearnerSpec:
-    """Return what the learner of a job or an endpoint loads; see `LearnerSpec`."""
     return LearnerSpec(
         model=model,
         dtype=dtype,
@@ -110,7 +100,7 @@ def learner_spec(
 
 
 def beginning(config: LearningConfig, output: OutputFolder) -> Beginning:
-    """Return what a submission or an endpoint begins with: the head in the output, if an earlier one has learnt it."""
+    """Return the initial head of a submission or an endpoint: the output's, if an earlier one has trained it."""
     folder = {SHIPPED: SHIPPED_OR_NEW, NEW: None}.get(config.head, config.head)
     start = StartingHead(folder, config.algorithm, seed=config.training.seed)
     return Beginning(start, output.head if _is_whole(output.head) else None)
@@ -120,14 +110,14 @@ def fetch_head(folder: Location, here: Path) -> None:
     """Copy a head's folder to this machine.
 
     Raises:
-        OSError: It is not there, or cannot be read.
+        OSError: It does not exist, or cannot be read.
     """
     for name in (HEAD_CONFIG, HEAD_WEIGHTS):
         (folder / name).copy_to(here / name)
 
 
 def put_head(here: Path, folder: Location) -> None:
-    """Copy a head's folder from this machine to where everybody finds it; each file appears as a whole.
+    """Copy a head's folder from this machine to the output; each file appears complete.
 
     Raises:
         OSError: It cannot be written.
@@ -138,7 +128,7 @@ def put_head(here: Path, folder: Location) -> None:
 
 
 def _is_whole(folder: Location) -> bool:
-    """Whether there is a head that can be read. One that cannot costs what was learnt, and not the job."""
+    """Whether there is a readable head. A damaged one costs its training, not the job."""
     if not any(info.base_name == HEAD_CONFIG for info in folder.children()):
         return False
     try:

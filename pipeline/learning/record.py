@@ -1,7 +1,4 @@
-"""What a learner has done and what that has brought: `learning.json` in the output, and what the next decision needs.
-
-Nothing here needs Ray: measurements come in, the course comes out.
-"""
+"""A learner's record, `learning.json` in the output: its measurements, and its decisions on when to train."""
 
 from __future__ import annotations
 
@@ -18,20 +15,17 @@ from pipeline.output.folder import OutputFolder
 from pipeline.progress.board import LearnerState, LearningReport
 
 _MOST_MOMENTS = 480
-"""Moments that are kept; when there are more, each two neighbours become one."""
+"""Most moments kept; beyond, adjacent pairs are merged."""
 _MOST_FOUND = 1000
-"""Measurements and versions that are kept, of each the newest: a job may go on for weeks."""
+"""Most measurements and versions kept, the newest of each: a job may run for weeks."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A version that was published.
+    """A published version.
 
     Args:
-        at: When, in seconds since 1970.
-        number: Its number.
-        beta: Its β on held-out rows.
-        beta_before: That of the version before on the same rows; 1.0 where there was none.
+        beta_before: The previous version's β on the same rows; 1.0 where there was none.
     """
 
     at: float
@@ -42,15 +36,11 @@ class Published:
 
 @dataclass(frozen=True)
 class Moment:
-    """Some seconds of decoding.
+    """An interval of decoding.
 
     Args:
-        at: When they ended, in seconds since 1970.
-        seconds: How long.
-        tokens: New tokens of all engines.
-        row_steps: Decode steps of all engines, counted once for each row that took part.
-        learned: Seconds of them in which the learner was at work.
-        version: The newest version by then; None before the first one.
+        at: End of the interval, in seconds since 1970.
+        row_steps: Decode steps of all engines, counted once per participating row.
     """
 
     at: float
@@ -61,7 +51,6 @@ class Moment:
     version: int | None
 
     def with_next(self, later: Moment) -> Moment:
-        """Return both as one."""
         return Moment(
             later.at,
             self.seconds + later.seconds,
@@ -74,15 +63,12 @@ class Moment:
 
 @dataclass
 class LearningRecord:
-    """Grows while a job runs; later submissions go on with it.
+    """Record of all submissions of a job.
 
     Args:
-        balance: What learning has cost and saved.
-        evaluations: What was measured on held-out rows, the newest, in order.
-        versions: What was published, likewise.
-        moments: How decoding went, in order.
-        course: Whether the learner works now, and why. It is decided anew in each process.
-        gain: How many times its first β a head that was given has now.
+        balance: Costs and savings of learning.
+        course: The current decision and its reason, made again in each process.
+        gain: β of a given head now ÷ at the beginning.
         beta_before: β of decoding before the first version.
     """
 
@@ -95,17 +81,15 @@ class LearningRecord:
     beta_before: float = 0.0
 
     def evaluated(self, found: Evaluation) -> None:
-        """Enter a measurement."""
         self.evaluations = [*self.evaluations, found][-_MOST_FOUND:]
 
     def published(self, version: HeadVersion, at: float) -> None:
-        """Enter a version."""
         found = Published(at, version.number, version.beta, version.beta_before)
         self.versions = [*self.versions, found][-_MOST_FOUND:]
         self.gain *= gain_by_beta(version.beta, version.beta_before)
 
     def decoded(self, interval: Interval, at: float) -> None:
-        """Enter some seconds of decoding, which ended at `at`, in seconds since 1970."""
+        """Add an interval of decoding that ended at `at`, in seconds since 1970."""
         self.balance = self.balance.after(interval)
         if not self.versions:
             self.beta_before = self.balance.beta
@@ -117,7 +101,7 @@ class LearningRecord:
         self.moments = together(self.moments, _MOST_MOMENTS)
 
     def decide(self, tokens_left: float, *, must_pay: bool) -> Course:
-        """Decide on the next interval, and return what was decided."""
+        """Decide on the next interval, and return the decision."""
         if must_pay:
             self.course = decide(self.course, self.balance, tokens_left, curve_of(self.evaluations))
         else:
@@ -125,13 +109,6 @@ class LearningRecord:
         return self.course
 
     def report(self, state: LearnerState, reason: str, **progress: Any) -> LearningReport:
-        """Return what is made known of it.
-
-        Args:
-            state: What the learner does.
-            reason: Why.
-            progress: Further fields of the report.
-        """
         return LearningReport(
             state=state,
             reason=reason,
@@ -145,7 +122,6 @@ class LearningRecord:
         )
 
     def as_json(self) -> str:
-        """Return all that later submissions and reports need."""
         kept = {
             "balance": asdict(self.balance),
             "evaluations": _dicts(self.evaluations),
@@ -158,10 +134,10 @@ class LearningRecord:
 
     @classmethod
     def of_json(cls, text: str) -> LearningRecord:
-        """Return the record that `as_json` wrote.
+        """Parse the result of `as_json`.
 
         Raises:
-            ValueError, TypeError, KeyError: It did not.
+            ValueError, TypeError, KeyError: The text is something else.
         """
         kept = json.loads(text)
         return cls(
@@ -174,12 +150,12 @@ class LearningRecord:
         )
 
     def begun_anew(self, *, shares: bool) -> LearningRecord:
-        """Return it for another process; see `Balance.begun_anew`."""
+        """Return the record for a new process; see `Balance.begun_anew`."""
         return replace(self, balance=self.balance.begun_anew(shares=shares))
 
 
 def read_record(output: OutputFolder) -> LearningRecord:
-    """Return the record of earlier processes, or a new one where there is none that can be read."""
+    """Read the record of earlier processes; a new one if there is none or it cannot be read."""
     try:
         return LearningRecord.of_json(output.learning_file.read_text())
     except FileNotFoundError:
@@ -190,7 +166,7 @@ def read_record(output: OutputFolder) -> LearningRecord:
 
 
 def together(moments: list[Moment], most: int) -> list[Moment]:
-    """Return moments of which there are at most so many: each two neighbours become one, until that is so."""
+    """Merge adjacent pairs until there are at most `most` moments."""
     while len(moments) > most:
         pairs = zip(moments[::2], moments[1::2], strict=False)
         moments = [one.with_next(later) for one, later in pairs] + (moments[-1:] if len(moments) % 2 else [])

@@ -1,1 +1,1 @@
-"""The output of a job: what is in its folder, how it gets there, and what it says of itself."""
+"""The output of a job: its layout, atomic commits, and summaries."""

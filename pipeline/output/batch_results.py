@@ -1,4 +1,4 @@
-"""The results of an OpenAI batch, in OpenAI's own format: written at the end, from the committed rows."""
+"""Results of an OpenAI batch in OpenAI's format, written at the end from the committed rows."""
 
 from __future__ import annotations
 
@@ -31,14 +31,12 @@ Row = dict[str, Any]
 
 
 def write_batch(output: OutputFolder, staged: StagedInput, tokenizer: Callable[[], Any]) -> None:
-    """Write `batch_output.jsonl`, and `batch_errors.jsonl` if there are errors; each appears as a whole.
+    """Write `batch_output.jsonl`, and `batch_errors.jsonl` if there are errors, each atomically.
 
-    The lines are in the order of the input. Writing them again gives the same lines.
+    The lines are in the order of the input, and the same whenever they are written.
 
     Args:
-        output: A job's folder, all of whose rows are committed.
-        staged: The job's input.
-        tokenizer: Loads the base's tokeniser; called only where answers have log-probabilities.
+        tokenizer: Loads the target model's tokeniser; called only where answers have log-probabilities.
     """
     created = staged.created
     load = cache(tokenizer)
@@ -67,7 +65,7 @@ def _lines(
 
 
 def _committed(output: OutputFolder, staged: StagedInput) -> Iterator[Row]:
-    """Read finished rows and errors together, in the order of the input."""
+    """Yield finished rows and errors together, in the order of the input."""
     finished, errors = _rows(output.data), _rows(output.errors)
     row, error = next(finished, None), next(errors, None)
     for name in staged.request_ids():

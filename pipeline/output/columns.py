@@ -1,4 +1,4 @@
-"""The column of log-probabilities: for each generated token, its own and those of the most probable tokens."""
+"""Output columns that generation adds to a row, all declared in `COLUMNS`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from pipeline.settings import WritingConfig
 
 _TOKEN = [("token_id", pa.int64()), ("logprob", pa.float64())]
 LOGPROBS_TYPE = pa.list_(pa.struct([*_TOKEN, ("top", pa.list_(pa.struct(_TOKEN)))]))
-"""Arrow type of the column."""
+"""Arrow type of the column `logprobs`: each token's log-probability and those of the most probable tokens."""
 
 
 def logprobs_value(logprobs: list[TokenLogprob] | None) -> list[dict[str, Any]] | None:
-    """Return the column's value for a row with these log-probabilities."""
     if logprobs is None:
         return None
     return [
@@ -33,7 +32,6 @@ def logprobs_value(logprobs: list[TokenLogprob] | None) -> list[dict[str, Any]] 
 
 
 def logprobs_of(value: list[dict[str, Any]] | None) -> list[TokenLogprob] | None:
-    """Return the log-probabilities that a value of the column stands for."""
     if value is None:
         return None
     return [
@@ -44,18 +42,11 @@ def logprobs_of(value: list[dict[str, Any]] | None) -> list[TokenLogprob] | None
     ]
 
 
-# ---- The columns that generation adds to a row, each declared in one place: `COLUMNS`.
-
-
 @dataclass(frozen=True)
 class RunTraits:
-    """What decides which optional columns a run's output has.
+    """Traits of a run that select its optional output columns.
 
     Args:
-        sampling: The run's sampling settings.
-        writing: How the run's results are written.
-        rows_have_settings: Whether a row may bring sampling settings of its own.
-        drafter: The run's drafter, as its configuration names it.
         lossless: Whether the engine's verifier is lossless; otherwise every row is marked.
         learning: Whether a head learns from the rows, so that rows are drafted with different versions of it.
     """
@@ -81,10 +72,6 @@ class OutputColumn:
     """A column that generation adds to a row.
 
     Args:
-        name: Its name.
-        type: Its Arrow type.
-        value: What a finished request of a run puts there.
-        wanted: Whether a run's output has the column.
         repeatable: Whether a row that is generated again has the same value.
     """
 
@@ -96,7 +83,7 @@ class OutputColumn:
 
 
 def slot_seconds(generation: Generation) -> float:
-    """Return how long a request was in its slot, with its prefill and any wait after a preemption."""
+    """Return a request's time in its slot in seconds, including its prefill and any wait after a preemption."""
     timing = generation.timing
     return timing.total - timing.queued if timing.queued is not None else 0.0
 
@@ -152,17 +139,14 @@ TIMING_COLUMNS = tuple(column.name for column in COLUMNS if not column.repeatabl
 
 
 def wanted_columns(run: RunTraits) -> tuple[OutputColumn, ...]:
-    """Return the columns that a run's output has."""
     return tuple(column for column in COLUMNS if column.wanted(run))
 
 
 def columns_type(columns: Sequence[OutputColumn] = COLUMNS) -> pa.StructType:
-    """Return the Arrow type of what a finished request adds to its row."""
     return pa.struct([(column.name, column.type) for column in columns])
 
 
 def column_values(
     generation: Generation, request: Request, run: RunTraits, columns: Sequence[OutputColumn] = COLUMNS
 ) -> dict[str, Any]:
-    """Return what a request that has just finished adds to its row."""
     return {column.name: column.value(generation, request, run) for column in columns}

@@ -1,8 +1,8 @@
-"""Many small files of results become few large ones, once all rows are committed.
+"""Compaction: merges small files of results into large ones, once all rows are committed.
 
-A plan of what is merged into what is saved before any file is touched. It stays, because it tells which parts a merged
-file stands for. A merged file appears as a whole, and its parts' own files are deleted after that. So at any moment a
-part's rows are in its own file, in the merged one, or in both; whoever goes on with the plan deletes the part's own.
+A plan is saved before any file is touched, and kept, as it tells the parts of a merged file. A merged file appears
+complete, and only then are its parts' own files deleted. So a part's rows are always in its own file, in the merged
+one, or in both; resuming the plan deletes the part's own.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ _THREADS = 4
 
 
 def compact(output: OutputFolder, target_bytes: int | None) -> None:
-    """Merge the files of a job whose rows are all committed, or finish merging them.
+    """Merge a completed job's files, or finish merging them.
 
     Args:
-        output: The job's folder.
-        target_bytes: Files smaller than this are merged with their neighbours until they reach it. None merges nothing,
-            but finishes what an earlier submission began.
+        target_bytes: Smaller files are merged with their neighbours until they reach it. None merges nothing, but
+            finishes what an earlier submission began.
     """
     plan = output.compaction()
     if plan is None:
@@ -44,14 +43,13 @@ def compact(output: OutputFolder, target_bytes: int | None) -> None:
 
 
 def merges(sizes: Iterable[tuple[str, int]], target_bytes: int) -> dict[str, list[str]]:
-    """Plan which neighbours become one file.
+    """Plan the merging of adjacent files.
 
     Args:
-        sizes: Names and bytes of files, in order.
-        target_bytes: A merged file is complete when it has this many; the last one may have fewer.
+        target_bytes: Minimum size of a merged file; the last one may be smaller.
 
     Returns:
-        Names of the files that are merged, by the name of what they become.
+        Names of the merged files' sources, by the merged file's name.
     """
     groups: list[list[str]] = []
     held = target_bytes
@@ -84,7 +82,6 @@ def _merge(folder: Location, there: set[str], aside: Location, merged: str, part
 
 
 def _write(stream: pa.NativeFile, files: Iterable[Location]) -> None:
-    """Write the rows of all files, in row groups that are large enough to be read well."""
     tables = _gathered(files)
     first = next(tables)
     with pa.parquet.ParquetWriter(stream, first.schema, compression="zstd") as writer:

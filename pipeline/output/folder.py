@@ -1,4 +1,4 @@
-"""The folder of a job's results: which file is where, and which parts it holds."""
+"""Layout of a job's output folder."""
 
 from __future__ import annotations
 
@@ -12,23 +12,18 @@ from pipeline.io.files import Location, delete_twice, make_folders, partials, re
 from pipeline.staging.staging import STAGED_LIST
 
 RUN_FILE = "run.json"
-"""Says what was run, in every job's output."""
+"""Configuration, versions and state, in every job's output."""
 LEASE_FILE = "_lease.json"
-"""Says which submission works on an output."""
+"""The lease of the submission that works on an output."""
 STATUS_FILE = "status.json"
-"""Says how far a generation job is, in its output."""
+"""Progress of a generation job, in its output."""
 HEAD_CONFIG = "config.json"
-"""Says in a head's folder what the head is."""
+"""Configuration of a draft head, in its folder."""
 
 
 @dataclass(frozen=True)
 class CompactionPlan:
-    """Which parts' files become one, by the name of the merged file; all names are without suffixes.
-
-    Args:
-        data: Files in `data/`.
-        errors: Files in `errors/`.
-    """
+    """Plan of merging parts' files, by the name of the merged file; all names are without suffixes."""
 
     data: dict[str, list[str]]
     errors: dict[str, list[str]]
@@ -36,57 +31,45 @@ class CompactionPlan:
 
 @dataclass(frozen=True)
 class OutputFolder:
-    """Where everything that belongs to a job is.
-
-    Args:
-        root: The output that was asked for.
-    """
+    """A job's output folder."""
 
     root: Location
 
     @property
     def data(self) -> Location:
-        """Parquet files of finished rows."""
         return self.root / "data"
 
     @property
     def errors(self) -> Location:
-        """Parquet files of rows that could not be generated."""
         return self.root / "errors"
 
     @property
     def staged(self) -> Location:
-        """The staged input."""
         return self.root / "_staged"
 
     @property
     def temporary(self) -> Location:
-        """Files that are being written."""
         return self.root / "_temporary"
 
     @property
     def unfinished(self) -> Location:
-        """Finished rows of parts that are not committed, left by a submission that was stopped."""
+        """Finished rows of uncommitted parts, left by a submission that was stopped."""
         return self.root / "_unfinished.parquet"
 
     @property
     def lease(self) -> Location:
-        """Says which submission works on the output."""
         return self.root / LEASE_FILE
 
     @property
     def compaction_file(self) -> Location:
-        """Says which parts' files become one."""
         return self.root / "_compaction.json"
 
     @property
     def run_file(self) -> Location:
-        """Says what was run."""
         return self.root / RUN_FILE
 
     @property
     def status_file(self) -> Location:
-        """Says how far the job is."""
         return self.root / STATUS_FILE
 
     @property
@@ -96,12 +79,12 @@ class OutputFolder:
 
     @property
     def learner_state(self) -> Location:
-        """What else a learner needs to go on."""
+        """State for resuming a learner."""
         return self.root / "_learner.safetensors"
 
     @property
     def learning_file(self) -> Location:
-        """Says what a learner has done, and what that has brought."""
+        """A learner's record."""
         return self.root / "learning.json"
 
     @property
@@ -111,12 +94,11 @@ class OutputFolder:
 
     @property
     def batch_errors(self) -> Location:
-        """Requests of an OpenAI batch that were not answered, and why, one a line."""
+        """Unanswered requests of an OpenAI batch with the reasons, one a line."""
         return self.root / "batch_errors.jsonl"
 
     @property
     def batch_files(self) -> tuple[Location, Location]:
-        """The two files that answer an OpenAI batch."""
         return self.batch_output, self.batch_errors
 
     def create(self) -> None:
@@ -128,7 +110,7 @@ class OutputFolder:
         make_folders(self.root, [self.data, self.errors, self.temporary], self.temporary)
 
     def delete_temporary(self) -> None:
-        """Delete what earlier submissions were writing when they ended; only the holder of the lease may do so."""
+        """Delete partially written files of earlier submissions. The caller must hold the lease."""
         self.temporary.filesystem.delete_dir_contents(self.temporary.path, missing_dir_ok=True)
         for folder in (self.root, self.data, self.errors, self.staged, self.head):
             for partial in partials(folder):
@@ -136,11 +118,11 @@ class OutputFolder:
                     partial.delete()
 
     def has_results(self) -> bool:
-        """Return whether any row has been generated that is kept: of a committed part, or left by who was stopped."""
+        """Return whether there are generated rows to keep: of a committed part, or of a stopped submission."""
         return bool(self.committed()) or self.unfinished.type == fs.FileType.File
 
     def forget_job(self) -> None:
-        """Delete what a job without results has left, but `run.json`; only the holder of the lease may do so."""
+        """Delete the remains of a job without results, except `run.json`. The caller must hold the lease."""
         self.staged.empty(first=STAGED_LIST)
         self.errors.filesystem.delete_dir_contents(self.errors.path, missing_dir_ok=True)
         self.head.empty(first=HEAD_CONFIG)
@@ -148,7 +130,7 @@ class OutputFolder:
             file.delete()
 
     def compaction(self) -> CompactionPlan | None:
-        """Read which parts' files become one; None where none do.
+        """Read the plan of compaction; None if there is none.
 
         Raises:
             InputError: The plan is damaged, and so is its copy.
@@ -161,11 +143,9 @@ class OutputFolder:
             raise InputError(f"{error}, and so is its copy: choose another output") from error
 
     def forget_compaction(self) -> None:
-        """Delete the plan, once the files that it is of are gone."""
         delete_twice(self.compaction_file)
 
     def committed(self) -> set[str]:
-        """Return the names of the parts that are in the output."""
         paths = (info.path.rpartition("/")[2] for info in self.data.children())
         names = {name.removesuffix(".parquet") for name in paths if name.endswith(".parquet")}
         plan = self.compaction()

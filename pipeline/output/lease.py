@@ -1,8 +1,8 @@
-"""One submission works on an output at a time.
+"""Lease on an output, so that one submission works on it at a time.
 
-Results do not depend on it: two submissions of one job write the same rows under the same names. The lease saves the
-work that a second submission would do again. Object stores have no locks, so the lease is a file that its holder
-changes every few seconds. Whether the holder lives is seen by watching the file, never by comparing clocks.
+It saves work only: two submissions of one job would write the same rows under the same names. Object stores have no
+locks, so the lease is a file that its holder changes every few seconds. The holder's life is judged by watching the
+file, never by comparing clocks.
 """
 
 from __future__ import annotations
@@ -23,21 +23,14 @@ from pipeline.errors import InputError
 from pipeline.io.files import Location, partials
 
 BEAT_SECONDS = 5.0
-"""The holder changes the file this often."""
+"""Seconds between the holder's changes of the file."""
 _PATIENCE_BEATS = 3
-"""A file that does not change for this many beats has lost its holder."""
+"""Beats without a change after which the holder counts as dead."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The submission that works on an output.
-
-    Args:
-        name: Unique name of the submission.
-        host: Host of its driver.
-        pid: Process id of its driver.
-        beat: Rises as long as the submission lives.
-    """
+    """The submission that holds a lease."""
 
     name: str
     host: str
@@ -49,7 +42,7 @@ class Holder:
 
     @property
     def known_dead(self) -> bool:
-        """Whether it was on this host and has ended; a process with its id may be another one, and proves nothing."""
+        """Whether it ran on this host and has ended. A live process with its id may be another, and proves nothing."""
         if self.host != socket.gethostname():
             return False
         try:
@@ -65,9 +58,8 @@ class Lease:
     """A lease on an output, held for a `with` block.
 
     Args:
-        file: Where the lease is kept.
-        lost: Called from another thread if another submission has taken the lease, because this one seemed dead.
-        beat_seconds: Seconds between two signs of life.
+        lost: Called from another thread if another submission takes the lease because this one seemed dead.
+        beat_seconds: Seconds between changes of the file.
     """
 
     def __init__(self, file: Location, lost: Callable[[Holder], None], beat_seconds: float = BEAT_SECONDS) -> None:
@@ -89,7 +81,7 @@ class Lease:
                 time.sleep(self._seconds / 5)
                 self._refuse_unless(self._read() in (held, None), held)
         self._write()
-        # Of two that come in the same moment, both see who wrote last.
+        # Of two simultaneous writers, both see the last one.
         time.sleep(self._seconds / 25)
         now = self._read()
         self._refuse_unless(now is not None and now.name == self._me.name, now or self._me)
@@ -109,7 +101,7 @@ class Lease:
 
     @property
     def is_left(self) -> bool:
-        """Whether anything is left of a submission: one that works, or one that ended without giving the lease up."""
+        """Whether a submission works on the output, or has ended without releasing the lease."""
         return self._file.exists or bool(self._partials())
 
     def _partials(self) -> list[Location]:

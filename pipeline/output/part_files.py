@@ -1,8 +1,7 @@
-"""Results on disk: a part is in the output as a whole, once, or not at all.
+"""Atomic commits of parts, and checks of the files of results.
 
-A part's errors are written first, and then its rows: the file of its rows commits the part. Each file appears as a
-whole (`Location.open_whole`). Its name follows from the part's, so a write that is repeated replaces its own files and
-adds nothing.
+A part's errors are written first, then its rows: the file of rows commits the part. Each file appears complete
+(`Location.open_whole`) under a name that follows from the part's, so a repeated write replaces its own files.
 """
 
 from __future__ import annotations
@@ -37,24 +36,21 @@ ERROR_SCHEMA = pa.schema(
         ("attempts", pa.int64()),
     ]
 )
-"""Columns of `errors/`: the row's name, the row as it was read (JSON), the kind of error, what is wrong, and how often
-an engine had the row."""
+"""Columns of `errors/`: `input` is the row as it was read (JSON), `attempts` how often an engine had it."""
 
 
 @dataclass
 class PartsDatasink(Datasink[None]):
-    """Ray Data's writer: commits the parts in the blocks that it is given.
+    """Ray Data sink that commits the parts in its blocks.
 
     Args:
-        output: Where to.
-        committed: Called with each part's name after its commit, on a worker.
+        committed: Called on a worker with each part's name after its commit.
     """
 
     output: OutputFolder
     committed: Callable[[str], None] = lambda part: None
 
     def write(self, blocks: Iterable[pa.Table], ctx: Any) -> None:
-        """Commit every part in `blocks`; runs on a worker."""
         for block in blocks:
             for part, rows in unpack(block):
                 commit_part(self.output, part, rows)
@@ -62,11 +58,9 @@ class PartsDatasink(Datasink[None]):
 
 
 def commit_part(output: OutputFolder, part: str, rows: pa.Table) -> None:
-    """Write a part's finished rows and its errors, both or neither.
+    """Write a part's errors and finished rows as one commit.
 
     Args:
-        output: Where to.
-        part: The part's name.
         rows: Its rows, with the columns `request_id`, `row`, `problem` and `generated`.
     """
     errors, errors_file = error_table(rows), output.errors / f"{part}.parquet"
@@ -85,7 +79,7 @@ def _write(output: OutputFolder, table: pa.Table, file: Location) -> None:
 def data_table(rows: pa.Table) -> pa.Table:
     """Return the finished rows, flat: `request_id`, the input's columns, the generated ones.
 
-    An input column with the name of another becomes `input_NAME`.
+    An input column with another one's name becomes `input_NAME`.
     """
     finished = rows.filter(pa.compute.is_null(rows["problem"]))
     given, generated = whole(finished["row"]), whole(finished["generated"])
@@ -98,12 +92,11 @@ def data_table(rows: pa.Table) -> pa.Table:
 
 
 def _fields(structs: pa.StructArray) -> list[pa.Array]:
-    """Fields of structs, by number because names may hold dots."""
+    """Return the fields of structs, by number because names may hold dots."""
     return [pa.compute.struct_field(structs, [index]) for index in range(structs.type.num_fields)]
 
 
 def error_table(rows: pa.Table) -> pa.Table:
-    """Return the rows that could not be generated, as `ERROR_SCHEMA`."""
     failed = rows.filter(pa.compute.is_valid(rows["problem"]))
     problems = failed["problem"].to_pylist()
     inputs = [
@@ -122,7 +115,7 @@ def error_table(rows: pa.Table) -> pa.Table:
     )
 
 
-# ---- Which files of results can be believed: a disk that lost its power, or a copy that broke off, leaves torn ones.
+# Checks of result files: a power loss or an aborted copy leaves incomplete ones.
 
 _READERS = 16
 _SHOWN = 3
@@ -133,10 +126,8 @@ class ResultFile:
     """A file in `data/` or `errors/`.
 
     Args:
-        place: Where it is.
         commits: Whether it is in `data/`, and so commits its parts.
-        parts: Names of the parts whose rows it holds.
-        rows: Their number by its footer; None where it is damaged.
+        rows: Row count of its footer; None where the file is damaged.
     """
 
     place: Location
@@ -146,14 +137,14 @@ class ResultFile:
 
 
 def is_whole(output: OutputFolder, parts: Sequence[Part]) -> bool:
-    """Return whether an output holds all rows of all parts, and nothing is damaged."""
+    """Return whether an output holds all rows of all parts undamaged."""
     files = result_files(output)
     committed = {part for file in files if file.commits for part in file.parts}
     return not torn_files(files, _rows(parts)) and committed.issuperset(part.name for part in parts)
 
 
 def discard_torn(output: OutputFolder, parts: Iterable[Part]) -> None:
-    """Delete the files of parts that are not whole, and say so; only the holder of the lease may do so."""
+    """Delete the files of incomplete parts, with a message. The caller must hold the lease."""
     torn = torn_files(result_files(output), _rows(parts))
     if not torn:
         return
@@ -165,7 +156,6 @@ def discard_torn(output: OutputFolder, parts: Iterable[Part]) -> None:
 
 
 def result_files(output: OutputFolder) -> list[ResultFile]:
-    """Look at the footers of all files of results."""
     plan = output.compaction()
     found = []
     for folder, merges, commits in (
@@ -183,14 +173,13 @@ def result_files(output: OutputFolder) -> list[ResultFile]:
 
 
 def torn_files(files: Iterable[ResultFile], rows: Mapping[str, int]) -> list[ResultFile]:
-    """Choose the files that have to be deleted so that every part is there as a whole or not at all.
+    """Return the files to delete so that every part is complete or absent.
 
     Args:
-        files: The files of results.
-        rows: Rows of each part by its name. Files of other parts are somebody else's, and are left alone.
+        rows: Row counts by part. Files of other parts are left alone.
 
     Returns:
-        The files in the order in which they can be deleted one by one: those that commit parts come first.
+        The files in a safe order of deletion: those that commit parts come first.
     """
     torn: list[ResultFile] = []
     for group in _groups(files):
@@ -210,7 +199,7 @@ def torn_files(files: Iterable[ResultFile], rows: Mapping[str, int]) -> list[Res
 
 
 def _groups(files: Iterable[ResultFile]) -> list[list[ResultFile]]:
-    """Gather the files that have parts in common, directly or through others."""
+    """Group the files that share parts, directly or through others."""
     group_of: dict[str, list[ResultFile]] = {}
     for file in files:
         joined = [file]
@@ -222,7 +211,7 @@ def _groups(files: Iterable[ResultFile]) -> list[list[ResultFile]]:
 
 
 def _standing(files: list[ResultFile]) -> list[ResultFile]:
-    """Leave out parts' own files beside the merged one that holds their rows: a compaction has not deleted them yet."""
+    """Leave out parts' own files beside the merged one with their rows: a compaction has not deleted them yet."""
     return [
         file for file in files if not any(file.commits == other.commits and file.parts < other.parts for other in files)
     ]

@@ -1,4 +1,4 @@
-"""`run.json`: what was run, with which versions, and whether it has finished."""
+"""`run.json`: configuration, versions and state of a job."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from pipeline.io.files import Location, is_copy, mend, read_either, write_twice
 from pipeline.output.folder import LEASE_FILE, RUN_FILE
 
 FORMAT = 3
-"""Rises where this release must not go on with the outputs of earlier ones. In format 1, fingerprints of models did not
-cover every tensor; in format 2, rows did not say who drafted them."""
+"""Incremented when outputs of earlier releases cannot be resumed. In format 1, fingerprints of models did not cover
+every tensor; in format 2, rows did not name their drafter.
+"""
 _PACKAGES = ("drafter", "torch", "transformers", "tokenizers", "ray", "pyarrow")
 
 
 def read_run(run_file: Location) -> dict[str, Any]:
-    """Read what `save_run` wrote; `state` is `running` or `finished`.
+    """Read `run.json`; its `state` is `running` or `finished`.
 
     Raises:
         FileNotFoundError: There is no `run.json`.
@@ -34,7 +35,6 @@ def read_run(run_file: Location) -> dict[str, Any]:
 
 
 def mend_run(run_file: Location) -> None:
-    """Write `run.json` again from its copy, if it is damaged and the copy is not."""
     mend(run_file, _parse)
 
 
@@ -49,10 +49,7 @@ def save_run(run_file: Location, config: dict[str, Any], meant: dict[str, Any], 
     """Write `run.json`.
 
     Args:
-        run_file: Where it is.
-        config: The job's configuration.
-        meant: All that decides what comes out of the job; see `same_job`.
-        facts: What else is known by now.
+        meant: Everything that determines the results; see `job_meaning`.
     """
     run = {
         "format": FORMAT,
@@ -67,7 +64,7 @@ def save_run(run_file: Location, config: dict[str, Any], meant: dict[str, Any], 
 
 
 def versions(*more: str) -> dict[str, str | None]:
-    """Return the versions of Python, of the packages that decide results, and of `more`; None for one not installed."""
+    """Return versions of Python, of the packages that affect results, and of `more`; None if not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in (*_PACKAGES, *more):
         try:
@@ -77,35 +74,31 @@ def versions(*more: str) -> dict[str, str | None]:
     return found
 
 
-# ---- Whether an output belongs to the job that is to write to it.
-
 _LONGEST_CHANGE = 120
-"""Characters of two values that a message still shows."""
+"""Most characters of two values shown in a message."""
 _SHOWN_CHANGES = 3
 _OTHER_DRAW = "the version that began it draws other tokens from the same seeds"
 
 
 class JobFolder(Protocol):
-    """A job's output, as far as it matters here."""
+    """Interface of a job's output."""
 
     @property
     def root(self) -> Location:
         """The output that was asked for."""
 
     def has_results(self) -> bool:
-        """Return whether something has been made that another job could not use."""
+        """Return whether there are results that another job could not use."""
 
     def forget_job(self) -> None:
-        """Delete all that a job without results has left, but `run.json`."""
+        """Delete the remains of a job without results, except `run.json`."""
 
 
 def check_output(uri: str, output: JobFolder, meant: dict[str, Any]) -> None:
-    """Refuse an output that is neither new nor empty nor of a job with this meaning, nor without results.
+    """Refuse an output that has results of another job, or other contents.
 
     Args:
-        uri: The output as it was given, for messages.
-        output: The output.
-        meant: The job's meaning.
+        uri: The output as given, for messages.
 
     Raises:
         InputError: The output is another job's or an earlier release's, or cannot be read.
@@ -127,15 +120,13 @@ def check_output(uri: str, output: JobFolder, meant: dict[str, Any]) -> None:
 
 
 def take_output(uri: str, output: JobFolder, meant: dict[str, Any]) -> bool:
-    """Take an output over from a job that has no results, if it is not this job's; the lease's holder does this.
+    """Take an output over from another job without results. The caller must hold the lease.
 
     Args:
-        uri: The output as it was given, for messages.
-        output: The output.
-        meant: This job's meaning.
+        uri: The output as given, for messages.
 
     Returns:
-        Whether it was not this job's, so that its `run.json` has to be written anew.
+        Whether it was not this job's, so that `run.json` must be written.
 
     Raises:
         InputError: It has results of another job by now.
@@ -151,7 +142,6 @@ def take_output(uri: str, output: JobFolder, meant: dict[str, Any]) -> bool:
 
 
 def _why_not(uri: str, run_file: Location, meant: dict[str, Any]) -> str | None:
-    """Say why a job with this meaning cannot go on with what an output holds; None if it can."""
     try:
         run = read_run(run_file)
     except ValueError as error:
@@ -163,7 +153,7 @@ def _why_not(uri: str, run_file: Location, meant: dict[str, Any]) -> str | None:
         )
     before, now = run["meaning"], json.loads(json.dumps(meant))
     draws = before.pop("draw", None), now.pop("draw", None)
-    # Whether tokens are drawn at all follows from the settings and the rows: only where they are, the way may differ.
+    # Settings and rows decide whether tokens are sampled at all; only then does the version of the draw matter.
     different = list(_changes(before, now)) or ([_OTHER_DRAW] if None not in draws and draws[0] != draws[1] else [])
     if different:
         return f"output {uri} belongs to another job ({'; '.join(different[:_SHOWN_CHANGES])}): choose another output"
@@ -171,14 +161,14 @@ def _why_not(uri: str, run_file: Location, meant: dict[str, Any]) -> str | None:
 
 
 def _holds_nothing(found: Location) -> bool:
-    """Whether it may be of a submission that ended before it wrote `run.json`."""
+    """Whether it may stem from a submission that ended before it wrote `run.json`."""
     of_lease = found.name == LEASE_FILE or is_copy(found.name, LEASE_FILE)  # the caller's own, or that of a dead one
     of_run = is_copy(found.name, RUN_FILE)
     return of_lease or of_run or (found.type == fs.FileType.Directory and not found.children())
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Say what differs between two meanings, as `name was X, is now Y`."""
+    """Yield differences between two meanings, as `name was X, is now Y`."""
     for name in dict.fromkeys([*before, *now]):
         old, new = before.get(name), now.get(name)
         if isinstance(old, dict) and isinstance(new, dict):

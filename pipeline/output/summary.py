@@ -1,4 +1,4 @@
-"""The closing summary of a job, computed from the Parquet files that it wrote."""
+"""The closing summary of a job, computed from its Parquet files."""
 
 from __future__ import annotations
 
@@ -36,20 +36,14 @@ _COUNTS = (
 )
 _BAR = 40
 _LONG = 100.0
-"""Seconds of which tenths are of no interest."""
+"""Seconds from which tenths are not shown."""
 _ALIKE = 0.995
-"""A member that is so many times as fast as the one that drafts is as fast."""
+"""Relative speed from which a member counts as equally fast."""
 
 
 @dataclass(frozen=True)
 class OutputTotals:
-    """What an output holds.
-
-    Args:
-        rows: Finished rows.
-        errors: Rows that could not be generated.
-        counts: Counts of speculation, summed over all finished rows.
-    """
+    """Totals of an output."""
 
     rows: int
     errors: int
@@ -57,7 +51,6 @@ class OutputTotals:
 
 
 def read_totals(output: OutputFolder) -> OutputTotals:
-    """Add up what the files hold."""
     rows = 0
 
     def counts() -> Iterator[DecodeCounts]:
@@ -87,15 +80,12 @@ def summarise(
     seconds: float,
     sentences: Sequence[str] = (),
 ) -> str:
-    """Write the summary for a person.
+    """Return the summary as text.
 
     Args:
-        output: Where everything is.
-        found: What the output holds.
-        new_tokens: Tokens that this submission generated.
         new_rows: Rows that this submission finished, errors included.
-        seconds: How long it generated, without its start.
-        sentences: What drafting was worth, and why; see `speculation_record`.
+        seconds: Time of generation, without the start.
+        sentences: Gain from drafting and its reasons; see `speculation_record`.
     """
     counts = found.counts
     lines = [
@@ -118,7 +108,7 @@ def summarise(
 
 
 def acceptance_lines(counts: DecodeCounts) -> list[str]:
-    """Say how many tokens a step gave, in how many of the steps there were draft tokens, and how many came true."""
+    """Report tokens per step, the share of speculative steps, and the acceptance rate."""
     if not counts.num_draft_tokens:
         return ["speculation none: every step was plain decoding, and gave one token"]
     return [
@@ -130,7 +120,7 @@ def acceptance_lines(counts: DecodeCounts) -> list[str]:
 
 
 def histogram_lines(counts: DecodeCounts) -> list[str]:
-    """Draw as bars how many draft tokens the steps accepted."""
+    """Draw the accepted draft tokens per step as bars."""
     steps = sum(counts.acceptance_histogram)
     if not steps:
         return []
@@ -142,8 +132,10 @@ def histogram_lines(counts: DecodeCounts) -> list[str]:
 
 
 def speculation_record(choices: Sequence[BatchChoice]) -> dict[str, Any] | None:
-    """What drafting was worth beside plain decoding, as an estimate, and what was chosen and why: for `status.json` and
-    `run.json`. None where nothing was chosen or decoded.
+    """Return the estimated gain over plain decoding and the choices with their reasons, for `status.json` and
+    `run.json`.
+
+    None where nothing was chosen or decoded.
     """
     if not choices:
         return None
@@ -172,7 +164,7 @@ def speculation_record(choices: Sequence[BatchChoice]) -> dict[str, Any] | None:
 
 
 def speculation_sentences(choices: Sequence[BatchChoice]) -> list[str]:
-    """What plain decoding would have taken, what was chosen at each batch size and why, and what was of no use."""
+    """Describe the cost of plain decoding, the choice at each batch size, and unused drafters."""
     found = [] if not choices else _plain_sentence(_all_steps(choices))
     found += [_choice_sentence(choice) for choice in choices]
     return found + _unused_sentence(choices)
@@ -205,7 +197,9 @@ def _plain_sentence(sums: StepSums) -> list[str]:
 
 
 def _choice_sentence(choice: BatchChoice) -> str:
-    """Such as "Plain decoding at 16 rows: a draft token costs 0.31 of a step and would bring 0.22 tokens."."""
+    """Return, for example, "Plain decoding at 16 rows: a draft token costs 0.31 of a step and would bring 0.22
+    tokens.".
+    """
     sums, verdict, place = choice.sums, choice.verdict, _rows(choice.rows)
     if verdict is None:
         return f"Not decided at {place}: {sums.steps:,} steps are too few to tell whether drafting pays."
@@ -221,7 +215,6 @@ def _choice_sentence(choice: BatchChoice) -> str:
 
 
 def _unused_sentence(choices: Sequence[BatchChoice]) -> list[str]:
-    """Which drafters are loaded and draft at no batch size, and how each compares where it does best."""
     used = {part for one in choices if one.verdict and one.verdict.drafts for part in one.chosen.split("+")}
     best: dict[str, tuple[MemberView, int]] = {}
     for choice in choices:
@@ -244,7 +237,6 @@ def _unused(view: MemberView, rows: int) -> str:
 
 
 def _name(member: str) -> str:
-    """A member of `auto` in words."""
     return " with ".join("the draft head" if part == "head" else part for part in member.split("+"))
 
 
@@ -263,7 +255,6 @@ def _times(sums: StepSums) -> str:
 
 
 def _basis(sums: StepSums) -> str:
-    """What the estimate rests on, in words."""
     if not sums.timed:
         return "an estimate from latencies measured at start"
     if not sums.plain:

@@ -1,1 +1,1 @@
-"""How far a job is: engines report, the driver adds up, and people, programs and Prometheus are shown."""
+"""Progress of a job: engines report, the driver adds up, and displays, files and Prometheus show it."""

@@ -1,7 +1,6 @@
-"""What engines report of themselves and of their parts.
+"""Progress of a job. Engines report to the board, an actor; the driver fetches and adds up.
 
-A report replaces the earlier one of the same part or engine, so that neither repeated work nor a repeated report is
-counted twice.
+A report replaces the earlier one of the same part or engine, so repeated work or reports never count twice.
 """
 
 from __future__ import annotations
@@ -17,17 +16,15 @@ from typing import Generic, Literal, TypeVar
 from drafter.statistics import BatchChoice, DecodeCounts, mean_acceptance_length, merged_choices, per_second
 
 BEAT_SECONDS = 2.0
-"""Engines report their state this often."""
+"""Seconds between an engine's reports."""
 
 
 @dataclass(frozen=True)
 class PartReport:
-    """How much of a part is generated.
+    """Progress of a part.
 
     Args:
         rows: Rows done, errors included.
-        errors: Rows that could not be generated.
-        tokens: New tokens of finished rows.
         steps: Decode steps that finished rows took part in.
     """
 
@@ -37,7 +34,6 @@ class PartReport:
     steps: int = 0
 
     def plus(self, other: PartReport) -> PartReport:
-        """Return the sum of both."""
         return PartReport(
             self.rows + other.rows,
             self.errors + other.errors,
@@ -46,19 +42,15 @@ class PartReport:
         )
 
     def minus(self, other: PartReport) -> PartReport:
-        """Return what is left without `other`."""
         return self.plus(PartReport(-other.rows, -other.errors, -other.tokens, -other.steps))
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What an engine decodes with; kept in `run.json`, as all engines of a job have the same.
+    """An engine's models and verifier. Saved in `run.json`, as all engines of a job have the same.
 
     Args:
-        base_fingerprint: Fingerprint of the base model.
-        verifier: Name of the verifier, which decides which draft tokens are kept.
         lossless: Whether the tokens are exactly those of plain decoding.
-        verifier_settings: The numbers that the verifier decides by, by name.
     """
 
     base_fingerprint: str
@@ -73,14 +65,6 @@ class EngineReport:
 
     Args:
         seconds: Seconds since its process began to load the models.
-        device: The device that it runs on, by its maker's name.
-        facts: What it decodes with.
-        slots: Sequences that it decodes together at most.
-        active: Sequences that it decodes now.
-        waiting: Requests that wait for a slot.
-        memory_tokens: Tokens of texts that its drafter remembers.
-        memory_bytes: Bytes that this memory takes.
-        choices: What it has chosen to draft with, by batch size.
     """
 
     seconds: float
@@ -102,23 +86,15 @@ class LearningReport:
     """The state of a job's learner.
 
     Args:
-        state: What it is doing: `measuring` while it stands aside for a moment, to see how fast engines are without it;
-            `ended` if it had an error, or its process ended too often.
-        reason: Why, in a line for people.
-        version: Number of the newest version of the head; None before the first one.
-        beta: β of what it has learnt by now, on held-out rows; None before it was measured.
+        state: `measuring` while it pauses so that engines' speed without it can be measured; `ended` after an error or
+            too many ends of its process.
+        version: Number of the head's newest version; None before the first.
+        beta: β of the current weights on held-out rows; None before it was measured.
         published_beta: β of the newest version on the same rows; None before it was measured.
-        versions: Versions that were published, in all submissions.
-        discarded: Versions that were given up because their loss was not finite.
-        steps: Optimiser steps.
-        seconds: For which it has worked.
-        loss: Of the newest step, in nats; None before the first one.
-        rows: Rows to learn from that it has.
-        held_out: Rows to measure on that it has.
-        nbytes: Bytes of both.
-        dropped: Batches of rows that its process did not get to.
-        taken_seconds: By which it has made the job longer.
-        saved_seconds: By which what was learnt has made the job shorter.
+        seconds: Time worked.
+        loss: Loss of the newest step, in nats; None before the first.
+        taken_seconds: Time that learning has cost the job.
+        saved_seconds: Time that the learned head has saved the job.
     """
 
     state: LearnerState = "starting"
@@ -141,18 +117,14 @@ class LearningReport:
 
 @dataclass(frozen=True)
 class Mail:
-    """What the board was told since the driver last asked.
+    """Reports to the board since the driver last asked.
 
     Args:
-        life: Name of the board's process; another one knows nothing of what this one was told.
-        number: Number of the last report in it.
-        parts: Reports by part.
+        life: Name of the board's process. A new process knows none of the old one's reports.
         engines: Reports by engine.
-        first: When the first engine reported, in seconds since 1970; None before.
-        last: When a part was last reported, in seconds since 1970.
-        stage: What an engine that starts was doing last; None before its process runs.
-        failure: Why an engine could not load its models.
-        crash: Why an engine's process ended last.
+        first: Time of the first engine report, in seconds since 1970; None before.
+        last: Time of the last part report, in seconds since 1970.
+        stage: Latest stage of a starting engine; None before its process runs.
     """
 
     life: str
@@ -166,40 +138,20 @@ class Mail:
     crash: str | None = None
 
 
-# ---- How far a job is, at one moment.
-
 State = Literal["starting", "generating", "finished", "failed", "stopped"]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the job is.
+    """Progress of the job.
 
     Args:
-        state: What it is doing, or how this submission ended.
-        total: Rows of the input.
         before: Rows that earlier submissions finished, errors included.
-        errors_before: Errors among them.
         rows: Rows that this submission has done, errors included.
-        errors: Errors among them.
-        tokens: New tokens of this submission's rows.
-        steps: Decode steps of this submission's rows.
-        seconds: From the first engine's first report to the last row.
-        recent_row_rate: Rows of this submission a second, over the last ten minutes: what is left is estimated by it.
-        engines: Engines at work.
-        slots: Sequences that they decode together at most.
-        active: Sequences that they decode now.
-        waiting: Requests that wait for a slot.
-        memory_tokens: Tokens of texts that their drafters remember.
-        memory_bytes: Bytes that these memories take.
-        choices: What the engines have chosen to draft with, by batch size.
-        engine_seconds: Seconds that all engines have existed, ended ones included.
-        device: The devices that the engines run on.
-        facts: What the engines decode with, once one has loaded its models.
+        seconds: Time from the first engine's first report to the last row.
+        recent_row_rate: Rows per second over the last ten minutes, used for the ETA.
+        engine_seconds: Lifetimes of all engines, ended ones included.
         failure: Why an engine could not load its models, or why the job ended.
-        crash: Why an engine's process ended last.
-        stage: What is done while it starts, in words for people.
-        learning: What the job's learner does; None without one.
     """
 
     state: State = "starting"
@@ -229,29 +181,27 @@ class Progress:
 
     @property
     def done(self) -> int:
-        """Rows done by all submissions."""
         return self.before + self.rows
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens a second of this submission; see `per_second`."""
         return per_second(self.tokens, self.seconds)
 
     @property
     def rows_per_second(self) -> float:
-        """Rows a second of this submission, errors included."""
+        """Rows per second of this submission, errors included."""
         return per_second(self.rows, self.seconds)
 
     @property
     def acceptance_length(self) -> float:
-        """Mean acceptance length of this submission's finished rows, in tokens per step."""
+        """Tokens per step over this submission's finished rows."""
         return mean_acceptance_length(DecodeCounts(num_output_tokens=self.tokens, num_decode_steps=self.steps))
 
     @property
     def eta_seconds(self) -> float | None:
-        """Seconds until the end at the present rate; None while there is no rate.
+        """Estimated seconds left; None while there is no rate.
 
-        Rows of earlier submissions are done, but tell nothing about how fast this one is.
+        Earlier submissions' rows are done, but say nothing about this one's speed.
         """
         if self.total is None:
             return None
@@ -262,28 +212,23 @@ class Progress:
 
 
 def ending(error: BaseException | None) -> State:
-    """Return how a `with` block has ended that `error` left."""
+    """Return the end state of a `with` block that raised `error`."""
     return "finished" if error is None else "failed" if isinstance(error, Exception) else "stopped"
 
 
-# ---- The tally: what the board was told, added up to how far the job is.
-
 _SILENT_SECONDS = 20.0
-"""An engine that has not reported for this long has ended."""
+"""An engine silent for this long counts as ended."""
 _WINDOW_SECONDS = 600.0
-"""The rate by which the rest is estimated is of this long."""
+"""Window of the row rate behind the ETA."""
 _SAMPLE_SECONDS = 1.0
 
 
 @dataclass
 class Tally:
-    """Adds up what the board was told. If reports are lost with a board it counts too little, never twice.
+    """Adds up the board's reports. Reports lost with a board are never counted twice, only missed.
 
     Args:
-        total: Rows of the input.
-        before: Rows of earlier submissions.
-        errors_before: Errors among them.
-        kept: Those of them that are in unfinished parts; engines will report them again with their parts.
+        kept: Those of them in unfinished parts. Engines report them again with their parts.
     """
 
     total: int
@@ -306,7 +251,6 @@ class Tally:
         self._parts.update(kept)  # and not to the sum: they took this submission no time
 
     def take(self, mail: Mail, now: float) -> None:
-        """Enter the board's mail, at `now` in seconds since 1970."""
         self.life, self.number = mail.life, mail.number
         for name, report in mail.parts.items():
             self._sum = self._sum.plus(report).minus(self._parts.get(name, PartReport()))
@@ -320,7 +264,6 @@ class Tally:
         self._crash = mail.crash or self._crash
 
     def progress(self, now: float) -> Progress:
-        """Return how far the job is at `now`."""
         reports = [report for _, report in self._engines.values()]
         alive = [report for seen, report in self._engines.values() if now - seen < _SILENT_SECONDS]
         return Progress(
@@ -347,7 +290,6 @@ class Tally:
         )
 
     def _recent_row_rate(self, now: float) -> float:
-        """Rows a second, over the last ten minutes or since the first engine's report."""
         if self._first is None:
             return 0.0
         if not self._samples:
@@ -362,14 +304,10 @@ class Tally:
         return per_second(max(rows - rows_then, 0), now - then)
 
 
-# ---- The board: one small actor that engines report to and the driver fetches from.
-
 Report = TypeVar("Report")
 
 
 class _Box(Generic[Report]):
-    """The newest report of each sender, until it is fetched."""
-
     def __init__(self) -> None:
         self._reports: dict[str, tuple[int, Report]] = {}
 
@@ -377,13 +315,12 @@ class _Box(Generic[Report]):
         self._reports[sender] = (number, report)
 
     def after(self, number: int) -> dict[str, Report]:
-        """Return the reports after `number`; those up to it have arrived and are forgotten."""
         self._reports = {sender: one for sender, one in self._reports.items() if one[0] > number}
         return {sender: report for sender, (_, report) in self._reports.items()}
 
 
 class ProgressBoard:
-    """Takes the reports of engines and keeps them for the driver; a Ray actor, but nothing in it needs Ray."""
+    """Keeps engines' reports for the driver. Run as a Ray actor, but independent of Ray."""
 
     def __init__(self) -> None:
         self._life = uuid.uuid4().hex
@@ -397,31 +334,27 @@ class ProgressBoard:
         self._crash: str | None = None
 
     def starting(self, stage: str) -> None:
-        """Note what an engine does before it can generate."""
         self._stage = stage
 
     def failed(self, message: str) -> None:
-        """Note that an engine could not be loaded."""
         self._failure = message
 
     def crashed(self, message: str) -> None:
-        """Note that an engine's process is about to end."""
         self._crash = message
 
     def engine(self, name: str, report: EngineReport) -> None:
-        """Note the state of an engine; its name is new for each process."""
+        """Record an engine's state; the name is new for each process."""
         self._number += 1
         self._engines.put(name, self._number, report)
         self._first = self._first or time.time()
 
     def update(self, part: str, report: PartReport) -> None:
-        """Note how much of a part is done."""
         self._number += 1
         self._parts.put(part, self._number, report)
         self._last = time.time()
 
     def mail(self, life: str, number: int) -> Mail:
-        """Return the reports after `number`, or all of them if the board that had that number was in another `life`."""
+        """Return the reports after `number`, or all if `number` is from another `life`."""
         arrived = number if life == self._life else 0
         return Mail(
             self._life,

@@ -1,8 +1,8 @@
-"""Metrics of engines, rows and jobs for Prometheus, through `ray.util.metrics`, which exports them on every node.
+"""Prometheus metrics of engines, rows and jobs, through `ray.util.metrics`, which exports them on every node.
 
 Ray puts `ray_` before the names and `_total` after those of counters, and adds labels of its own (`WorkerId` tells
-engines apart). Acceptance rate and acceptance length are not exported: they are ratios of counters, and computed in
-PromQL they are right for any time and any set of engines. `docs/metrics.md` lists all names.
+engines apart). Acceptance rate and acceptance length are not exported: as ratios of counters in PromQL they are right
+for any time and any set of engines. `docs/metrics.md` lists all names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipeline.errors import ProblemType
 from pipeline.progress.board import Progress
 
 TAGS = ("run", "model", "drafter")
-"""Labels of an engine's metrics: a job's output or an endpoint's name, and what the engine runs."""
+"""Labels of an engine's metrics: a job's output or an endpoint's name, the model and the drafter."""
 _COUNTERS = {
     "steps": "Decode steps of the engine: forwards of the base over all active sequences.",
     "busy_seconds": "Seconds in which the engine had something to decode.",
@@ -39,12 +39,7 @@ _ROW_SECONDS = [0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0]
 
 
 class EngineMetrics:
-    """Exports an engine's counters and state.
-
-    Args:
-        state: Returns the engine's state.
-        tags: Values of `TAGS`.
-    """
+    """Exports an engine's counters and state."""
 
     def __init__(self, state: Callable[[], EngineState], tags: Mapping[str, str]) -> None:
         self._state, self._tags = state, dict(tags)
@@ -56,7 +51,7 @@ class EngineMetrics:
             begin(counter, self._tags)
 
     def publish(self) -> None:
-        """Export what was counted since the last call, and the present state.
+        """Export counts since the last call, and the present state.
 
         Call it every few seconds: gauges that are not set again disappear, as they should once an engine has ended.
         """
@@ -83,7 +78,6 @@ class EngineMetrics:
             self._gauges[name].set(value, self._tags)
 
     def _count(self, counter: Counter, name: str, value: float, tags: dict[str, str]) -> None:
-        """Raise a counter to `value`."""
         if (new := value - self._published.get(name, 0.0)) > 0:
             counter.inc(new, tags)
             self._published[name] = value
@@ -98,11 +92,7 @@ def begin(counter: Counter, tags: Mapping[str, str]) -> None:
 
 
 class RowMetrics:
-    """Counts the rows of a generation job as an engine finishes them.
-
-    Args:
-        tags: Values of `TAGS`.
-    """
+    """Counts the rows of a generation job as an engine finishes them; `tags` are values of `TAGS`."""
 
     def __init__(self, tags: Mapping[str, str]) -> None:
         self._tags = dict(tags)
@@ -115,21 +105,15 @@ class RowMetrics:
             begin(self._errors, {**self._tags, "type": kind})
 
     def generated(self, finish_reason: str, seconds: float) -> None:
-        """Count a finished row."""
         self._rows.inc(1, {**self._tags, "finish_reason": finish_reason})
         self._seconds.observe(seconds, self._tags)
 
     def failed(self, kind: ProblemType) -> None:
-        """Count a row that could not be generated."""
         self._errors.inc(1, {**self._tags, "type": kind})
 
 
 class JobMetrics:
-    """Exports a job's progress, from its driver.
-
-    Args:
-        run: The job's output.
-    """
+    """Exports a job's progress, from its driver; `run` is the job's output."""
 
     def __init__(self, run: str) -> None:
         self._tags = {"run": run}
@@ -145,7 +129,6 @@ class JobMetrics:
         }
 
     def show(self, now: Progress) -> None:
-        """Set the gauges."""
         values = {
             "rows": now.total,
             "rows_done": now.done,

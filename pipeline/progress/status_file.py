@@ -1,8 +1,7 @@
-"""`status.json` in the output: how far the job is, for programs and for people without its terminal.
+"""`status.json` in the output: the job's progress, for programs and for people without its terminal.
 
-The file is replaced as a whole every few seconds, and once more when the job ends, however it ends. Only if the process
-was killed does it stay at `generating`, with an old `updated_at`. It also keeps what each submission took, from which
-`jobs.report` computes what the output cost.
+The file is replaced atomically every few seconds and at the job's end; only a killed process leaves it at `generating`,
+with an old `updated_at`. It also keeps each submission's resource use, from which `jobs.report` computes the cost.
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ _WRITE_SECONDS = 5.0
 
 
 class StatusFile:
-    """Writes the file from the beginning to the end of a `with` block, which is one submission.
-
-    Args:
-        file: `status.json`.
-    """
+    """Writes the file throughout a `with` block, which is one submission."""
 
     def __init__(self, file: Location) -> None:
         self._file = file
@@ -54,11 +49,10 @@ class StatusFile:
         self._write()
 
     def takes(self, resources: ActorResources) -> None:
-        """Remember what each engine of this submission takes of the cluster."""
         self._resources = resources
 
     def show(self, now: Progress) -> None:
-        """Write how far the job is, if it is time for that or the state is new."""
+        """Write the progress, if it is due or the state is new."""
         new = now.state != self._now.state
         self._now = now
         if new or time.monotonic() - self._written >= _WRITE_SECONDS:
@@ -115,7 +109,7 @@ class StatusFile:
 
 
 def submissions(file: Location) -> list[dict[str, Any]]:
-    """Read what earlier submissions took; nothing where there is no status file or it is damaged."""
+    """Read the resource use of earlier submissions; none if there is no valid status file."""
     if file.type != fs.FileType.File:
         return []
     try:

@@ -1,4 +1,4 @@
-"""Progress for a person: a bar on a terminal, a line now and then elsewhere."""
+"""Display of a job's progress: a bar on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -28,19 +28,12 @@ def display(stream: TextIO | None = None) -> Viewer:
 
 
 class Bar:
-    """Shows a bar on a terminal.
-
-    Args:
-        stream: The terminal.
-    """
-
     def __init__(self, stream: TextIO) -> None:
         self._bar = tqdm(
             file=stream, dynamic_ncols=True, bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
         )
 
     def show(self, now: Progress) -> None:
-        """Draw the bar."""
         self._bar.total, self._bar.n = now.total, now.done
         self._bar.set_description_str(now.stage if now.state == "starting" else now.state, refresh=False)
         self._bar.set_postfix_str(", ".join(rates(now)))
@@ -49,12 +42,7 @@ class Bar:
 
 
 class Lines:
-    """Prints a line for each stage of the start, then one when there are new rows: every few seconds at first, in a
-    long job every ten minutes.
-
-    Args:
-        stream: Where the lines go.
-    """
+    """Prints a line for each stage of the start, then for new rows every few seconds, later every ten minutes."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -63,7 +51,6 @@ class Lines:
         self._stage: str | None = None
 
     def show(self, now: Progress) -> None:
-        """Print a line if it is time for one."""
         if now.state == "starting":
             if now.stage != self._stage:
                 self._stage = now.stage
@@ -78,12 +65,10 @@ class Lines:
 
 
 def line(now: Progress) -> str:
-    """Return the progress as one line."""
     return ", ".join([f"{now.done}/{now.total} rows", *rates(now)])
 
 
 def rates(now: Progress) -> list[str]:
-    """Return how fast the job goes, when it will be done, and how many rows went wrong."""
     said = [f"{now.rows_per_second:.1f} rows/s", f"{now.tokens_per_second:,.0f} tokens/s"]
     if now.steps:
         said.append(f"{now.acceptance_length:.2f} tokens a step")
@@ -97,19 +82,15 @@ def rates(now: Progress) -> list[str]:
 
 
 def _has_room(stream: TextIO) -> bool:
-    """Whether a bar can be drawn: not without a terminal, and not on one of size 0, as in some containers."""
+    """Whether a bar can be drawn: not without a terminal, nor on one of size 0, as in some containers."""
     return stream.isatty() and min(os.get_terminal_size(stream.fileno())) > 0
 
 
-# ---- A thread that does something every few seconds.
-
-
 class Pulse:
-    """Calls something every few seconds, in a thread that ends with the process.
+    """Calls a function every few seconds, in a daemon thread.
 
     Args:
-        seconds: Seconds between two calls.
-        work: What to call. An exception from it ends the thread, and Python prints it.
+        work: The function. An exception from it ends the thread, and Python prints it.
     """
 
     def __init__(self, seconds: float, work: Callable[[], None]) -> None:
@@ -133,28 +114,21 @@ class Pulse:
             self._work()
 
 
-# ---- The watch: the driver's thread that fetches the board's mail and shows how far the job is.
-
 _POLL_SECONDS = 0.5
 _MAIL_SECONDS = 10
 
 
 class Viewer(Protocol):
-    """Shows progress somewhere."""
-
     def show(self, now: Progress) -> None:
-        """Show it; called twice a second, and once at the end."""
+        """Show the progress; called twice a second, and once at the end."""
 
 
 class ProgressWatch:
-    """Watches the board until the end of a `with` block.
+    """Fetches the board's mail and shows the progress, until the end of a `with` block.
 
     Args:
-        board: A `ProgressBoard` actor.
-        tally: Where the job begins.
         on_start: Called when the first engine is ready.
-        viewers: Where to show the progress.
-        complete: Adds what others than engines have to say; called twice a second.
+        complete: Adds progress from elsewhere than engines; called twice a second.
     """
 
     def __init__(

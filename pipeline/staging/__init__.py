@@ -1,1 +1,1 @@
-"""Staging: any input becomes Parquet parts of named rows, the same parts every time."""
+"""Staging: converts any input deterministically to Parquet parts of named rows."""

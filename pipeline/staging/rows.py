@@ -1,4 +1,4 @@
-"""Problems of rows as a column: each stage adds its own, and rows with one pass by the later stages."""
+"""Named rows of the input: `request_id`, `place`, `asked`, `row` and `problem`."""
 
 from __future__ import annotations
 
@@ -24,32 +24,22 @@ PROBLEM_TYPE = pa.struct(
 
 
 def problem_column(problems: Sequence[Mapping[str, Any] | None]) -> pa.Array:
-    """Make the column `problem` of each row's `RowProblem`, given by its fields."""
     return pa.array(problems, PROBLEM_TYPE)
 
 
 def with_problems(rows: pa.Table, problems: Sequence[Mapping[str, Any] | None]) -> pa.Table:
-    """Return `rows` with these problems instead of those that they had."""
     return replace_column(rows, "problem", problem_column(problems))
 
 
-# ---- Rows of a file get their names, and what the job reads of them: `request_id`, `place`, `asked`, `row`, `problem`.
-
 _MOST_SETTINGS = 1 << 20
-"""Bytes of a row's own sampling settings."""
+"""Most bytes of a row's own sampling settings."""
 
 
 def named_rows(file: InputFile, chunk: Chunk, prompts: PromptSource, sampling_column: str) -> pa.Table:
-    """Name the rows of a chunk by their id, or else by their file and line.
+    """Name the rows of a chunk by their id, or else by file and line.
 
-    The column `asked` has what the job reads of a row, as JSON text. It is made of that row alone. The columns of
-    `row`, which only pass through, have types that depend on other rows, too.
-
-    Args:
-        file: Where the rows are from.
-        chunk: The rows.
-        prompts: Where their prompts and ids are.
-        sampling_column: The column of their own sampling settings.
+    The column `asked` has the fields of a row that the job reads, as JSON text that depends on this row alone. Columns
+    of `row`, which only pass through, have types that depend on other rows, too.
     """
     places = [f"{file.name}:{number}" for number in chunk.numbers]
     problems = dict(chunk.problems)
@@ -87,7 +77,7 @@ def _is_id(value: Any) -> bool:
 def _asked(
     chunk: Chunk, prompts: PromptSource, sampling_column: str, problems: dict[int, RowProblem]
 ) -> list[str | None]:
-    """Return what the job reads of each row; a row of which it cannot read something gets a problem instead."""
+    """Return the fields of each row that the job reads; a row with an unreadable field gets a problem instead."""
     kinds: dict[str, ProblemType] = {SEED_COLUMN: "BadSampling", sampling_column: "BadSampling"}
     if prompts.kind == "openai":
         kinds = dict.fromkeys(LINE_FIELDS, "BadRequest")
@@ -115,20 +105,16 @@ def _asked(
 
 
 def _json_text(value: Any) -> str:
-    """Return what JSON has instead of a value of a table, such as a date."""
     if isinstance(value, bytes):
         raise TypeError("it has bytes where text belongs")
     return str(value)
 
 
 def with_samples(rows: pa.Table, prompts: PromptSource, samples: int, piece_bytes: int) -> Iterator[pa.Table]:
-    """Repeat each row for the texts that are wanted of it; a row with a problem stays one.
+    """Repeat each row for its samples; a row with a problem stays one.
 
     Args:
-        rows: Named rows.
-        prompts: Lines of an OpenAI batch say themselves how many texts they want.
-        samples: Texts of each other row.
-        piece_bytes: See `expand`.
+        prompts: Lines of an OpenAI batch have their own numbers of samples.
 
     Yields:
         All these rows, in pieces.
@@ -149,5 +135,5 @@ def with_samples(rows: pa.Table, prompts: PromptSource, samples: int, piece_byte
 
 
 def with_row_type(table: pa.Table, row_type: pa.StructType) -> pa.Table:
-    """Return `table` with its column `row` brought to a type that holds it."""
+    """Return `table` with its column `row` converted to `row_type`."""
     return replace_column(table, "row", conform_struct(whole(table.column("row")), row_type))

@@ -1,4 +1,4 @@
-"""Samples: a row becomes as many rows as texts are wanted of it, each with a name and a seed of its own."""
+"""Samples: a row repeated for several outputs, each with a name and a seed of its own."""
 
 from __future__ import annotations
 
@@ -10,43 +10,39 @@ import pyarrow as pa
 from pipeline.io.column_types import free_name, replace_column
 
 SAMPLE_COLUMN = "sample"
-"""Which of its row's texts a row is, from 0."""
+"""Column of a row's sample index, from 0."""
 SEED_COLUMN = "seed"
-"""The column of a row's own seed."""
+"""Column of a row's own seed."""
 SEEDS = 2**63
-"""Seeds are below this, so that they fit a column."""
+"""Upper bound of seeds, so that they fit an int64 column."""
 
 
 def hashed_seed(seed: int, name: str) -> int:
-    """Return a stable hash of a seed and a name, below `SEEDS`."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % SEEDS
 
 
 def sample_seed(seed: int, sample: int) -> int:
-    """Return the seed of a row's n-th text, where the row brings a seed: it is the first text's own."""
+    """Return the seed of a sample of a row with a seed of its own, which is the first sample's."""
     return hashed_seed(seed, f"#{sample}") if sample else seed
 
 
 def sample_name(name: str, sample: int) -> str:
-    """Return the name of a row's n-th text."""
     return f"{name}#{sample}"
 
 
 def row_name(sample: str) -> str:
-    """Return the row's name that `sample_name` made a text's name of."""
+    """Return the row's name in a name from `sample_name`."""
     return sample.rpartition("#")[0]
 
 
 def expand(table: pa.Table, counts: Sequence[int], piece_bytes: int) -> Iterator[pa.Table]:
     """Repeat each staged row as often as `counts` says, as rows named `ID#0`, `ID#1`, ….
 
-    The number goes to the column `sample`; a column of that name in the input becomes `input_sample`.
+    The sample index goes to the column `sample`; a column of that name in the input becomes `input_sample`.
 
     Args:
-        table: Staged rows.
-        counts: How often each of them is repeated.
-        piece_bytes: A piece closes when it has this many bytes: large rows, often repeated, would not fit in memory.
+        piece_bytes: Size of a piece: large rows, often repeated, would not fit in memory.
 
     Yields:
         All these rows, in pieces.
@@ -68,7 +64,6 @@ def expand(table: pa.Table, counts: Sequence[int], piece_bytes: int) -> Iterator
 
 
 def _repeated(table: pa.Table, rows: Sequence[int], samples: Sequence[int]) -> pa.Table:
-    """Return these rows of a table, named by their samples."""
     table = table.take(pa.array(rows))
     names = [sample_name(*named) for named in zip(table["request_id"].to_pylist(), samples, strict=True)]
     structs = table["row"].combine_chunks()

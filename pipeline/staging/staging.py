@@ -1,7 +1,7 @@
-"""The staged input: a list of parts, each a Parquet file of named rows.
+"""Staging of the input as parts, each a Parquet file of named rows.
 
-A part is what one call of an engine takes, what one write commits and what a failure redoes. Names and contents of the
-parts follow from the input alone, so that every submission sees the same ones.
+A part is the unit of one engine call, one atomic commit and one retry. Names and contents of the parts depend on the
+input alone, so every submission sees the same ones.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from pipeline.staging.samples import row_name
 _READERS = 16
 
 STAGED_LIST = "parts.json"
-"""Lists the staged parts. It is written last: where it is, staging is complete."""
+"""The list of staged parts. It is written last: if it exists, staging is complete."""
 STAGED_FORMAT = 2
-"""Format 1 has no column `asked`: chat messages of several rows were one Arrow column, and changed one another."""
+"""Format 1 lacked the column `asked`: chat messages of several rows shared one Arrow column and changed one another."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,8 @@ class Part:
     """A staged file.
 
     Args:
-        name: Its name without the suffix; the files of its results have the same.
-        rows: How many rows it holds.
-        nbytes: Their size in memory; 0 where nobody needs it.
+        name: File name without suffix, shared with the result files.
+        nbytes: Size in memory; 0 where not needed.
     """
 
     name: str
@@ -62,14 +61,12 @@ class StagedInput:
     """The staged rows of an input.
 
     Args:
-        folder: Holds one file for each part, with the columns `request_id`, `place` (file and line), `asked` (what the
-            job reads of the row, as JSON), `row` (a struct of the input's columns) and `problem`.
-        parts: The files.
-        row_type: The type that holds every `row`.
+        folder: Holds one file per part, with the columns `request_id`, `place` (file and line), `asked` (the fields of
+            the row that the job reads, as JSON), `row` (a struct of the input's columns) and `problem`.
         rows_per_part: Rows of each part but the last of a task; 0 where the input will not be staged again.
-        format: See `STAGED_FORMAT`; of an earlier release's parts, the list alone can be used.
-        source: What says which rows there are: fingerprints of the input's files, and which rows of them are taken.
-        revision: How often the input of the output had changed by then; names of parts begin with it, from 1 on.
+        format: See `STAGED_FORMAT`. Of an older format, only the list can be used.
+        source: Identity of the rows: fingerprints of the input's files, and the selection of rows.
+        revision: Number of earlier changes of the input; part names begin with it, from 1 on.
     """
 
     folder: Location
@@ -82,31 +79,26 @@ class StagedInput:
 
     @property
     def rows(self) -> int:
-        """Rows of all parts."""
         return sum(part.rows for part in self.parts)
 
     @property
     def created(self) -> int:
-        """When the input was staged, in seconds since 1970."""
         return int((self.folder / STAGED_LIST).info.mtime_ns // 10**9)
 
     def without(self, committed: Collection[str]) -> list[Part]:
-        """Return the parts whose names are not in `committed`."""
         return [part for part in self.parts if part.name not in committed]
 
     def file(self, part: Part) -> Location:
-        """Return where a part is."""
         return self.folder / f"{part.name}.parquet"
 
     def damaged(self, parts: Iterable[Part]) -> list[Part]:
-        """Return those of these parts whose file is not there, or not as a whole."""
+        """Return the parts whose file is missing or incomplete."""
         parts = list(parts)
         with ThreadPoolExecutor(_READERS) as pool:
             rows = pool.map(parquet_rows, map(self.file, parts))
             return [part for part, found in zip(parts, rows, strict=True) if found != part.rows]
 
     def request_ids(self) -> Iterator[str]:
-        """Read the `request_id` of every row, in order."""
         for part in self.parts:
             table = pa.parquet.read_table(
                 self.file(part).path, columns=["request_id"], filesystem=self.folder.filesystem
@@ -114,7 +106,7 @@ class StagedInput:
             yield from table["request_id"].to_pylist()
 
     def save(self) -> None:
-        """Write the list of parts: from now on the input is staged."""
+        """Write the list of parts, which completes staging."""
         row_type = base64.b64encode(pa.schema(list(self.row_type)).serialize().to_pybytes()).decode()
         parts = [[part.name, part.rows, part.nbytes] for part in self.parts]
         saved = {"format": self.format, "row_type": row_type, "rows_per_part": self.rows_per_part, "parts": parts}
@@ -123,7 +115,7 @@ class StagedInput:
 
     @classmethod
     def load(cls, folder: Location) -> StagedInput | None:
-        """Read what an earlier submission staged; None if it did not complete it, or if its list is lost."""
+        """Load an earlier submission's staging; None if it is incomplete or its list is lost."""
         try:
             saved = read_either(folder / STAGED_LIST, _parse)
         except (FileNotFoundError, ValueError):
@@ -135,7 +127,6 @@ class StagedInput:
 
 
 def mend_list(folder: Location) -> None:
-    """Write the list of parts again from its copy, if it is damaged and the copy is not."""
     mend(folder / STAGED_LIST, _parse)
 
 
@@ -146,11 +137,8 @@ def _parse(text: str) -> dict[str, Any]:
     return saved
 
 
-# ---- A part on its way through Ray Data: one row of the dataset, which holds the part's rows as a list.
-
-
 def pack(parts: Iterable[tuple[str, pa.Table]]) -> pa.Table:
-    """Make a block of parts, given by their names and rows."""
+    """Make a block for Ray Data: one row per part, with the part's rows as a list."""
     return pa.concat_tables([_packed(name, rows) for name, rows in parts])
 
 
@@ -160,19 +148,15 @@ def _packed(name: str, rows: pa.Table) -> pa.Table:
 
 
 def unpack(block: pa.Table) -> Iterator[tuple[str, pa.Table]]:
-    """Read the names and rows of the parts in a block."""
+    """Yield the name and rows of each part in a block."""
     for name, rows in zip(block["part"].to_pylist(), block["rows"], strict=True):
         yield name, pa.Table.from_struct_array(rows.values)
 
 
 class StagedParts(Datasource):
-    """Ray Data's view of some staged parts: one read task and one block for each.
+    """Ray Data source of staged parts: one read task and one block per part.
 
     A part's rows have the columns `request_id`, `asked`, `row` and `problem`.
-
-    Args:
-        staged: The staged input.
-        parts: The parts to read.
     """
 
     def __init__(self, staged: StagedInput, parts: list[Part]) -> None:
@@ -180,13 +164,12 @@ class StagedParts(Datasource):
         self._staged, self._parts = staged, parts
 
     def estimate_inmemory_data_size(self) -> int | None:
-        """Return None: the size is not known."""
         return None
 
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
-        """Return one task for each part, whatever the parallelism asked for."""
+        """Return one task per part, whatever the parallelism."""
         return [
             ReadTask(
                 _read_task(part.name, self._staged.file(part), self._staged.row_type),
@@ -197,7 +180,7 @@ class StagedParts(Datasource):
 
 
 def _read_task(name: str, file: Location, row_type: pa.StructType) -> Callable[[], list[pa.Table]]:
-    """Return what reads a part: it is sent with what it reads, and not with the list of all parts."""
+    """Bind the part alone, so that the task is not serialized with the list of all parts."""
     read = partial(_read_part, name, file, row_type)
     return update_wrapper(read, _read_part)  # Ray warns of large tasks by their names
 
@@ -209,25 +192,16 @@ def _read_part(name: str, file: Location, row_type: pa.StructType) -> list[pa.Ta
     return [pack([(name, with_row_type(rows, row_type))])]
 
 
-# ---- Some files of the input become parts: a task that runs on a worker.
-
 PART_BYTES = 32 << 20
-"""A part closes before it has more bytes than this; one row may have more. Ray Data's blocks have up to 128 MiB, and
-what is generated comes on top."""
+"""Size limit of a part with several rows. Ray Data's blocks have up to 128 MiB, and the output comes on top."""
 
 
 @dataclass(frozen=True)
 class StagingPlan:
-    """What every task of staging needs to know.
+    """Settings of all staging tasks.
 
     Args:
-        folder: Where the parts go.
-        reading: How rows become prompts.
-        prompts: Where the prompts are.
-        rows_per_part: Rows of each part but the last of a task, and those that close by their bytes.
-        source: See `StagedInput`.
-        revision: See `StagedInput`.
-        part_bytes: A part with several rows has at most this many bytes.
+        rows_per_part: Rows of each part but the last of a task, and those closed by `part_bytes`.
     """
 
     folder: Location
@@ -240,13 +214,13 @@ class StagingPlan:
 
 
 def stage_files(listing: InputListing, group: str, plan: StagingPlan) -> tuple[list[Part], list[SeenType]]:
-    """Stage the files of `listing` as parts named after `group`.
+    """Stage the files of `listing` as parts named after `group`. Runs as a task on a worker.
 
     Returns:
         The parts, and the types of their columns, for `unify`.
 
     Raises:
-        InputError: A file is damaged, lacks a column, or has one that cannot be kept beside that of another file.
+        InputError: A file is damaged, lacks a column, or has one incompatible with another file's.
     """
     parts: list[Part] = []
     seen: dict[SeenType, None] = {}
@@ -265,12 +239,11 @@ def stage_files(listing: InputListing, group: str, plan: StagingPlan) -> tuple[l
 
 
 def _seen_types(rows: pa.Table) -> list[SeenType]:
-    """Return the types of the columns of rows of one file."""
     return seen_types(pa.Table.from_struct_array(rows["row"]), rows["place"][0].as_py().rpartition(":")[0])
 
 
 def read_rows(listing: InputListing, plan: StagingPlan) -> Iterator[pa.Table]:
-    """Read the named rows of all files, without those that `skip` and `limit` leave out."""
+    """Read the named rows of all files, within `skip` and `limit`."""
     prompts, skip, left = plan.prompts, plan.reading.skip, plan.reading.limit
     text_column = {"text": prompts.column, "openai": prompts.id_column}.get(prompts.kind)
     json_column = prompts.column if prompts.kind == "openai" else plan.reading.sampling_column
@@ -289,15 +262,9 @@ def read_rows(listing: InputListing, plan: StagingPlan) -> Iterator[pa.Table]:
 
 
 def cut(tables: Iterable[pa.Table], most_rows: int, most_bytes: int) -> Iterator[list[pa.Table]]:
-    """Cut the same rows to pieces of `most_rows` rows, or of fewer, where another row would make one too large.
+    """Yield pieces of `most_rows` rows, or fewer where the next row would exceed `most_bytes`.
 
-    Args:
-        tables: The rows, however they come.
-        most_rows: Rows of a piece.
-        most_bytes: Bytes of a piece; one that has a single row may have more.
-
-    Yields:
-        The tables of each piece.
+    A single row may exceed `most_bytes`.
     """
     held: list[pa.Table] = []
     rows = size = 0
@@ -316,7 +283,6 @@ def cut(tables: Iterable[pa.Table], most_rows: int, most_bytes: int) -> Iterator
 
 
 def _fitting(table: pa.Table, most_rows: int, most_bytes: int) -> int:
-    """Return how many rows at the beginning of a table are within both limits."""
     table = table.slice(0, most_rows)
     if table.nbytes <= most_bytes:
         return int(table.num_rows)
@@ -324,28 +290,24 @@ def _fitting(table: pa.Table, most_rows: int, most_bytes: int) -> int:
     return int(np.searchsorted(sizes, most_bytes, side="right"))
 
 
-# ---- The input is staged on the cluster's workers, before anything is generated.
-
 _GROUP_BYTES = 256 << 20
-"""One task stages about this much of the input."""
+"""Approximate input size of one task."""
 _TASK_CPUS = 0.5
 _EXAMPLES = 3
-"""Ids that an error shows."""
+"""Number of ids in an error message."""
 
 
 def stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None = None) -> StagedInput:
-    """Stage an input; it counts as staged when the caller has saved the list that is returned.
+    """Stage an input on the cluster's workers. The caller completes staging by saving the returned list.
 
-    A column of ids that nobody has named, and that does not name all rows, is left alone, and a line says so.
+    An automatically found id column that does not name all rows is ignored, with a message.
 
     Args:
-        listing: The input's files.
-        plan: How it is staged.
-        before: What an earlier submission staged, where some of its files are damaged and all are to be written again.
+        before: An earlier staging with damaged files, all of which are to be written again.
 
     Raises:
         InputError: A file is damaged or lacks a column, an id stands for several rows, there are no rows, or the parts
-            are not those that were staged before.
+            differ from those staged before.
         JobError: The parts cannot be written.
     """
     try:
@@ -391,7 +353,7 @@ def _stage(listing: InputListing, plan: StagingPlan, before: StagedInput | None)
 
 
 def _say_what_is_text(row_type: pa.StructType, seen: Iterable[SeenType]) -> None:
-    """Say which columns of tables become text, because files differ in their types."""
+    """Report columns of tables that become text because their types differ between files."""
     types: dict[str, list[SeenType]] = {}
     for one in seen:
         types.setdefault(one.name, []).append(one)
@@ -403,7 +365,6 @@ def _say_what_is_text(row_type: pa.StructType, seen: Iterable[SeenType]) -> None
 
 
 def _groups(files: Iterable[InputFile]) -> list[list[InputFile]]:
-    """Group consecutive files, so that a task has enough to do."""
     groups: list[list[InputFile]] = []
     size = _GROUP_BYTES
     for file in files:
@@ -416,11 +377,6 @@ def _groups(files: Iterable[InputFile]) -> list[list[InputFile]]:
 
 
 def _refuse_shared_ids(staged: StagedInput, plan: StagingPlan) -> None:
-    """Refuse ids that stand for several rows.
-
-    Raises:
-        InputError: Such ids; it names some of them and their rows.
-    """
     paths, filesystem = [staged.file(part).path for part in staged.parts], staged.folder.filesystem
     ids = pa.parquet.read_table(paths, columns=["request_id"], filesystem=filesystem)["request_id"]
     counts = pa.compute.value_counts(ids)
