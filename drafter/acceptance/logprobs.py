@@ -1,4 +1,4 @@
-"""Log-probabilities of generated tokens: the base's own, of its logits before penalties, bias and temperature."""
+"""Log-probabilities of generated tokens from the target model's logits before penalties, bias and temperature."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from drafter.requests import TokenLogprob
 
 @dataclass(frozen=True)
 class PathLogprobs:
-    """Log-probabilities along the paths of R rows, on the device. Entries past an accepted path mean nothing.
+    """Log-probabilities along the paths of R rows, on the device. Entries past an accepted path are undefined.
 
     Args:
-        chosen: `[R, D + 1]` float32, of the base's choice at each node of the path.
-        top_tokens: `[R, D + 1, K]` the most probable tokens there, falling.
+        chosen: `[R, D + 1]` float32, of the choice at each node of the path.
+        top_tokens: `[R, D + 1, K]` the most probable tokens there, descending.
         top: `[R, D + 1, K]` float32, of those.
     """
 
@@ -28,15 +28,15 @@ class PathLogprobs:
     top: Tensor
 
     def to_host(self) -> PathLogprobs:
-        """The same on the host, once what is queued is done."""
+        """Copy to the host; valid once queued work is done."""
         return PathLogprobs(*(tensor.to("cpu", non_blocking=True) for tensor in vars(self).values()))
 
     def read(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[TokenLogprob]]:
-        """On the host, for each row.
+        """Return each row's log-probabilities, from tensors on the host.
 
         Args:
-            tokens: The tokens that each row was given, at most D + 1.
-            counts: How many of the most probable ones each row wants, at most K.
+            tokens: Tokens emitted for each row, at most D + 1.
+            counts: Number of most probable tokens each row wants, at most K.
         """
         rows = zip(tokens, counts, self.chosen.tolist(), self.top_tokens.tolist(), self.top.tolist(), strict=True)
         return [
@@ -49,13 +49,13 @@ class PathLogprobs:
 
 
 def path_logprobs(logits: Tensor, accepted: Accepted, rows: Sequence[int], count: int) -> PathLogprobs:
-    """Log-softmax in fp32 at the nodes that were walked: of `[R, D + 1, V]` logits, never of all nodes'.
+    """Return the log-softmax in fp32 at the accepted nodes only.
 
     Args:
-        logits: `[B, N, V]` the base's, by node id.
+        logits: `[B, N, V]` by node id.
         accepted: The paths of all rows.
-        rows: The R rows that want them.
-        count: K, how many of the most probable tokens.
+        rows: The R rows that want log-probabilities.
+        count: K.
     """
     row = send(torch.tensor(rows), logits.device)
     on_path = logits[row[:, None], accepted.path[row]].float()

@@ -1,4 +1,4 @@
-"""One optimiser step on one device: forward, backward, clipping and AdamW."""
+"""Training loop, and the optimiser step on one device."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Update:
 
     Args:
         loss: Weighted mean over all workers and mean over micro-batches, in nats.
-        gradient_norm: Norm of the gradient before clipping.
-        learning_rate: Learning rate of the step.
+        gradient_norm: Before clipping.
+        learning_rate: Of the step.
     """
 
     loss: float
@@ -32,7 +32,7 @@ class Update:
 
 
 class Optimiser(Protocol):
-    """Applies optimiser steps to the head's parameters. Models that are sharded need an implementation of their own."""
+    """Applies optimiser steps to the head's parameters. Sharded models need their own implementation."""
 
     def update(self, parts: Sequence[DraftBatch]) -> Update:
         """Apply one step: forward, backward, clip, update.
@@ -62,12 +62,7 @@ def check_finite(step: int, loss: float, gradient_norm: float) -> None:
 
 
 class TorchOptimiser:
-    """`Optimiser` in this process.
-
-    Args:
-        step_of: Base and head, on one device.
-        settings: Learning rate and limits.
-    """
+    """`Optimiser` on one device, in this process."""
 
     def __init__(self, step_of: TrainingStep, settings: TrainingSettings) -> None:
         self._step_of, self._settings = step_of, settings
@@ -75,7 +70,6 @@ class TorchOptimiser:
         self.steps = 0
 
     def update(self, parts: Sequence[DraftBatch]) -> Update:
-        """Apply one step; see `Optimiser.update`."""
         rate = self._settings.learning_rate_at(self.steps)
         loss = 0.0
         for part in parts:
@@ -95,26 +89,21 @@ class TorchOptimiser:
         return Update(loss, norm, rate)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that `load_state_dict` takes."""
         return {"adamw": self._adamw.state_dict(), "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the state, so that training goes on after its steps."""
         self._adamw.load_state_dict(state["adamw"])
         self.steps = state["steps"]
 
 
-# ---- The training loop: optimiser steps, and β on held-out texts every so many steps.
-
-
 @dataclass(frozen=True)
 class StepDone:
-    """A step that was taken.
+    """A completed step.
 
     Args:
         step: Its number, from 1.
         update: Result of the optimiser.
-        beta: Held-out β by number of draft nodes if an evaluation followed the step.
+        beta: Held-out β by number of draft tokens, if an evaluation followed the step.
     """
 
     step: int
@@ -134,9 +123,8 @@ def train(
     Args:
         optimiser: An optimiser that has taken `done` steps.
         steps: This worker's micro-batches of each step, from step `done + 1` on.
-        settings: Give the number of steps and the steps between evaluations.
-        evaluate: Measures held-out β by number of draft nodes.
-        done: Steps that were taken before.
+        settings: Number of steps and steps between evaluations.
+        evaluate: Measures held-out β by number of draft tokens.
 
     Raises:
         TrainingError: The loss is not finite.

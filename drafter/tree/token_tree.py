@@ -116,7 +116,7 @@ def root_only(pending: Tensor) -> TokenTree:
 
 
 def bare_trees(pending: Tensor, size: int) -> TokenTree:
-    """Return trees `[B, size]` all of whose nodes are roots, of pending tokens `[B]`, for forwards of a fixed shape."""
+    """Return trees `[B, size]` all of whose nodes are roots, of pending tokens `[B]`; a forward treats them as any."""
     return TokenTree(*(part.expand(len(pending), size) for part in vars(root_only(pending)).values()))
 
 
