@@ -143,9 +143,6 @@ class RowSampling:
     """Sampling of the R rows of a step.
 
     Args:
-        table: Settings of all slots.
-        rows: The R slots.
-        mode: Stages that they need.
         tokens: `[R, L]` int64 prompt and output; entries past `lengths` are ignored.
         lengths: `[R]` int64 committed tokens.
     """
@@ -162,9 +159,6 @@ class NodeChoices:
 
     Args:
         logits: `[B, N, V]` by node id.
-        tree: `[B, N]`.
-        ancestors: `[B, N, N]` of the tree.
-        sampling: Sampling of the rows.
     """
 
     def __init__(self, logits: Tensor, tree: TokenTree, ancestors: Tensor, sampling: RowSampling) -> None:

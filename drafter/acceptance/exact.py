@@ -55,10 +55,7 @@ def walk(tree: TokenTree, choices: Tensor, ancestors: Tensor, depth: int) -> Acc
         path    [0, 2, 3]      tokens  [5, 4, 9]      count 2
 
     Args:
-        tree: `[B, N]` nodes.
         choices: `[B, N]` the target model's choice after each node, by node id.
-        ancestors: `[B, N, N]` of the tree.
-        depth: D, bound of the nodes' depths.
     """
     if tree.size == 1:
         return Accepted(tree.parents, choices, torch.zeros_like(choices[:, 0]))
@@ -77,9 +74,7 @@ def descend(tree: TokenTree, choose: Callable[[Tensor, Tensor], Tensor], depth: 
     """Return what `walk` returns, but choose only at the nodes on the path, for expensive choices.
 
     Args:
-        tree: `[B, N]` nodes.
         choose: Returns the target model's choices `[R]` for (rows `[R]`, nodes `[R]`).
-        depth: D, bound of the nodes' depths.
     """
     rows = torch.arange(len(tree.tokens), device=tree.tokens.device)
     ids = torch.arange(tree.size, device=rows.device)

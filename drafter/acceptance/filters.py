@@ -142,9 +142,6 @@ class History:
         tokens: `[B, L]`; entries past `lengths` are ignored.
         lengths: `[B]` committed tokens.
         prompt_lengths: `[B]`; the output begins there.
-        tree: `[B, N]`.
-        ancestors: `[B, N, N]` of the trees.
-        vocabulary: V.
     """
 
     def __init__(

@@ -88,7 +88,6 @@ def noise_bits(keys: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
     Args:
         keys: `[R]` int64 `seed_key` of the rows' seeds.
         positions: `[R]` int64.
-        vocabulary: V.
     """
     hashed = hashes(keys, positions, torch.arange(-(-vocabulary // 2), device=keys.device))
     # Two tokens share a 64-bit hash: the even one has its lower half, the odd one its upper half. A view as 32-bit

@@ -34,8 +34,6 @@ def node_views(verified: Verified, sampling: RowSampling, entropy: Callable[[Ten
     """Compute the views.
 
     Args:
-        verified: The trees and the target model's logits.
-        sampling: Sampling of the rows.
         entropy: Maps log-probabilities `[B, V]` to `[B]`.
     """
     tree = verified.tree
@@ -74,11 +72,9 @@ def lenient_walk(tree: TokenTree, choices: Tensor, lenient: Tensor, log_probs: T
         path    [0, 1, 3]      tokens  [3, 4, 9]      count 2   lenient [True, False, False]
 
     Args:
-        tree: `[B, N]` nodes.
         choices: `[B, N]` the target model's choice after each node, by node id.
         lenient: `[B, N]` bool: nodes that may be accepted whatever was chosen at their parent.
         log_probs: `[B, N]` log-probability of each node's token at its parent; the root's is not read.
-        depth: D, bound of the nodes' depths.
     """
     batch, nodes = tree.tokens.shape
     ids = torch.arange(nodes, device=choices.device).expand(batch, nodes)

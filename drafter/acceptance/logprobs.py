@@ -53,7 +53,6 @@ def path_logprobs(logits: Tensor, accepted: Accepted, rows: Sequence[int], count
 
     Args:
         logits: `[B, N, V]` by node id.
-        accepted: The paths of all rows.
         rows: The R rows that want log-probabilities.
         count: K.
     """

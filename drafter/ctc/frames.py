@@ -159,7 +159,6 @@ class CTCFrames(FrameHead):
         """Return the labels' term in the first layer of the joint network, `[..., joint_size]`.
 
         Args:
-            base: Lends its embedding.
             labels: `[..., c]` the last labels, the newest last.
         """
         return self.joint_labels(self.label_norm(base.embed(labels)).flatten(-2))  # type: ignore[no-any-return]

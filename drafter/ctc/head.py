@@ -79,7 +79,6 @@ class CTCHead(CTCFrames):
         """Return the prefix loss of frames with a label context.
 
         Args:
-            base: Lends its embedding and LM head.
             states: `[N, F, d]` frame states.
             text: `[N, c + U]` tokens around each anchor: `c` up to the pending token, then the targets.
             targets: `[N, U]` draft ids of the targets.

@@ -26,8 +26,6 @@ class FrameLattice:
     """`LabelModel` that runs the head as it is. The state of a path is its last `c` tokens, as ids of the target model.
 
     Args:
-        head: A head with a label context.
-        base: Lends its embedding and LM head.
         states: `[B, F, d]` frame states.
         recent: `[B, c]` last tokens of each text, the pending token last.
     """
@@ -97,10 +95,8 @@ class FactoredLattice(FrameLattice):
 
     Args:
         head: A head with a label context, whose LM head has no bias.
-        base: Lends its embedding and LM head.
         states: `[B, F, d]` frame states.
         recent: `[B, c]` last tokens of each text, the pending token last.
-        factor: The head's factor.
     """
 
     def __init__(self, head: CTCFrames, base: BaseModel, states: Tensor, recent: Tensor, factor: LabelFactor) -> None:
@@ -137,7 +133,6 @@ class NativeSearch:
 
     Args:
         head: A head with a label context, in fp32 on a CPU.
-        base: Lends its embedding and LM head.
         beam: Prefixes kept at each depth.
 
     Raises:

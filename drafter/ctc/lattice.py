@@ -23,8 +23,6 @@ class LabelModel(Protocol):
         """Return the distributions of frames `first..stop-1` (from 0) after M paths.
 
         Args:
-            first: The first frame.
-            stop: The frame after the last.
             rows: `[M]` row of the batch that each path belongs to.
             state: `[M, ...]` state of each path.
 
@@ -58,11 +56,8 @@ def best_lattice_trie(
 
     Args:
         model: Gives each token's probability after a path.
-        pending: `[B]` tokens of the roots.
         frames: T, number of frames.
         band: Number of frames that may hold a label.
-        depth: Longest prefix.
-        size: Nodes of each tree, root included.
         beam: Prefixes kept at each depth. None keeps as many as the tree could hold, which makes the search exact.
         least: On a CPU, prefixes of no higher probability are not extended.
 

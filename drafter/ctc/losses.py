@@ -105,7 +105,6 @@ def lattice_prefix_loss(
         blank: `[N, U, B]` log-probability that it emits a blank.
         lengths: `[N]` number of valid labels.
         frames: T; entries of frames beyond it do not count.
-        decay: As in `prefix_loss`.
         choices: Labels, if not the text itself: log-probabilities `[N, U, B, K]` that the frame emits each label, and
             weights `[N, U, K]`.
     """

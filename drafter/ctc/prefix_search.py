@@ -39,9 +39,6 @@ def best_trie(log_probs: Tensor, pending: Tensor, depth: int, size: int, candida
 
     Args:
         log_probs: `[B, T, V + 1]` normalised log-probabilities of the frames; the blank is the last symbol.
-        pending: `[B]` tokens of the roots.
-        depth: Longest prefix.
-        size: Nodes of each tree, root included.
         candidates: Tokens that are searched in each row, those with the largest `Σ_j p_j(v)`; None for all. This sum
             bounds the probability of a prefix that contains `v`, so only prefixes below the best left-out token's are
             missed. Memory grows with `candidates · T²` per row.
@@ -126,9 +123,6 @@ def static_tree(
 
     Args:
         log_probs: `[B, T, V + 1]`, blank last; without a blank `[B, T, V]`.
-        pending: `[B]` tokens of the roots.
-        depth: Longest path.
-        size: Nodes of each tree, root included.
         blank: Collapse alignments. Without a blank, frame `u` emits token `u`, as Medusa's heads do.
         top_k: Symbols that each frame offers.
         alignments: Paths of the fixed tree over the frames.
@@ -150,7 +144,6 @@ def collapse(alignments: Tensor, log_probs: Tensor, blank: int, depth: int) -> t
     Args:
         alignments: `[..., T]` symbols.
         log_probs: `[..., T]` log-probability of each alignment up to each frame.
-        blank: The blank symbol.
         depth: Most tokens of a path; later tokens are dropped.
 
     Returns:

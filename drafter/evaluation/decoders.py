@@ -89,10 +89,7 @@ def transformers_decoder(base: Generating, batch: int, pad: int, **settings: Any
     random generator.
 
     Args:
-        base: The model.
         batch: Requests of one call.
-        pad: Token to pad with.
-        settings: Further arguments of `generate`.
     """
 
     def generate(requests: Sequence[Request]) -> list[list[int]]:

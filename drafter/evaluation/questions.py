@@ -116,8 +116,6 @@ class Prompt:
     """One turn of a conversation.
 
     Args:
-        request: Token ids and sampling settings, with its own seed.
-        category: Category of its question.
         answer: Tokens of plain decoding's answer.
     """
 

@@ -141,7 +141,6 @@ class Figures:
     """Derived figures of one cell.
 
     Args:
-        cell: The cell.
         rate: Tokens per second, median over rounds.
         gamma: Speed relative to plain decoding.
         relative_to_transformers: Speed relative to `transformers.generate`; None if not measured.

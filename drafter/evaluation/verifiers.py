@@ -72,9 +72,7 @@ class VerifierRun:
     """Results of decoding the requests under one verifier.
 
     Args:
-        verifier: Its settings.
         token_ids: New tokens of each request, in the first round.
-        texts: Their texts.
         lenient_tokens: Tokens that the target model would not have chosen, in the first round.
         counts: Speculation counts of the first round.
         rates: Tokens per second, by round.
@@ -176,7 +174,6 @@ class VerifierFigures:
     """Speed and utility of a verifier.
 
     Args:
-        verifier: Its settings.
         utility: Sums over the requests: of exact decoding, and of this verifier.
         beta: New tokens per target forward.
         gamma: Speed relative to plain decoding.
@@ -365,8 +362,6 @@ def _between(
 
     Args:
         line: Settings without the varied one.
-        found: All figures so far.
-        keep: Share that is enough.
         limits: Values believed to keep enough and too little, or None.
         best: The largest β that keeps enough.
     """

@@ -238,7 +238,6 @@ class AttentionReader(ContextReader, FrameReader):
 
     Args:
         module: The layers, on the target model's device and in its dtype.
-        base: Lends its embedding.
         fresh: Tokens that an ordinary step adds to a sequence at most.
     """
 

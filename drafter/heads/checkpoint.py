@@ -151,8 +151,6 @@ def load_head(name_or_path: str | Path, base: BaseModel, algorithms: Mapping[str
 
     Args:
         name_or_path: A folder, or a hub id (`HF_HUB_OFFLINE` is respected).
-        base: The target model.
-        algorithms: Class of each algorithm that may be loaded.
 
     Raises:
         LoadError: The head does not exist, its algorithm or configuration is unknown, its weights are damaged, missing,
@@ -183,7 +181,6 @@ def is_head_of(name_or_path: str | Path, base: BaseModel) -> bool:
 
     Args:
         name_or_path: A folder, or a hub id.
-        base: The target model.
 
     Raises:
         LoadError: The head does not exist, or its `config.json` cannot be read.

@@ -18,8 +18,6 @@ def head_config(name: str, config_class: type, values: Mapping[str, Any]) -> Any
     """Return an instance of the dataclass `config_class`.
 
     Args:
-        name: The head, for messages.
-        config_class: Configuration of the head's algorithm.
         values: Its fields. Types must match exactly, except that an integer will do for a float.
 
     Raises:

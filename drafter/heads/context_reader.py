@@ -38,7 +38,6 @@ class CacheShape:
     """Size of the cache.
 
     Args:
-        layers: Attention layers.
         heads: Key heads of a layer.
         size: D, width of a head.
         behind: Positions after the pending token's that the module writes to.
@@ -56,9 +55,7 @@ class ContextReader(SlotReader, ABC):
     An entry is a token and the target model's hidden state before it, and depends on nothing else.
 
     Args:
-        base: Lends its embedding.
         fresh: Most tokens that an ordinary step adds to a sequence.
-        shape: Size of the cache.
     """
 
     bounded = True

@@ -113,7 +113,6 @@ class DraftHead(nn.Module, ABC):
         """Return the training loss of one batch.
 
         Args:
-            base: The target model, which generated the targets.
             batch: B texts with A anchors each. Anchors without a target do not count.
             hidden: `[B, L, K · d]` hidden states of `hidden_layers`.
             labels: `[B, A, U, K]` what the head should predict for each target.
@@ -124,7 +123,6 @@ class DraftHead(nn.Module, ABC):
         """Return a drafter with the head's present weights, on the target model's device and in its dtype.
 
         Args:
-            base: The target model.
             nodes: Draft tokens of the largest tree.
             tree: `exact` is the best trie under the head's distributions, `static` the published fixed tree.
 
@@ -142,12 +140,9 @@ class DraftHead(nn.Module, ABC):
         """Return the trees that decoding would propose at many positions of known text, `[B * A, size]`.
 
         Args:
-            base: The target model.
             tokens: `[B, L]`.
             hidden: `[B, L, K · d]` hidden states of `hidden_layers`.
             anchors: `[B, A]` positions of the pending tokens.
-            size: Nodes of a tree, root included.
-            tree: As in `drafter`.
 
         Raises:
             ValueError: As in `drafter`.

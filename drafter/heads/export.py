@@ -22,7 +22,6 @@ def export_head(source: Path, target: Path, base: TargetOfExport) -> None:
 
     Args:
         source: A folder that `save_head` has written.
-        target: An existing folder.
         base: The head's target model.
 
     Raises:

@@ -44,7 +44,6 @@ class DraftModule(nn.Module, ABC):
         """Return a reader that computes frames step by step, on the target model's device and in its dtype.
 
         Args:
-            base: Lends its embedding.
             fresh: Most tokens that an ordinary step adds to a sequence.
         """
 
@@ -146,9 +145,6 @@ class FrameHead(DraftHead):
         Args:
             states: `[B, F, d]` the frames that `frames_for` asks for.
             recent: `[B, recent_tokens]`, the pending token last.
-            base: Lends its embedding and LM head.
-            size: Nodes of a tree, root included.
-            tree: As in `DraftHead.drafter`.
         """
 
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
@@ -215,7 +211,6 @@ def last_tokens(tokens: Tensor, anchors: Tensor, count: int) -> Tensor:
     Args:
         tokens: `[B, L]`.
         anchors: `[B, A]` positions.
-        count: Number of tokens.
     """
     back = torch.arange(1 - count, 1, device=tokens.device)
     index = (anchors[:, :, None] + back).clamp_min(0)

@@ -30,12 +30,6 @@ def public_config(file: Path) -> Json | None:
 def read_public(name: str, config: Json, tensors: dict[str, Tensor], base: BaseModel) -> PublicHead:
     """Convert a published head.
 
-    Args:
-        name: The head, for messages.
-        config: From `public_config`.
-        tensors: Its weights.
-        base: The target model.
-
     Raises:
         LoadError: It belongs to another target model, or its kind is not supported.
     """

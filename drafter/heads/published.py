@@ -26,9 +26,7 @@ class PublicHead:
     """A published head, converted.
 
     Args:
-        layout: Name of its layout.
         algorithm: A key of `HEADS`.
-        fields: Fields of its configuration.
         tensors: Its weights by our names.
         made_for: Hub id or path of its target model, if known.
     """
@@ -45,8 +43,6 @@ class TargetOfExport:
     """The target model as an exported head names it.
 
     Args:
-        name: Hub id or path.
-        architectures: Of its configuration.
         max_positions: Longest sequence, if its configuration says.
         embeddings: `[V, d]` token embeddings. An EAGLE-3 head has a copy: without it speculators 0.9 may initialise
             them randomly, though vLLM would take the target model's.
@@ -148,8 +144,6 @@ def base_embeddings(model: str, config: Any, *, trust_remote_code: bool = False)
     files.
 
     Args:
-        model: Hub id or folder.
-        config: Its transformers configuration.
         trust_remote_code: Run modeling code that comes with it.
     """
     with transformers_loading(), torch.device("meta"):

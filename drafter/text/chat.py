@@ -43,8 +43,6 @@ class Chat:
     """Messages, and the chat template's text of them up to the beginning of the assistant's answer.
 
     Args:
-        messages: The messages.
-        text: The text.
         now: Time, for a template that reads the clock.
     """
 
@@ -57,8 +55,6 @@ def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], now: datetim
     """Apply the tokeniser's chat template.
 
     Args:
-        tokenizer: A transformers tokeniser with a chat template.
-        messages: The chat.
         now: Time, for a template that reads the clock; by default the time of this call.
 
     Raises:
@@ -128,7 +124,6 @@ def encode_chats(
     Where no message has the text of a special token, these are the tokens of `apply_chat_template`.
 
     Args:
-        tokenizer: A transformers tokeniser with a chat template.
         chats: Results of `render_chat`.
         special_tokens: Encode the text of a special token in a message as that token. Otherwise it is text, or an error
             if the tokeniser cannot encode it as such.

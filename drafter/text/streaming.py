@@ -50,7 +50,7 @@ class Detokenizer:
 
 
 class StopSearch:
-    """Finds stop strings in a text that comes in pieces, in amortised constant time per character.
+    """Finds stop strings in a text that comes in pieces, in amortised constant time per character and string.
 
     Args:
         stop: The strings, none of them empty.
@@ -76,7 +76,6 @@ class StopSearch:
         """Add a piece to the text, unless a stop string has been found.
 
         Args:
-            piece: The piece.
             hidden: The piece is not shown, as the text of a special token, but stop strings are found in it.
         """
         if hidden:
@@ -158,9 +157,7 @@ def refuse_endless(text: str, max_length: float, longest: int) -> None:
     """Refuse a text that cannot fit, before tokenising it, which would take minutes and gigabytes.
 
     Args:
-        text: The text of a prompt.
         max_length: Limit of prompt and output tokens together.
-        longest: See `longest_token`.
 
     Raises:
         PromptTooLongError: The text is too long.

@@ -23,7 +23,6 @@ class Update:
     Args:
         loss: Weighted mean over all workers and mean over micro-batches, in nats.
         gradient_norm: Before clipping.
-        learning_rate: Of the step.
     """
 
     loss: float
@@ -102,7 +101,6 @@ class StepDone:
 
     Args:
         step: Its number, from 1.
-        update: Result of the optimiser.
         beta: Held-out β by number of draft tokens, if an evaluation followed the step.
     """
 

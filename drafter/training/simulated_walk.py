@@ -43,10 +43,7 @@ class Walks:
         """Count the walks through a batch of texts, all of whose positions are anchors.
 
         Args:
-            head: The head in evaluation mode, on the target model's device.
-            base: The target model, which generated the texts.
             batch: One of `walked_batches`. Its hidden states, if any, begin with those that the head reads.
-            tree: As in `DraftHead.drafter`.
         """
         batch, counts = batch.to(base.device), list(self.steps)
         if batch.hidden is None:
@@ -77,11 +74,8 @@ def simulated_beta(
     """Return β by number of draft tokens: new tokens per target forward over greedy walks through `texts`.
 
     Args:
-        head: The head, on the target model's device.
-        base: The target model, which generated the texts greedily.
         texts: Texts held out of training.
         node_counts: Numbers of draft tokens. Smaller trees are leading slices of the largest.
-        tree: As in `DraftHead.drafter`.
         texts_at_once: Texts of one forward.
     """
     training = head.training

@@ -17,7 +17,6 @@ class TrainingStep(nn.Module):
     """Computes the loss of a head on a batch. The frozen target model computes hidden states that the batch lacks.
 
     Args:
-        base: The frozen target model.
         head: The head, on the target model's device. Only its parameters are trained.
         settings: Labels and precision.
     """

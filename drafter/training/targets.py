@@ -25,7 +25,6 @@ class RegeneratedText:
     """A prompt and the target model's own continuation of it.
 
     Args:
-        tokens: Prompt and continuation.
         prompt_length: Tokens of the prompt, at least 1.
         hidden: `[len(tokens), K · d]` stored hidden states that training reads, if any.
     """
@@ -107,9 +106,6 @@ def teacher_labels(
     the LM head do: the order of the tokens is right, but the weights are sharper or flatter.
 
     Args:
-        base: The target model.
-        head: The head that learns from the labels.
-        batch: The texts and anchors.
         hidden: `[B, L, d]` last hidden states of the texts.
         count: K. With 1 the label is the token that greedy decoding chooses.
         temperature: Temperature of the softmax over the K logits.

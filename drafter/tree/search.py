@@ -56,9 +56,6 @@ def best_first_trie(
 
     Args:
         conditionals: The model. It is called at most `depth` times.
-        pending: `[B]` tokens of the roots.
-        depth: Longest prefix.
-        size: Nodes of each tree, root included.
         beam: Most nodes of a depth that are run; `most_places(depth, beam)` is the largest P of a frontier.
         least: On a CPU, prefixes of no higher probability are not extended.
 
@@ -139,8 +136,6 @@ def best_product_trie(log_probs: Tensor, pending: Tensor, size: int) -> TokenTre
 
     Args:
         log_probs: `[B, U, V]` normalised log-probabilities of the token at each depth.
-        pending: `[B]` tokens of the roots.
-        size: Nodes of each tree, root included.
     """
     beam = size - 1
     if beam < 1:
@@ -169,7 +164,6 @@ def likeliest_chain(log_probs: Tensor, pending: Tensor, size: int) -> TokenTree:
 
     Args:
         log_probs: `[B, U, V]` normalised log-probabilities of the token at each depth.
-        pending: `[B]` tokens of the roots.
         size: Nodes of each chain, root included; a chain longer than U is padded.
     """
     best, names = log_probs[:, : size - 1].float().max(2)

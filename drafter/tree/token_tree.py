@@ -126,7 +126,6 @@ def from_nodes(
     """Return the tree of the most probable candidate nodes.
 
     Args:
-        pending: `[B]` tokens of the roots.
         tokens: `[B, M]` candidate tokens, **in an order that puts parents before children**.
         parents: `[B, M]` index of each candidate's parent among the candidates, -1 for the root.
         depths: `[B, M]` or `[M]`, 1 below the root.
@@ -166,10 +165,8 @@ def from_paths(pending: Tensor, paths: Tensor, log_probs: Tensor, size: int) -> 
     """Merge paths into tries. Equal prefixes become one node, with the largest of their probabilities.
 
     Args:
-        pending: `[B]` tokens of the roots.
         paths: `[B, P, U]` continuations, `PAD_TOKEN` past a path's end.
         log_probs: `[B, P, U]` log probability of each prefix, falling along a path.
-        size: Nodes of each tree, root included.
     """
     batch, count, depth = paths.shape
     same = torch.ones(batch, count, count, dtype=torch.bool, device=paths.device)
