@@ -119,7 +119,7 @@ class SamplingMode:
 
     @property
     def likeliest(self) -> bool:
-        """Whether every choice is the token with the largest logit."""
+        """True if every choice is the token with the largest logit."""
         return not (self.biased or self.penalties or self.random)
 
     @classmethod
@@ -140,12 +140,7 @@ class SamplingMode:
 
 @dataclass(frozen=True)
 class RowSampling:
-    """Sampling of the R rows of a step.
-
-    Args:
-        tokens: `[R, L]` int64 prompt and output; entries past `lengths` are ignored.
-        lengths: `[R]` int64 committed tokens.
-    """
+    """Sampling of a step's R rows: `tokens` `[R, L]` (prompt and output) count up to `lengths` `[R]`, both int64."""
 
     table: SamplingTable
     rows: slice
@@ -155,11 +150,7 @@ class RowSampling:
 
 
 class NodeChoices:
-    """The target model's choices at nodes of a step's trees.
-
-    Args:
-        logits: `[B, N, V]` by node id.
-    """
+    """The target model's choices at nodes of a step's trees, from `logits` `[B, N, V]` by node id."""
 
     def __init__(self, logits: Tensor, tree: TokenTree, ancestors: Tensor, sampling: RowSampling) -> None:
         self._logits, self._depths, self._lengths = logits, tree.depths, sampling.lengths

@@ -61,7 +61,7 @@ class Verifier(ABC):
     name: ClassVar[str]
     """Name in settings and results."""
     lossless: ClassVar[bool]
-    """Whether the output is exactly that of plain decoding. Otherwise all output is marked."""
+    """True if the output is exactly that of plain decoding. Otherwise all output is marked."""
     lookahead: int = 0
     """Draft tokens after a mismatch that the decision needs; the drafter must be able to go so deep."""
 

@@ -73,8 +73,7 @@ def walk(tree: TokenTree, choices: Tensor, ancestors: Tensor, depth: int) -> Acc
 def descend(tree: TokenTree, choose: Callable[[Tensor, Tensor], Tensor], depth: int) -> Accepted:
     """Return what `walk` returns, but choose only at the nodes on the path, for expensive choices.
 
-    Args:
-        choose: Returns the target model's choices `[R]` for (rows `[R]`, nodes `[R]`).
+    `choose` returns the target model's choices `[R]` for (rows `[R]`, nodes `[R]`).
     """
     rows = torch.arange(len(tree.tokens), device=tree.tokens.device)
     ids = torch.arange(tree.size, device=rows.device)

@@ -76,11 +76,9 @@ def keep_ranked(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> T
 
 
 def keep_probable(scores: Tensor, min_p: Tensor) -> Tensor:
-    """Return scores of the tokens with at least `min_p` times the best one's probability, -inf elsewhere.
+    """Return scores of the tokens with at least `min_p` `[R]` times the best one's probability, -inf elsewhere.
 
-    Args:
-        scores: `[R, V]` after temperature, each row's maximum 0.
-        min_p: `[R]` in [0, 1].
+    The maximum of each row of `scores` `[R, V]`, after temperature, is 0.
     """
     return scores.masked_fill(scores < min_p[:, None].log(), -torch.inf)
 
@@ -164,9 +162,7 @@ class History:
         self._ancestors = ancestors
 
     def before(self, rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return counts before the choice at `nodes` `[R]` of `rows` `[R]`, `[R, V]` float64: of prompt and output, and
-        of the output alone.
-        """
+        """Count tokens before the choice at `nodes` `[R]` of `rows` `[R]`, `[R, V]` float64: all, and the output's."""
         own, path = self._own[rows], self._ancestors[rows, nodes]
         seen = self._seen[rows].scatter_add_(1, own, (path & self._real[rows]).double())
         said = self._said[rows].scatter_add_(1, own, (path & self._is_output[rows]).double())

@@ -83,11 +83,8 @@ def _draw_on_host(scores: npt.NDArray[np.float64], keys: _Integers, positions: _
 
 
 def noise_bits(keys: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """Return uniform noise `[R, V]`, integers of 32 bits from −2³¹ on, of (seed, position, token).
-
-    Args:
-        keys: `[R]` int64 `seed_key` of the rows' seeds.
-        positions: `[R]` int64.
+    """Return uniform noise `[R, V]`, 32-bit integers from −2³¹ on, of keys (see `draw`) and positions, both `[R]`
+    int64.
     """
     hashed = hashes(keys, positions, torch.arange(-(-vocabulary // 2), device=keys.device))
     # Two tokens share a 64-bit hash: the even one has its lower half, the odd one its upper half. A view as 32-bit

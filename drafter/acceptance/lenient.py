@@ -31,11 +31,7 @@ class NodeViews:
 
 
 def node_views(verified: Verified, sampling: RowSampling, entropy: Callable[[Tensor], Tensor]) -> NodeViews:
-    """Compute the views.
-
-    Args:
-        entropy: Maps log-probabilities `[B, V]` to `[B]`.
-    """
+    """Compute the views. `entropy` maps log-probabilities `[B, V]` to `[B]`."""
     tree = verified.tree
     rows = torch.arange(len(tree.tokens), device=tree.tokens.device)
     asked = NodeChoices(verified.logits, tree, verified.ancestors, sampling)
@@ -62,11 +58,11 @@ def leading_entropy(log_probs: Tensor, count: int = 3) -> Tensor:
 
 
 def lenient_walk(tree: TokenTree, choices: Tensor, lenient: Tensor, log_probs: Tensor, depth: int) -> Accepted:
-    """Descend from the root along acceptable nodes: to an exact child if there is one, else to where the walk goes
-    deepest.
+    """Descend from the root, at each node to the exact child if there is one, otherwise to where the walk goes deepest.
 
     Root 7 with children 3 and 5, and 4 below 3; the target model chooses 6 at the root and 4 at node 1. Both children
-    of the root are lenient, and the walk goes deepest by the first::
+    of
+    the root are lenient, and the walk goes deepest by the first::
 
         tokens  [7, 3, 5, 4]   parents [0, 0, 0, 1]   choices [6, 4, 1, 9]
         path    [0, 1, 3]      tokens  [3, 4, 9]      count 2   lenient [True, False, False]

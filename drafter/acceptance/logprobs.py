@@ -32,11 +32,8 @@ class PathLogprobs:
         return PathLogprobs(*(tensor.to("cpu", non_blocking=True) for tensor in vars(self).values()))
 
     def read(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[TokenLogprob]]:
-        """Return each row's log-probabilities, from tensors on the host.
-
-        Args:
-            tokens: Tokens emitted for each row, at most D + 1.
-            counts: Number of most probable tokens each row wants, at most K.
+        """Return log-probabilities of each row's `tokens`, at most D + 1, and of its `counts` ≤ K best; tensors on the
+        host.
         """
         rows = zip(tokens, counts, self.chosen.tolist(), self.top_tokens.tolist(), self.top.tolist(), strict=True)
         return [
@@ -49,13 +46,7 @@ class PathLogprobs:
 
 
 def path_logprobs(logits: Tensor, accepted: Accepted, rows: Sequence[int], count: int) -> PathLogprobs:
-    """Return the log-softmax in fp32 at the accepted nodes only.
-
-    Args:
-        logits: `[B, N, V]` by node id.
-        rows: The R rows that want log-probabilities.
-        count: K.
-    """
+    """Return the log-softmax in fp32 of `logits` `[B, N, V]` at the accepted nodes of `rows`, with the `count` best."""
     row = send(torch.tensor(rows), logits.device)
     on_path = logits[row[:, None], accepted.path[row]].float()
     normaliser = on_path.logsumexp(-1, keepdim=True)

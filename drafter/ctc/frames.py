@@ -128,27 +128,18 @@ class CTCFrames(FrameHead):
             )
 
     def token_log_probs(self, states: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return float32 log-probabilities of the tokens given that the frame emits one, `[..., V]`.
-
-        Args:
-            states: `[..., d]` frame states.
-            lm_head: From normalised states to logits.
+        """Return float32 log-probabilities `[..., V]` of the tokens given that the frame, of `states` `[..., d]`, emits
+        one.
         """
         return lm_head(self.norm(states)).float().log_softmax(-1)
 
     def log_probs(self, states: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return float32 log-probabilities of all symbols, `[..., V + 1]`, the blank last.
-
-        Args:
-            states: `[..., d]` frame states.
-            lm_head: From normalised states to logits.
-        """
+        """Return float32 log-probabilities `[..., V + 1]` of all symbols, blank last, of frame states `[..., d]`."""
         blank, emit = self.blank_log_probs(self.norm(states))
         return torch.cat([self.token_log_probs(states, lm_head) + emit, blank], -1)
 
     def blank_log_probs(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities `[..., 1]` of the blank and of all tokens together, of normalised `states` `[...,
-        d]`.
+        """Return log-probabilities `[..., 1]` of the blank and of all tokens together, of normalised states `[..., d]`.
 
         The blank's output `z` is a log-odds: `p(ε) = σ(z)`. So its bias means the same for every vocabulary size.
         """
@@ -156,20 +147,16 @@ class CTCFrames(FrameHead):
         return F.logsigmoid(blank), F.logsigmoid(-blank)
 
     def label_terms(self, base: BaseModel, labels: Tensor) -> Tensor:
-        """Return the labels' term in the first layer of the joint network, `[..., joint_size]`.
-
-        Args:
-            labels: `[..., c]` the last labels, the newest last.
+        """Return the term of the last labels `[..., c]`, newest last, in the joint network's first layer, `[...,
+        joint_size]`.
         """
         return self.joint_labels(self.label_norm(base.embed(labels)).flatten(-2))  # type: ignore[no-any-return]
 
     def joint(self, states: Tensor, terms: Tensor) -> Tensor:
         """Return frame states with a label context, `[..., d]`: `s_j + MLP[s_j; e(y)]`, then residual layers.
 
-        Args:
-            states: `[..., d]` frame states.
-            terms: `[..., joint_size]` pre-activation of the first layer: `joint_frames` of the states plus
-                `label_terms`.
+        `terms` `[..., joint_size]` is the first layer's pre-activation: `joint_frames` of the states plus
+        `label_terms`.
         """
         return self.joint_activations(states, terms)[0]
 

@@ -58,18 +58,12 @@ def shifted(state: Tensor, tokens: Tensor) -> Tensor:
 
 
 _SMALLER = 2
-"""The factor must be this many times smaller than the LM head, or computing the frames' logits costs more than it
-saves.
-"""
+"""The factor must be this many times smaller than the LM head, to make up for computing the frames' logits."""
 
 
 @dataclass(frozen=True)
 class LabelFactor:
-    """The LM head applied to the joint network's output weights.
-
-    Args:
-        logits: `[R + 1, V]`: `(W·c(O))ᵀ`, then `W·β`.
-    """
+    """The LM head applied to the joint network's output weights: `[R + 1, V]`, `(W·c(O))ᵀ`, then `W·β`."""
 
     logits: Tensor
 
@@ -88,15 +82,9 @@ def is_factored(head: CTCFrames, base: BaseModel) -> bool:
 
 
 class FactoredLattice(FrameLattice):
-    """`LabelModel` equal to `FrameLattice` up to rounding that reads the LM head once per draft, not once per tree
-    level.
+    """`FrameLattice` up to rounding, but reads the LM head, which has no bias, once per draft, not once per tree level.
 
     The search must extend all paths of a level: they come ordered by row, the same number for each.
-
-    Args:
-        head: A head with a label context, whose LM head has no bias.
-        states: `[B, F, d]` frame states.
-        recent: `[B, c]` last tokens of each text, the pending token last.
     """
 
     def __init__(self, head: CTCFrames, base: BaseModel, states: Tensor, recent: Tensor, factor: LabelFactor) -> None:

@@ -32,9 +32,7 @@ class LabelModel(Protocol):
         """
 
     def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
-        """Append one of `tokens` `[M]` to each path; return the new state `[M, ...]`. Tokens are indices into the
-        shares of `score`.
-        """
+        """Append one of `tokens` `[M]`, indices into the shares of `score`, to each path; return `[M, ...]`."""
 
 
 LATTICE_BEAM = 10

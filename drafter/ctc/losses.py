@@ -20,13 +20,7 @@ IMPOSSIBLE = -1e30
 
 
 def reachable(targets: Tensor, lengths: Tensor, frames: int) -> Tensor:
-    """Return which prefixes of the targets CTC can emit, `[N, U]` bool.
-
-    Args:
-        targets: `[N, U]` labels.
-        lengths: `[N]` number of valid labels.
-        frames: T.
-    """
+    """Return which prefixes of `targets` `[N, U]` of `lengths` `[N]` CTC can emit in `frames` frames, `[N, U]` bool."""
     position = torch.arange(1, targets.shape[1] + 1, device=targets.device)
     repeats = _repeats(targets).long().cumsum(1)
     return (position <= lengths[:, None]) & (position + repeats <= frames)

@@ -83,13 +83,10 @@ def padding(tokenizer: Any) -> int:
 
 
 def transformers_decoder(base: Generating, batch: int, pad: int, **settings: Any) -> Decoder:
-    """Return a decoder that calls `generate` as its users do, in batches padded on the left.
+    """Return a decoder that calls `generate` as its users do, in batches padded on the left, with further `settings`.
 
     The requests must share their sampling settings except the seed. Above temperature 0 `generate` draws with its own
     random generator.
-
-    Args:
-        batch: Requests of one call.
     """
 
     def generate(requests: Sequence[Request]) -> list[list[int]]:

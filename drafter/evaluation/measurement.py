@@ -59,10 +59,7 @@ class Progress:
 
 
 class Evaluation:
-    """Measures a plan on sets of questions.
-
-    Args:
-        questions: Sets of questions by name.
+    """Measures a plan on named sets of questions.
 
     Raises:
         LoadError: A drafter cannot be loaded, or no drafter has one of the plan's trees.
@@ -94,12 +91,7 @@ class Evaluation:
             raise LoadError(f"there is nothing to measure: {self._skipped[0].reason} (trees: {', '.join(plan.trees)})")
 
     def describe(self, command: str, files: Mapping[str, str]) -> Results:
-        """Return results without cells.
-
-        Args:
-            command: The command line to repeat the evaluation.
-            files: File of each set of questions.
-        """
+        """Return results without cells. `command` repeats the evaluation, `files` names the file of each set."""
         questions = {
             name: {
                 "file": files[name],
@@ -122,10 +114,8 @@ class Evaluation:
         return Results(environment(self._base, command), asdict(self._plan), questions, heads, list(self._skipped))
 
     def run(self, done: Collection[Setting] = ()) -> Iterator[list[Cell] | Progress]:
-        """Measure. Yields the cells of all arms together when a setting is done, and progress in between.
-
-        Args:
-            done: Settings to skip.
+        """Measure, except settings in `done`. Yields the cells of all arms when a setting is done, and progress in
+        between.
 
         Raises:
             QuestionError: A question does not fit the target model.

@@ -48,11 +48,7 @@ class Question:
 
 
 def read_questions(file: str | Path, limit: int | None = None) -> list[Question]:
-    """Read a question file.
-
-    Args:
-        file: JSON lines.
-        limit: Most questions, spread evenly over the file, so that every category keeps its share.
+    """Read JSON lines; at most `limit` questions, spread evenly over the file, so that every category keeps its share.
 
     Raises:
         QuestionError: The file cannot be read, has no question, or has a line that is not a question.
@@ -113,11 +109,7 @@ def _turns_of(messages: Any, where: str) -> list[Any]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One turn of a conversation.
-
-    Args:
-        answer: Tokens of plain decoding's answer.
-    """
+    """One turn of a conversation, and the tokens of plain decoding's answer."""
 
     request: Request
     category: str

@@ -22,12 +22,7 @@ Setting = tuple[float, int, str]
 
 @dataclass(frozen=True)
 class StageSums:
-    """Time of a decoder's steps by stage, from a separate pass.
-
-    Args:
-        seconds: Seconds by stage, over all steps.
-        tokens: New tokens of these steps.
-    """
+    """Seconds by stage over all steps of a separate pass, and the number of their new tokens."""
 
     seconds: dict[str, float]
     tokens: int

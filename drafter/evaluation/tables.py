@@ -20,9 +20,7 @@ def markdown_table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def speed_table(found: Sequence[Figures]) -> str:
-    """Return β, γ and, if measured, the ratio to `transformers.generate` by arm and set of questions, at one batch and
-    temperature.
-    """
+    """Return β, γ and the ratio to `transformers.generate`, if measured, by arm and set of questions."""
     rows = []
     for arm in dict.fromkeys(one.cell.arm for one in found):
         row, made, differing = _named(arm), 0, 0

@@ -1,6 +1,4 @@
-"""Attention draft module: layers with rotary positions (arXiv 2104.09864), and readers that run them over the engine's
-slots.
-"""
+"""Attention draft module with rotary positions (arXiv 2104.09864), and readers that run it over the engine's slots."""
 
 from __future__ import annotations
 
@@ -84,13 +82,7 @@ def rotation_table(rates: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads `[..., D]` to their positions.
-
-    Args:
-        heads: `[..., D]`.
-        cos: Broadcastable to `heads`.
-        sin: Broadcastable to `heads`, the first half negative.
-    """
+    """Rotate heads `[..., D]` to their positions; `cos` and `sin` (first half negative) must broadcast to them."""
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
 
 
@@ -118,12 +110,10 @@ class FrameLayer(nn.Module):
         self.down = nn.Linear(intermediate_size, width, bias=False)
 
     def project(self, entries: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values `[B, S, H, D]`, queries and keys rotated to their positions.
+        """Return queries, keys and values `[B, S, H, D]` of entries `[B, S, d]`, queries and keys rotated to their
+        positions.
 
-        Args:
-            entries: `[B, S, d]`.
-            cos: `[B, S, 1, 1, D]`.
-            sin: `[B, S, 1, 1, D]`, the first half negative.
+        `cos` and `sin` are `[B, S, 1, 1, D]`, the first half of `sin` negative.
         """
         qkv = self.qkv(self.attention_norm(entries)).unflatten(2, (3, self.num_heads, -1))
         queries, keys = rotate(qkv[:, :, :2], cos, sin).unbind(2)
@@ -217,12 +207,9 @@ class AttentionLayers(nn.Module):
         return frames.view(frames.shape[0], starts.shape[1], count, -1)
 
     def remember(self, context: Tensor, rotation: Tensor, store: Callable[[int, Tensor, Tensor], None]) -> None:
-        """Store the keys and values of entries for later frames.
+        """Pass each layer's keys and values `[B, W, H, D]` of entries `[B, W, d]` to `store`, for later frames.
 
-        Args:
-            context: `[B, W, d]` fused entries.
-            rotation: `[B, W, 2, D]` cosine and signed sine at their positions.
-            store: Takes a layer and its keys and values `[B, W, H, D]`.
+        `rotation` is `[B, W, 2, D]`, cosine and signed sine at their positions.
         """
         cos, sin = rotation[:, :, None, None].unbind(4)
         for index, layer in enumerate(self.layers):
@@ -234,12 +221,7 @@ class AttentionLayers(nn.Module):
 
 
 class AttentionReader(ContextReader, FrameReader):
-    """Reads each sequence's new tokens into the cache and computes the frames.
-
-    Args:
-        module: The layers, on the target model's device and in its dtype.
-        fresh: Tokens that an ordinary step adds to a sequence at most.
-    """
+    """Reads each sequence's new tokens, ordinarily at most `fresh` per step, into the cache and computes the frames."""
 
     def __init__(self, module: AttentionLayers, base: BaseModel, fresh: int) -> None:
         size = module.width // module.num_heads

@@ -35,10 +35,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
 def find_files(name: str) -> tuple[Path, Path]:
-    """Return the paths of a head's configuration and weights.
-
-    Args:
-        name: A folder, or a hub id (`HF_HUB_OFFLINE` is respected).
+    """Return the paths of configuration and weights in a folder or of a hub id (`HF_HUB_OFFLINE` is respected).
 
     Raises:
         LoadError: The head does not exist, or lacks one of the files.
@@ -147,10 +144,7 @@ def save_head(head: DraftHead, folder: str | Path) -> None:
 
 
 def load_head(name_or_path: str | Path, base: BaseModel, algorithms: Mapping[str, type[DraftHead]]) -> DraftHead:
-    """Load a draft head in evaluation mode, on the target model's device and in its dtype.
-
-    Args:
-        name_or_path: A folder, or a hub id (`HF_HUB_OFFLINE` is respected).
+    """Load a draft head from a folder or hub id in evaluation mode, on the target model's device and in its dtype.
 
     Raises:
         LoadError: The head does not exist, its algorithm or configuration is unknown, its weights are damaged, missing,
@@ -177,10 +171,7 @@ def load_head(name_or_path: str | Path, base: BaseModel, algorithms: Mapping[str
 
 
 def is_head_of(name_or_path: str | Path, base: BaseModel) -> bool:
-    """Return whether a draft head was trained for this target model.
-
-    Args:
-        name_or_path: A folder, or a hub id.
+    """Return whether a draft head, in a folder or by hub id, was trained for this target model.
 
     Raises:
         LoadError: The head does not exist, or its `config.json` cannot be read.

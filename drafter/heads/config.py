@@ -15,10 +15,7 @@ Tree = Literal["exact", "static"]
 
 
 def head_config(name: str, config_class: type, values: Mapping[str, Any]) -> Any:
-    """Return an instance of the dataclass `config_class`.
-
-    Args:
-        values: Its fields. Types must match exactly, except that an integer will do for a float.
+    """Return an instance of the dataclass `config_class`. Types must match exactly, but an integer will do for a float.
 
     Raises:
         LoadError: A field is unknown, missing or has an invalid value.

@@ -50,12 +50,9 @@ class CacheShape:
 
 
 class ContextReader(SlotReader, ABC):
-    """Reads each sequence's new tokens into a KV cache, which is allocated once.
+    """Reads each sequence's new tokens, ordinarily at most `fresh` per step, into a KV cache, which is allocated once.
 
     An entry is a token and the target model's hidden state before it, and depends on nothing else.
-
-    Args:
-        fresh: Most tokens that an ordinary step adds to a sequence.
     """
 
     bounded = True

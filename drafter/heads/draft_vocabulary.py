@@ -23,12 +23,9 @@ _FEWEST_ROWS = 256
 
 
 def chosen_log_probs(output: OutputLayer, states: Tensor, tokens: Tensor) -> Tensor:
-    """Return float32 log-probabilities `[..., K]` of tokens under a frozen LM head.
+    """Return float32 log-probabilities of `tokens`, `[..., K]` int64, under a frozen LM head.
 
-    Args:
-        output: The target model, or a head's `output`.
-        states: `[..., d]` input of the LM head; it receives the gradient.
-        tokens: `[..., K]` int64.
+    Gradients flow to `states` `[..., d]`, the input of the LM head.
     """
     weight, bias, kind = output.lm_head_weight, output.lm_head_bias, states.device.type
     if torch.is_autocast_enabled(kind):
@@ -41,12 +38,7 @@ def chosen_log_probs(output: OutputLayer, states: Tensor, tokens: Tensor) -> Ten
 
 @dataclass(frozen=True)
 class Likeliest:
-    """The K most probable tokens of each of M rows.
-
-    Args:
-        values: `[M, K]` float32 logits, descending.
-        tokens: `[M, K]` int64.
-    """
+    """The K most probable tokens of each of M rows: float32 logits, descending, and int64 ids, both `[M, K]`."""
 
     values: Tensor
     tokens: Tensor

@@ -18,11 +18,7 @@ from drafter.heads.registry import HEADS
 
 
 def export_head(source: Path, target: Path, base: TargetOfExport) -> None:
-    """Convert a head's folder to the layout that vLLM reads.
-
-    Args:
-        source: A folder that `save_head` has written.
-        base: The head's target model.
+    """Convert a folder that `save_head` has written to the layout that vLLM reads, in an existing folder.
 
     Raises:
         LoadError: The layout cannot hold this algorithm or configuration.

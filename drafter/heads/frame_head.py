@@ -43,8 +43,7 @@ class DraftModule(nn.Module, ABC):
     def reader(self, base: BaseModel, fresh: int) -> FrameReader:
         """Return a reader that computes frames step by step, on the target model's device and in its dtype.
 
-        Args:
-            fresh: Most tokens that an ordinary step adds to a sequence.
+        An ordinary step adds at most `fresh` tokens to a sequence.
         """
 
 
@@ -130,7 +129,7 @@ Search = Callable[[Tensor, Tensor, int, float], TokenTree]
 
 
 class FrameHead(DraftHead):
-    """A head with a draft module, which computes frames, and a search, which builds trees. Its configuration has a
+    """A head of a draft module, which computes frames, and a search, which builds trees. Its configuration has a
     `depth`.
     """
 
@@ -204,13 +203,9 @@ class FrameDrafter(HeadDrafter):
 
 
 def last_tokens(tokens: Tensor, anchors: Tensor, count: int) -> Tensor:
-    """Return the last `count` tokens up to each anchor, the anchor's own last, `[B, A, count]`.
+    """Return the last `count` of `tokens` `[B, L]` up to each of `anchors` `[B, A]`, its own last, `[B, A, count]`.
 
     Positions before the beginning of a text repeat its first token.
-
-    Args:
-        tokens: `[B, L]`.
-        anchors: `[B, A]` positions.
     """
     back = torch.arange(1 - count, 1, device=tokens.device)
     index = (anchors[:, :, None] + back).clamp_min(0)
@@ -242,10 +237,6 @@ class ResidualBlocks(DraftModule):
 
     `W_j` starts at zero, so every frame starts as `h`. Frames see neither the pending token nor earlier text; the
     ablation of arXiv 2412.00061 calls this the linear head.
-
-    Args:
-        width: d.
-        num_frames: T.
     """
 
     def __init__(self, width: int, num_frames: int) -> None:

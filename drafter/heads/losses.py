@@ -33,12 +33,7 @@ class DraftBatch:
 
 @dataclass(frozen=True)
 class LossSum:
-    """A sum of weighted terms. Data-parallel workers divide it by the weight of all workers.
-
-    Args:
-        total: Scalar in nats, differentiable.
-        weight: Scalar, the sum of the terms' weights.
-    """
+    """Sum of weighted terms in nats, and of their weights; data-parallel workers divide by all workers' weight."""
 
     total: Tensor
     weight: Tensor
@@ -50,12 +45,7 @@ class LossSum:
 
 @dataclass(frozen=True)
 class Labels:
-    """Weighted labels of each target: one token, or several with the target model's probabilities.
-
-    Args:
-        tokens: `[..., K]` int64.
-        probs: `[..., K]` float32, which sum to 1 over K.
-    """
+    """Labels `[..., K]` of each target: int64 tokens, and float32 probabilities that sum to 1 over K."""
 
     tokens: Tensor
     probs: Tensor

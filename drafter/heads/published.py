@@ -140,12 +140,7 @@ def refuse_other_embeddings(name: str, base: BaseModel, embeddings: Tensor) -> N
 
 
 def base_embeddings(model: str, config: Any, *, trust_remote_code: bool = False) -> Tensor | None:
-    """Read a target model's token embeddings `[V, d]` without loading the rest; None if they cannot be found in its
-    files.
-
-    Args:
-        trust_remote_code: Run modeling code that comes with it.
-    """
+    """Read a target model's token embeddings `[V, d]` without the rest of it; None if its files lack them."""
     with transformers_loading(), torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     wanted = skeleton.get_input_embeddings().weight

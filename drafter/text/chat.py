@@ -40,11 +40,7 @@ function to a template. Jinja drops the newline after a block.
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages, and the chat template's text of them up to the beginning of the assistant's answer.
-
-    Args:
-        now: Time, for a template that reads the clock.
-    """
+    """Messages, and the chat template's text of them up to the assistant's answer; `now` is what its clock shows."""
 
     messages: Sequence[dict[str, Any]]
     text: str
@@ -52,10 +48,7 @@ class Chat:
 
 
 def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], now: datetime | None = None) -> Chat:
-    """Apply the tokeniser's chat template.
-
-    Args:
-        now: Time, for a template that reads the clock; by default the time of this call.
+    """Apply the tokeniser's chat template. A template that reads the clock gets `now`, by default the present time.
 
     Raises:
         RequestError: The template refuses the messages, or a role is more than a word.
@@ -121,12 +114,9 @@ def encode_chats(
 ) -> list[list[int] | RequestError]:
     """Return the tokens of each chat, or the error.
 
-    Where no message has the text of a special token, these are the tokens of `apply_chat_template`.
-
-    Args:
-        chats: Results of `render_chat`.
-        special_tokens: Encode the text of a special token in a message as that token. Otherwise it is text, or an error
-            if the tokeniser cannot encode it as such.
+    Where no message has the text of a special token, these are the tokens of `apply_chat_template`. With
+    `special_tokens`, such a text becomes the token. Otherwise it is text, or an error if the tokeniser cannot encode it
+    as such.
     """
     if not chats:
         return []
@@ -148,9 +138,7 @@ def encode_chats(
 def _safe(tokenizer: Any, chat: Chat, ids: list[int], texts: set[str]) -> list[int] | RequestError:
     """Return the tokens of a chat in which no special token comes from a message, or the error.
 
-    Args:
-        ids: The chat's tokens, special ones from messages included.
-        texts: Texts that became special tokens. A normaliser may make one of a text that is not the token's own.
+    `texts` became special tokens in `ids`. A normaliser may make one of a text that is not the token's own.
     """
     said = list(_strings(chat.messages))
     inside = {text for text in texts if any(text in one for one in said)}

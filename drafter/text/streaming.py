@@ -75,8 +75,7 @@ class StopSearch:
     def push(self, piece: str, *, hidden: bool = False) -> None:
         """Add a piece to the text, unless a stop string has been found.
 
-        Args:
-            hidden: The piece is not shown, as the text of a special token, but stop strings are found in it.
+        A hidden piece, such as a special token's text, is not shown, but stop strings are found in it.
         """
         if hidden:
             self._hidden.append((self._length, len(piece)))
@@ -154,10 +153,7 @@ def longest_token(tokenizer: Any) -> int:
 
 
 def refuse_endless(text: str, max_length: float, longest: int) -> None:
-    """Refuse a text that cannot fit, before tokenising it, which would take minutes and gigabytes.
-
-    Args:
-        max_length: Limit of prompt and output tokens together.
+    """Refuse a text that must be more than `max_length` tokens, as tokenising it would take minutes and gigabytes.
 
     Raises:
         PromptTooLongError: The text is too long.

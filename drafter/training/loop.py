@@ -18,12 +18,7 @@ from drafter.training.step import TrainingStep
 
 @dataclass(frozen=True)
 class Update:
-    """Result of an optimiser step.
-
-    Args:
-        loss: Weighted mean over all workers and mean over micro-batches, in nats.
-        gradient_norm: Before clipping.
-    """
+    """Loss in nats (mean over workers and micro-batches), gradient norm before clipping, learning rate of the step."""
 
     loss: float
     gradient_norm: float
@@ -97,12 +92,7 @@ class TorchOptimiser:
 
 @dataclass(frozen=True)
 class StepDone:
-    """A completed step.
-
-    Args:
-        step: Its number, from 1.
-        beta: Held-out β by number of draft tokens, if an evaluation followed the step.
-    """
+    """A completed step, numbered from 1; `beta` is held-out β by number of draft tokens, if an evaluation followed."""
 
     step: int
     update: Update

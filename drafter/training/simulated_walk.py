@@ -23,12 +23,7 @@ from drafter.tree.token_tree import TokenTree
 
 @dataclass
 class Walks:
-    """Sums over walks.
-
-    Args:
-        steps: Decode steps by number of draft tokens; initially 0 of each.
-        tokens: New tokens.
-    """
+    """Sums over walks: decode steps by number of draft tokens, initially 0 of each, and new tokens."""
 
     steps: dict[int, int]
     tokens: int = 0
@@ -40,10 +35,9 @@ class Walks:
 
     @torch.no_grad()
     def add(self, head: DraftHead, base: BaseModel, batch: DraftBatch, tree: Tree = "exact") -> None:
-        """Count the walks through a batch of texts, all of whose positions are anchors.
+        """Count the walks through a batch of `walked_batches`.
 
-        Args:
-            batch: One of `walked_batches`. Its hidden states, if any, begin with those that the head reads.
+        The batch's hidden states, if any, begin with those that the head reads.
         """
         batch, counts = batch.to(base.device), list(self.steps)
         if batch.hidden is None:
@@ -71,12 +65,9 @@ def simulated_beta(
     tree: Tree = "exact",
     texts_at_once: int = 4,
 ) -> dict[int, float]:
-    """Return β by number of draft tokens: new tokens per target forward over greedy walks through `texts`.
+    """Return β by number of draft tokens: new tokens per target forward over greedy walks through held-out `texts`.
 
-    Args:
-        texts: Texts held out of training.
-        node_counts: Numbers of draft tokens. Smaller trees are leading slices of the largest.
-        texts_at_once: Texts of one forward.
+    Smaller trees are leading slices of the largest.
     """
     training = head.training
     head.eval()
@@ -105,13 +96,7 @@ def accepted_depths(tree: TokenTree, targets: Tensor, lengths: Tensor, node_coun
 
 
 def walked_batches(texts: Sequence[RegeneratedText], depth: int, at_once: int) -> Iterator[DraftBatch]:
-    """Yield texts as batches with an anchor at each position, texts of similar length together.
-
-    Args:
-        texts: Those without anchors are skipped.
-        depth: Targets of an anchor.
-        at_once: Texts of a batch.
-    """
+    """Yield texts as batches of `at_once` with an anchor at each position, texts of similar length together."""
     ordered = sorted((text for text in texts if len(text.anchors)), key=lambda text: len(text.tokens))
     for start in range(0, len(ordered), at_once):
         group = ordered[start : start + at_once]

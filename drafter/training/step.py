@@ -16,9 +16,7 @@ from drafter.training.targets import teacher_labels
 class TrainingStep(nn.Module):
     """Computes the loss of a head on a batch. The frozen target model computes hidden states that the batch lacks.
 
-    Args:
-        head: The head, on the target model's device. Only its parameters are trained.
-        settings: Labels and precision.
+    Only the head's parameters are trained. It must be on the target model's device.
     """
 
     def __init__(self, base: BaseModel, head: DraftHead, settings: TrainingSettings) -> None:

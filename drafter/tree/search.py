@@ -134,8 +134,7 @@ def _extended(frontier: Frontier, tokens: Tensor, parents: Tensor, real: Tensor,
 def best_product_trie(log_probs: Tensor, pending: Tensor, size: int) -> TokenTree:
     """Find the exact `size`-node trie of the most probable prefixes under independent distributions per depth.
 
-    Args:
-        log_probs: `[B, U, V]` normalised log-probabilities of the token at each depth.
+    `log_probs` `[B, U, V]` are normalised.
     """
     beam = size - 1
     if beam < 1:
@@ -160,11 +159,6 @@ def best_product_trie(log_probs: Tensor, pending: Tensor, size: int) -> TokenTre
 
 
 def likeliest_chain(log_probs: Tensor, pending: Tensor, size: int) -> TokenTree:
-    """Return the chain of each depth's most probable token.
-
-    Args:
-        log_probs: `[B, U, V]` normalised log-probabilities of the token at each depth.
-        size: Nodes of each chain, root included; a chain longer than U is padded.
-    """
+    """Return the chain of each depth's most probable token under `log_probs` `[B, U, V]`, padded beyond U."""
     best, names = log_probs[:, : size - 1].float().max(2)
     return from_paths(pending, names[:, None], best.cumsum(1)[:, None], size)

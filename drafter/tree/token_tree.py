@@ -164,9 +164,7 @@ def from_nodes(
 def from_paths(pending: Tensor, paths: Tensor, log_probs: Tensor, size: int) -> TokenTree:
     """Merge paths into tries. Equal prefixes become one node, with the largest of their probabilities.
 
-    Args:
-        paths: `[B, P, U]` continuations, `PAD_TOKEN` past a path's end.
-        log_probs: `[B, P, U]` log probability of each prefix, falling along a path.
+    `paths` `[B, P, U]` have `PAD_TOKEN` past their ends; `log_probs` `[B, P, U]` of their prefixes fall along a path.
     """
     batch, count, depth = paths.shape
     same = torch.ones(batch, count, count, dtype=torch.bool, device=paths.device)
@@ -191,12 +189,9 @@ def from_paths(pending: Tensor, paths: Tensor, log_probs: Tensor, size: int) -> 
 
 
 def merge(trees: Sequence[TokenTree], depth: int, size: int) -> TokenTree:
-    """Merge trees of the same rows. A node of several trees gets the largest of its probabilities.
+    """Merge trees `[B, N]` of the same rows, each with its own N; none is deeper than `depth`.
 
-    Args:
-        trees: At least one, each `[B, N]` with its own N.
-        depth: Depth of the deepest node of any tree.
-        size: Nodes of each resulting tree, root included.
+    A node of several trees gets the largest of its probabilities.
     """
     paths = torch.cat([tree.paths(depth) for tree in trees], 1)
     log_probs = torch.cat([tree.path_log_probs(depth) for tree in trees], 1)
