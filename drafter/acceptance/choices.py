@@ -1,7 +1,7 @@
-"""The base's choice at a node: its logits are biased, penalised and filtered, and keyed noise picks a token.
+"""The target model's choice after a node, from processed logits and keyed noise.
 
 The noise depends on (seed, position, token) alone. So a sequence's tokens are a function of model, prompt and seed: the
-same with speculation and without, whatever the tree, the batch or the order. The stages follow one another as in
+same with and without speculation, whatever the tree, the batch or the order. Logits are processed in the order of
 transformers: logit bias, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
 """
 
@@ -21,7 +21,7 @@ from drafter.requests import SamplingParams
 from drafter.tree.token_tree import TokenTree
 
 _MOST_TOKENS = 1 << 31
-"""More than any vocabulary has: a larger top-k keeps all, as this does."""
+"""Upper bound of any vocabulary; a larger top-k is clamped to it."""
 
 
 @dataclass
@@ -31,10 +31,10 @@ class SamplingTable:
     Args:
         temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: `[S]` float64.
         top_k: `[S]` int64.
-        biased_tokens: `[S, K]` int64 tokens with a bias; K is as wide as any request has needed.
-        biases: `[S, K]` float64, 0 in entries that are not used.
-        keys: `[S]` int64, the seeds' keys.
-        prompt_lengths: `[S]` int64 prompt tokens.
+        biased_tokens: `[S, K]` int64 tokens with a bias; K grows to the most that a request needs.
+        biases: `[S, K]` float64, 0 in unused entries.
+        keys: `[S]` int64 keys of the seeds.
+        prompt_lengths: `[S]` int64.
     """
 
     temperature: Tensor
@@ -51,7 +51,7 @@ class SamplingTable:
 
     @classmethod
     def empty(cls, slots: int, device: torch.device) -> SamplingTable:
-        """A table of greedy rows."""
+        """Return a table of greedy rows."""
 
         def full(value: float) -> Tensor:
             return torch.full((slots,), value, dtype=torch.float64, device=device)
@@ -74,7 +74,7 @@ class SamplingTable:
         )
 
     def set(self, slot: int, given: SamplingParams, prompt_length: int) -> None:
-        """Enter a request with a prompt of `prompt_length` tokens."""
+        """Set a slot to a request with a prompt of `prompt_length` tokens."""
         params = given.over()
         self.temperature[slot] = params.temperature
         self.top_k[slot] = min(params.top_k, _MOST_TOKENS)
@@ -97,16 +97,16 @@ class SamplingTable:
             self.biases[slot, : len(biases)] = send(torch.tensor(list(biases.values()), dtype=torch.float64), device)
 
     def move(self, source: int, target: int) -> None:
-        """The row of slot `source` goes on in slot `target`."""
+        """Copy the row of slot `source` to slot `target`."""
         for tensor in vars(self).values():
             tensor[target] = tensor[source]
 
 
 @dataclass(frozen=True)
 class SamplingMode:
-    """Which work a batch needs, known on the host; a stage that no row asks for is left out.
+    """Stages that a batch needs, known on the host; the others are skipped.
 
-    `mixed` says that some rows are random and some are not; `ranked` is top-k, `nucleus` top-p, `floored` min-p.
+    `mixed` means that some rows are random and some are not; `ranked` is top-k, `nucleus` top-p, `floored` min-p.
     """
 
     biased: bool
@@ -119,12 +119,12 @@ class SamplingMode:
 
     @property
     def likeliest(self) -> bool:
-        """Whether all choices are the tokens with the largest logits."""
+        """True if every choice is the token with the largest logit."""
         return not (self.biased or self.penalties or self.random)
 
     @classmethod
     def of(cls, given: Sequence[SamplingParams]) -> SamplingMode:
-        """The union of what the rows need."""
+        """Return the union of what the rows need."""
         params = [one.over() for one in given]
         drawn = [p for p in params if p.temperature > 0]
         return cls(
@@ -140,15 +140,7 @@ class SamplingMode:
 
 @dataclass(frozen=True)
 class RowSampling:
-    """How the R rows of a step choose their tokens.
-
-    Args:
-        table: Settings of all slots.
-        rows: The R slots.
-        mode: Which work they need.
-        tokens: `[R, L]` int64 prompt and output; entries past `lengths` are not looked at.
-        lengths: `[R]` int64 committed tokens.
-    """
+    """Sampling of a step's R rows: `tokens` `[R, L]` (prompt and output) count up to `lengths` `[R]`, both int64."""
 
     table: SamplingTable
     rows: slice
@@ -158,14 +150,7 @@ class RowSampling:
 
 
 class NodeChoices:
-    """The base's choices at nodes of the trees of a step.
-
-    Args:
-        logits: `[B, N, V]` by node id.
-        tree: `[B, N]`.
-        ancestors: `[B, N, N]` of the tree.
-        sampling: How the rows choose.
-    """
+    """The target model's choices at nodes of a step's trees, from `logits` `[B, N, V]` by node id."""
 
     def __init__(self, logits: Tensor, tree: TokenTree, ancestors: Tensor, sampling: RowSampling) -> None:
         self._logits, self._depths, self._lengths = logits, tree.depths, sampling.lengths
@@ -176,25 +161,16 @@ class NodeChoices:
             self._history = History(sampling.tokens, sampling.lengths, prompts, tree, ancestors, logits.shape[-1])
 
     def at(self, rows: Tensor, nodes: Tensor) -> Tensor:
-        """Return the choice after a node of each row, `[R]` token ids.
-
-        Args:
-            rows: `[R]` rows of the step.
-            nodes: `[R]` node ids.
-        """
+        """Return the choice after node `nodes` `[R]` of each of `rows` `[R]`, `[R]` token ids."""
         scores = self._scores(rows, nodes)
         if not self._mode.random:
             return scores.argmax(-1)
         return self._chosen(rows, nodes, scores, self._tempered(rows, scores))
 
     def with_log_probs(self, rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the choice after a node of each row, `[R]`, and the log-probabilities `[R, V]` that it is made by.
+        """Return the choices `[R]` after `nodes` `[R]` of `rows` `[R]`, and the log-probabilities `[R, V]` behind them.
 
-        These are those after all of the stages; a row of temperature 0 has those of temperature 1.
-
-        Args:
-            rows: `[R]` rows of the step.
-            nodes: `[R]` node ids.
+        These are after all stages; rows of temperature 0 have those of temperature 1.
         """
         scores = self._scores(rows, nodes)
         if not self._mode.random:
@@ -203,7 +179,7 @@ class NodeChoices:
         return self._chosen(rows, nodes, scores, tempered), tempered.log_softmax(-1)
 
     def _scores(self, rows: Tensor, nodes: Tensor) -> Tensor:
-        """Logits with biases and penalties, `[R, V]` float64."""
+        """Return logits with biases and penalties, `[R, V]` float64."""
         scores, table, slots = self._logits[rows, nodes].double(), self._table, self._slots + rows
         if self._mode.biased:
             scores = scores.scatter_add_(1, table.biased_tokens[slots], table.biases[slots])
@@ -213,10 +189,10 @@ class NodeChoices:
         return scores
 
     def _tempered(self, rows: Tensor, scores: Tensor) -> Tensor:
-        """Scores `[R, V]` after temperature, top-k, top-p and min-p, the largest of each row 0."""
+        """Return scores `[R, V]` after temperature, top-k, top-p and min-p, shifted to a maximum of 0."""
         table, mode, slots = self._table, self._mode, self._slots + rows
         temperature = table.temperature[slots]
-        # The best score becomes 0 first, so that even the smallest temperature divides it to a number.
+        # Shift the best score to 0 first, so that even the smallest temperature gives a finite quotient.
         scores = (scores - scores.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1)[:, None]
         if mode.ranked or mode.nucleus:
             top_k, top_p = (table.top_k[slots] if mode.ranked else None), (table.top_p[slots] if mode.nucleus else None)
@@ -226,7 +202,7 @@ class NodeChoices:
         return scores
 
     def _chosen(self, rows: Tensor, nodes: Tensor, scores: Tensor, tempered: Tensor) -> Tensor:
-        """The tokens `[R]` that `tempered` scores draw; the likeliest one of `scores` in a row of temperature 0."""
+        """Return tokens `[R]` drawn by `tempered`; the argmax of `scores` in a row of temperature 0."""
         table, slots = self._table, self._slots + rows
         places = self._lengths[rows] + self._depths[rows, nodes] + 1 - table.prompt_lengths[slots]
         drawn = draw(tempered, table.keys[slots], places)

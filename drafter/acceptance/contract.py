@@ -1,4 +1,4 @@
-"""The contract of verifiers: what the base says at the nodes of a draft tree decides which tokens become output."""
+"""Interface of verifiers, which decide from the target model's logits which draft tokens become output."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from drafter.tree.token_tree import TokenTree
 
 @dataclass(frozen=True)
 class Verified:
-    """Draft trees, and what the base says at their nodes.
+    """Draft trees with the target model's outputs at their nodes.
 
     Args:
         tree: `[B, N]` nodes, root included.
         ancestors: `[B, N, N]` bool, of the tree.
-        depth: No node lies deeper below the root.
+        depth: Bound of the nodes' depths.
         logits: `[B, N, V]` by node id.
-        hidden: `[B, N, K · d]` hidden states by node id, as many as the drafter reads.
-        read: `[B, N, J · d]` hidden states by node id that the verifier reads; None where it reads none, or where there
-            are no draft nodes.
+        hidden: `[B, N, K · d]` hidden states by node id that the drafter reads.
+        read: `[B, N, J · d]` hidden states by node id that the verifier reads; None if it reads none, or there are no
+            draft tokens.
     """
 
     tree: TokenTree
@@ -39,14 +39,14 @@ class Verified:
 
 @dataclass(frozen=True)
 class Accepted:
-    """What becomes output: a path down each tree.
+    """Accepted path down each tree, and the tokens that are emitted.
 
     Args:
         path: `[B, D + 1]` node ids from the root down, rising; entries past `count` are 0.
-        tokens: `[B, D + 1]` the tokens that are emitted: the accepted draft tokens and, at `count`, one more token of
-            the base's own, the bonus token. Entries past it are meaningless.
+        tokens: `[B, D + 1]` emitted tokens: the accepted draft tokens and, at `count`, the target model's bonus token.
+            Entries past it are undefined.
         count: `[B]` draft tokens accepted; `count + 1` tokens are emitted.
-        lenient: `[B, D + 1]` bool: which of `tokens` the base would not have chosen; None where none can be.
+        lenient: `[B, D + 1]` bool: tokens that the target model would not have chosen; None if there can be none.
     """
 
     path: Tensor
@@ -56,28 +56,28 @@ class Accepted:
 
 
 class Verifier(ABC):
-    """Decides which draft tokens become output. It never knows who drafted them."""
+    """Decides which draft tokens become output, independently of the drafter."""
 
     name: ClassVar[str]
-    """What it is called in settings and in results."""
+    """Name in settings and results."""
     lossless: ClassVar[bool]
-    """Whether the tokens are exactly those of plain decoding. If not, all output is marked."""
+    """True if the output is exactly that of plain decoding. Otherwise all output is marked."""
     lookahead: int = 0
-    """How many draft tokens after a mismatch the decision needs; the drafter must be able to go so deep."""
+    """Draft tokens after a mismatch that the decision needs; the drafter must be able to go so deep."""
 
     hidden_layers: tuple[int, ...] = ()
-    """The J hidden states that it reads of draft nodes; see `DraftSpec.hidden_layers`."""
+    """The J hidden states of draft tokens that it reads; see `DraftSpec.hidden_layers`."""
 
     def open(self, base: BaseModel) -> None:  # noqa: B027 - most verifiers fit every base
-        """Get ready for a base. Called once, before everything else.
+        """Prepare for a target model. Called once, before everything else.
 
         Raises:
-            LoadError: It was made for another base.
+            LoadError: The verifier was made for another target model.
         """
 
     @property
     def settings(self) -> Mapping[str, float]:
-        """The numbers that it decides by, by name; they go into results beside `name`."""
+        """Its numeric settings, which go into results beside `name`."""
         return {}
 
     def refuse(self, sampling: SamplingParams) -> None:  # noqa: B027 - most verifiers take all settings
@@ -87,10 +87,6 @@ class Verifier(ABC):
     def accept(self, verified: Verified, sampling: RowSampling) -> Accepted:
         """Choose a path down each tree.
 
-        On a GPU this is recorded and repeated: what is done must depend on the tensors and their shapes alone, and must
-        not wait for the device.
-
-        Args:
-            verified: The trees and what the base says.
-            sampling: How the rows choose tokens; see `drafter.acceptance.choices`.
+        On a GPU this is recorded as a graph: it must depend only on the tensors and their shapes, and must not
+        synchronise.
         """

@@ -1,8 +1,4 @@
-"""The likeliest token of each node, and whether a row's logits are numbers.
-
-Both read all logits, in every step. On the host NumPy does so on the thread that asks, in a fraction of the time that
-it takes to wake others for it.
-"""
+"""Lossless verifier: follows the target model's own choices down the draft tree."""
 
 from __future__ import annotations
 
@@ -18,15 +14,17 @@ from drafter.tree.token_tree import TokenTree
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """Return the token of the largest of logits `[B, N, V]`, the first of several, `[B, N]` int64."""
+    """Return the argmax of logits `[B, N, V]`, `[B, N]` int64; the lowest token on a tie."""
     if _reads_on_host(logits):
+        # NumPy runs on this thread, in a fraction of the time that it takes to wake PyTorch's other threads.
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)
 
 
 def are_sound(logits: Tensor) -> Tensor:
-    """Return whether none of a row's logits `[B, N, V]` is NaN or +inf, `[B]`; the largest is NaN if any is."""
+    """Return whether a row's logits `[B, N, V]` have neither NaN nor +inf, `[B]`."""
     if _reads_on_host(logits):
+        # The maximum is NaN if any value is.
         return torch.from_numpy(logits.numpy().max((1, 2))).isfinite()
     return logits.amax((1, 2)).isfinite()
 
@@ -35,17 +33,13 @@ def _reads_on_host(logits: Tensor) -> bool:
     return not devices.is_asynchronous(logits.device) and logits.dtype in (torch.float32, torch.float64)
 
 
-# ---- The lossless verifier: follow the base's own choices down the draft tree as far as the tree has them.
-
-
 class ExactVerifier(Verifier):
-    """Accepts a draft token if and only if it is the token that the base chooses there."""
+    """Accepts a draft token if and only if the target model chooses it there."""
 
     name = "exact"
     lossless = True
 
     def accept(self, verified: Verified, sampling: RowSampling) -> Accepted:
-        """Walk down each tree by the base's choices; see `Verifier.accept`."""
         tree, ancestors = verified.tree, verified.ancestors
         if sampling.mode.likeliest:
             return walk(tree, likeliest(verified.logits), ancestors, verified.depth)
@@ -53,18 +47,15 @@ class ExactVerifier(Verifier):
 
 
 def walk(tree: TokenTree, choices: Tensor, ancestors: Tensor, depth: int) -> Accepted:
-    """Descend from the root while a child carries the token that the base chose.
+    """Descend from the root while a child carries the token that the target model chose.
 
-    Root 7 with children 3 and 5, and 4 below 5; the base chooses 5 at the root, 4 at node 5, 9 at node 4::
+    Root 7 with children 3 and 5, and 4 below 5; the target model chooses 5 at the root, 4 at node 5, 9 at node 4::
 
         tokens  [7, 3, 5, 4]   parents [0, 0, 0, 2]   choices [5, 1, 4, 9]
         path    [0, 2, 3]      tokens  [5, 4, 9]      count 2
 
     Args:
-        tree: `[B, N]` nodes.
-        choices: `[B, N]` the base's choice after each node, by node id.
-        ancestors: `[B, N, N]` of the tree.
-        depth: D: no node lies deeper.
+        choices: `[B, N]` the target model's choice after each node, by node id.
     """
     if tree.size == 1:
         return Accepted(tree.parents, choices, torch.zeros_like(choices[:, 0]))
@@ -80,14 +71,9 @@ def walk(tree: TokenTree, choices: Tensor, ancestors: Tensor, depth: int) -> Acc
 
 
 def descend(tree: TokenTree, choose: Callable[[Tensor, Tensor], Tensor], depth: int) -> Accepted:
-    """Do as `walk`, where a choice is dear: choose only at the nodes on the way.
+    """Return what `walk` returns, but choose only at the nodes on the path, for expensive choices.
 
-    Where the host may look, rows whose way has ended are left out; elsewhere they go on choosing, and nobody reads it.
-
-    Args:
-        tree: `[B, N]` nodes.
-        choose: Returns the base's choice `[R]` after nodes `[R]` of rows `[R]`, in the order (rows, nodes).
-        depth: D: no node lies deeper.
+    `choose` returns the target model's choices `[R]` for (rows `[R]`, nodes `[R]`).
     """
     rows = torch.arange(len(tree.tokens), device=tree.tokens.device)
     ids = torch.arange(tree.size, device=rows.device)
@@ -101,6 +87,7 @@ def descend(tree: TokenTree, choose: Callable[[Tensor, Tensor], Tensor], depth: 
         child = (tree.parents[rows] == node[:, None]) & (tree.tokens[rows] == token[:, None])
         child &= (ids > 0) & (count[rows] == level)[:, None]
         found, node = child.any(1), torch.where(child, ids, 0).amax(1)
+        # A GPU would have to synchronise to drop ended rows; there they go on, and nothing reads the results.
         if not devices.is_asynchronous(rows.device):
             rows, node, found = rows[found], node[found], found[found]
             if not len(rows):

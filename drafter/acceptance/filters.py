@@ -1,9 +1,4 @@
-"""Thresholds among many numbers without sorting them, and without the host looking at any of them.
-
-A binary search reads all numbers once for each of their bits. Here a pass adds up what lies in each of thousands of
-intervals, which settles a dozen bits at once (a radix selection). Sums are of integers, so they are the same in any
-order, also in that of a GPU's atomic additions.
-"""
+"""Top-k, top-p and min-p by thresholds on the scores, and penalties on earlier tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from drafter.tree.token_tree import TokenTree
 _SETTLED = (63, 50, 37, 24, 12, 0)
 """Bits that are not settled yet, before each pass and after the last."""
 PASSES = len(_SETTLED) - 1
-"""How often all numbers are read."""
+"""Passes over all numbers."""
 INTERVALS = sum(1 << (high - low) for high, low in pairwise(_SETTLED))
 """Intervals of all passes."""
 
@@ -26,14 +21,17 @@ INTERVALS = sum(1 << (high - low) for high, low in pairwise(_SETTLED))
 def least_reaching(numbers: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
     """Return the least threshold `[R, 1]` such that the numbers up to it have the wanted weight.
 
-    Three numbers 4, 7, 7 of weight 1 have a weight of 2 up to 7, and so of 3; of 4 they never have::
+    A radix selection without sorting or host synchronisation: each pass sums the weights in thousands of intervals,
+    which settles a dozen bits at once. Sums are of integers, so the order of a GPU's atomic additions does not matter.
+
+    Three numbers 4, 7, 7 of weight 1 have a weight of 2 up to 7, and so of 3; they never have 4::
 
         numbers [[4, 7, 7]]   weights [[1, 1, 1]]   wanted [[2]] → [[7]]   wanted [[4]] → [[2⁶³ − 1]]
 
     Args:
-        numbers: `[R, V]` int64, not negative; anything else gives some threshold.
+        numbers: `[R, V]` int64, not negative; otherwise the threshold is arbitrary.
         weights: `[R, V]` int64, not negative.
-        wanted: `[R, 1]` int64, above 0; a row that has not so much gets the largest threshold.
+        wanted: `[R, 1]` int64, above 0; a row with less gets the largest threshold.
     """
     least = torch.zeros_like(wanted)
     for high, low in pairwise(_SETTLED):
@@ -48,8 +46,6 @@ def least_reaching(numbers: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
     return least
 
 
-# ---- Filters of sampling: which tokens top-k, top-p and min-p keep, each by a threshold on the scores.
-
 _FEW = 1024
 """Scores of a row that are sorted at first."""
 _SUM_BITS = 62
@@ -63,9 +59,9 @@ def keep_ranked(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> T
     Top-p keeps a token if those with larger scores have less than `top_p` of the probability that top-k leaves.
 
     Args:
-        scores: `[R, V]` float64 after temperature; a row's largest is 0.
-        top_k: `[R]`, 0 keeps all; None where all rows do.
-        top_p: `[R]` in (0, 1]; 1 keeps all; None where all rows do.
+        scores: `[R, V]` float64 after temperature, each row's maximum 0.
+        top_k: `[R]`, 0 keeps all; None if all rows do.
+        top_p: `[R]` in (0, 1]; 1 keeps all; None if all rows do.
     """
     if top_k is not None:
         top_k = torch.where(top_k > 0, top_k, scores.shape[-1]).clamp_max(scores.shape[-1])[:, None]
@@ -82,15 +78,13 @@ def keep_ranked(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> T
 def keep_probable(scores: Tensor, min_p: Tensor) -> Tensor:
     """Return scores of the tokens with at least `min_p` `[R]` times the best one's probability, -inf elsewhere.
 
-    Args:
-        scores: `[R, V]` after temperature; a row's largest is 0.
-        min_p: `[R]` in [0, 1].
+    The maximum of each row of `scores` `[R, V]`, after temperature, is 0.
     """
     return scores.masked_fill(scores < min_p[:, None].log(), -torch.inf)
 
 
 def _sorted(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None, count: int) -> tuple[Tensor, bool]:
-    """Return the lowest scores that are kept, `[R, 1]`, and whether the best `count` scores were enough to know."""
+    """Return the lowest scores that are kept, `[R, 1]`, and whether the best `count` scores sufficed to know."""
     best, places = scores.topk(count)
     lowest = torch.full_like(best[:, :1], -torch.inf)
     known = torch.ones_like(lowest, dtype=torch.bool)
@@ -112,7 +106,7 @@ def _sorted(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None, count: i
 
 
 def _searched(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Return the lowest scores that are kept, `[R, 1]`, without looking at any number."""
+    """Return the lowest scores that are kept, `[R, 1]`, without host synchronisation."""
     # Among numbers that are not negative the bits have the order of the numbers.
     below = scores.abs().view(torch.int64)
     furthest = None
@@ -129,30 +123,23 @@ def _searched(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Ten
 
 
 def _masses(scores: Tensor) -> Tensor:
-    """Return probabilities `[R, V]` int64, up to a factor such that no sum of a row overflows."""
+    """Return unnormalised probabilities `[R, V]` int64, scaled so that no row's sum overflows."""
     return scores.exp().mul_(2.0 ** (_SUM_BITS - scores.shape[-1].bit_length())).long()
 
 
 def _wanted(masses: Tensor, top_p: Tensor) -> Tensor:
-    """Return the mass `[R, 1]` that top-p wants of the masses `[R, V]`; more than there is where it wants all."""
+    """Return the mass `[R, 1]` that top-p wants of `masses` `[R, V]`; more than there is where it wants all."""
     total = masses.sum(1, keepdim=True)
     return torch.where(top_p < 1, torch.minimum((top_p * total).ceil().long(), total), _MORE_THAN_ALL)
 
 
-# ---- Penalties on tokens that have come before: what counts at a node is the row's text and the way down the tree
-# to it.
-
-
 class History:
-    """The tokens before each choice in the trees of B rows.
+    """Counts of the tokens before each choice: the row's text and the path down the tree.
 
     Args:
-        tokens: `[B, L]` the rows' tokens; entries past `lengths` are not looked at.
-        lengths: `[B]` committed tokens of each row, those before the tree.
+        tokens: `[B, L]`; entries past `lengths` are ignored.
+        lengths: `[B]` committed tokens.
         prompt_lengths: `[B]`; the output begins there.
-        tree: `[B, N]`.
-        ancestors: `[B, N, N]` of the trees.
-        vocabulary: V.
     """
 
     def __init__(
@@ -175,15 +162,7 @@ class History:
         self._ancestors = ancestors
 
     def before(self, rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how often each token came before the choice at a node.
-
-        Args:
-            rows: `[R]` rows.
-            nodes: `[R]` a node of each.
-
-        Returns:
-            `[R, V]` float64, in prompt and output; and the same in the output alone.
-        """
+        """Count tokens before the choice at `nodes` `[R]` of `rows` `[R]`, `[R, V]` float64: all, and the output's."""
         own, path = self._own[rows], self._ancestors[rows, nodes]
         seen = self._seen[rows].scatter_add_(1, own, (path & self._real[rows]).double())
         said = self._said[rows].scatter_add_(1, own, (path & self._is_output[rows]).double())
@@ -191,13 +170,7 @@ class History:
 
 
 def _occurrences(tokens: Tensor, counted: Tensor, vocabulary: int) -> Tensor:
-    """Return how often each token is at a counted place, `[B, V]` float64.
-
-    Args:
-        tokens: `[B, L]`.
-        counted: `[B, L]` bool.
-        vocabulary: V.
-    """
+    """Count tokens `[B, L]` at positions where `counted` `[B, L]` holds, `[B, V]` float64."""
     found = counted.new_zeros(len(tokens), vocabulary, dtype=torch.float64)
     return found.scatter_add_(1, tokens, counted.double())
 
@@ -208,13 +181,13 @@ def penalise(
     """Return scores `[R, V]` after three penalties, in this order.
 
     *Repetition* (Keskar et al. 2019, CTRL): scores of tokens of prompt and output are divided where positive and
-    multiplied where negative. *Frequency* and *presence* (OpenAI): a token that the output has `c > 0` times loses
-    `c · frequency + presence`.
+    multiplied where negative. *Frequency* and *presence* (OpenAI): a token that occurs `c > 0` times in the output
+    loses `c · frequency + presence`.
 
     Args:
         scores: `[R, V]` float64.
-        seen: `[R, V]` how often each token is in prompt and output.
-        said: `[R, V]` how often it is in the output.
+        seen: `[R, V]` counts in prompt and output.
+        said: `[R, V]` counts in the output.
         repetition: `[R]`, 1 for none.
         frequency: `[R]`, 0 for none.
         presence: `[R]`, 0 for none.

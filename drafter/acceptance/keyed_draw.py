@@ -1,10 +1,10 @@
-r"""Drawing tokens with keyed Gumbel noise: the token with the largest sum of log-probability and noise.
+r"""Sampling with keyed Gumbel noise: the token with the largest sum of log-probability and noise.
 
-With Gumbel noise of its own for each token, the winner has the softmax's distribution (Maddison, Tarlow and Minka
+With independent Gumbel noise for each token, the winner has the softmax's distribution (Maddison, Tarlow and Minka
 2014, *A\* sampling*). Here the noise is a function of (seed, position, token). So the same seed draws the same token,
-and where rounding moves the log-probabilities a little, another token wins only where two are nearly tied.
+and small rounding differences change the winner only at near ties.
 
-The noise is counter-based: a counter is made of seed, position and token, and hashed. All of it is arithmetic on 64-bit
+The noise is counter-based: seed, position and token make a counter, which is hashed. All of it is arithmetic on 64-bit
 integers, which wraps around alike on every device, eager, compiled or in a graph.
 """
 
@@ -23,36 +23,38 @@ from drafter import devices
 
 _Integers = npt.NDArray[np.int64]
 Array = TypeVar("Array", Tensor, _Integers)
-"""Integers on a device or on the host, where numpy takes less time to call than PyTorch."""
+"""Integers on a device (PyTorch) or on the host (NumPy, which has less call overhead)."""
 
 _POSITION_STEP, _TOKEN_STEP = 0xC13FA9A902A6328F, 0x91E10DA5C79E7B1D
-"""Steps of a counter from one position and from one pair of tokens to the next. They are 2⁶⁴ divided by the plastic
-number and by its square, so that counters of different (position, token) keep apart (Roberts 2018, *The unreasonable
-effectiveness of quasirandom sequences*)."""
+"""Steps of a counter from one position and from one pair of tokens to the next: 2⁶⁴ divided by the plastic number and
+by its square, which keeps counters of different (position, token) apart (Roberts 2018, *The unreasonable effectiveness
+of quasirandom sequences*).
+"""
 _MIDDLE, _STEP = 2.0**31 + 0.5, 2.0**-32
-"""From uniform noise of 32 bits to the middle of a step of the unit interval. So a token is drawn with its probability,
-but for at most 2⁻³²."""
+"""Map 32-bit uniform noise to the middle of a step of the unit interval. Each token's probability is exact up to 2⁻³².
+"""
 _LEAST_NOISE = -math.log(-math.log(_STEP / 2))
 _REACH = 8.0
-"""How far below the best token a token may be to be looked at whatever its noise is. A token farther below needs more
-noise than `_REACH + _LEAST_NOISE`, which one in 130 has."""
+"""A token at most this far below the best is a candidate whatever its noise. One farther below needs more noise than
+`_REACH + _LEAST_NOISE`, which one in 130 has.
+"""
 _PORTION = 1 << 18
-"""Tokens of all rows that are hashed together on the host, so that their numbers stay in a core's cache."""
+"""Tokens of all rows that are hashed together on the host, so that they stay in a core's cache."""
 
 
 def seed_key(seed: int) -> int:
-    """A seed of any size as a signed 64-bit integer; near seeds have keys that are not near."""
+    """Hash a seed of any size to a signed 64-bit integer, so that near seeds have distant keys."""
     digest = blake2b(seed.to_bytes(seed.bit_length() // 8 + 1, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """Draw a token for each row: `[R]` token ids.
+    """Draw a token for each row, `[R]` token ids.
 
     Args:
-        scores: `[R, V]` float64 log-probabilities up to a constant: a row's largest is 0, and -inf is never drawn.
+        scores: `[R, V]` float64 log-probabilities up to a constant: a row's maximum is 0, and -inf is never drawn.
         keys: `[R]` int64 `seed_key` of the rows' seeds.
-        positions: `[R]` int64 places of the tokens in their outputs.
+        positions: `[R]` int64 indices of the tokens in their outputs.
     """
     if devices.is_asynchronous(scores.device):
         return gumbel(noise_bits(keys, positions, scores.shape[1])).add_(scores).argmax(-1)
@@ -63,14 +65,14 @@ def draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def _draw_on_host(scores: npt.NDArray[np.float64], keys: _Integers, positions: _Integers) -> _Integers:
-    """The same where the host may look at numbers: only those tokens get Gumbel noise that can win.
+    """Draw on the host, with Gumbel noise only for the tokens that can win.
 
-    The best token's sum is at least `_LEAST_NOISE`. So a token that is more than `_REACH` below it loses unless its own
-    noise is above `_REACH + _LEAST_NOISE`.
+    The best token's sum is at least `_LEAST_NOISE`. So a token more than `_REACH` below it loses unless its own noise
+    is above `_REACH + _LEAST_NOISE`.
     """
     rows, size = scores.shape
     noise = hashes(keys, positions, np.arange(-(-size // 2))).view(np.int32)[:, :size]
-    # A row that is not finite has candidates, too. Any of them will do, as nobody will see it.
+    # A non-finite row also has candidates. Any of them will do, as its token is discarded.
     row, token = np.divmod(np.flatnonzero(~(scores < -_REACH) | (noise > _HIGH_NOISE)), size)
     sums = scores[row, token] - np.log(-np.log((noise[row, token] + _MIDDLE) * _STEP))
     best = np.fmax.reduceat(sums, np.searchsorted(row, np.arange(rows)))
@@ -81,37 +83,32 @@ def _draw_on_host(scores: npt.NDArray[np.float64], keys: _Integers, positions: _
 
 
 def noise_bits(keys: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """Uniform noise `[R, V]`, integers of 32 bits from −2³¹ on, of (seed, position, token).
-
-    A pair of tokens shares a hash of 64 bits: the even one has its lower half, the odd one its upper half.
-
-    Args:
-        keys: `[R]` int64 `seed_key` of the rows' seeds.
-        positions: `[R]` int64.
-        vocabulary: V.
+    """Return uniform noise `[R, V]`, 32-bit integers from −2³¹ on, of keys (see `draw`) and positions, both `[R]`
+    int64.
     """
     hashed = hashes(keys, positions, torch.arange(-(-vocabulary // 2), device=keys.device))
-    # To view it as integers of 32 bits corrupts the memory once it is compiled (torch 2.13 on a CPU).
+    # Two tokens share a 64-bit hash: the even one has its lower half, the odd one its upper half. A view as 32-bit
+    # integers would corrupt memory once compiled (torch 2.13 on a CPU).
     return torch.stack((hashed << 32 >> 32, hashed >> 32), 2).flatten(1)[:, :vocabulary]
 
 
 def gumbel(noise: Tensor) -> Tensor:
-    """Float64 Gumbel noise of uniform `noise`: −log(−log u), where u is in the middle of one of 2³² steps."""
+    """Return float64 Gumbel noise −log(−log u), u the middle of one of 2³² steps."""
     return noise.double().add_(_MIDDLE).mul_(_STEP).log_().neg_().log_().neg_()
 
 
 def hashes(keys: Array, positions: Array, pairs: Array) -> Array:
-    """Hashes `[R, P]` of keys `[R]`, positions `[R]` and pairs of tokens `[P]`, all of them int64."""
+    """Return hashes `[R, P]` of keys `[R]`, positions `[R]` and pairs of tokens `[P]`, all int64."""
     return hash_((keys + positions * _signed(_POSITION_STEP))[:, None] + pairs * _signed(_TOKEN_STEP))
 
 
 def hash_(integers: Array) -> Array:
-    """Hash int64 integers in place: the finaliser of SplitMix64 (Steele, Lea and Flood 2014, *Fast splittable
-    pseudorandom number generators*), a bijection of 64 bits.
+    """Hash int64 integers in place by SplitMix64's finaliser, a bijection of 64 bits (Steele, Lea and Flood 2014, *Fast
+    splittable pseudorandom number generators*).
     """
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         moved = integers >> shift
-        moved &= (1 << (64 - shift)) - 1  # where the sign has been repeated
+        moved &= (1 << (64 - shift)) - 1  # clear the repeated sign bits
         integers ^= moved
         if factor > 1:
             integers *= _signed(factor)
@@ -119,9 +116,9 @@ def hash_(integers: Array) -> Array:
 
 
 def _signed(integer: int) -> int:
-    """The signed 64-bit integer with the same bits."""
+    """Return the signed 64-bit integer with the same bits."""
     return integer - (1 << 64) if integer >> 63 else integer
 
 
 _HIGH_NOISE = math.floor(math.exp(-math.exp(-_REACH - _LEAST_NOISE)) / _STEP - _MIDDLE) - 1
-"""Uniform noise that is not above this is, as Gumbel noise, not above `_REACH + _LEAST_NOISE`."""
+"""Uniform noise up to this is Gumbel noise up to `_REACH + _LEAST_NOISE`."""

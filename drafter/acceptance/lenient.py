@@ -1,4 +1,6 @@
-"""What lenient verifiers ask the base about every node of a tree: its choice, its certainty, its price of the draft."""
+"""Lenient verification: the target model's choice and uncertainty at every node, and a walk that may accept other
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ from drafter.tree.token_tree import TokenTree
 
 @dataclass(frozen=True)
 class NodeViews:
-    """The base's view of the nodes of B trees.
+    """The target model's outputs at the nodes of B trees.
 
     Args:
-        choices: `[B, N]` the base's choice after each node.
-        log_probs: `[B, N]` its log-probability of each node's token at the node's parent; 0 for the root.
-        entropy: `[B, N]` its uncertainty after each node, in nats.
+        choices: `[B, N]` choice after each node.
+        log_probs: `[B, N]` log-probability of each node's token at its parent; 0 for the root.
+        entropy: `[B, N]` uncertainty after each node, in nats.
     """
 
     choices: Tensor
@@ -29,18 +31,13 @@ class NodeViews:
 
 
 def node_views(verified: Verified, sampling: RowSampling, entropy: Callable[[Tensor], Tensor]) -> NodeViews:
-    """Look at the nodes one after another: all of them at once would be `[B, N, V]` in fp64.
-
-    Args:
-        verified: The trees and the base's logits.
-        sampling: How the rows choose tokens.
-        entropy: Of log-probabilities `[B, V]`, `[B]`.
-    """
+    """Compute the views. `entropy` maps log-probabilities `[B, V]` to `[B]`."""
     tree = verified.tree
     rows = torch.arange(len(tree.tokens), device=tree.tokens.device)
     asked = NodeChoices(verified.logits, tree, verified.ancestors, sampling)
     prices = torch.zeros(tree.tokens.shape, dtype=torch.float64, device=rows.device)
     choices, certainties = [], []
+    # One node after another: all at once would be `[B, N, V]` in fp64.
     for node in range(tree.size):
         choice, log_probs = asked.with_log_probs(rows, torch.full_like(rows, node))
         choices.append(choice)
@@ -51,40 +48,36 @@ def node_views(verified: Verified, sampling: RowSampling, entropy: Callable[[Ten
 
 
 def shannon_entropy(log_probs: Tensor) -> Tensor:
-    """Return `−Σ p log p` `[R]` in nats of log-probabilities `[R, V]`, of which some may be -inf."""
+    """Return `−Σ p log p` `[R]` in nats of log-probabilities `[R, V]`, some of which may be -inf."""
     return -(log_probs.exp() * log_probs.clamp_min(torch.finfo(log_probs.dtype).min)).sum(-1)
 
 
 def leading_entropy(log_probs: Tensor, count: int = 3) -> Tensor:
-    """Return `−Σ p log p` `[R]` over the `count` most probable tokens of `[R, V]`, whose `p` are not scaled up."""
+    """Return `−Σ p log p` `[R]` over the `count` most probable tokens of `[R, V]`, without renormalising `p`."""
     return shannon_entropy(log_probs.topk(min(count, log_probs.shape[-1]), dim=-1).values)
 
 
-# ---- The walk down a draft tree where a node may be accepted although the base would have chosen another token.
-
-
 def lenient_walk(tree: TokenTree, choices: Tensor, lenient: Tensor, log_probs: Tensor, depth: int) -> Accepted:
-    """Descend from the root along acceptable nodes.
+    """Descend from the root, at each node to the exact child if there is one, otherwise to where the walk goes deepest.
 
-    Root 7 with children 3 and 5, and 4 below 3; the base chooses 6 at the root and 4 at node 1. Both children of the
-    root are lenient ones, and the walk goes deepest by the first::
+    Root 7 with children 3 and 5, and 4 below 3; the target model chooses 6 at the root and 4 at node 1. Both children
+    of
+    the root are lenient, and the walk goes deepest by the first::
 
         tokens  [7, 3, 5, 4]   parents [0, 0, 0, 1]   choices [6, 4, 1, 9]
         path    [0, 1, 3]      tokens  [3, 4, 9]      count 2   lenient [True, False, False]
 
     Args:
-        tree: `[B, N]` nodes.
-        choices: `[B, N]` the base's choice after each node, by node id.
-        lenient: `[B, N]` bool: nodes that may be accepted whatever the base chose at their parent.
-        log_probs: `[B, N]` the base's log-probability of each node's token at its parent; the root's is not read.
-        depth: D: no node lies deeper.
+        choices: `[B, N]` the target model's choice after each node, by node id.
+        lenient: `[B, N]` bool: nodes that may be accepted whatever was chosen at their parent.
+        log_probs: `[B, N]` log-probability of each node's token at its parent; the root's is not read.
     """
     batch, nodes = tree.tokens.shape
     ids = torch.arange(nodes, device=choices.device).expand(batch, nodes)
     is_draft = (ids > 0) & (tree.tokens >= 0)
     exact = is_draft & (tree.tokens == choices.gather(1, tree.parents))
     allowed = exact | (is_draft & lenient)
-    # What a child is worth to its parent: nodes of the walk from it on; if it is exact, more than any number of them.
+    # A child's worth is the length of the walk from it on; an exact child is worth more than any length.
     bonus, worth, best = depth + 1, torch.zeros_like(ids), torch.zeros_like(ids)
     for level in range(depth, 0, -1):
         here = allowed & (tree.depths == level)
@@ -107,9 +100,9 @@ def lenient_walk(tree: TokenTree, choices: Tensor, lenient: Tensor, log_probs: T
 
 
 def _child(parents: Tensor, candidates: Tensor, log_probs: Tensor, ids: Tensor) -> Tensor:
-    """The most probable candidate among each node's children, `[B, N]` node ids; N where a node has none."""
+    """Return each node's most probable candidate child, `[B, N]` node ids; N for none."""
     nodes = ids.shape[1]
-    # A log-probability may be -inf, which must still be told from no candidate.
+    # Clamp, so that a candidate of log-probability -inf differs from no candidate.
     price = torch.where(candidates, log_probs.clamp_min(torch.finfo(log_probs.dtype).min), -torch.inf)
     most = torch.full_like(price, -torch.inf).scatter_reduce(1, parents, price, "amax")
     chosen = candidates & (price == most.gather(1, parents))

@@ -1,4 +1,4 @@
-"""Log-probabilities of generated tokens: the base's own, of its logits before penalties, bias and temperature."""
+"""Log-probabilities of generated tokens from the target model's logits before penalties, bias and temperature."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from drafter.requests import TokenLogprob
 
 @dataclass(frozen=True)
 class PathLogprobs:
-    """Log-probabilities along the paths of R rows, on the device. Entries past an accepted path mean nothing.
+    """Log-probabilities along the paths of R rows, on the device. Entries past an accepted path are undefined.
 
     Args:
-        chosen: `[R, D + 1]` float32, of the base's choice at each node of the path.
-        top_tokens: `[R, D + 1, K]` the most probable tokens there, falling.
+        chosen: `[R, D + 1]` float32, of the choice at each node of the path.
+        top_tokens: `[R, D + 1, K]` the most probable tokens there, descending.
         top: `[R, D + 1, K]` float32, of those.
     """
 
@@ -28,15 +28,12 @@ class PathLogprobs:
     top: Tensor
 
     def to_host(self) -> PathLogprobs:
-        """The same on the host, once what is queued is done."""
+        """Copy to the host; valid once queued work is done."""
         return PathLogprobs(*(tensor.to("cpu", non_blocking=True) for tensor in vars(self).values()))
 
     def read(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[TokenLogprob]]:
-        """On the host, for each row.
-
-        Args:
-            tokens: The tokens that each row was given, at most D + 1.
-            counts: How many of the most probable ones each row wants, at most K.
+        """Return log-probabilities of each row's `tokens`, at most D + 1, and of its `counts` ≤ K best; tensors on the
+        host.
         """
         rows = zip(tokens, counts, self.chosen.tolist(), self.top_tokens.tolist(), self.top.tolist(), strict=True)
         return [
@@ -49,14 +46,7 @@ class PathLogprobs:
 
 
 def path_logprobs(logits: Tensor, accepted: Accepted, rows: Sequence[int], count: int) -> PathLogprobs:
-    """Log-softmax in fp32 at the nodes that were walked: of `[R, D + 1, V]` logits, never of all nodes'.
-
-    Args:
-        logits: `[B, N, V]` the base's, by node id.
-        accepted: The paths of all rows.
-        rows: The R rows that want them.
-        count: K, how many of the most probable tokens.
-    """
+    """Return the log-softmax in fp32 of `logits` `[B, N, V]` at the accepted nodes of `rows`, with the `count` best."""
     row = send(torch.tensor(rows), logits.device)
     on_path = logits[row[:, None], accepted.path[row]].float()
     normaliser = on_path.logsumexp(-1, keepdim=True)

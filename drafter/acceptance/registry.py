@@ -1,4 +1,4 @@
-"""Verifiers by name: the exact one, and those of the methods."""
+"""Verifiers by name."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def make_verifier(settings: VerifierSettings) -> Verifier:
     """Return the verifier that settings ask for.
 
     Raises:
-        LoadError: A setting is another verifier's, or has a value that is not allowed; or a classifier that is needed
-            is not given or cannot be read.
+        LoadError: A setting belongs to another verifier or has an invalid value, or a classifier is missing or
+            unreadable.
     """
     verifiers: dict[str, type[Verifier]] = {ExactVerifier.name: ExactVerifier, **resolved("verifiers")}
     if settings.name not in verifiers:

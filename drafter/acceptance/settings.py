@@ -1,4 +1,4 @@
-"""What a person sets of a verifier. Nothing here imports torch, which takes seconds."""
+"""Verifier settings. Nothing here imports torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class VerifierSettings:
-    """Which draft tokens become output.
+    """Verifier, which decides which draft tokens become output.
 
     Args:
-        name: `exact` gives the tokens of plain decoding. `fly`, `pad` and `typical` accept more, so that the text is
-            another one; all that they make is marked.
-        theta: Of `fly`: no mismatch is accepted where the base's entropy is below this, in nats; 0.3 by default.
+        name: `exact` gives the tokens of plain decoding. `fly`, `pad` and `typical` accept more, which changes the
+            text; all of their output is marked.
+        theta: Of `fly`: no mismatch is accepted where the target model's entropy is below this, in nats; 0.3 by
+            default.
         window: Of `fly`: draft tokens from a mismatch on that decide; 6 by default.
-        classifier: Of `pad`: folder of its classifier, made by `jobs.pivots` for the base.
+        classifier: Of `pad`: folder of its classifier, made by `jobs.pivots` for the target model.
         sigma: Of `pad`: a token is accepted up to this probability that it makes the answer worse; 0.5 by default.
-        epsilon: Of `typical`: a more probable token is accepted wherever it is; 0.3 by default.
-        delta: Of `typical`: share of the base's own certainty that a token needs; 0.09 by default.
+        epsilon: Of `typical`: a more probable token is accepted anywhere; 0.3 by default.
+        delta: Of `typical`: share of the target model's own certainty that a token needs; 0.09 by default.
     """
 
     name: Literal["exact", "fly", "pad", "typical"] = "exact"
@@ -31,5 +32,5 @@ class VerifierSettings:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The settings that are set, by name, without the verifier's."""
+        """The settings that are not None, by name, without `name`."""
         return {name: value for name, value in vars(self).items() if name != "name" and value is not None}

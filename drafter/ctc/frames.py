@@ -1,4 +1,4 @@
-"""Configuration of a CTC head."""
+"""Configuration of a CTC head, and its layers: from frame states to the distributions of `T` frames."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class CTCHeadConfig:
     """Shape and loss of a CTC head.
 
     Args:
-        hidden_size: d, width of the base's hidden states.
-        vocab_size: V, size of the base's vocabulary.
+        hidden_size: d, width of the target model's hidden states.
+        vocab_size: V, size of the target model's vocabulary.
         num_frames: T, number of frames.
         depth: U, number of target tokens in training and of levels of a tree.
         module: Draft module. `attention` reads the whole text; `linear` reads only the last hidden state, through
@@ -85,11 +85,8 @@ class CTCHeadConfig:
             raise ValueError("with a label context the loss must be 'prefix'")
 
 
-# ---- The layers of a CTC head: from the text so far to the distributions of `T` frames.
-
-
 class CTCFrames(FrameHead):
-    """Everything of a CTC head that is trained. The base's embedding and LM head are borrowed and not saved."""
+    """All trained layers of a CTC head. The target model's embedding and LM head are borrowed and not saved."""
 
     config: CTCHeadConfig
 
@@ -131,59 +128,42 @@ class CTCFrames(FrameHead):
             )
 
     def token_log_probs(self, states: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return float32 log-probabilities of the tokens given that the frame emits one, `[..., V]`.
-
-        Args:
-            states: `[..., d]` frame states.
-            lm_head: From normalised states to logits.
+        """Return float32 log-probabilities `[..., V]` of the tokens given that the frame, of `states` `[..., d]`, emits
+        one.
         """
         return lm_head(self.norm(states)).float().log_softmax(-1)
 
     def log_probs(self, states: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return float32 log-probabilities of all symbols, `[..., V + 1]`, the blank last.
-
-        Args:
-            states: `[..., d]` frame states.
-            lm_head: From normalised states to logits.
-        """
+        """Return float32 log-probabilities `[..., V + 1]` of all symbols, blank last, of frame states `[..., d]`."""
         blank, emit = self.blank_log_probs(self.norm(states))
         return torch.cat([self.token_log_probs(states, lm_head) + emit, blank], -1)
 
     def blank_log_probs(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities `[..., 1]` of the blank and of all tokens together.
+        """Return log-probabilities `[..., 1]` of the blank and of all tokens together, of normalised states `[..., d]`.
 
-        The blank's output `z` is a log-odds: `p(ε) = σ(z)`, and the tokens share the rest. So its bias has the same
-        meaning for every vocabulary.
-
-        Args:
-            states: `[..., d]` normalised frame states.
+        The blank's output `z` is a log-odds: `p(ε) = σ(z)`. So its bias means the same for every vocabulary size.
         """
         blank = self.blank(states).float()
         return F.logsigmoid(blank), F.logsigmoid(-blank)
 
     def label_terms(self, base: BaseModel, labels: Tensor) -> Tensor:
-        """Return what labels add to the first layer of the joint network, `[..., joint_size]`.
-
-        Args:
-            base: Lends its embedding.
-            labels: `[..., c]` the last labels, the newest last.
+        """Return the term of the last labels `[..., c]`, newest last, in the joint network's first layer, `[...,
+        joint_size]`.
         """
         return self.joint_labels(self.label_norm(base.embed(labels)).flatten(-2))  # type: ignore[no-any-return]
 
     def joint(self, states: Tensor, terms: Tensor) -> Tensor:
-        """Return frame states that know the last labels, `[..., d]`: `s_j + MLP[s_j; e(y)]` and residual layers.
+        """Return frame states with a label context, `[..., d]`: `s_j + MLP[s_j; e(y)]`, then residual layers.
 
-        Args:
-            states: `[..., d]` frame states.
-            terms: `[..., joint_size]` first layer of the joint network before its activation: `joint_frames` of the
-                states plus `label_terms` of the labels.
+        `terms` `[..., joint_size]` is the first layer's pre-activation: `joint_frames` of the states plus
+        `label_terms`.
         """
         return self.joint_activations(states, terms)[0]
 
     def joint_activations(self, states: Tensor, terms: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return what `joint` returns, and the activations of each layer of the joint network.
+        """Return the result of `joint` and the activations of each layer.
 
-        Side by side they are `[..., R]`: the states have moved by `joint_spans` times them.
+        Concatenated they are `[..., R]`: `joint` adds `joint_spans` times them to the states.
         """
         activations = [F.silu(terms)]
         states = states + self.joint_out(activations[0])
@@ -195,7 +175,7 @@ class CTCFrames(FrameHead):
 
     @property
     def joint_spans(self) -> Tensor:
-        """`[d, R]` output weights of all layers of the joint network, side by side."""
+        """Output weights of all layers of the joint network, concatenated, `[d, R]`."""
         spans = [self.joint_out.weight]
         for layer in self.joint_layers:
             *_, out = layer.children()

@@ -1,7 +1,7 @@
-"""`ctc`: frames read by CTC (Wen, Gui, Feng 2024, arXiv 2412.00061). One forward drafts a whole tree.
+"""CTC head (Wen, Gui, Feng 2024, arXiv 2412.00061): one forward drafts a whole tree.
 
-Without a label context the frames are independent, and the search is CTC's prefix search. With one, each frame knows
-the last labels, and the search is that of a lattice.
+Without a label context the frames are independent and trees come from CTC prefix search; with one, from a lattice
+search.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from drafter.tree.token_tree import TokenTree
 _log = logging.getLogger(__name__)
 
 _CANDIDATES = 64
-"""Tokens of each row that the prefix search considers; see `best_trie`."""
+"""Tokens per row that the prefix search considers; see `best_trie`."""
 
 
 class CTCHead(CTCFrames):
-    """The losses and the searches over the frames."""
+    """Losses and searches over the frames."""
 
     algorithm = "ctc"
     config_class = CTCHeadConfig
     _factor: LabelFactor | None = None
-    """What the search in decoding keeps of the weights."""
+    """Derived from the weights for the search in decoding."""
 
     def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
         """Return the loss that the configuration names; see `DraftHead.forward`."""
         config = self.config
         told = self.draft_targets(batch, labels)
-        # Cross-entropy treats each place by itself; the other losses end with what a tree can reach.
+        # Cross-entropy treats each token by itself; the other losses end where a tree cannot go on.
         lengths = batch.lengths if config.loss == "ce" else told.lengths
         real = lengths > 0
         count = self.frames_for(config.depth + 1, "exact")
@@ -60,8 +60,8 @@ class CTCHead(CTCFrames):
         if config.loss == "ce":
             log_probs = chosen_log_probs(self.output(base), states, labels.tokens)
             return cross_entropy(log_probs, labels, lengths, config.depth_decay)
-        # Each row has a small alphabet of its own: its targets and labels, then the blank. A token that occurs several
-        # times is known by its first place.
+        # Each row has its own small alphabet: targets and labels, then the blank. A repeated token has the index of its
+        # first occurrence.
         names = torch.cat([targets, labels.tokens.flatten(1)], 1)
         places = (names[:, :, None] == names[:, None]).int().argmax(2)
         blank, emit = self.blank_log_probs(states)
@@ -76,10 +76,9 @@ class CTCHead(CTCFrames):
     def _lattice_loss(
         self, base: BaseModel, states: Tensor, text: Tensor, targets: Tensor, lengths: Tensor, labels: Labels
     ) -> LossSum:
-        """Return the prefix loss of frames that know the last labels.
+        """Return the prefix loss of frames with a label context.
 
         Args:
-            base: Lends its embedding and LM head.
             states: `[N, F, d]` frame states.
             text: `[N, c + U]` tokens around each anchor: `c` up to the pending token, then the targets.
             targets: `[N, U]` draft ids of the targets.
@@ -102,7 +101,6 @@ class CTCHead(CTCFrames):
         return lattice_prefix_loss(chosen[..., 0], blank[..., 0], lengths, frames, config.depth_decay, choices)
 
     def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
-        """Return the best trie of the frames, or the published tree; see `FrameHead.search`."""
         config, pending = self.config, recent[:, -1]
         if config.label_context:
             return self._search_lattice(states, recent, size, 0.0, base)
@@ -117,7 +115,6 @@ class CTCHead(CTCFrames):
         return best_trie(log_probs, pending, config.depth, size, _CANDIDATES)
 
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
-        """See `FrameHead.prepared_search`."""
         if not self.config.label_context:
             return super().prepared_search(base, tree)
         if not devices.is_asynchronous(base.device) and base.dtype == torch.float32:
@@ -126,13 +123,12 @@ class CTCHead(CTCFrames):
             except (BuildError, UnsuitableError) as reason:
                 _log.warning("the CTC head drafts without the native library, which is slower: %s", reason)
         self.prepack_search()
-        # On a CPU improbable paths are left out, and the LM head is read for few.
+        # On a CPU improbable paths are pruned, so the LM head is read for few and a factor does not pay.
         if devices.is_asynchronous(base.device) and is_factored(self, base):
             self._factor = LabelFactor.of(self, base)
         return partial(self._search_lattice, base=base, factor=self._factor)
 
     def weights_changed(self, base: BaseModel) -> None:
-        """See `DraftHead.weights_changed`."""
         if self._factor is not None:
             self._factor.logits.copy_(LabelFactor.of(self, base).logits)
 
@@ -156,7 +152,6 @@ class CTCHead(CTCFrames):
         )
 
     def frames_for(self, size: int, tree: Tree) -> int | None:
-        """Return the frames that some level of the tree can use; see `FrameHead.frames_for`."""
         config = self.config
         levels = min(config.depth, size - 1)
         if config.label_context:

@@ -1,4 +1,4 @@
-"""Label model of a CTC head's frames: what each frame emits after a path."""
+"""Label models of a CTC head: the distributions of its frames after a path, and the native lattice search."""
 
 from __future__ import annotations
 
@@ -23,11 +23,9 @@ from drafter.tree.token_tree import TokenTree
 
 
 class FrameLattice:
-    """`LabelModel` that computes with the head as it is. The state of a path is its last `c` tokens, in the base's ids.
+    """`LabelModel` that runs the head as it is. The state of a path is its last `c` tokens, as ids of the target model.
 
     Args:
-        head: A head with a label context.
-        base: Lends its embedding and LM head.
         states: `[B, F, d]` frame states.
         recent: `[B, c]` last tokens of each text, the pending token last.
     """
@@ -38,72 +36,55 @@ class FrameLattice:
         self._frame_terms: Tensor = head.joint_frames(states)
 
     def start(self) -> Tensor:
-        """Return the last tokens of the text."""
         return self._recent
 
     def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
-        """See `LabelModel.extend`."""
         return shifted(state, self._head.base_tokens(tokens))
 
     def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """See `LabelModel.score`."""
         head = self._head
         states = head.norm(head.joint(self._states[rows, first:stop], self._terms(first, stop, rows, state)))
         shares = head.output(self._base).lm_head(states).softmax(-1, dtype=torch.float32)
         return shares, head.blank(states)[..., 0].float().sigmoid()
 
     def _terms(self, first: int, stop: int, rows: Tensor, state: Tensor) -> Tensor:
-        """First layer of the joint network before its activation, `[M, stop - first, joint_size]`."""
+        """Return the pre-activation of the joint network's first layer, `[M, stop - first, joint_size]`."""
         return self._frame_terms[rows, first:stop] + self._head.label_terms(self._base, state)[:, None]
 
 
 def shifted(state: Tensor, tokens: Tensor) -> Tensor:
-    """Return last labels `[M, c]` in which one of `tokens` `[M]`, as the newest, takes the place of the oldest."""
+    """Append `tokens` `[M]` to the last labels `[M, c]` and drop the oldest."""
     return torch.cat([state[:, 1:], tokens[:, None]], 1)
 
 
-# ---- A CTC head's label model that reads the LM head once a draft, for all frames, and not once for each level of a
-# tree.
-
 _SMALLER = 2
-"""So many times as small as the LM head the factor must be, or reading the frames' logits again makes up for it."""
+"""The factor must be this many times smaller than the LM head, to make up for computing the frames' logits."""
 
 
 @dataclass(frozen=True)
 class LabelFactor:
-    """What the LM head makes of the joint network's output weights.
-
-    Args:
-        logits: `[R + 1, V]`: `(W·c(O))ᵀ`, then `W·β`.
-    """
+    """The LM head applied to the joint network's output weights: `[R + 1, V]`, `(W·c(O))ᵀ`, then `W·β`."""
 
     logits: Tensor
 
     @classmethod
     @torch.no_grad()
     def of(cls, head: CTCFrames, base: BaseModel) -> LabelFactor:
-        """Compute it of the present weights."""
+        """Compute the factor from the present weights."""
         spans = _centred(head, head.joint_spans.T)
         return cls(head.output(base).lm_head(torch.cat([spans, head.norm.bias[None]])))
 
 
 def is_factored(head: CTCFrames, base: BaseModel) -> bool:
-    """Whether the logits can be factored, and a level then reads less."""
+    """Return whether the logits can be factored, and a level then reads less."""
     spans = head.joint_spans
     return head.output(base).lm_head_bias is None and _SMALLER * (spans.shape[1] + 1) <= len(spans)
 
 
 class FactoredLattice(FrameLattice):
-    """`LabelModel` that gives what `FrameLattice` gives, but for rounding.
+    """`FrameLattice` up to rounding, but reads the LM head, which has no bias, once per draft, not once per tree level.
 
-    It is for a search that extends all paths of a level: they come by row, as many of each row.
-
-    Args:
-        head: A head with a label context, whose LM head has no bias.
-        base: Lends its embedding and LM head.
-        states: `[B, F, d]` frame states.
-        recent: `[B, c]` last tokens of each text, the pending token last.
-        factor: Of the head.
+    The search must extend all paths of a level: they come ordered by row, the same number for each.
     """
 
     def __init__(self, head: CTCFrames, base: BaseModel, states: Tensor, recent: Tensor, factor: LabelFactor) -> None:
@@ -112,14 +93,13 @@ class FactoredLattice(FrameLattice):
         self._frame_logits = head.output(base).lm_head(_centred(head, states))
 
     def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """See `LabelModel.score`."""
         head, frames = self._head, stop - first
         told, activations = head.joint_activations(
             self._states[rows, first:stop], self._terms(first, stop, rows, state)
         )
         scale = (told.float().var(-1, correction=0, keepdim=True) + head.norm.eps).rsqrt().to(told)
         known = torch.cat([*(layer * scale for layer in activations), torch.ones_like(scale)], -1)
-        # A row's paths share its frames: each of them takes, of the frames' logits, those of its own frame.
+        # A row's paths share its frames: `own` selects the logits of each path's frame.
         own = torch.eye(frames, device=scale.device, dtype=scale.dtype) * scale
         logits = (known.flatten(0, 1) @ self._factor.logits).unflatten(0, (len(self._states), -1))
         logits.baddbmm_(own.view(*logits.shape[:2], frames), self._frame_logits[:, first:stop])
@@ -132,23 +112,20 @@ def _centred(head: CTCFrames, states: Tensor) -> Tensor:
     return head.norm.weight * (states - states.mean(-1, keepdim=True))
 
 
-# ---- The lattice search of a CTC head on a CPU: our own C++ code, one call a step.
-
 MOST_ENTRIES = 1 << 25
-"""Numbers of the largest table of label terms, which then takes 128 MiB."""
+"""Numbers in the largest table of label terms, 128 MiB."""
 
 
 class NativeSearch:
-    """Searches with a head whose weights no longer change.
+    """Lattice search in the native library, one call per step, for a head with frozen weights.
 
     Args:
         head: A head with a label context, in fp32 on a CPU.
-        base: Lends its embedding and LM head.
         beam: Prefixes kept at each depth.
 
     Raises:
         BuildError: The library cannot be compiled here.
-        UnsuitableError: Its weights are elsewhere, or its table of label terms would be too large.
+        UnsuitableError: The weights are on another device, or the table of label terms would be too large.
     """
 
     @torch.no_grad()
@@ -194,7 +171,7 @@ class NativeSearch:
         rows, frames, _ = states.shape
         states, pending = states.contiguous(), recent[:, -1].contiguous()
         known = recent.flatten()
-        # A text may have tokens that are never drafted, so a table of the drafted ones does not have all of its own.
+        # The table has only the draft vocabulary; a text may have other tokens.
         recent_terms = self._table[:, known] if self._head.vocabulary is None else self._terms(known)
         recent_terms = recent_terms.contiguous()
         tokens, parents, depths = (torch.empty(rows, size, dtype=torch.long) for _ in range(3))
@@ -222,6 +199,6 @@ class NativeSearch:
         return TokenTree(tokens, parents, depths, log_probs)
 
     def _terms(self, tokens: Tensor) -> Tensor:
-        """Return what each token adds at each place of the last labels, `[c, N, joint_size]`."""
+        """Return each token's term at each position of the label context, `[c, N, joint_size]`."""
         labels = self._head.label_norm(self._base.embed(tokens))
         return torch.stack([labels.float() @ weights.T for weights in self._label_weights.unbind(1)])

@@ -1,4 +1,4 @@
-"""The contract between the lattice search and a head: frames that know the path so far."""
+"""Lattice search: the best trie under frames that depend on the path so far."""
 
 from __future__ import annotations
 
@@ -14,36 +14,29 @@ from drafter.tree.token_tree import TokenTree, from_nodes, root_only
 
 
 class LabelModel(Protocol):
-    """Distributions of frames after paths. The paths of all rows come in one list; a path's state is a row of it."""
+    """Distributions of frames after paths. The paths of all rows come in one list, as rows of the state."""
 
     def start(self) -> Tensor:
-        """Return the state `[B, ...]` of the empty path of each row."""
+        """Return the state `[B, ...]` of each row's empty path."""
 
     def score(self, first: int, stop: int, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return the distributions of frames `first..stop-1` (from 0) after M paths.
 
         Args:
-            first: The first frame.
-            stop: The frame after the last.
             rows: `[M]` row of the batch that each path belongs to.
             state: `[M, ...]` state of each path.
 
         Returns:
-            Shares of the V tokens that may be drafted, fp32 `[M, stop - first, V]`, which sum to 1, and the blank's
-            probability `[M, stop - first]`. The tokens share the probability that is left.
+            Distribution over the V tokens that may be drafted, fp32 `[M, stop - first, V]`, given that one is emitted;
+                and the blank's probability `[M, stop - first]`.
         """
 
     def extend(self, state: Tensor, tokens: Tensor) -> Tensor:
-        """Return the state `[M, ...]` of paths that are each one of `tokens` `[M]` longer.
+        """Append one of `tokens` `[M]`, indices into the shares of `score`, to each path; return `[M, ...]`."""
 
-        Tokens are known by the place of their share, as in the trees that the search makes.
-        """
-
-
-# ---- The best trie under frames that know the path so far: each frame emits one new token, or a blank.
 
 LATTICE_BEAM = 10
-"""Prefixes of each depth that heads keep in a lattice search, because each costs a forward of their network."""
+"""Prefixes that heads keep at each depth; each costs a forward of their joint network."""
 
 
 @torch.no_grad()
@@ -57,15 +50,12 @@ def best_lattice_trie(
     beam: int | None = None,
     least: float = 0.0,
 ) -> TokenTree:
-    """Find the `size`-node trie of the most probable prefixes.
+    """Find the `size`-node trie of the most probable prefixes. Each frame emits one new token or a blank.
 
     Args:
         model: Gives each token's probability after a path.
-        pending: `[B]` tokens of the roots.
         frames: T, number of frames.
         band: Number of frames that may hold a label.
-        depth: Longest prefix.
-        size: Nodes of each tree, root included.
         beam: Prefixes kept at each depth. None keeps as many as the tree could hold, which makes the search exact.
         least: On a CPU, prefixes of no higher probability are not extended.
 
@@ -96,16 +86,16 @@ def best_lattice_trie(
 
 @dataclass(frozen=True)
 class _Paths:
-    """The paths of one level that the next level extends: M of the B · W there are, by row.
+    """M of the B · W paths of one level, ordered by row, which the next level extends.
 
     Args:
         rows: `[M]` row of each path.
-        places: `[M]` place of each path among the B · W; None if M is all of them.
+        places: `[M]` index of each path among the B · W; None if M is all of them.
         width: W.
         nodes: `[M]` index of its last node among all candidates of its row; -1 for the root.
         probs: `[M]` prefix probability of the path.
-        arrival: One `[M]` for each frame of the band: the mass that arrives at the frame with the path's last token.
-            Frames past the end of the list have none.
+        arrival: One `[M]` for each frame of the band: probability mass that arrives at the frame with the path's last
+            token. Frames past the end of the list have none.
         state: `[M, ...]` state of the label model.
         before: Candidates of each row at this level and the levels above.
     """
@@ -122,7 +112,7 @@ class _Paths:
 
 @dataclass(frozen=True)
 class _Emissions:
-    """What the first K frames of a band emit after each of M paths.
+    """Emissions of the first K frames of a band after each of M paths.
 
     Args:
         masses: K times `[M]`: probability that the path is complete before the frame and that the frame emits a token.
@@ -172,7 +162,7 @@ def _emissions(model: LabelModel, band: range, paths: _Paths) -> _Emissions:
 
 
 def _best_of_rows(emissions: _Emissions, paths: _Paths, batch: int, keep: int) -> _Level:
-    """Find the best continuations of each row: first the best of each path, because that is far less to sort."""
+    """Find the best continuations of each row. Selecting the best of each path first leaves far less to sort."""
     # One product reads the shares once.
     scores = torch.bmm(torch.stack(list(emissions.masses), 1)[:, None], emissions.shares)[:, 0]
     best, names = scores.topk(min(keep, scores.shape[1]))
@@ -191,9 +181,9 @@ def _best_of_rows(emissions: _Emissions, paths: _Paths, batch: int, keep: int) -
 
 
 def _promising(levels: Sequence[_Level], size: int, least: float) -> Tensor:
-    """Return which nodes of the last level may have children in the tree, as places in it `[B * K]`.
+    """Return the indices in the last level, `[B * K]`, of nodes that may have children in the tree.
 
-    They are in the best tree of all candidates so far: no other node can have a child in a tree of that size.
+    Only nodes in the best tree of all candidates so far can have a child in a tree of that size.
     """
     last = levels[-1].probs
     wanted = last > least
@@ -204,7 +194,7 @@ def _promising(levels: Sequence[_Level], size: int, least: float) -> Tensor:
 
 
 def _extended(model: LabelModel, paths: _Paths, emissions: _Emissions, level: _Level, chosen: Tensor | None) -> _Paths:
-    """Return the paths to the `chosen` candidates of a level; to all for None."""
+    """Return the paths to the `chosen` candidates of a level; None for all."""
     batch, width = level.paths.shape
     nodes = (paths.before + torch.arange(width, device=level.paths.device)).repeat(batch)
     path, token, probs = level.paths.flatten(), level.tokens.flatten(), level.probs.flatten()

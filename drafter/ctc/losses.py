@@ -1,11 +1,11 @@
 """Losses over draft frames, by the recursions of `drafter.ctc.prefix_search` in log space.
 
-All of them read only the columns of the labels and of the blank, take `T` small steps, and are differentiable. A prefix
-that the frames cannot reach is masked: `u` labels need `u` frames, and one more for each adjacent repeat. Without the
-mask, single unreachable prefixes would swamp the loss.
+They read only the columns of the labels and of the blank, and are differentiable. A prefix that the frames cannot reach
+is masked: `u` labels need `u` frames, and one more for each adjacent repeat. Without the mask, a single unreachable
+prefix would swamp the loss.
 
 With labels `v_k` of weight `q_k` instead of one target, a term `log(π(y_1..u) / π(y_1..u−1))` of the prefix losses
-becomes `Σ_k q_k log(π(y_1..u−1, v_k) / π(y_1..u−1))`: the labels are what should follow the text `y_1..u−1`.
+becomes `Σ_k q_k log(π(y_1..u−1, v_k) / π(y_1..u−1))`.
 """
 
 from __future__ import annotations
@@ -16,24 +16,18 @@ from torch import Tensor
 from drafter.heads.losses import Labels, LossSum, hard_labels
 
 IMPOSSIBLE = -1e30
-"""Log-probability of the impossible. It is finite because the gradient of `logaddexp(-inf, -inf)` is NaN."""
+"""Stands for log 0. Finite, because the gradient of `logaddexp(-inf, -inf)` is NaN."""
 
 
 def reachable(targets: Tensor, lengths: Tensor, frames: int) -> Tensor:
-    """Return which prefixes of the targets CTC can emit, `[N, U]` bool.
-
-    Args:
-        targets: `[N, U]` labels.
-        lengths: `[N]` number of valid labels.
-        frames: T.
-    """
+    """Return which prefixes of `targets` `[N, U]` of `lengths` `[N]` CTC can emit in `frames` frames, `[N, U]` bool."""
     position = torch.arange(1, targets.shape[1] + 1, device=targets.device)
     repeats = _repeats(targets).long().cumsum(1)
     return (position <= lengths[:, None]) & (position + repeats <= frames)
 
 
 def ctc_loss(log_probs: Tensor, targets: Tensor, lengths: Tensor) -> tuple[LossSum, Tensor]:
-    """Return the paper's loss `−log P(Y|X)`: the frames collapse to exactly the target (Graves et al. 2006).
+    """Return the CTC loss `−log P(Y|X)`: the frames collapse to exactly the target (Graves et al. 2006).
 
     Args:
         log_probs: `[N, T, V + 1]`, blank last.
@@ -42,7 +36,7 @@ def ctc_loss(log_probs: Tensor, targets: Tensor, lengths: Tensor) -> tuple[LossS
 
     Returns:
         The sum over rows, each of weight 1, and `masked` `[N]` bool: rows that do not count, because they have no
-        target or need more than `T` frames.
+            target or need more than `T` frames.
     """
     frames, labels = log_probs.shape[1], targets.shape[1]
     position = torch.arange(1, labels + 1, device=targets.device)
@@ -58,14 +52,14 @@ def prefix_loss(
 ) -> LossSum:
     """Return `−Σ_u decay^u · log(π(y_1..u) / π(y_1..u−1))`.
 
-    A token is accepted only if the whole prefix before it is, so the loss is made of prefix probabilities. Without
-    blanks it is depth-weighted cross-entropy.
+    A token is accepted only with the whole prefix before it, hence prefix probabilities. Without blanks this is
+    depth-weighted cross-entropy.
 
     Args:
         log_probs: `[N, T, V + 1]`, blank last.
         targets: `[N, U]` the text; any valid id past a row's length.
         lengths: `[N]` number of valid targets.
-        decay: Weight of a place relative to the place before it.
+        decay: Weight of a position relative to the one before it.
         labels: `[N, U, K]` what should follow each prefix of the text; None for the text itself.
     """
     frames = log_probs.shape[1]
@@ -96,7 +90,7 @@ def lattice_prefix_loss(
     decay: float = 0.8,
     choices: tuple[Tensor, Tensor] | None = None,
 ) -> LossSum:
-    """Return `prefix_loss` for frames that know the last labels (`best_lattice_trie`), within a band.
+    """Return `prefix_loss` for frames with a label context (`best_lattice_trie`), within a band.
 
     Entry `[n, u, i]` (from 0) belongs to frame `u + 1 + i`, before which `u` labels were emitted.
 
@@ -105,9 +99,8 @@ def lattice_prefix_loss(
         blank: `[N, U, B]` log-probability that it emits a blank.
         lengths: `[N]` number of valid labels.
         frames: T; entries of frames beyond it do not count.
-        decay: As in `prefix_loss`.
-        choices: Labels, if they are not the text itself: log-probabilities `[N, U, B, K]` that the frame emits each
-            label, and the labels' weights `[N, U, K]`.
+        choices: Labels, if not the text itself: log-probabilities `[N, U, B, K]` that the frame emits each label, and
+            weights `[N, U, K]`.
     """
     masses, prefixes = lattice_prefixes(emit, blank, frames)
     scores, probs = prefixes[..., None], torch.ones_like(prefixes)[..., None]
@@ -160,8 +153,8 @@ def _recursion(log_probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tens
 
     Returns:
         `n` and `b` `[N, T + 1, U + 1]`, before each frame and after the last: log-probability that the frames so far
-        collapse to the first `u` labels and end in the last of them (`n`) or in a blank (`b`). And `log π` `[N, U]` of
-        each prefix of the text.
+            collapse to the first `u` labels and end in the last of them (`n`) or in a blank (`b`). And `log π` `[N, U]`
+            of each prefix of the text.
     """
     count, frames, symbols = log_probs.shape
     emit = log_probs.gather(2, targets[:, None].expand(-1, frames, -1))
@@ -184,15 +177,15 @@ def _recursion(log_probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tens
 def _conditional(
     scores: Tensor, before: Tensor, reached: Tensor, possible: Tensor, probs: Tensor, decay: float
 ) -> LossSum:
-    """Return `−Σ_k q_k (log π_k − log π_before)`, weighted by depth, over labels and prefixes that can be reached.
+    """Return `−Σ_k q_k (log π_k − log π_before)`, weighted by depth, over reachable labels and prefixes.
 
     Args:
-        scores: `[N, U, K]` log prefix probability of the text before a place with each label after it.
-        before: `[N, U]` log prefix probability of the text before the place alone.
-        reached: `[N, U]` bool: the frames can reach the text before the place.
+        scores: `[N, U, K]` log prefix probability of the text before a position with each label after it.
+        before: `[N, U]` log prefix probability of the text before the position alone.
+        reached: `[N, U]` bool: the frames can reach the text before the position.
         possible: `[N, U, K]` bool: they can reach the label after it.
         probs: `[N, U, K]` weights of the labels.
-        decay: Weight of a place relative to the place before it.
+        decay: Weight of a position relative to the one before it.
     """
     counted = reached[..., None] & possible
     probs = probs * counted

@@ -8,7 +8,7 @@ For a prefix `y_1..y_u` and frames `1..T` (Graves et al. 2006, prefix search):
     π(y_1..y_u) = Σ_j f_u(j)                                                 prefix probability
 
 `π` never grows when a prefix is extended. So the `N - 1` most probable prefixes form a trie, and no other trie of `N`
-nodes has a larger sum of `π`, the expected accepted length under the frames' distributions. A level-synchronous beam
+nodes has a larger sum of `π`, the expected acceptance length under the frames' distributions. A level-synchronous beam
 finds this trie exactly: a node at depth `u` has `u - 1` ancestors below the root, so the trie has at most `N - u` nodes
 of that depth.
 
@@ -16,8 +16,8 @@ The recursion over frames is linear. With `s = b_{u-1}` or `b_{u-1} + n_{u-1}`, 
 `n_u = s · L(y_u)` and `b_u = n_u · M`, where `L(y)[i, j] = Π_{i<m≤j} p_m(y)` and `M[i, j] = Π_{i<m≤j} p_m(ε)`.
 So one depth is two small matrix products and one `topk`, for all rows, nodes and frames at once.
 
-The search multiplies probabilities instead of adding logarithms: over a handful of frames nothing that matters
-underflows. A prefix less probable than float32 can hold (1e-38) counts as impossible.
+Probabilities are multiplied, not added as logarithms: over a few frames nothing that matters underflows. A prefix less
+probable than float32 can hold (1e-38) counts as impossible.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor
 from drafter.tree.token_tree import PAD_TOKEN, TokenTree, from_nodes, from_paths, root_only
 
 _PER_DEPTH = 2e-5
-"""Subtracted from a log-probability for each depth, so that rounding cannot lift a sure token above its parent."""
+"""Subtracted from a log-probability for each depth, so that rounding cannot lift a certain token above its parent."""
 
 
 def best_trie(log_probs: Tensor, pending: Tensor, depth: int, size: int, candidates: int | None = None) -> TokenTree:
@@ -39,12 +39,9 @@ def best_trie(log_probs: Tensor, pending: Tensor, depth: int, size: int, candida
 
     Args:
         log_probs: `[B, T, V + 1]` normalised log-probabilities of the frames; the blank is the last symbol.
-        pending: `[B]` tokens of the roots.
-        depth: Longest prefix.
-        size: Nodes of each tree, root included.
-        candidates: Number of tokens that are searched in each row, those with the largest `Σ_j p_j(v)`; None for all.
-            A prefix that contains `v` has a probability of at most `Σ_j p_j(v)`. So the search can miss only prefixes
-            less probable than this sum for the best token left out. Memory grows with `candidates · T²` per row.
+        candidates: Tokens that are searched in each row, those with the largest `Σ_j p_j(v)`; None for all. This sum
+            bounds the probability of a prefix that contains `v`, so only prefixes below the best left-out token's are
+            missed. Memory grows with `candidates · T²` per row.
 
     Returns:
         Trees `[B, size]`; rows with fewer possible prefixes are padded.
@@ -67,8 +64,8 @@ def best_trie(log_probs: Tensor, pending: Tensor, depth: int, size: int, candida
     waits = torch.cat([blanks + torch.eye(frames, dtype=probs.dtype, device=probs.device), blanks], 2)
     transfer = torch.bmm(runs[:, :-1].flatten(1, 2), waits).view(batch * width, frames, 2 * frames)
 
-    # A prefix has two rows of mass before each frame: n + b goes on with a token other than its last, and b may repeat
-    # its last token. The beam starts with the empty prefix and fills up with prefixes of no mass, which come last.
+    # A prefix has two rows of mass before each frame: n + b continues with a token other than its last, b may repeat
+    # the last. The beam starts with the empty prefix, padded with prefixes of no mass, which sort last.
     mass = probs.new_zeros(batch, 2 * beam, frames)
     mass[:, 0] = waits[:, 0, :frames]
     last = torch.full((batch, beam), -1, device=probs.device)
@@ -110,9 +107,6 @@ def _runs(probs: Tensor) -> Tensor:
     return torch.where(later, probs.roll(1, -1)[..., None, :], 1.0).cumprod(-1).triu(1)
 
 
-# ---- The published tree: the top k symbols of each frame, a fixed tree over the frames, each alignment collapsed.
-
-
 def static_tree(
     log_probs: Tensor,
     pending: Tensor,
@@ -123,20 +117,15 @@ def static_tree(
     top_k: int = 4,
     alignments: int = 64,
 ) -> TokenTree:
-    """Return trees from a fixed set of alignments.
+    """Return the published fixed tree: collapsed alignments of the top k symbols of each frame.
 
-    The probability of a prefix is that of the alignment up to the frame that completes it. If several alignments
-    collapse to the same prefix, it is the largest of theirs.
+    A prefix has the probability of the alignment up to the frame that completes it, the largest of several.
 
     Args:
         log_probs: `[B, T, V + 1]`, blank last; without a blank `[B, T, V]`.
-        pending: `[B]` tokens of the roots.
-        depth: Longest path.
-        size: Nodes of each tree, root included.
-        blank: Whether there is a blank and alignments are collapsed. If not, frame `u` emits token `u`, as Medusa's
-            heads do.
-        top_k: Number of symbols that each frame offers.
-        alignments: Number of paths of the fixed tree over the frames.
+        blank: Collapse alignments. Without a blank, frame `u` emits token `u`, as Medusa's heads do.
+        top_k: Symbols that each frame offers.
+        alignments: Paths of the fixed tree over the frames.
     """
     batch, frames, symbols = log_probs.shape
     best, names = log_probs.float().topk(min(top_k, symbols), dim=2)
@@ -155,16 +144,15 @@ def collapse(alignments: Tensor, log_probs: Tensor, blank: int, depth: int) -> t
     Args:
         alignments: `[..., T]` symbols.
         log_probs: `[..., T]` log-probability of each alignment up to each frame.
-        blank: The blank symbol.
-        depth: Largest number of tokens of a path; later tokens are dropped.
+        depth: Most tokens of a path; later tokens are dropped.
 
     Returns:
-        Paths `[..., depth]`, `PAD_TOKEN` past their ends; and the log-probability of each prefix `[..., depth]`, which
-        is that of the alignment up to the frame that completes it, -inf past the end.
+        Paths `[..., depth]`, `PAD_TOKEN` past their ends; and the log-probability of each prefix `[..., depth]`, that
+            of the alignment up to the frame that completes it, -inf past the end.
     """
     before = torch.cat([torch.full_like(alignments[..., :1], blank), alignments[..., :-1]], -1)
     emitted = (alignments != blank) & (alignments != before)
-    # Symbols that are removed, and tokens that are too deep, go to a last column that is cut off.
+    # Removed symbols and too deep tokens go to a last column that is cut off.
     place = torch.where(emitted, emitted.cumsum(-1) - 1, depth).clamp_max(depth)
     shape = (*alignments.shape[:-1], depth + 1)
     paths = alignments.new_full(shape, PAD_TOKEN).scatter(-1, place, alignments)
@@ -174,7 +162,7 @@ def collapse(alignments: Tensor, log_probs: Tensor, blank: int, depth: int) -> t
 
 @functools.cache
 def rank_paths(frames: int, top_k: int, count: int) -> list[list[int]]:
-    """Return the fixed tree: up to `count` rank vectors `[T]`, by rising sum of ranks, early deviations first."""
+    """Return the fixed tree: up to `count` rank vectors `[T]`, by ascending sum of ranks, early deviations first."""
     paths: list[list[int]] = []
     for total in range(frames * (top_k - 1) + 1):
         for frames_raised in itertools.combinations_with_replacement(range(frames), total):
@@ -188,6 +176,6 @@ def rank_paths(frames: int, top_k: int, count: int) -> list[list[int]]:
 
 @functools.cache
 def _rank_tensor(frames: int, top_k: int, count: int, device: torch.device) -> Tensor:
-    """Return the rank vectors `[count, T]`. They are sent to the device once, because sending them waits for it."""
+    """Return the rank vectors `[count, T]`, cached on the device because sending them synchronises."""
     with torch.inference_mode(False):
         return torch.tensor(rank_paths(frames, top_k, count), device=device)

@@ -1,1 +1,1 @@
-"""Measures what a drafter gains: this project's engine beside plain decoding and `transformers.generate`. No Ray."""
+"""Measures a drafter's speed: this project's engine beside plain decoding and `transformers.generate`. No Ray."""

@@ -1,4 +1,4 @@
-"""The decoders that are compared: this project's engine with any drafter, and transformers' `generate`."""
+"""Decoders to compare: this project's engine with any drafter, and transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Run:
     Args:
         seconds: Time from the first submission to the last token, prefills included.
         outputs: New tokens of each request.
-        counts: Speculation counts of each request; empty for a decoder that keeps none.
+        counts: Speculation counts of each request; empty if the decoder keeps none.
     """
 
     seconds: float
@@ -33,7 +33,6 @@ class Run:
 
     @property
     def num_tokens(self) -> int:
-        """Number of new tokens of all requests."""
         return sum(map(len, self.outputs))
 
 
@@ -42,7 +41,7 @@ Decoder = Callable[[Sequence[Request]], Run]
 
 
 class Generating(Protocol):
-    """What transformers decodes with: a base, or a model that was not loaded as one."""
+    """A model that `generate` can run: a `BaseModel` or another one."""
 
     @property
     def model(self) -> Any:
@@ -50,7 +49,7 @@ class Generating(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where token ids go."""
+        """Device of the token ids."""
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -58,7 +57,7 @@ class Generating(Protocol):
 
 
 def decode_all(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[Generation]]:
-    """Decode requests. Return the seconds from the first submission to the last token, and the results."""
+    """Decode requests; return the seconds from the first submission to the last token, and the results."""
     synchronise(engine.base.device)
     start = time.perf_counter()
     handles = [engine.submit(request) for request in requests]
@@ -79,21 +78,15 @@ def engine_decoder(engine: Engine) -> Decoder:
 
 
 def padding(tokenizer: Any) -> int:
-    """Return a token to pad shorter prompts of a batch with. Any token will do, because padding is masked."""
+    """Return a padding token. Any token will do, because padding is masked."""
     return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
 
 
 def transformers_decoder(base: Generating, batch: int, pad: int, **settings: Any) -> Decoder:
-    """Return a decoder that calls `generate` as its users do, in batches padded on the left.
+    """Return a decoder that calls `generate` as its users do, in batches padded on the left, with further `settings`.
 
     The requests must share their sampling settings except the seed. Above temperature 0 `generate` draws with its own
     random generator.
-
-    Args:
-        base: The model.
-        batch: Requests of one call.
-        pad: Token to pad with.
-        settings: Further arguments of `generate`.
     """
 
     def generate(requests: Sequence[Request]) -> list[list[int]]:
@@ -126,5 +119,5 @@ def transformers_decoder(base: Generating, batch: int, pad: int, **settings: Any
 
 
 def _until_end(tokens: list[int], ends: frozenset[int]) -> list[int]:
-    """Return `tokens` up to the first that ends the text, inclusive. Padding follows it."""
+    """Return `tokens` up to the first end token, inclusive."""
     return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in ends), tokens)

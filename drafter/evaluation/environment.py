@@ -30,7 +30,7 @@ def environment(base: BaseModel, command: str) -> dict[str, Any]:
 
 
 def surroundings(device: torch.device, command: str) -> dict[str, Any]:
-    """Return the part of the record that does not depend on a base."""
+    """Return the part of the record that does not depend on a target model."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
@@ -51,7 +51,7 @@ def surroundings(device: torch.device, command: str) -> dict[str, Any]:
 
 
 def comparable(record: dict[str, Any]) -> dict[str, Any]:
-    """Return what environments must agree in for measurements to stand side by side: machine, threads, base, code."""
+    """Return what must be equal for measurements to be compared: machine, threads, target model, code."""
     return {name: record[name] for name in ("hardware", "threads", "dtype", "base", "versions", "commit")}
 
 

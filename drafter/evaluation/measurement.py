@@ -1,4 +1,4 @@
-"""Time of a decoding step by stage, from the engine's own stage times."""
+"""Measures all arms of a plan side by side in one process, in turns, with the time of each stage of a step."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ from drafter.statistics import DecodeCounts, total
 from drafter.target.model import BaseModel
 
 STAGES = ("draft", "tree", "verify", "commit", "host")
-"""Stages of a decoding step: the head's forward, the tree search, the base's forward with the verifier's decision,
-the commit of accepted nodes, and everything else. On a GPU a step is queued as a whole, and all of it counts as
-`verify`."""
+"""Stages of a decoding step: the head's forward, the tree search, the target model's forward with the verifier's
+decision, the commit of accepted tokens, and everything else. On a GPU a step is queued as a whole, and all of it counts
+as `verify`.
+"""
 
 
 def stage_seconds(engine: Engine, requests: Sequence[Request]) -> tuple[dict[str, float], int]:
-    """Decode requests. Return the seconds of each of `STAGES`, without prefills, and the number of new tokens."""
+    """Decode requests; return seconds by each of `STAGES`, without prefills, and the number of new tokens."""
     before = engine.state().stage_seconds
     _, generations = decode_all(engine, requests)
     spent = {stage: seconds - before[stage] for stage, seconds in engine.state().stage_seconds.items()}
@@ -42,17 +43,15 @@ def stage_seconds(engine: Engine, requests: Sequence[Request]) -> tuple[dict[str
     return {stage: spent[stage] for stage in STAGES}, sum(len(one.token_ids) for one in generations)
 
 
-# ---- The measurement: all arms side by side in one process, taking turns.
-
 _WARM_UP_PROMPTS = 2
 _WARM_UP_TOKENS = 16
 _STAGE_PROMPTS = 2
-"""Least number of prompts of the pass that takes stage times. A larger batch takes as many as fill it."""
+"""Fewest prompts of the pass that takes stage times; a larger batch takes as many as fill it."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of the measurement at one setting: `done` of `total` turns of all arms."""
+    """Progress at one setting: `done` of `total` turns of all arms."""
 
     setting: Setting
     done: int
@@ -60,13 +59,7 @@ class Progress:
 
 
 class Evaluation:
-    """Measures a plan on sets of questions.
-
-    Args:
-        base: The base model.
-        tokenizer: The base's tokeniser.
-        questions: Sets of questions by name.
-        plan: What to measure.
+    """Measures a plan on named sets of questions.
 
     Raises:
         LoadError: A drafter cannot be loaded, or no drafter has one of the plan's trees.
@@ -98,12 +91,7 @@ class Evaluation:
             raise LoadError(f"there is nothing to measure: {self._skipped[0].reason} (trees: {', '.join(plan.trees)})")
 
     def describe(self, command: str, files: Mapping[str, str]) -> Results:
-        """Return results without cells.
-
-        Args:
-            command: The command line to repeat the evaluation.
-            files: File of each set of questions.
-        """
+        """Return results without cells. `command` repeats the evaluation, `files` names the file of each set."""
         questions = {
             name: {
                 "file": files[name],
@@ -126,13 +114,11 @@ class Evaluation:
         return Results(environment(self._base, command), asdict(self._plan), questions, heads, list(self._skipped))
 
     def run(self, done: Collection[Setting] = ()) -> Iterator[list[Cell] | Progress]:
-        """Measure. Yields the cells of all arms together when a setting is done, and progress in between.
-
-        Args:
-            done: Settings that are not measured again.
+        """Measure, except settings in `done`. Yields the cells of all arms when a setting is done, and progress in
+        between.
 
         Raises:
-            QuestionError: A question does not fit the base.
+            QuestionError: A question does not fit the target model.
         """
         plan = self._plan
         left = [
@@ -153,7 +139,7 @@ class Evaluation:
             )
             for temperature, name in dict.fromkeys((temperature, name) for temperature, _, name in left)
         }
-        # Each temperature has new engines: a drafter that keeps texts has the other one's answers to the same prompts.
+        # Each temperature has new engines: a drafter that stores texts would have seen answers to the same prompts.
         for (batch, _), settings in groupby(left, key=lambda setting: (setting[1], setting[0])):
             yield from self._with_engines(batch, {(t, b, name): prompts[t, name] for t, b, name in settings})
 
@@ -178,7 +164,7 @@ class Evaluation:
     def _rounds(
         self, decoders: Mapping[Arm, Decoder], setting: Setting, requests: Sequence[Request]
     ) -> Generator[Progress, None, dict[Arm, list[list[Run]]]]:
-        """Return the runs of every arm, round by round."""
+        """Return the runs of every arm, by round."""
         _, batch, _ = setting
         portions = [[request] for request in requests] if batch == 1 else [requests]
         arms, turns = list(decoders), self._plan.rounds * len(portions)
@@ -214,7 +200,7 @@ class Evaluation:
 
 
 def warm_up_request(request: Request) -> Request:
-    """Return a request as long as the given one, which teaches a drafter nothing: it is read backwards."""
+    """Return a request of the same length with the prompt reversed, so that a drafter learns nothing from it."""
     tokens = min(request.sampling.over().max_new_tokens, _WARM_UP_TOKENS)
     sampling = replace(request.sampling, max_new_tokens=tokens, ignore_eos=True)
     return replace(request, prompt_ids=request.prompt_ids[::-1], sampling=sampling)
@@ -252,7 +238,7 @@ def cell_of(
 
 
 def differing_tokens(output: Sequence[int], expected: Sequence[int]) -> int:
-    """Return how many tokens of an output differ from those expected at the same positions; missing tokens differ."""
+    """Count tokens that differ from those expected at the same positions; missing tokens differ."""
     return max(len(output), len(expected)) - sum(a == b for a, b in zip(output, expected, strict=False))
 
 

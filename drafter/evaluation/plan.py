@@ -1,4 +1,4 @@
-"""What an evaluation measures: the arms that are compared, and the settings."""
+"""Plan of an evaluation: the arms to compare, and the settings."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Arm:
 
     Args:
         drafter: Name of a drafter as `load_drafter` takes it; `none` is plain decoding.
-        tree: Shape of its trees; None if nothing is drafted.
-        nodes: Draft nodes of a step. `auto` adapts to the machine; None if nothing is drafted.
+        tree: Shape of its trees; None for plain decoding.
+        nodes: Draft tokens of a step; `auto` adapts to the machine; None for plain decoding.
     """
 
     drafter: str
@@ -28,7 +28,7 @@ class Arm:
 
     @property
     def method(self) -> str:
-        """Name of the drafter for tables and plots; of each folder in it, the last part.
+        """Name of the drafter for tables and plots, without folders.
 
         A training job has its head in a folder `head`, so the name is that of the job's output.
         """
@@ -43,18 +43,18 @@ PLAIN = Arm("none")
 
 @dataclass(frozen=True)
 class Plan:
-    """Every drafter with every tree and number of nodes, at every batch size and temperature.
+    """Every drafter with every tree and number of draft tokens, at every batch size and temperature.
 
     Args:
         drafters: Names as `load_drafter` takes them.
-        trees: Shapes of trees. A drafter that has no such tree is left out there, with the reason.
-        nodes: Numbers of draft nodes of a step.
+        trees: Shapes of trees. A drafter that has no such tree is skipped there, with the reason.
+        nodes: Numbers of draft tokens of a step.
         batches: Numbers of requests decoded together.
         temperatures: Sampling temperatures.
-        samples: Answers to each question, each with a seed of its own, one after another.
-        rounds: How often everything is timed.
+        samples: Answers to each question, each with its own seed, one after another.
+        rounds: Number of timed rounds.
         max_new_tokens: Longest answer, the same for every arm.
-        compile: Whether this project's engines compile the base's forward.
+        compile: Whether this project's engines compile the target model's forward.
         transformers: Whether `transformers.generate` is measured as well.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Plots of an evaluation, as pure functions of its results. Nothing is shown: no display is needed."""
+"""Plots of an evaluation, as pure functions of its results. No display is needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LINES = {"exact": "-", "static": "--"}
 
 
 def plots(results: Results) -> dict[str, Figure]:
-    """Return the plots that the results allow, by name. All are at the lowest temperature."""
+    """Return the plots that the results allow, by name, all at the lowest temperature."""
     found = figures(results.cells)
     coldest = min(one.cell.temperature for one in found)
     found = [one for one in found if one.cell.temperature == coldest]
@@ -33,7 +33,7 @@ def plots(results: Results) -> dict[str, Figure]:
 
 
 def acceptance_by_depth(found: Sequence[Figures]) -> Figure:
-    """Plot the share of steps that accept at least 1, 2, … draft tokens, at the largest number of nodes."""
+    """Plot the share of steps that accept at least 1, 2, … draft tokens, for the largest trees."""
     nodes = max(map(_nodes, found))
     found = [one for one in found if one.cell.arm.nodes == nodes]
     figure, panels = _panels(found, f"Acceptance by depth, {nodes} draft nodes")
@@ -47,7 +47,7 @@ def acceptance_by_depth(found: Sequence[Figures]) -> Figure:
 
 
 def beta_by_nodes(found: Sequence[Figures]) -> Figure:
-    """Plot β over fixed numbers of draft nodes."""
+    """Plot β over fixed numbers of draft tokens."""
     figure, panels = _panels(found, "β by budget")
     for name, panel in panels.items():
         for arm, line in _lines(found, name).items():
@@ -59,7 +59,7 @@ def beta_by_nodes(found: Sequence[Figures]) -> Figure:
 
 
 def gamma_by_batch(found: Sequence[Figures]) -> Figure:
-    """Plot γ over batch sizes, with the adaptive number of nodes if it was measured, otherwise with the smallest."""
+    """Plot γ over batch sizes, for adaptive trees if they were measured, otherwise for the smallest."""
     drafted = [one for one in found if one.cell.arm.nodes is not None]
     adaptive = any(one.cell.arm.nodes == "auto" for one in drafted)
     nodes = "auto" if adaptive else min(map(_nodes, drafted))
@@ -99,7 +99,7 @@ def stage_times(found: Sequence[Figures]) -> Figure:
 
 
 def _nodes(one: Figures) -> int:
-    """Return the number of draft nodes of an arm that has a fixed number."""
+    """Return the fixed number of draft tokens of an arm."""
     assert isinstance(one.cell.arm.nodes, int)
     return one.cell.arm.nodes
 

@@ -1,8 +1,8 @@
-"""Questions to evaluate on: conversations in MT-bench's format, or a question or prompt per line.
+"""Questions to evaluate on, and their prompts, which are the same for every decoder.
 
-A line is a JSON object with `turns`, the list of the user's messages; with `prompt` or `messages`, as `jobs.generate`
-reads them; or with `question`, as in GSM8K. It may have `question_id` and `category`. Other keys, such as the right
-answer, are for who scores answers.
+A line of a file is a JSON object with `turns`, the list of the user's messages, as in MT-bench; with `prompt` or
+`messages`, as `jobs.generate` reads them; or with `question`, as in GSM8K. It may have `question_id` and `category`.
+Other keys, such as the right answer, are for scoring.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from drafter.target.model import BaseModel
 from drafter.text.chat import encode_chat
 
 _KEYS = ("turns", "prompt", "messages", "question")
-"""Keys that hold what is asked; of several that a line has, the first."""
+"""Keys of the question's text, in order of precedence."""
 
 
 class QuestionError(ValueError):
@@ -37,8 +37,8 @@ class Question:
     Args:
         name: Its `question_id`, or its line.
         category: Its category; empty if it has none.
-        turns: The user's messages, at least one. The base answers after each.
-        columns: The whole object. It is no part of what tells questions apart.
+        turns: The user's messages, at least one. The target model answers after each.
+        columns: The whole object; ignored in comparisons.
     """
 
     name: str
@@ -48,15 +48,10 @@ class Question:
 
 
 def read_questions(file: str | Path, limit: int | None = None) -> list[Question]:
-    """Read a question file.
-
-    Args:
-        file: JSON lines.
-        limit: Largest number of questions. They are spread evenly over the file, so that every category keeps its
-            share.
+    """Read JSON lines; at most `limit` questions, spread evenly over the file, so that every category keeps its share.
 
     Raises:
-        QuestionError: There is no such file, a line is not a question, or there is no question at all.
+        QuestionError: The file cannot be read, has no question, or has a line that is not a question.
     """
     try:
         lines = Path(file).expanduser().read_text(encoding="utf-8").split("\n")
@@ -73,11 +68,7 @@ def read_questions(file: str | Path, limit: int | None = None) -> list[Question]
 
 
 def check_batches(name: str, questions: Sequence[Question], samples: int, batches: Sequence[int]) -> None:
-    """Check that there are enough prompts for each batch: one for each turn of a question and sample.
-
-    Raises:
-        QuestionError: There are not.
-    """
+    """Raise `QuestionError` if there are too few prompts, one per turn and sample, to fill the largest batch."""
     prompts, batch = samples * sum(len(question.turns) for question in questions), max(batches)
     if prompts < batch:
         raise QuestionError(
@@ -108,7 +99,7 @@ def _question(file: str | Path, number: int, line: str) -> Question:
 
 
 def _turns_of(messages: Any, where: str) -> list[Any]:
-    """Return the user's messages of a chat; the base answers each of them itself."""
+    """Return the user's messages of a chat; the target model's own answers replace the assistant's."""
     if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
         raise QuestionError(f"{where}: its messages must be a list of {{role, content}}")
     if others := [one.get("role") for one in messages if one.get("role") not in ("user", "assistant")]:
@@ -116,18 +107,9 @@ def _turns_of(messages: Any, where: str) -> list[Any]:
     return [one.get("content") for one in messages if one["role"] == "user"]
 
 
-# ---- Prompts of conversations, made once so that every decoder is measured on the same prompts.
-
-
 @dataclass(frozen=True)
 class Prompt:
-    """One turn of a conversation.
-
-    Args:
-        request: Token ids and sampling settings, with a seed of its own.
-        category: Category of its question.
-        answer: Tokens of plain decoding's answer.
-    """
+    """One turn of a conversation, and the tokens of plain decoding's answer."""
 
     request: Request
     category: str
@@ -143,18 +125,15 @@ def prompts_of(
     max_new_tokens: int,
     slots: int,
 ) -> list[Prompt]:
-    """Return every turn of every question with its answer, all first turns first.
+    """Return every turn of every question with plain decoding's answer, all first turns first.
 
     Args:
-        base: The base model.
-        tokenizer: The base's tokeniser.
-        questions: The conversations.
         temperature: Sampling temperature of the answers.
         max_new_tokens: Longest answer.
         slots: Conversations decoded together.
 
     Raises:
-        QuestionError: A prompt and its answer are longer than the base's positions, or the chat template refuses it.
+        QuestionError: A prompt and its answer exceed the target model's positions, or the chat template refuses it.
     """
     histories: list[list[dict[str, str]]] = [[] for _ in questions]
     prompts: list[Prompt] = []
@@ -188,7 +167,7 @@ def prompts_of(
 def encode(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
     """Return the token ids of a conversation up to the assistant's next answer.
 
-    Without a chat template the conversation is the messages' texts, separated by empty lines.
+    Without a chat template the messages' texts are joined by empty lines.
 
     Raises:
         RequestError: The chat cannot be encoded.

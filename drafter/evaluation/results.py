@@ -1,4 +1,4 @@
-"""Results of an evaluation: raw counts and seconds, stored as JSON. Tables and plots are derived from them."""
+"""Results of an evaluation as JSON: raw counts and seconds, from which tables and plots are derived."""
 
 from __future__ import annotations
 
@@ -22,12 +22,7 @@ Setting = tuple[float, int, str]
 
 @dataclass(frozen=True)
 class StageSums:
-    """Time of a decoder's steps by stage, from a separate pass.
-
-    Args:
-        seconds: Seconds by stage, over all steps.
-        tokens: Number of new tokens of these steps.
-    """
+    """Seconds by stage over all steps of a separate pass, and the number of their new tokens."""
 
     seconds: dict[str, float]
     tokens: int
@@ -39,15 +34,13 @@ class Cell:
 
     Args:
         questions: Name of the set.
-        batch: Number of requests decoded together.
-        temperature: Sampling temperature.
-        arm: The way to decode.
-        tokens: Number of new tokens of each run, round by round. A run is one prompt at batch 1, otherwise all prompts.
+        batch: Requests decoded together.
+        tokens: New tokens of each run, by round. A run is one prompt at batch 1, otherwise all prompts.
         seconds: Seconds of the same runs.
-        differing_tokens: Number of tokens over all rounds that differ from plain decoding's; None if the arm does not
-            draw the same random numbers.
+        differing_tokens: Tokens over all rounds that differ from plain decoding's; None if the arm does not draw the
+            same random numbers.
         counts: Raw speculation counts over all rounds, by category; empty if the decoder keeps none.
-        stages: Time by stage; None if the decoder does not tell.
+        stages: Time by stage; None if the decoder does not measure it.
     """
 
     questions: str
@@ -62,7 +55,7 @@ class Cell:
 
     @property
     def setting(self) -> Setting:
-        """The setting, which it shares with the cells that it is compared with."""
+        """Setting, which the cells to compare share."""
         return self.temperature, self.batch, self.questions
 
 
@@ -81,11 +74,9 @@ class Results:
 
     Args:
         environment: Hardware, versions and command line.
-        plan: The plan's values.
         questions: For each set: file, number of questions and of prompts, fingerprint, categories.
         heads: For each draft head: algorithm, configuration, number of parameters, provenance.
         skipped: Combinations that cannot be measured.
-        cells: The measurements.
     """
 
     environment: dict[str, Any]
@@ -96,11 +87,11 @@ class Results:
     cells: list[Cell] = field(default_factory=list)
 
     def same_measurement(self, other: Results) -> bool:
-        """Return whether cells of both can stand side by side: same plan, questions, models, machine and code."""
+        """Return whether cells of both can be compared: same plan, questions, models, machine and code."""
         return _identity(self) == _identity(other)
 
     def save(self, folder: Path) -> None:
-        """Write `results.json` to `folder`, which is made if it is not there, completely or not at all."""
+        """Write `results.json` to `folder` atomically, creating the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         values = asdict(self)
         for cell in values["cells"]:
@@ -110,7 +101,6 @@ class Results:
 
     @classmethod
     def load(cls, folder: Path) -> Results:
-        """Read what `save` wrote."""
         values = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
         cells = [
             Cell(
@@ -133,7 +123,7 @@ def _identity(results: Results) -> str:
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Write JSON, completely or not at all. Each list of numbers is on one line."""
+    """Write JSON atomically, each list of numbers on one line."""
     text = json.dumps(values, indent=1, ensure_ascii=False)
     text = re.sub(r'\[\n[^\[\]{}"]*\]', lambda found: " ".join(found[0].split()), text)
     partial = path.with_name(path.name + ".partial")
@@ -141,19 +131,15 @@ def write_json(path: Path, values: Any) -> None:
     partial.replace(path)
 
 
-# ---- Figures derived from an evaluation's raw counts and seconds: β, γ and acceptance by depth.
-
-
 @dataclass(frozen=True)
 class Figures:
-    """The figures of one cell.
+    """Derived figures of one cell.
 
     Args:
-        cell: The cell.
         rate: Tokens per second, median over rounds.
         gamma: Speed relative to plain decoding.
-        relative_to_transformers: Speed relative to `transformers.generate`; None if that was not measured.
-        beta: New tokens per base decode forward; None for transformers.
+        relative_to_transformers: Speed relative to `transformers.generate`; None if not measured.
+        beta: New tokens per target decode forward; None for transformers.
         by_depth: Share of steps that accepted at least 1, 2, … draft tokens.
     """
 

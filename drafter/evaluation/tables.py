@@ -1,4 +1,4 @@
-"""Tables of an evaluation, as pure functions of its results."""
+"""Report of an evaluation: tables as pure functions of its results, and files."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ def markdown_table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def speed_table(found: Sequence[Figures]) -> str:
-    """Return β and γ of each arm on each set of questions, at one batch and temperature.
-
-    Where `transformers.generate` was measured, the ratio to it is there, too.
-    """
+    """Return β, γ and the ratio to `transformers.generate`, if measured, by arm and set of questions."""
     rows = []
     for arm in dict.fromkeys(one.cell.arm for one in found):
         row, made, differing = _named(arm), 0, 0
@@ -44,7 +41,7 @@ def speed_table(found: Sequence[Figures]) -> str:
 
 
 def category_table(cells: Sequence[Cell]) -> str:
-    """Return β of each arm by category, of the cells of one setting. A category may be called as a column is."""
+    """Return β of each arm by category, of the cells of one setting."""
     return markdown_table(
         [
             _named(cell.arm)
@@ -109,7 +106,7 @@ def page(results: Results) -> str:
 
 
 def circumstances(results: Results) -> str:
-    """Return where and on what the results were measured, a clause without its full stop."""
+    """Return machine, model and questions of the results as a clause without a full stop."""
     where, plan = results.environment, results.plan
     asked = ", ".join(f"{one['prompts']} prompts of {one['file']} ({name})" for name, one in results.questions.items())
     return (
@@ -119,7 +116,7 @@ def circumstances(results: Results) -> str:
 
 
 def _heading(results: Results) -> str:
-    """Return where and how the results were measured, and what the figures mean."""
+    """Return the measurement's circumstances and the meaning of the figures."""
     where = results.environment
     beside = TRANSFORMERS in {cell.arm for cell in results.cells}
     theirs = "× generate: speed relative to `transformers.generate`. " if beside else ""
@@ -131,8 +128,6 @@ def _heading(results: Results) -> str:
         f"{theirs}Differing tokens: tokens that are not plain decoding's at the same positions."
     )
 
-
-# ---- An evaluation's report: its results as tables and plots.
 
 TABLE_FILE = "table.md"
 

@@ -1,4 +1,4 @@
-"""Settings at which each lenient verifier is measured when nobody has chosen one."""
+"""Measures lenient verifiers: speed against utility over a grid of settings, and a search between its points."""
 
 from __future__ import annotations
 
@@ -27,71 +27,55 @@ _GRIDS: dict[str, tuple[str, tuple[float, ...]]] = {
     "pad": ("sigma", (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0)),
     "typical": ("delta", (0.9, 0.5, 0.3, 0.09, 0.03, 0.01)),
 }
-"""The setting of each that is varied, from the strictest value: the published one, and some on both sides of it."""
+"""The varied setting of each, from the strictest value: the published one, and some on both sides of it."""
 
 
 def varied(name: str) -> str:
-    """Return which setting of a lenient verifier is varied."""
+    """Return the name of a lenient verifier's varied setting."""
     return _GRIDS[name][0]
 
 
 def grid_values(name: str) -> tuple[float, ...]:
-    """Return the values that it is given, from the strictest to the most lenient."""
+    """Return the grid of the varied setting, from the strictest to the most lenient."""
     return _GRIDS[name][1]
 
 
 def varied_value(settings: VerifierSettings) -> float:
-    """Return the value of what is varied.
-
-    Args:
-        settings: Of a lenient verifier, for which it is given.
-    """
+    """Return the value of a lenient verifier's varied setting, which must be set."""
     return float(getattr(settings, varied(settings.name)))
 
 
 def with_value(settings: VerifierSettings, value: float | None) -> VerifierSettings:
-    """Return the settings with another value of what is varied."""
+    """Return the settings with another value of the varied one."""
     return replace(settings, **{varied(settings.name): value})  # type: ignore[arg-type]
 
 
 def leniency(settings: VerifierSettings) -> float:
-    """Return a number that is larger the more lenient the varied setting is, everything else being the same.
-
-    Args:
-        settings: Of a lenient verifier, for which it is given.
-    """
+    """Return a number that grows with the leniency of the varied setting, which must be set."""
     strictest, *_, most_lenient = grid_values(settings.name)
     value = varied_value(settings)
     return value if most_lenient > strictest else -value
 
 
 def verifier_grid(settings: VerifierSettings) -> list[VerifierSettings]:
-    """Return settings of a lenient verifier, from the strictest to the most lenient.
-
-    Args:
-        settings: Its name, and what is the same in all of them.
-    """
+    """Return the settings to measure, from the strictest: the grid, or `settings` if its varied value is set."""
     if getattr(settings, varied(settings.name)) is not None:
-        return [settings]  # somebody has chosen
+        return [settings]
     return [with_value(settings, value) for value in grid_values(settings.name)]
 
-
-# ---- The same requests decoded under several verifiers, each beside plain decoding in the same round.
 
 _WARM_UP = 2
 
 
 @dataclass(frozen=True)
 class VerifierRun:
-    """What came of the requests under one verifier.
+    """Results of decoding the requests under one verifier.
 
     Args:
-        verifier: Its settings.
         token_ids: New tokens of each request, in the first round.
-        texts: Their texts.
-        lenient_tokens: Tokens that the base would not have chosen, in the first round.
+        lenient_tokens: Tokens that the target model would not have chosen, in the first round.
         counts: Speculation counts of the first round.
-        rates: Tokens per second, round by round.
+        rates: Tokens per second, by round.
         plain_rates: The same of plain decoding in the same rounds.
     """
 
@@ -105,31 +89,27 @@ class VerifierRun:
 
     @property
     def beta(self) -> float:
-        """β: new tokens per base forward."""
+        """β: new tokens per target forward."""
         return mean_acceptance_length(self.counts)
 
     @property
     def gamma(self) -> float:
-        """γ: speed relative to plain decoding."""
         return speedup(self.rates, self.plain_rates)
 
 
 class VerifierTrials:
-    """Decodes the same requests under one verifier after another.
+    """Decodes the same requests under several verifiers, each beside plain decoding in the same round.
 
-    Each has an engine of its own: an engine learns what pays under its verifier, reads the hidden states that this asks
-    for, and on a GPU repeats steps that were recorded with it. So two engines exist at a time, this and a plain one.
+    Each verifier has its own engine, because an engine learns what pays under its verifier, reads the hidden states
+    that it needs, and on a GPU replays graphs recorded with it. So two engines exist at a time.
 
     Args:
-        base: The base model.
-        tokenizer: Of the base.
         drafter: Makes a new drafter.
-        requests: What to decode.
-        config: The engines' sizes; requests wait in the queue.
-        rounds: How often everything is timed.
+        config: The engines' sizes; `max_queue` is raised to hold all requests.
+        rounds: Number of timed rounds.
 
     Attributes:
-        depth: Draft tokens of a path at most.
+        depth: Most draft tokens of a path.
     """
 
     def __init__(
@@ -144,18 +124,18 @@ class VerifierTrials:
         config = replace(config, max_queue=max(config.max_queue, len(requests)))
         self._base, self._tokenizer, self._drafter = base, tokenizer, drafter
         self._requests, self._config, self._rounds = requests, config, rounds
-        gc.collect()  # an engine refers to itself: one that nobody uses any more holds the device's memory until then
+        gc.collect()  # engines are cyclic: an unused one holds device memory until collected
         spec = drafter().spec
         self.depth = min(spec.max_depth, spec.max_nodes if config.nodes == "auto" else config.nodes)
         self._plain = Engine(base, PlainDecoding(), tokenizer, config)
         decode_all(self._plain, requests[:_WARM_UP])
 
     def run(self, settings: VerifierSettings) -> VerifierRun:
-        """Return what comes of the requests under a verifier.
+        """Decode the requests under a verifier.
 
         Raises:
-            LoadError: The verifier does not fit the base or the drafter.
-            RequestError: It does not take the requests' settings.
+            LoadError: The verifier does not fit the target model or the drafter.
+            RequestError: The verifier does not take the requests' settings.
         """
         plain, requests = self._plain, self._requests
         gc.collect()
@@ -165,7 +145,7 @@ class VerifierTrials:
         plain_rates: list[float] = []
         first: list[Generation] = []
         for turn in range(self._rounds):
-            # The order alternates, so that a machine that grows busy disturbs both alike.
+            # Alternate the order, so that a changing load of the machine affects both alike.
             both = [(engine, rates), (plain, plain_rates)]
             for one, found in both if turn % 2 == 0 else both[::-1]:
                 seconds, made = decode_all(one, requests)
@@ -183,24 +163,21 @@ class VerifierTrials:
         )
 
 
-# ---- Utility against speed: how much of exact decoding's utility each verifier keeps, and which keeps enough.
-
 _COLOURS = {"fly": "#0072B2", "pad": "#D55E00", "typical": "#009E73"}
-"""Of the colours of Okabe and Ito, which colour-blind readers can tell apart."""
+"""From the colour-blind safe palette of Okabe and Ito."""
 _STYLES = ({"linestyle": "-", "marker": "o"}, {"linestyle": "--", "marker": "s"}, {"linestyle": ":", "marker": "^"})
-"""Of the lines of one verifier; a line may be a single point."""
+"""Line styles of one verifier; a line may be a single point."""
 
 
 @dataclass(frozen=True)
 class VerifierFigures:
-    """What a verifier gains and costs.
+    """Speed and utility of a verifier.
 
     Args:
-        verifier: Its settings.
         utility: Sums over the requests: of exact decoding, and of this verifier.
-        beta: New tokens per base forward.
+        beta: New tokens per target forward.
         gamma: Speed relative to plain decoding.
-        lenient_tokens: Tokens that the base would not have chosen.
+        lenient_tokens: Tokens that the target model would not have chosen.
         counts: Raw speculation counts.
     """
 
@@ -213,13 +190,7 @@ class VerifierFigures:
 
     @classmethod
     def of(cls, run: VerifierRun, exact: Sequence[float], scores: Sequence[float]) -> VerifierFigures:
-        """Return the figures of a run.
-
-        Args:
-            run: The run.
-            exact: What each answer of exact decoding is worth.
-            scores: What each answer of this run is worth.
-        """
+        """Return a run's figures, from the utility of each answer of exact decoding and of this run."""
         sums = PairedSums()
         for pair in zip(exact, scores, strict=True):
             sums.add(*pair)
@@ -231,11 +202,10 @@ class VerifierFigures:
         return kept_share(self.utility.difference)
 
     def keeps(self, share: float) -> bool:
-        """Whether this share of exact decoding's utility is kept."""
         return self.kept is not None and self.kept >= share
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all as plain values, for JSON."""
+        """Return plain values, for JSON."""
         difference = self.utility.difference
         counts = asdict(self.counts)
         del counts["per_step_accepted"]  # it is empty in sums
@@ -256,7 +226,7 @@ class VerifierFigures:
 
 
 def title_of(settings: VerifierSettings) -> str:
-    """Name a verifier and those of its settings that are numbers."""
+    """Return a verifier's name and numeric settings."""
     return ", ".join([settings.name, *_numbers(settings)])
 
 
@@ -265,12 +235,7 @@ def _numbers(settings: VerifierSettings) -> list[str]:
 
 
 def fastest_that_keeps(found: Sequence[VerifierFigures], keep: float) -> list[VerifierFigures]:
-    """Return of each lenient verifier the setting of largest β that keeps enough; those that have none are left out.
-
-    Args:
-        found: The figures of all settings.
-        keep: Share of exact decoding's utility.
-    """
+    """Return each lenient verifier's setting of largest β that keeps at least the share `keep` of utility, if any."""
     best: dict[str, VerifierFigures] = {}
     for one in found:
         name = one.verifier.name
@@ -282,7 +247,7 @@ def fastest_that_keeps(found: Sequence[VerifierFigures], keep: float) -> list[Ve
 
 
 def in_order(found: Sequence[VerifierFigures]) -> list[VerifierFigures]:
-    """Return figures verifier by verifier, and of each from the strictest value of what is varied."""
+    """Return figures by verifier, each from the strictest value of the varied setting."""
     return [one for line in _lines(found).values() for one in line]
 
 
@@ -308,12 +273,7 @@ def utility_table(found: Sequence[VerifierFigures]) -> str:
 
 
 def utility_plot(found: Sequence[VerifierFigures], kept: Sequence[VerifierFigures] = ()) -> Figure:
-    """Plot utility over β: a line for each verifier, and for each window of `fly`.
-
-    Args:
-        found: The figures of all settings.
-        kept: Those of them that are pointed out.
-    """
+    """Plot utility over β, a line for each verifier and window of `fly`; `kept` are highlighted."""
     figure = Figure(figsize=(6.5, 4.5), layout="constrained")
     panel = figure.subplots()
     lines = _lines(found)
@@ -340,7 +300,7 @@ def utility_plot(found: Sequence[VerifierFigures], kept: Sequence[VerifierFigure
 
 
 def _lines(found: Sequence[VerifierFigures]) -> dict[VerifierSettings, list[VerifierFigures]]:
-    """Figures by all of their settings but the varied one."""
+    """Return figures by all of their settings but the varied one."""
     lines: dict[VerifierSettings, list[VerifierFigures]] = {}
     for one in found:
         lines.setdefault(EXACT if one.verifier == EXACT else with_value(one.verifier, None), []).append(one)
@@ -354,40 +314,38 @@ def _place(one: VerifierFigures) -> tuple[float, float]:
     return one.beta, one.utility.difference.second
 
 
-# ---- Between the settings of a grid: how lenient a verifier may be and still keep enough, found by halving intervals.
-
 _HALVINGS = 4
-"""How often an interval is halved: a sixteenth of it is left."""
+"""Bisections of an interval: a sixteenth of it is left."""
 _DIGITS = 4
 _EXACT_AT = {"fly": math.log(3), "pad": 0.0}
-"""Where nothing passes that the base does not choose: the entropy of three tokens, for one, is nowhere above ln 3."""
+"""Values at which only the target model's choices pass; for `fly`, the entropy of three tokens is at most ln 3."""
 _PUBLISHED_WINDOW = 6
 
 
 def next_setting(
     verifier: VerifierSettings, found: Sequence[VerifierFigures], keep: float, depth: int
 ) -> VerifierSettings | None:
-    """Return what to measure next of a verifier whose grid has been measured; None at the end of the search.
+    """Return the next setting to measure of a verifier whose grid has been measured; None at the end of the search.
 
-    The grid's interval between the most lenient setting that keeps enough and the next one, which does not, is halved a
-    few times. If the window of `fly` is not chosen, the same is done at twice the window, which is stricter and so may
-    allow a smaller θ, and at half of it. An interval is left as soon as its lenient end, which keeps too little, has no
-    larger β than a setting that keeps enough: nothing within can be better.
+    The interval between the most lenient setting that keeps enough and the next one is bisected. If the window of `fly`
+    is not set, so are the intervals at twice the window, which is stricter and so may allow a smaller θ, and at half of
+    it. An interval ends once its lenient end has no larger β than a setting that keeps enough: nothing within can be
+    better.
 
     Args:
         verifier: Its name, and what is the same in all of its settings.
         found: The figures of its settings so far, in any order.
         keep: Share of exact decoding's utility that is enough.
-        depth: Draft tokens of a path at most.
+        depth: Most draft tokens of a path.
     """
     if getattr(verifier, varied(verifier.name)) is not None:
-        return None  # somebody has chosen
+        return None
     exact, best = _EXACT_AT.get(verifier.name), max((one.beta for one in found if one.keeps(keep)), default=0.0)
     strict, lenient = _limits(verifier, found, keep, exact)
     setting = _between(verifier, found, keep, (strict, lenient), best)
     for window in _other_windows(verifier, depth):
         if setting is None:
-            # What keeps enough at a window does so at a longer one, and what does not, at no shorter one.
+            # What keeps enough at a window does so at a longer one; what does not, does not at a shorter one.
             limits = (strict, None) if window > _PUBLISHED_WINDOW else (exact, lenient)
             setting = _between(replace(verifier, window=window), found, keep, limits, best)
     return setting
@@ -400,14 +358,12 @@ def _between(
     limits: tuple[float | None, float | None],
     best: float,
 ) -> VerifierSettings | None:
-    """What to measure next of settings that have all but the varied one in common; None if there is nothing to gain.
+    """Return the next setting to measure on one line; None if there is nothing to gain.
 
     Args:
-        line: What they have in common.
-        found: All figures so far.
-        keep: Share that is enough.
-        limits: Values that are believed to keep enough and too little, where any are.
-        best: The largest β of all that keeps enough.
+        line: Settings without the varied one.
+        limits: Values believed to keep enough and too little, or None.
+        best: The largest β that keeps enough.
     """
     strict, lenient = _limits(line, found, keep, limits[0])
     if strict is None:
@@ -429,7 +385,7 @@ def _between(
 def _limits(
     line: VerifierSettings, found: Sequence[VerifierFigures], keep: float, strict: float | None
 ) -> tuple[float | None, float | None]:
-    """The most lenient value that keeps enough, `strict` where none was measured; and the next one, if there is one."""
+    """Return the most lenient value that keeps enough (`strict` if none was measured), and the next one, if any."""
     tried = _on(line, found)
     last = max((place for place, one in enumerate(tried) if one.keeps(keep)), default=-1)
     if last >= 0:
@@ -439,13 +395,13 @@ def _limits(
 
 
 def _on(line: VerifierSettings, found: Sequence[VerifierFigures]) -> list[VerifierFigures]:
-    """Figures of the settings that have all but the varied one in common, from the strictest."""
+    """Return the figures on a line, from the strictest."""
     some = [one for one in found if with_value(one.verifier, None) == line]
     return sorted(some, key=lambda one: leniency(one.verifier))
 
 
 def _other_windows(verifier: VerifierSettings, depth: int) -> list[int]:
-    """Windows of `fly` at which to look, too: a mismatch needs a window of drafts and one more."""
+    """Return further windows of `fly` to try. A mismatch needs a window of draft tokens and one more."""
     if verifier.name != "fly" or verifier.window is not None:
         return []
     longer, shorter = min(2 * _PUBLISHED_WINDOW, depth - 1), _PUBLISHED_WINDOW // 2

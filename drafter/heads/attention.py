@@ -1,4 +1,4 @@
-"""Rotary positions of attention heads (Su et al. 2021, arXiv 2104.09864), halves of a head paired as in Llama."""
+"""Attention draft module with rotary positions (arXiv 2104.09864), and readers that run it over the engine's slots."""
 
 from __future__ import annotations
 
@@ -33,20 +33,19 @@ from drafter.target.model import BaseModel
 from drafter.target.prepacked import prepack
 
 SCALINGS = ("default", "linear", "llama3")
-"""Kinds of scaled frequencies that `scaled_rates` knows, by the names of transformers' configurations."""
+"""Supported `rope_type` values, named as in transformers."""
 
 
 def rotary_rates(theta: float, size: int, device: torch.device) -> Tensor:
-    """Return the angles a position turns by, `[size / 2]` float64, of heads of `size` numbers."""
+    """Return the rotation angle per position, `[size / 2]` float64, for heads of width `size`."""
     half = size // 2
     return theta ** (-torch.arange(half, device=device, dtype=torch.float64) / half)
 
 
 def scaled_rates(rates: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Return rates as a configuration's `rope_scaling` changes them.
+    """Return the rates `[D / 2]` as a configuration's `rope_scaling` changes them.
 
     Args:
-        rates: `[D / 2]`.
         scaling: Has `rope_type` (or `type`), one of `SCALINGS`, and the numbers that it needs.
 
     Raises:
@@ -67,8 +66,9 @@ def scaled_rates(rates: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 
 def _llama3(rates: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Slow rates are divided by the factor, fast ones stay, and those between are mixed (Llama 3.1)."""
+    """Scale the rates as Llama 3.1 does."""
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    # Slow rates are divided by the factor, fast ones stay, those between are mixed.
     turns = float(scaling["original_max_position_embeddings"]) * rates / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return kept * rates + (1.0 - kept) * rates / float(scaling["factor"])
@@ -82,17 +82,11 @@ def rotation_table(rates: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn heads to their positions.
-
-    Args:
-        heads: `[..., D]`.
-        cos: Broadcastable to it.
-        sin: Broadcastable to it, the first half negative.
-    """
+    """Rotate heads `[..., D]` to their positions; `cos` and `sin` (first half negative) must broadcast to them."""
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
 
 
-# ---- The layers of the attention draft module: the one forward that training and decoding share.
+# Layers: training and decoding share this forward.
 
 Memory = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(layer, new keys `[B, S, H, D]`, new values) → all keys and values to attend to; see `FrameLayer.forward`."""
@@ -101,7 +95,7 @@ Memory = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 class FrameLayer(nn.Module):
     """Pre-norm attention from the frames to context and frames, then a gated MLP on the frames.
 
-    The context passes every layer unchanged. A layer only takes keys and values from it.
+    Layers do not change the context; they only take keys and values from it.
     """
 
     def __init__(self, width: int, num_heads: int, intermediate_size: int) -> None:
@@ -116,12 +110,10 @@ class FrameLayer(nn.Module):
         self.down = nn.Linear(intermediate_size, width, bias=False)
 
     def project(self, entries: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values `[B, S, H, D]`, queries and keys rotated to their positions.
+        """Return queries, keys and values `[B, S, H, D]` of entries `[B, S, d]`, queries and keys rotated to their
+        positions.
 
-        Args:
-            entries: `[B, S, d]`.
-            cos: `[B, S, 1, 1, D]`.
-            sin: `[B, S, 1, 1, D]`, the first half negative.
+        `cos` and `sin` are `[B, S, 1, 1, D]`, the first half of `sin` negative.
         """
         qkv = self.qkv(self.attention_norm(entries)).unflatten(2, (3, self.num_heads, -1))
         queries, keys = rotate(qkv[:, :, :2], cos, sin).unbind(2)
@@ -133,10 +125,10 @@ class FrameLayer(nn.Module):
         Args:
             frames: `[B, F, d]`.
             queries: `[B, F, H, D]`.
-            keys: `[C, S', H, D]`. If `C` is not `B`, the frames are those of C texts, one text after another.
-                `[S · L, H, D]` where a prefix is seen.
+            keys: `[C, S', H, D]`; if `C` is not `B`, the frames belong to C texts, one after another. `[S · L, H, D]`
+                with a `Prefix`.
             values: As `keys`.
-            seen: A mask, broadcastable to `[C, 1, B·F/C, S']`, or the first positions of each of C texts.
+            seen: A mask, broadcastable to `[C, 1, B·F/C, S']`, or the visible prefix of each of C texts.
         """
         if isinstance(seen, Prefix):
             queries = queries.reshape(len(seen.lengths), -1, *queries.shape[2:])
@@ -152,7 +144,7 @@ class FrameLayer(nn.Module):
 
 
 class AttentionLayers(nn.Module):
-    """Frames that attend to the whole text and to each other, or to those before them alone.
+    """Layers whose frames attend to the whole text and to each other.
 
     Args:
         width: d.
@@ -161,7 +153,7 @@ class AttentionLayers(nn.Module):
         num_heads: Attention heads of a layer; each has an even width.
         intermediate_size: Inner width of the gated MLP.
         rope_theta: Base of the rotary positions.
-        causal: Whether a frame attends to no later frame.
+        causal: Hide later frames from a frame.
     """
 
     def __init__(
@@ -184,11 +176,11 @@ class AttentionLayers(nn.Module):
         self.layers = nn.ModuleList(FrameLayer(width, num_heads, intermediate_size) for _ in range(num_layers))
 
     def fuse(self, embeddings: Tensor, hidden_before: Tensor) -> Tensor:
-        """Return fused entries `[..., d]` of embeddings `e(x_i)` `[..., d]` and hidden states `h_{i-1}` `[..., d]`."""
+        """Fuse embeddings `e(x_i)` `[..., d]` and hidden states `h_{i-1}` `[..., d]` to entries `[..., d]`."""
         return self.fusion(torch.cat([self.embedding_norm(embeddings), self.hidden_norm(hidden_before)], -1))  # type: ignore[no-any-return]
 
     def rotation(self, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return cosine and signed sine (first half negative) of positions `0..length-1`, `[length, 2, D]`."""
+        """See `rotation_table`."""
         return rotation_table(rotary_rates(self.rope_theta, self.width // self.num_heads, device), length, dtype)
 
     def frames(
@@ -197,14 +189,14 @@ class AttentionLayers(nn.Module):
         """Return the last states of the first F frames of each anchor, `[B, A, F, d]`, before any output norm.
 
         Args:
-            context: `[B, W, d]` fused entries whose keys and values are not in the memory yet.
-            starts: `[B, A, d]` fused entry of the pending token of each anchor. In decoding B is 1: the entries of all
-                rows come in one list, and the rows are its anchors.
+            context: `[B, W, d]` fused entries that are not in the memory yet.
+            starts: `[B, A, d]` fused entry of each anchor's pending token. In decoding B is 1 and the rows are its
+                anchors.
             count: F.
             rotation: `[B, W + A·F, 2, D]` cosine and signed sine at the entries' positions, context first.
             seen: bool, broadcastable to `[C, 1, B·A·F/C, S']`: what each frame may attend to among what `memory`
-                returns, which belongs to C texts. Or, where all frames of a text see the same, how much of it.
-            memory: Takes a layer's new keys and values, returns the keys and values to attend to.
+                returns for C texts; or a `Prefix`, if all frames of a text see the same.
+            memory: Takes a layer's new keys and values, returns those to attend to.
         """
         frames = (starts[:, :, None] + self.slots[:count]).flatten(1, 2)
         cos, sin = rotation[:, :, None, None].unbind(4)
@@ -215,12 +207,9 @@ class AttentionLayers(nn.Module):
         return frames.view(frames.shape[0], starts.shape[1], count, -1)
 
     def remember(self, context: Tensor, rotation: Tensor, store: Callable[[int, Tensor, Tensor], None]) -> None:
-        """Store the keys and values of entries for later frames.
+        """Pass each layer's keys and values `[B, W, H, D]` of entries `[B, W, d]` to `store`, for later frames.
 
-        Args:
-            context: `[B, W, d]` fused entries.
-            rotation: `[B, W, 2, D]` cosine and signed sine at their positions.
-            store: Takes a layer and its keys and values `[B, W, H, D]`.
+        `rotation` is `[B, W, 2, D]`, cosine and signed sine at their positions.
         """
         cos, sin = rotation[:, :, None, None].unbind(4)
         for index, layer in enumerate(self.layers):
@@ -228,17 +217,11 @@ class AttentionLayers(nn.Module):
             store(index, *layer.project(context, cos, sin)[1:])
 
 
-# ---- The attention draft module in decoding: frames behind a KV cache of the fused context.
+# Decoding: frames behind a KV cache of the fused context.
 
 
 class AttentionReader(ContextReader, FrameReader):
-    """Reads each sequence's new tokens into the cache and computes the frames.
-
-    Args:
-        module: The layers, on the base's device and in its dtype.
-        base: Lends its embedding.
-        fresh: Tokens that an ordinary step adds to a sequence at most.
-    """
+    """Reads each sequence's new tokens, ordinarily at most `fresh` per step, into the cache and computes the frames."""
 
     def __init__(self, module: AttentionLayers, base: BaseModel, fresh: int) -> None:
         size = module.width // module.num_heads
@@ -257,7 +240,7 @@ class AttentionReader(ContextReader, FrameReader):
         return self._module.rotation(length, self._base.device, self._base.dtype)
 
     def read(self, context: DraftContext, count: int | None = None) -> Tensor:
-        """Read the new entries and return the first `count` frames, or all, `[B, F, d]`."""
+        """Read the new entries and return the first `count` frames (default: all), `[B, F, d]`."""
         module, rows = self._module, context.tokens.shape[0]
         frames = count or module.num_frames
         entries, ends = self._recent(rows)
@@ -285,7 +268,6 @@ class AttentionReader(ContextReader, FrameReader):
         return module.frames(fused[None], fused[None, ends], frames, rotation[None], seen, memory)[0]
 
     def _remember(self, context: DraftContext, entries: Entries) -> None:
-        """Read entries without computing frames after them."""
         positions, fused = self._fused(context, entries)
         store = partial(self._store, positions + entries.slots * self._length)
         self._module.remember(fused[None], self._rotation[positions][None], store)
@@ -296,21 +278,15 @@ class AttentionReader(ContextReader, FrameReader):
         return positions, self._module.fuse(embeddings, hidden)
 
 
-# ---- The attention draft module in decoding on a CPU: its layers by our own C++ code, one call a step.
+# Decoding on a CPU: the layers run in the native library, one call per step.
 
 
 class NativeAttentionReader(AttentionReader):
-    """An `AttentionReader` for weights that no longer change, in fp32 on a CPU.
-
-    Args:
-        module: The layers.
-        base: Lends its embedding.
-        fresh: Tokens that an ordinary step adds to a sequence at most.
+    """An `AttentionReader` for frozen weights in fp32 on a CPU.
 
     Raises:
         BuildError: The library cannot be compiled here.
-        UnsuitableError: Its weights are elsewhere, its frames causal, or its heads of a size that the library does not
-            have.
+        UnsuitableError: The weights are on another device, the frames are causal, or the library lacks the head size.
     """
 
     def __init__(self, module: AttentionLayers, base: BaseModel, fresh: int) -> None:
@@ -343,14 +319,12 @@ class NativeAttentionReader(AttentionReader):
         )
 
     def open(self, slots: int, length: int) -> None:
-        """Allocate the cache."""
         super().open(slots, length)
         half = self._rotation.shape[2] // 2
         self._struct.cosines = self._weights.address(self._rotation[:, 0, :half])
         self._struct.sines = self._weights.address(self._rotation[:, 1, half:])
 
     def read(self, context: DraftContext, count: int | None = None) -> Tensor:
-        """Read the new entries and return the first `count` frames, or all, `[B, F, d]`."""
         frames = count or self._module.num_frames
         entries, ends = self._recent(len(context.tokens))
         return self._run(context, entries, ends, frames)
@@ -359,7 +333,7 @@ class NativeAttentionReader(AttentionReader):
         self._run(context, entries, entries.slots[:0], 0)
 
     def _run(self, context: DraftContext, entries: Entries, ends: Tensor, frames: int) -> Tensor:
-        """Read entries, and return frames `[B, F, d]` after those of `ends` `[B]`."""
+        """Read entries; return frames `[B, F, d]` after the entries `ends` `[B]`."""
         hidden = context.hidden
         assert hidden is not None
         assert hidden.dtype == torch.float32
@@ -392,16 +366,13 @@ class NativeAttentionReader(AttentionReader):
         return LayerNormStruct(self._weights.address(norm.weight), self._weights.address(norm.bias))
 
 
-# ---- The attention draft module (Wen, Gui, Feng 2024, arXiv 2412.00061, section 3.1).
-
 _log = logging.getLogger(__name__)
 
 
 class AttentionModule(AttentionLayers, DraftModule):
-    """Frames that attend to the whole text and to each other; see `AttentionLayers`."""
+    """The attention draft module (Wen, Gui, Feng 2024, arXiv 2412.00061, section 3.1)."""
 
     def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor, count: int | None = None) -> Tensor:
-        """Return frames `[B, A, F, d]`; see `DraftModule.forward`."""
         batch, length, _ = embeddings.shape
         frames = count or self.num_frames
         before = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], 1)

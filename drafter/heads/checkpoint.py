@@ -1,4 +1,4 @@
-"""The two files of a draft head: in a folder, or on the hub."""
+"""Saves and loads draft heads: `config.json` and `model.safetensors` in a folder or on the hub."""
 
 from __future__ import annotations
 
@@ -28,20 +28,17 @@ from drafter.target.model import BaseModel
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 PUBLISHED_WEIGHTS = (WEIGHTS_FILE, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
-"""Names that weights may have."""
+"""Accepted names of the weights file."""
 UNPICKLE = "python -m drafter.heads.unpickle"
-"""Converts pickled weights, in a restricted process of its own."""
+"""Converts pickled weights in a restricted process."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
 def find_files(name: str) -> tuple[Path, Path]:
-    """Return the configuration and the weights of a head.
-
-    Args:
-        name: A folder, or a hub id (`HF_HUB_OFFLINE` is respected).
+    """Return the paths of configuration and weights in a folder or of a hub id (`HF_HUB_OFFLINE` is respected).
 
     Raises:
-        LoadError: There is no such head, or it lacks one of the files.
+        LoadError: The head does not exist, or lacks one of the files.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -88,7 +85,7 @@ def _is_offline(error: BaseException) -> bool:
 
 
 def _only_pickles(folder: Path) -> str:
-    """Say so if the folder has pickled weights instead."""
+    """Return a hint if the folder has only pickled weights."""
     found = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if not found:
         return ""
@@ -97,14 +94,12 @@ def _only_pickles(folder: Path) -> str:
     )
 
 
-# ---- Draft heads on disk: a folder with `config.json` and `model.safetensors`, as transformers' users expect.
-
 FORMAT_VERSION = 1
 _CALLS_PER_TENSOR = 1000
-"""Functions of torch that building a head calls for each of its tensors at most; a dozen is usual."""
+"""Limit of torch calls per tensor while a head is built; a dozen is usual."""
 _REALS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int64, torch.int32)
-"""Types of tensors in a file, which become those of the head."""
+"""Accepted dtypes in a file; they are converted to the head's."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +120,7 @@ class _HeadFile:
 
 
 def save_head(head: DraftHead, folder: str | Path) -> None:
-    """Write a head's folder. Files of an earlier head there are replaced.
+    """Write a head's folder, replacing the files of an earlier head.
 
     Raises:
         ValueError: `provenance` is not set.
@@ -149,16 +144,11 @@ def save_head(head: DraftHead, folder: str | Path) -> None:
 
 
 def load_head(name_or_path: str | Path, base: BaseModel, algorithms: Mapping[str, type[DraftHead]]) -> DraftHead:
-    """Load a draft head in evaluation mode, on `base`'s device and in its dtype.
-
-    Args:
-        name_or_path: A folder, or a hub id (`HF_HUB_OFFLINE` is respected).
-        base: The base that it is to draft for.
-        algorithms: Class of each algorithm that may be loaded.
+    """Load a draft head from a folder or hub id in evaluation mode, on the target model's device and in its dtype.
 
     Raises:
-        LoadError: There is no such head; its algorithm or configuration is unknown; its weights are damaged, missing,
-            misshapen or pickled; or it belongs to another base. The message names the head and what to do.
+        LoadError: The head does not exist, its algorithm or configuration is unknown, its weights are damaged, missing,
+            misshapen or pickled, or it belongs to another target model. The message names the head and what to do.
     """
     name = str(name_or_path)
     config_file, weights_file = find_files(name)
@@ -181,14 +171,10 @@ def load_head(name_or_path: str | Path, base: BaseModel, algorithms: Mapping[str
 
 
 def is_head_of(name_or_path: str | Path, base: BaseModel) -> bool:
-    """Return whether a draft head was trained for `base`.
-
-    Args:
-        name_or_path: A folder, or a hub id.
-        base: The base.
+    """Return whether a draft head, in a folder or by hub id, was trained for this target model.
 
     Raises:
-        LoadError: There is no such head, or its `config.json` cannot be read.
+        LoadError: The head does not exist, or its `config.json` cannot be read.
     """
     name = str(name_or_path)
     return base.has_fingerprint(_read_config(name, find_files(name)[0]).base_model.fingerprint)
@@ -201,14 +187,14 @@ def _published(
     base: BaseModel,
     algorithms: Mapping[str, type[DraftHead]],
 ) -> tuple[DraftHead, dict[str, Tensor]]:
-    """Return a published head, which has no weights yet, and its weights."""
+    """Return a published head, without its weights, and the weights."""
     try:
         found = read_public(name, config, tensors, base)
         head = _new_head(name, algorithms[found.algorithm], found.fields, found.tensors, base, found.made_for)
     except (LoadError, torch.OutOfMemoryError):
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        # Strangers wrote both files: not all that can be wrong with them has a message of its own.
+        # Both files are untrusted; not every fault in them has its own message.
         why = f"{type(error).__name__}: {first_line(error)}"
         raise LoadError(
             f"draft head {name!r}: its {CONFIG_FILE} and weights are not as published ones: {why}"
@@ -218,7 +204,7 @@ def _published(
 
 
 class _AtMost(TorchFunctionMode):
-    """Lets only so many functions of torch be called in a `with` block."""
+    """Limits the number of torch calls in a `with` block."""
 
     def __init__(self, calls: int) -> None:
         super().__init__()
@@ -239,13 +225,13 @@ def _new_head(
     base: BaseModel,
     made_for: str | None,
 ) -> DraftHead:
-    """Return a head for `base`, whose weights are yet to be loaded.
+    """Return a head for the target model, before its weights are loaded.
 
-    A configuration may say any size. So the head is built without memory first. The tensors, which take no memory until
-    their file is read, must have its names, shapes and types.
+    A configuration may claim any size. So the head is first built on the meta device, and the tensors, which take no
+    memory until their file is read, must have its names, shapes and types.
 
     Raises:
-        LoadError: The configuration is not allowed, or is not that of the tensors or of a head for this base.
+        LoadError: The configuration is invalid, or does not fit the tensors or the target model.
     """
     config = head_config(name, head_class.config_class, fields)
     refuse_other_base(name, base, made_for, {one: getattr(config, one) for one in ("hidden_size", "vocab_size")})
@@ -265,7 +251,7 @@ def _new_head(
 
 
 def _ready(name: str, head: DraftHead, tensors: dict[str, Tensor], base: BaseModel) -> DraftHead:
-    """Return the head with its weights, ready to draft."""
+    """Load the weights into the head and make it ready to draft."""
     for key, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             raise LoadError(f"draft head {name!r}: tensor {key!r} holds values that are not finite")
@@ -280,7 +266,7 @@ def _ready(name: str, head: DraftHead, tensors: dict[str, Tensor], base: BaseMod
 
 
 def _replace(target: Path, write: Callable[[Path], object]) -> None:
-    """Write beside `target`, then rename, so that a reader sees the old file or the new one."""
+    """Write atomically: to a temporary file beside `target`, then rename."""
     temporary = target.with_name(target.name + ".tmp")
     write(temporary)
     temporary.replace(target)
@@ -313,12 +299,12 @@ def _read_weights(name: str, file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)  # type: ignore[no-any-return]
     except (OSError, SafetensorError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        # Some types of numbers are in the format, and not in every release of torch.
+        # The format has dtypes that not every torch release has.
         raise LoadError(f"draft head {name!r} has damaged weights: {first_line(error)}") from error
 
 
 def _refuse_other_tensors(name: str, expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Raise `LoadError` unless the tensors have the names and shapes that are expected, and types that fit."""
+    """Raise `LoadError` unless the tensors have the expected names, shapes and compatible dtypes."""
     if missing := sorted(set(expected) - set(tensors)):
         raise LoadError(f"draft head {name!r}: tensor {missing[0]!r} is missing from {WEIGHTS_FILE}")
     if unknown := sorted(set(tensors) - set(expected)):

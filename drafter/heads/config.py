@@ -1,4 +1,4 @@
-"""A head's configuration from values that somebody wrote: a checkpoint, a job's file, a command line."""
+"""Builds a head's configuration from untrusted values: a checkpoint, a job's file, a command line."""
 
 from __future__ import annotations
 
@@ -11,19 +11,14 @@ from pydantic import TypeAdapter, ValidationError
 from drafter.errors import LoadError, first_line
 
 Tree = Literal["exact", "static"]
-"""How a draft tree is chosen: the best one under a head's distributions, or the published fixed one."""
+"""Choice of the draft tree: the best one under the head's distributions, or the published fixed one."""
 
 
 def head_config(name: str, config_class: type, values: Mapping[str, Any]) -> Any:
-    """Return an instance of the dataclass `config_class`.
-
-    Args:
-        name: The head, for messages.
-        config_class: Configuration of the head's algorithm.
-        values: Its fields. Types must match exactly, but an integer will do for a float.
+    """Return an instance of the dataclass `config_class`. Types must match exactly, but an integer will do for a float.
 
     Raises:
-        LoadError: A field is unknown or missing, or its value is not allowed.
+        LoadError: A field is unknown, missing or has an invalid value.
     """
     try:
         # In strict mode pydantic makes a dataclass of JSON, but not of a dict.
@@ -37,7 +32,7 @@ def head_config(name: str, config_class: type, values: Mapping[str, Any]) -> Any
 
 
 def _reason(error: ValidationError) -> str:
-    """Say what is wrong with the first wrong field."""
+    """Describe the first invalid field."""
     first = error.errors(include_url=False)[0]
     key = first["loc"][0] if first["loc"] else None
     match first["type"]:

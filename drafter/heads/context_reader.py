@@ -1,4 +1,4 @@
-"""A cache of the keys and values of every slot's context, which draft modules with attention extend step by step."""
+"""KV cache of every slot's context, which draft modules with attention extend step by step."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from drafter.target.model import BaseModel
 _CONTEXT_BUCKET = 64
 """Context lengths are rounded up to a multiple of this, so that shapes repeat."""
 _PROMPT_ENTRIES = 4096
-"""Prompt entries that are read in one forward at most."""
+"""Most prompt entries read in one forward."""
 
 
 @dataclass(frozen=True)
 class Entries:
-    """Entries of the texts of several slots, in one list.
+    """Entries of several slots' texts, in one list.
 
     Args:
         slots: `[E]` slot of each entry.
@@ -35,13 +35,12 @@ class Entries:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a module keeps of an entry.
+    """Size of the cache.
 
     Args:
-        layers: Attention layers.
         heads: Key heads of a layer.
         size: D, width of a head.
-        behind: Places behind the pending token's that the module writes to.
+        behind: Positions after the pending token's that the module writes to.
     """
 
     layers: int
@@ -51,14 +50,9 @@ class CacheShape:
 
 
 class ContextReader(SlotReader, ABC):
-    """Reads each sequence's new tokens into a cache of keys and values, which is allocated once.
+    """Reads each sequence's new tokens, ordinarily at most `fresh` per step, into a KV cache, which is allocated once.
 
-    An entry stands for a token and the base's hidden state before it. What it holds follows from these alone.
-
-    Args:
-        base: Lends its embedding.
-        fresh: Tokens that an ordinary step adds to a sequence at most.
-        shape: What is kept of an entry.
+    An entry is a token and the target model's hidden state before it, and depends on nothing else.
     """
 
     bounded = True
@@ -66,7 +60,7 @@ class ContextReader(SlotReader, ABC):
     def __init__(self, base: BaseModel, fresh: int, shape: CacheShape) -> None:
         self._base, self._shape = base, shape
         self.bytes_per_token = 2 * shape.layers * shape.heads * shape.size * base.dtype.itemsize
-        self._cached: list[int] = []  # entries of each slot whose keys and values are in the cache
+        self._cached: list[int] = []  # cached entries of each slot
         # The host of a GPU is a step behind and does not know how many entries are new. There a step takes the same
         # number of entries from every row, enough for two steps.
         self._behind = devices.is_asynchronous(base.device)
@@ -82,7 +76,6 @@ class ContextReader(SlotReader, ABC):
         """Return cosine and signed sine of positions `0..length-1`, `[length, 2, D]`."""
 
     def open(self, slots: int, length: int) -> None:
-        """Allocate the cache."""
         shape, device, dtype = self._shape, self._base.device, self._base.dtype
         self._length = length + shape.behind + 1
         self._cache = torch.zeros(
@@ -94,11 +87,9 @@ class ContextReader(SlotReader, ABC):
         self._cached = [0] * slots
 
     def enter(self, slot: int) -> None:
-        """Forget the sequence that was in `slot`."""
         self._cached[slot] = 0
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the entries of the first `length` tokens that are in the cache."""
         # An entry follows from its token and the hidden state before it, so texts that begin alike share entries.
         known = min(self._cached[source], length)
         texts = self._cache.unflatten(2, (-1, self._length))
@@ -106,15 +97,13 @@ class ContextReader(SlotReader, ABC):
         self._cached[target] = known
 
     def move(self, source: int, target: int) -> None:
-        """Copy all entries."""
         self.copy(source, target, self._cached[source])
 
     def clear(self, slot: int) -> None:
-        """Set the slot's keys and values to zero."""
         self._cache.unflatten(2, (-1, self._length))[:, :, slot] = 0
 
     def prepare(self, context: DraftContext) -> None:
-        """Read rows that have more new entries than an ordinary step brings; leave the others to that step."""
+        """Read rows that have more new entries than an ordinary step reads."""
         known = np.array(context.host_lengths, dtype=np.int64)
         new = known + (context.ahead + 1) - np.array(self._cached[: len(known)], dtype=np.int64)
         late = new > self._usual
@@ -128,7 +117,7 @@ class ContextReader(SlotReader, ABC):
         self._cached[: len(known)] = (known + 1).tolist()
 
     def _texts(self, rows: int, longest: int) -> Tensor:
-        """Return the cache of `rows` rows with room for `longest` entries, `[layers, 2, rows, S, H, D]`."""
+        """Return the cache of `rows` rows, with room for `longest` entries, `[layers, 2, rows, S, H, D]`."""
         bound = min(-(-longest // _CONTEXT_BUCKET) * _CONTEXT_BUCKET, self._length)
         texts: Tensor = self._cache.unflatten(2, (-1, self._length))
         return texts[:, :, :rows, :bound]
@@ -139,9 +128,9 @@ class ContextReader(SlotReader, ABC):
         self._cache[layer, 1].index_copy_(0, places, values[0])
 
     def _inputs(self, context: DraftContext, entries: Entries) -> tuple[Tensor, Tensor, Tensor]:
-        """Return positions `[E]` of entries, their tokens' embeddings `[E, d]`, hidden states before them `[E, K · d]`.
+        """Return positions `[E]`, embeddings `[E, d]` and the hidden states before the entries `[E, K · d]`.
 
-        Before the beginning of a text the hidden state is zero.
+        The hidden state before the beginning of a text is zero.
         """
         assert context.hidden is not None
         slots = entries.slots
@@ -151,7 +140,7 @@ class ContextReader(SlotReader, ABC):
         return positions, self._base.embed(context.tokens[slots, positions]), hidden
 
     def _recent(self, rows: int) -> tuple[Entries, Tensor]:
-        """Return the entries that `rows` rows may have new, and which of them belong to pending tokens, `[rows]`."""
+        """Return the possibly new entries of `rows` rows, and the indices of the pending tokens' entries, `[rows]`."""
         if not self._behind:
             return self._sent(*_last_entries(np.arange(rows), self._new)), torch.from_numpy(self._new.cumsum() - 1)
         back = torch.arange(self._usual - 1, -1, -1, device=self._slot.device)
@@ -159,7 +148,6 @@ class ContextReader(SlotReader, ABC):
         return Entries(slots.flatten(), back.repeat(rows)), (self._slot[:rows] + 1) * self._usual - 1
 
     def _sent(self, slots: Ids, back: Ids) -> Entries:
-        """Return entries on the device."""
         device = self._base.device
         return Entries(*(devices.send(torch.from_numpy(part), device) for part in (slots, back)))
 

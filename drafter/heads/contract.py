@@ -1,4 +1,4 @@
-"""The contract of draft heads: a head trains, drafts, and shows the trees that it would draft in known text."""
+"""Interface of draft heads: they train, draft, and return the trees that they would draft in known text."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from drafter.tree.token_tree import TokenTree
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a head comes from.
+    """Origin of a head.
 
     Args:
-        base_name: Hub id or path of the base that it was trained for.
-        base_fingerprint: `BaseModel.fingerprint` of that base.
+        base_name: Hub id or path of its target model.
+        base_fingerprint: `BaseModel.fingerprint` of that model.
         training: Recipe, data, steps, seed, results, versions: anything that JSON can hold.
     """
 
@@ -48,20 +48,20 @@ def check_draft_vocab(config: Any) -> None:
 
 
 def check_hidden_layers(config: Any) -> None:
-    """Raise `ValueError` if `hidden_layers` is empty, or names what is no layer of any base."""
+    """Raise `ValueError` if `hidden_layers` is empty or has an invalid layer."""
     if not config.hidden_layers or min(config.hidden_layers) < LM_HEAD_INPUT:
         raise ValueError(f"hidden_layers must name at least one layer, and none below {LM_HEAD_INPUT}")
 
 
 class DraftHead(nn.Module, ABC):
-    """A trainable drafter. Each subclass is one algorithm; its configuration is a dataclass.
+    """A trainable drafter. Each subclass is one algorithm with a dataclass as its configuration.
 
     Args:
-        config: An instance of `config_class`. It has a `vocab_size`, and if the head can do with a part of the
-            vocabulary, a `draft_vocab_size`, None for all of it.
+        config: An instance of `config_class`. It has a `vocab_size`, and a `draft_vocab_size` if the head can draft
+            from a part of the vocabulary.
 
     Attributes:
-        vocabulary: The tokens that the head may draft; None if it may draft all.
+        vocabulary: Tokens that the head may draft; None for all.
     """
 
     algorithm: ClassVar[str]
@@ -70,7 +70,7 @@ class DraftHead(nn.Module, ABC):
     provenance: Provenance | None = None
     """Set by training and by loading. A head without it cannot be saved."""
     hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,)
-    """Hidden states that the head reads, K of them side by side in this order; see `DraftSpec.hidden_layers`."""
+    """The K hidden states that the head reads, concatenated in this order; see `DraftSpec.hidden_layers`."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -79,53 +79,51 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def deepest_layer(self) -> int:
-        """The last of the base's layers that the head reads or runs, counted from 0; below 0 if it is none."""
+        """Last layer of the target model that the head reads or runs, from 0; negative for none."""
         return max(self.hidden_layers)
 
     def output(self, base: BaseModel) -> OutputLayer:
-        """Return the base's LM head, or its rows of the draft vocabulary."""
+        """Return the target model's LM head, or its rows of the draft vocabulary."""
         return base if self.vocabulary is None else self.vocabulary
 
     def draft_targets(self, batch: DraftBatch, labels: Labels) -> DraftTargets:
-        """Return a batch's targets and labels `[B, A, U, K]` in draft ids; without a draft vocabulary, as they are."""
+        """Return a batch's targets and labels `[B, A, U, K]` in draft ids."""
         if self.vocabulary is None:
             return DraftTargets(batch.targets, batch.lengths, labels)
         return self.vocabulary.targets(batch, labels)
 
     def base_tokens(self, ids: Tensor) -> Tensor:
-        """Return the base's tokens of draft ids, both `[...]`."""
+        """Return the target model's tokens of draft ids, both `[...]`."""
         return ids if self.vocabulary is None else self.vocabulary.tokens[ids]
 
     def name_nodes(self, tree: TokenTree) -> TokenTree:
-        """Return a tree of tokens, of one whose draft nodes have draft ids."""
+        """Replace a tree's draft ids by tokens."""
         return tree if self.vocabulary is None else self.vocabulary.name_nodes(tree)
 
     @classmethod
     def defaults(cls, layers: int) -> Mapping[str, Any]:
-        """Return the fields of a configuration that follow from how many layers the base has, unless they are set."""
+        """Return the configuration's defaults that depend on the target model's number of layers."""
         return {}
 
     def start_from(self, base: BaseModel) -> None:
-        """Copy from the base what the head starts with. Called once, before training."""
+        """Initialise weights from the target model. Called once, before training."""
 
     @abstractmethod
     def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
         """Return the training loss of one batch.
 
         Args:
-            base: The head's base, which generated the targets.
             batch: B texts with A anchors each. Anchors without a target do not count.
-            hidden: `[B, L, K · d]` the base's `hidden_layers` of the texts.
+            hidden: `[B, L, K · d]` hidden states of `hidden_layers`.
             labels: `[B, A, U, K]` what the head should predict for each target.
         """
 
     @abstractmethod
     def drafter(self, base: BaseModel, nodes: int, tree: Tree = "exact") -> Drafter:
-        """Return a drafter that uses the head's present weights, on the base's device and in its dtype.
+        """Return a drafter with the head's present weights, on the target model's device and in its dtype.
 
         Args:
-            base: The head's base.
-            nodes: Draft nodes of the largest tree.
+            nodes: Draft tokens of the largest tree.
             tree: `exact` is the best trie under the head's distributions, `static` the published fixed tree.
 
         Raises:
@@ -133,7 +131,7 @@ class DraftHead(nn.Module, ABC):
         """
 
     def weights_changed(self, base: BaseModel) -> None:
-        """Compute anew, at its address, what a drafter of this head keeps of weights that were changed in place."""
+        """Recompute, in place, what a drafter of this head derived from weights that were changed in place."""
 
     @abstractmethod
     def trees_at(
@@ -142,12 +140,9 @@ class DraftHead(nn.Module, ABC):
         """Return the trees that decoding would propose at many positions of known text, `[B * A, size]`.
 
         Args:
-            base: The head's base.
             tokens: `[B, L]`.
-            hidden: `[B, L, K · d]` the base's `hidden_layers`.
+            hidden: `[B, L, K · d]` hidden states of `hidden_layers`.
             anchors: `[B, A]` positions of the pending tokens.
-            size: Nodes of a tree, root included.
-            tree: As in `drafter`.
 
         Raises:
             ValueError: As in `drafter`.

@@ -1,17 +1,4 @@
-"""Log-probabilities of a few tokens under an LM head, without holding the logits of the whole vocabulary at once.
-
-A training step needs a handful of tokens at thousands of places. All logits there would be gigabytes with a large
-vocabulary, and moving them takes longer than computing them. So the places are processed in portions, whose logits are
-dropped at once.
-
-The gradient needs no logits either. With `p` the softmax and `W` the weights of the LM head,
-
-    ∂ log p(v) / ∂ state = W[v] − Σ_w p(w) W[w]
-
-and the sum does not depend on what the backward pass brings. So the forward pass computes it beside the logits, and the
-backward pass only adds up a few rows of `W`. These are two products with all of `W`; to compute the logits again in the
-backward pass would make three.
-"""
+"""Vocabulary that a head may draft, and log-probabilities of a few tokens under an LM head at bounded memory."""
 
 from __future__ import annotations
 
@@ -27,21 +14,18 @@ from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 
 _PORTION = {"cpu": 1 << 19}
-"""Logits held at once, by type of device. On a CPU it is what fits into a core's cache."""
+"""Logits held at once, by device type. On a CPU this fits a core's cache."""
 _LARGE_PORTION = 1 << 26
 _RANKED = 1 << 24
-"""Logits held at once where the likeliest are looked for."""
+"""Logits held at once by `likeliest_logits`."""
 _FEWEST_ROWS = 256
-"""Fewest places of a portion. With fewer, a product takes as long as reading the weights."""
+"""Fewest rows of a portion. With fewer, a product takes as long as reading the weights."""
 
 
 def chosen_log_probs(output: OutputLayer, states: Tensor, tokens: Tensor) -> Tensor:
-    """Return float32 log-probabilities `[..., K]` of tokens under a frozen LM head.
+    """Return float32 log-probabilities of `tokens`, `[..., K]` int64, under a frozen LM head.
 
-    Args:
-        output: The base, or a head's `output`.
-        states: `[..., d]` input of the LM head; it receives the gradient.
-        tokens: `[..., K]` int64.
+    Gradients flow to `states` `[..., d]`, the input of the LM head.
     """
     weight, bias, kind = output.lm_head_weight, output.lm_head_bias, states.device.type
     if torch.is_autocast_enabled(kind):
@@ -54,12 +38,7 @@ def chosen_log_probs(output: OutputLayer, states: Tensor, tokens: Tensor) -> Ten
 
 @dataclass(frozen=True)
 class Likeliest:
-    """The K likeliest tokens at each of M places.
-
-    Args:
-        values: `[M, K]` float32 logits, falling.
-        tokens: `[M, K]` int64.
-    """
+    """The K most probable tokens of each of M rows: float32 logits, descending, and int64 ids, both `[M, K]`."""
 
     values: Tensor
     tokens: Tensor
@@ -67,13 +46,20 @@ class Likeliest:
 
 @torch.no_grad()
 def likeliest_logits(output: OutputLayer, states: Tensor, count: int) -> Likeliest:
-    """Return the `count` likeliest tokens at states `[M, d]`, which an LM head reads."""
+    """Return the `count` most probable tokens under an LM head for states `[M, d]`."""
     rows = max(1, _RANKED // len(output.lm_head_weight))
     best = [output.lm_head(part).float().topk(count, dim=1) for part in states.split(rows)]
     return Likeliest(torch.cat([part.values for part in best]), torch.cat([part.indices for part in best]))
 
 
 class _Chosen(torch.autograd.Function):
+    """`chosen_log_probs`, portion by portion, because all logits of a training step would be gigabytes.
+
+    The gradient `∂ log p(v) / ∂ state = W[v] − Σ_w p(w) W[w]` needs no logits either: the sum does not depend on the
+    incoming gradient, so the forward pass computes it. That is two products with all of `W`; recomputing the logits in
+    the backward pass would take three.
+    """
+
     @staticmethod
     def forward(ctx: Any, states: Tensor, tokens: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
         trains = ctx.needs_input_grad[0]
@@ -85,8 +71,8 @@ class _Chosen(torch.autograd.Function):
             normaliser = logits.amax(1, keepdim=True).float() - probs.amax(1, keepdim=True).log()
             log_probs.append(logits.gather(1, wanted).float() - normaliser)
             if trains:
-                # Counted from the row of the likeliest token that is asked for, the mean row keeps its precision where
-                # that token is nearly certain: the difference is then small, and so is the gradient.
+                # Relative to the row of the most probable asked token, the mean row keeps its precision where that
+                # token is nearly certain and the gradient is small.
                 likeliest.append(wanted.gather(1, log_probs[-1].argmax(1, keepdim=True)))
                 probs.scatter_add_(1, likeliest[-1], torch.full_like(likeliest[-1], -1.0, dtype=torch.float32))
                 away.append(probs.to(weight.dtype) @ weight)
@@ -106,11 +92,8 @@ class _Chosen(torch.autograd.Function):
         return found.to(away.dtype), None, None, None, None
 
 
-# ---- The tokens that a head may draft: all of the base's, or only the most frequent ones.
-
-
 class OutputLayer(Protocol):
-    """A frozen layer from states to logits of V tokens. `BaseModel` is one, and so is `DraftVocabulary`."""
+    """Frozen layer from states to logits of V tokens: `BaseModel` or `DraftVocabulary`."""
 
     @property
     def lm_head_weight(self) -> Tensor:
@@ -118,7 +101,7 @@ class OutputLayer(Protocol):
 
     @property
     def lm_head_bias(self) -> Tensor | None:
-        """`[V]`, if there is one."""
+        """`[V]`, or None."""
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Return logits `[..., V]` of `hidden` `[..., d]`."""
@@ -126,14 +109,14 @@ class OutputLayer(Protocol):
 
 @dataclass(frozen=True)
 class DraftTargets:
-    """What a head should learn, in draft ids.
+    """Training targets in draft ids.
 
     Args:
-        tokens: `[B, A, U]` the text after each anchor; any valid id for a token outside the draft vocabulary.
-        lengths: `[B, A]` number of targets before the first one outside. A loss of prefix probabilities ends there: the
-            frames cannot emit that token, so no tree has it, and no later place is ever reached through it.
-        labels: `[B, A, U, K]`. Labels outside have the probability 0, and so have all labels of a place whose own token
-            is outside. A loss that treats each place by itself leaves out these places alone.
+        tokens: `[B, A, U]` targets; any valid id for a token outside the draft vocabulary.
+        lengths: `[B, A]` number of targets before the first one outside. A loss of prefix probabilities ends there,
+            because no tree reaches a later token.
+        labels: `[B, A, U, K]`. Labels outside have probability 0, as have all labels whose target is outside; a
+            per-token loss leaves out only these.
     """
 
     tokens: Tensor
@@ -142,11 +125,11 @@ class DraftTargets:
 
 
 class DraftVocabulary(nn.Module):
-    """The part of the base's vocabulary that a head may draft. It has no parameters.
+    """Part of the target model's vocabulary that a head may draft. It has no parameters.
 
     Args:
         size: K, number of tokens.
-        whole: V, size of the base's vocabulary.
+        whole: V, size of the target model's vocabulary.
 
     Attributes:
         tokens: `[K]` int64 token of each draft id. It is saved with the head.
@@ -162,19 +145,15 @@ class DraftVocabulary(nn.Module):
         self.register_buffer("ids", torch.full((whole,), -1), persistent=False)
 
     def choose(self, counts: Tensor) -> None:
-        """Take the most frequent tokens.
-
-        Args:
-            counts: `[V]` how often each token occurs in the base's own answers.
-        """
+        """Take the most frequent tokens by `counts` `[V]`, their frequencies in the target model's own answers."""
         self.tokens.copy_(most_frequent(counts, len(self.tokens)))
 
     @torch.no_grad()
     def borrow(self, base: BaseModel) -> None:
-        """Copy the tokens' rows of the base's LM head, on the base's device and in its dtype. They are not saved.
+        """Copy the tokens' rows of the target model's LM head to its device and dtype. They are not saved.
 
         Raises:
-            ValueError: `tokens` names a token twice, or one that the base does not have.
+            ValueError: `tokens` has a duplicate, or a token outside the target model's vocabulary.
         """
         tokens = self.tokens
         if int(tokens.min()) < 0 or int(tokens.max()) >= len(self.ids) or len(tokens.unique()) < len(tokens):
@@ -183,14 +162,12 @@ class DraftVocabulary(nn.Module):
         self.ids[tokens] = torch.arange(len(tokens), device=tokens.device)
         weight, bias = base.lm_head_weight, base.lm_head_bias
         layer = nn.Linear(weight.shape[1], len(tokens), bias=False, device="meta")
-        # Buffers go wherever the head goes, and neither an optimiser nor a checkpoint takes them for the head's own.
+        # Buffers move with the head, but neither the optimiser nor a checkpoint takes them.
         del layer.weight, layer.bias
         rows = tokens.to(weight.device)
         layer.register_buffer("weight", weight[rows].to(base.device), persistent=False)
         layer.register_buffer("bias", None if bias is None else bias[rows].to(base.device), persistent=False)
         self._layer = layer
-
-    # ---- the LM head over the draft vocabulary
 
     @property
     def lm_head_weight(self) -> Tensor:
@@ -199,14 +176,12 @@ class DraftVocabulary(nn.Module):
 
     @property
     def lm_head_bias(self) -> Tensor | None:
-        """`[K]`, if the base's LM head has a bias."""
+        """`[K]`, or None."""
         return self._layer.bias
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Return logits `[..., K]` of `hidden` `[..., d]`."""
         return self._layer(hidden)  # type: ignore[no-any-return]
-
-    # ---- from tokens to draft ids and back
 
     def targets(self, batch: DraftBatch, labels: Labels) -> DraftTargets:
         """Return a batch's targets and labels in draft ids."""
@@ -219,23 +194,18 @@ class DraftVocabulary(nn.Module):
         )
 
     def name_nodes(self, tree: TokenTree) -> TokenTree:
-        """Return a tree of tokens, of one whose draft nodes have draft ids. The root has the pending token already."""
+        """Replace a tree's draft ids by tokens. The root has the pending token already."""
         ids = tree.tokens[:, 1:]
         named = torch.where(ids >= 0, self.tokens[ids.clamp_min(0)], ids)
         return replace(tree, tokens=torch.cat([tree.tokens[:, :1], named], 1))
 
 
 def draft_vocabulary(config: Any) -> DraftVocabulary | None:
-    """Return the draft vocabulary that a head's configuration asks for; None if it drafts all tokens."""
+    """Return the draft vocabulary that a head's configuration asks for; None for all tokens."""
     size = getattr(config, "draft_vocab_size", None)
     return None if size is None else DraftVocabulary(size, config.vocab_size)
 
 
 def most_frequent(counts: Tensor, size: int) -> Tensor:
-    """Return the `size` most frequent tokens in the order of their ids, `[size]`. Of equal counts the lower id wins.
-
-    Args:
-        counts: `[V]` how often each token occurs.
-        size: At most V.
-    """
+    """Return the `size` most frequent tokens by `counts` `[V]`, sorted by id, `[size]`; ties go to the lower id."""
     return counts.sort(descending=True, stable=True).indices[:size].sort().values

@@ -1,4 +1,4 @@
-"""Draft heads of ours in the layouts that vLLM reads."""
+"""Exports draft heads in the layouts that vLLM reads."""
 
 from __future__ import annotations
 
@@ -18,15 +18,10 @@ from drafter.heads.registry import HEADS
 
 
 def export_head(source: Path, target: Path, base: TargetOfExport) -> None:
-    """Write the head of a folder into another, in the layout that vLLM reads.
-
-    Args:
-        source: A folder that `save_head` has written.
-        target: Where to write; it exists.
-        base: The head's target model.
+    """Convert a folder that `save_head` has written to the layout that vLLM reads, in an existing folder.
 
     Raises:
-        LoadError: The head is of an algorithm or of a kind that the layout does not have.
+        LoadError: The layout cannot hold this algorithm or configuration.
     """
     saved = json.loads((source / CONFIG_FILE).read_bytes())
     layout, shape = exportable(saved["algorithm"], saved["head"])
@@ -37,10 +32,10 @@ def export_head(source: Path, target: Path, base: TargetOfExport) -> None:
 
 
 def exportable(algorithm: str, fields: Mapping[str, Any]) -> tuple[Layout, Any]:
-    """Return the layout and the configuration of a head that can be exported.
+    """Return a head's export layout and its configuration.
 
     Raises:
-        LoadError: It cannot be.
+        LoadError: The head cannot be exported.
     """
     exported = {one.algorithm: one for one in layouts() if one.export is not None}
     if algorithm not in exported:

@@ -1,7 +1,7 @@
-"""The contract between draft modules and the heads that read their frames.
+"""Contract between draft modules and the heads that read their frames, and the heads built on it.
 
-A module computes `T` frame states for each pending token from the text so far. It does so in two ways that must agree:
-for many anchors of a known text (training, simulated walks), and step by step for the engine's slots (decoding).
+A module computes `T` frame states for each pending token. Two implementations must agree: many anchors of a known text
+at once (training, simulated walks), and step by step for the engine's slots (decoding).
 """
 
 from __future__ import annotations
@@ -23,61 +23,58 @@ from drafter.tree.token_tree import TokenTree
 
 
 class DraftModule(nn.Module, ABC):
-    """Frame states from tokens and the base's hidden states."""
+    """Computes frame states from tokens and the target model's hidden states."""
 
     num_frames: int
     """T."""
 
     @abstractmethod
     def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor, count: int | None = None) -> Tensor:
-        """Return frames for many anchors of known texts, each as decoding would compute it there, `[B, A, F, d]`.
+        """Return frames for many anchors of known texts, `[B, A, F, d]`, equal to those of decoding.
 
         Args:
-            embeddings: `[B, L, d]` frozen embeddings of the tokens.
-            hidden: `[B, L, K · d]` the base's hidden states that the head reads, `DraftHead.hidden_layers`.
+            embeddings: `[B, L, d]` frozen token embeddings.
+            hidden: `[B, L, K · d]` hidden states of `DraftHead.hidden_layers`.
             anchors: `[B, A]` positions of the pending tokens. Hidden states from an anchor on are not read for it.
-            count: F, number of frames, counted from the first; None for all T. Frames that attend to one another may
-                attend to these F only.
+            count: F, number of leading frames; None for all T. Among frames, a frame sees only these F.
         """
 
     @abstractmethod
     def reader(self, base: BaseModel, fresh: int) -> FrameReader:
-        """Return a reader that computes frames step by step, on the base's device and in its dtype.
+        """Return a reader that computes frames step by step, on the target model's device and in its dtype.
 
-        Args:
-            base: Lends its embedding.
-            fresh: Tokens that an ordinary step adds to a sequence at most.
+        An ordinary step adds at most `fresh` tokens to a sequence.
         """
 
 
 class SlotReader:
-    """What a draft module remembers of the sequences in the engine's slots: by itself, nothing.
+    """A draft module's memory of the sequences in the engine's slots; empty by default.
 
     Attributes:
-        bounded: Whether drafting looks at `DraftContext.longest`.
-        bytes_per_token: Memory that it keeps for each position of a slot.
+        bounded: Drafting reads `DraftContext.longest`.
+        bytes_per_token: Memory kept for each position of a slot.
     """
 
     bounded = False
     bytes_per_token = 0
 
     def open(self, slots: int, length: int) -> None:
-        """Make room for `slots` sequences of `length` tokens and the drafts behind them. Called once."""
+        """Allocate memory for `slots` sequences of `length` tokens and their drafts. Called once."""
 
     def enter(self, slot: int) -> None:
-        """Forget what was read in `slot`: a new sequence enters."""
+        """Clear the slot for a new sequence."""
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Let `target` have what was read of the first `length` tokens in `source`."""
+        """Copy the memory of the first `length` tokens of `source` to `target`."""
 
     def move(self, source: int, target: int) -> None:
-        """Let the sequence in slot `source` go on in slot `target`."""
+        """Move a sequence from slot `source` to slot `target`."""
 
     def clear(self, slot: int) -> None:
-        """Set all numbers kept for `slot` to zero; see `Drafter.clear`."""
+        """Zero the slot's memory; see `Drafter.clear`."""
 
     def prepare(self, context: DraftContext) -> None:
-        """Do what drafting must not do. Comes before each step, with the same rows; see `Drafter.prepare`."""
+        """Do the work that drafting must not do. Called before each step, with the same rows; see `Drafter.prepare`."""
 
 
 class FrameReader(SlotReader, ABC):
@@ -85,16 +82,11 @@ class FrameReader(SlotReader, ABC):
 
     @abstractmethod
     def read(self, context: DraftContext, count: int | None = None) -> Tensor:
-        """Return the first `count` frames, or all, `[B, F, d]` of the context's rows; see `Drafter.propose`."""
+        """Return the first `count` frames (default: all) of the context's rows, `[B, F, d]`; see `Drafter.propose`."""
 
 
 def hidden_before(hidden: Tensor, anchors: Tensor) -> Tensor:
-    """Return the hidden state before each anchor, `[B, A, d]`; zeros before the beginning of the text.
-
-    Args:
-        hidden: `[B, L, d]`.
-        anchors: `[B, A]` positions.
-    """
+    """Return the hidden state before each of `anchors` `[B, A]`, `[B, A, d]`; zeros at the beginning of a text."""
     index = (anchors - 1).clamp_min(0)[:, :, None].expand(-1, -1, hidden.shape[-1])
     return torch.where((anchors > 0)[:, :, None], hidden.gather(1, index), 0.0)
 
@@ -105,89 +97,72 @@ def newest_hidden(context: DraftContext) -> Tensor:
     return hidden_before(context.hidden, context.lengths[:, None])[:, 0]
 
 
-# ---- What all drafters of heads share: they pass on what happens to the sequences to the reader of the head's module.
-
-
 class HeadDrafter(Drafter):
-    """Keeps a reader informed.
-
-    Args:
-        spec: What the drafter needs; the reader says what it looks at and keeps.
-        reader: What the head's module remembers.
-    """
+    """Base class of drafters with a head: forwards slot changes to the reader of the head's module."""
 
     def __init__(self, spec: DraftSpec, reader: SlotReader) -> None:
         self.spec = replace(spec, bounded=reader.bounded, bytes_per_token=reader.bytes_per_token)
         self._slots = reader
 
     def open(self, loan: Loan) -> None:
-        """Make room for the module's memory."""
         self._times = loan.times
         self._slots.open(loan.slots, loan.length)
 
     def enter(self, slot: int, text: Ids) -> None:
-        """Forget the sequence before: nothing of the new one has been read."""
         self._slots.enter(slot)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy what was read of the common beginning."""
         self._slots.copy(source, target, length)
 
     def move(self, source: int, target: int) -> None:
-        """Move what was read of the sequence."""
         self._slots.move(source, target)
 
     def clear(self, slot: int) -> None:
-        """Set what the module remembers of the slot to zero."""
         self._slots.clear(slot)
 
     def prepare(self, context: DraftContext) -> None:
-        """Read rows that have more new tokens than an ordinary step brings."""
         self._slots.prepare(context)
 
-
-# ---- Heads that draft from frames: a draft module computes frame states, and a search makes trees of them.
 
 Search = Callable[[Tensor, Tensor, int, float], TokenTree]
 """Frame states `[B, F, d]`, recent tokens `[B, recent_tokens]`, size, `Ask.least_probability` → trees `[B, size]`."""
 
 
 class FrameHead(DraftHead):
-    """A head made of a draft module and a search. Its configuration has a `depth`."""
+    """A head of a draft module, which computes frames, and a search, which builds trees. Its configuration has a
+    `depth`.
+    """
 
     module: DraftModule
     recent_tokens: int = 1
-    """Number of the text's last tokens that the search reads, the pending token included."""
+    """Number of last tokens that the search reads, the pending token included."""
 
     @abstractmethod
     def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
-        """Return trees `[B, size]` whose draft nodes have draft ids; see `DraftVocabulary`.
+        """Return trees `[B, size]` whose draft tokens are draft ids; see `DraftVocabulary`.
 
         Args:
-            states: `[B, F, d]` the frame states that `frames_for` asks for.
-            recent: `[B, recent_tokens]` last tokens, the pending token last.
-            base: Lends its embedding and LM head.
-            size: Nodes of a tree, root included.
-            tree: As in `DraftHead.drafter`.
+            states: `[B, F, d]` the frames that `frames_for` asks for.
+            recent: `[B, recent_tokens]`, the pending token last.
         """
 
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
-        """Return `search` for weights that no longer change.
+        """Return `search` for frozen weights.
 
-        A head may compute here, once, whatever follows from the weights alone. The search that it returns may use
-        `Ask.least_probability` to leave out improbable prefixes.
+        A head may precompute here whatever depends on the weights alone. The search may use `Ask.least_probability` to
+        prune improbable prefixes.
         """
         self.prepack_search()
         return lambda states, recent, size, least: self.search(states, recent, base, size, tree)
 
     def prepack_search(self) -> None:
-        """Lay out the weights that a search in PyTorch reads. The module's reader sees to those of the module."""
+        """Prepack the weights that a search in PyTorch reads. The module's reader prepacks the module's."""
         for part in self.children():
             if part is not self.module:
                 prepack(part)
 
     def frames_for(self, size: int, tree: Tree) -> int | None:
-        """Return how many frames a tree of `size` nodes can use, counted from the first; None for all."""
+        """Return how many leading frames a tree of `size` nodes can use; None for all."""
         return None
 
     def refuse_tree(self, tree: Tree) -> None:
@@ -196,7 +171,6 @@ class FrameHead(DraftHead):
     def trees_at(
         self, base: BaseModel, tokens: Tensor, hidden: Tensor, anchors: Tensor, size: int, tree: Tree = "exact"
     ) -> TokenTree:
-        """Return trees `[B * A, size]` at `anchors` `[B, A]`; see `DraftHead.trees_at`."""
         self.refuse_tree(tree)
         count = self.frames_for(size, tree)
         states = self.module(base.embed(tokens), hidden, anchors, count).flatten(0, 1)
@@ -204,7 +178,6 @@ class FrameHead(DraftHead):
         return self.name_nodes(self.search(states, recent, base, size, tree))
 
     def drafter(self, base: BaseModel, nodes: int, tree: Tree = "exact") -> FrameDrafter:
-        """See `DraftHead.drafter`."""
         self.refuse_tree(tree)
         return FrameDrafter(self, base, nodes, tree)
 
@@ -222,7 +195,6 @@ class FrameDrafter(HeadDrafter):
         self._frames_for = partial(head.frames_for, tree=tree)
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Read the new tokens, compute the frames and return the best trees `[B, 1 + ask.nodes]`."""
         size = ask.nodes + 1
         states = self._reader.read(context, self._frames_for(size))
         self._times.mark("draft")
@@ -231,32 +203,24 @@ class FrameDrafter(HeadDrafter):
 
 
 def last_tokens(tokens: Tensor, anchors: Tensor, count: int) -> Tensor:
-    """Return the last `count` tokens up to each anchor, the anchor's own token last, `[B, A, count]`.
+    """Return the last `count` of `tokens` `[B, L]` up to each of `anchors` `[B, A]`, its own last, `[B, A, count]`.
 
-    Args:
-        tokens: `[B, L]`.
-        anchors: `[B, A]` positions.
-        count: Number of tokens. Before the beginning of the text they are its first token.
+    Positions before the beginning of a text repeat its first token.
     """
     back = torch.arange(1 - count, 1, device=tokens.device)
     index = (anchors[:, :, None] + back).clamp_min(0)
     return tokens.gather(1, index.flatten(1)).view(index.shape)
 
 
-# ---- A draft module without parameters: the base's last hidden state is the only frame.
-
-
 class LastHidden(DraftModule):
-    """One frame: the hidden state before the pending token."""
+    """A module without parameters: its one frame is the hidden state before the pending token."""
 
     num_frames = 1
 
     def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor, count: int | None = None) -> Tensor:
-        """Return frames `[B, A, 1, d]`; see `DraftModule.forward`."""
         return hidden_before(hidden, anchors)[:, :, None]
 
     def reader(self, base: BaseModel, fresh: int) -> FrameReader:
-        """Return a reader without memory."""
         return _LastHiddenReader(base.dtype)
 
 
@@ -268,16 +232,11 @@ class _LastHiddenReader(FrameReader):
         return newest_hidden(context)[:, None].to(self._dtype)
 
 
-# ---- One residual block per frame on the last hidden state: Medusa's draft module (arXiv 2401.10774). The frames see
-# neither the pending token nor the text before it; the ablation of arXiv 2412.00061 calls this the linear head.
-
-
 class ResidualBlocks(DraftModule):
-    """`frame_j = h + SiLU(W_j h)`. `W_j` starts at zero, so every frame starts as the base's own state.
+    """Medusa's draft module (arXiv 2401.10774): `frame_j = h + SiLU(W_j h)`.
 
-    Args:
-        width: d.
-        num_frames: T.
+    `W_j` starts at zero, so every frame starts as `h`. Frames see neither the pending token nor earlier text; the
+    ablation of arXiv 2412.00061 calls this the linear head.
     """
 
     def __init__(self, width: int, num_frames: int) -> None:
@@ -290,15 +249,13 @@ class ResidualBlocks(DraftModule):
             nn.init.zeros_(block.bias)
 
     def forward(self, embeddings: Tensor, hidden: Tensor, anchors: Tensor, count: int | None = None) -> Tensor:
-        """Return frames `[B, A, F, d]`; see `DraftModule.forward`."""
         return self.frames(hidden_before(hidden, anchors), count)
 
     def frames(self, hidden: Tensor, count: int | None = None) -> Tensor:
-        """Return the first `count` frames, or all, `[..., F, d]` of hidden states `[..., d]`."""
+        """Return the first `count` frames (default: all), `[..., F, d]`, of hidden states `[..., d]`."""
         return torch.stack([hidden + F.silu(block(hidden)) for block in self.blocks[:count]], -2)
 
     def reader(self, base: BaseModel, fresh: int) -> FrameReader:
-        """Return a reader without memory."""
         prepack(self)
         return _ResidualReader(self, base.dtype)
 

@@ -1,4 +1,4 @@
-"""Which published layout a head is in."""
+"""Finds the published layout that a head is in."""
 
 from __future__ import annotations
 
@@ -17,27 +17,21 @@ _log = logging.getLogger(__name__)
 
 
 def public_config(file: Path) -> Json | None:
-    """Return a `config.json` if it is that of a published head; None if it is one of ours, or nobody's."""
+    """Return a `config.json` if it is a published head's; None otherwise."""
     try:
         config = json.loads(file.read_bytes())
     except (OSError, RecursionError, ValueError):
-        return None  # who reads it as one of ours says what is wrong
+        return None  # the loader of our own format reports the error
     if not isinstance(config, dict) or "algorithm" in config:
         return None
     return config if _layout_of(config) is not None or "speculators_model_type" in config else None
 
 
 def read_public(name: str, config: Json, tensors: dict[str, Tensor], base: BaseModel) -> PublicHead:
-    """Return a published head.
-
-    Args:
-        name: The head, for messages.
-        config: From `public_config`.
-        tensors: Its weights.
-        base: The base that it is to draft for.
+    """Convert a published head.
 
     Raises:
-        LoadError: It belongs to another base, or is of a kind that cannot be run.
+        LoadError: It belongs to another target model, or its kind is not supported.
     """
     if (layout := _layout_of(config)) is None:
         kind = config["speculators_model_type"]
@@ -54,7 +48,7 @@ def read_public(name: str, config: Json, tensors: dict[str, Tensor], base: BaseM
 
 
 def _layout_of(config: Json) -> Layout | None:
-    """Return the layout of a published head's configuration; None if no method knows it."""
+    """Return the layout of a published head's configuration, or None."""
     return next((one for one in layouts() if one.recognises(config)), None)
 
 

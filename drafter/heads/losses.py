@@ -1,4 +1,4 @@
-"""A batch of anchors and targets, on which a draft head trains."""
+"""Training batches, labels and loss terms that all heads share."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """Texts, the positions in them where the head drafts, and the tokens that follow there.
+    """Texts, anchors in them where the head drafts, and the tokens that follow.
 
     Args:
         tokens: `[B, L]` int64 texts, padded on the right.
         anchors: `[B, A]` positions of the pending tokens.
         targets: `[B, A, U]` the tokens after each anchor; 0 past the end of the text.
-        lengths: `[B, A]` number of valid targets; 0 for an anchor that is padding.
-        hidden: `[B, L, K · d]` the base's hidden states that the training step reads (`training_layers`) if they were
-            stored; None lets it compute them.
+        lengths: `[B, A]` number of valid targets; 0 for a padding anchor.
+        hidden: `[B, L, K · d]` stored hidden states of `training_layers`; None lets the training step compute them.
     """
 
     tokens: Tensor
@@ -28,39 +27,25 @@ class DraftBatch:
     hidden: Tensor | None = None
 
     def to(self, device: torch.device) -> DraftBatch:
-        """Return the batch on `device`."""
         tensors = (self.tokens, self.anchors, self.targets, self.lengths, self.hidden)
         return DraftBatch(*(tensor if tensor is None else tensor.to(device) for tensor in tensors))  # type: ignore[arg-type]
 
 
-# ---- Parts of every head's loss: weighted labels, weighted sums, and depth-weighted cross-entropy.
-
-
 @dataclass(frozen=True)
 class LossSum:
-    """A sum of weighted terms. Data-parallel workers divide it by the weight of all workers.
-
-    Args:
-        total: Scalar in nats, differentiable.
-        weight: Scalar, the sum of the terms' weights.
-    """
+    """Sum of weighted terms in nats, and of their weights; data-parallel workers divide by all workers' weight."""
 
     total: Tensor
     weight: Tensor
 
     def mean(self) -> Tensor:
-        """Return the weighted mean in nats; 0 if there are no terms."""
+        """Return the weighted mean in nats; 0 without terms."""
         return self.total / self.weight.clamp_min(1e-9)
 
 
 @dataclass(frozen=True)
 class Labels:
-    """What a head should predict at each place: one token, or several tokens with the base's probabilities.
-
-    Args:
-        tokens: `[..., K]` int64.
-        probs: `[..., K]` float32, which sum to 1 over K.
-    """
+    """Labels `[..., K]` of each target: int64 tokens, and float32 probabilities that sum to 1 over K."""
 
     tokens: Tensor
     probs: Tensor
@@ -70,7 +55,7 @@ class Labels:
 
 
 def hard_labels(targets: Tensor) -> Labels:
-    """Return labels with K = 1 that are certain of `targets` `[...]`."""
+    """Return labels with K = 1 and probability 1 of `targets` `[...]`."""
     tokens = targets[..., None]
     return Labels(tokens, torch.ones_like(tokens, dtype=torch.float32))
 
@@ -80,9 +65,9 @@ def cross_entropy(log_probs: Tensor, labels: Labels, lengths: Tensor, decay: flo
 
     Args:
         log_probs: `[N, U, K]` log-probabilities of the labels.
-        labels: `[N, U, K]`. A place whose labels all have the probability 0 does not count.
-        lengths: `[N]` number of valid places.
-        decay: Weight of a place relative to the place before it.
+        labels: `[N, U, K]`. A position whose labels all have probability 0 does not count.
+        lengths: `[N]` number of valid positions.
+        decay: Weight of a position relative to the one before it.
     """
     place = torch.arange(log_probs.shape[1], device=lengths.device)
     counted = (place < lengths[:, None]) & (labels.probs > 0).any(2)

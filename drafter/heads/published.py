@@ -1,4 +1,4 @@
-"""The layouts in which others publish draft heads: what a method has to say about one, and what all have in common."""
+"""Layouts in which others publish draft heads, and checks that all of them share."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class PublicHead:
-    """A published head in our terms.
+    """A published head, converted.
 
     Args:
-        layout: Whose layout it is in.
         algorithm: A key of `HEADS`.
-        fields: Of its configuration.
         tensors: Its weights by our names.
-        made_for: Hub id or path of its base, if it says so.
+        made_for: Hub id or path of its target model, if known.
     """
 
     layout: str
@@ -45,11 +43,9 @@ class TargetOfExport:
     """The target model as an exported head names it.
 
     Args:
-        name: Hub id or path.
-        architectures: Of its configuration.
         max_positions: Longest sequence, if its configuration says.
-        embeddings: `[V, d]` its token embeddings. An EAGLE-3 head has a copy: without it speculators 0.9 may leave them
-            to chance, though vLLM would take the target model's.
+        embeddings: `[V, d]` token embeddings. An EAGLE-3 head has a copy: without it speculators 0.9 may initialise
+            them randomly, though vLLM would take the target model's.
     """
 
     name: str
@@ -67,10 +63,10 @@ class Layout:
 
     Args:
         algorithm: A key of `HEADS`.
-        recognises: Whether a `config.json` is that of such a head.
+        recognises: Tells whether a `config.json` is in this layout.
         read: Makes a `PublicHead` of a name for messages, a configuration, weights and the target model.
-        check_exportable: Raises `LoadError` for a head's configuration that the layout cannot hold.
-        export: Makes the layout's configuration and weights of a head's; None if heads are only read.
+        check_exportable: Raises `LoadError` for a configuration that the layout cannot hold.
+        export: Returns the layout's configuration and weights for a head; None if heads are only read.
     """
 
     algorithm: str
@@ -84,7 +80,7 @@ def number(name: str, config: Json, key: str, default: float | None = None) -> i
     """Return a number of a published configuration.
 
     Raises:
-        LoadError: It is missing and has no default, or is no number.
+        LoadError: It is missing without a default, or not a number.
     """
     value = config.get(key)
     if value is None:
@@ -95,10 +91,10 @@ def number(name: str, config: Json, key: str, default: float | None = None) -> i
 
 
 def count(name: str, config: Json, key: str, default: int | None = None) -> int:
-    """Return how many of something a published configuration says there are.
+    """Return a positive integer of a published configuration.
 
     Raises:
-        LoadError: It is missing and has no default, or is no integer above 0.
+        LoadError: It is missing without a default, or not a positive integer.
     """
     value = number(name, config, key, default)
     if not isinstance(value, int) or value < 1:
@@ -109,10 +105,10 @@ def count(name: str, config: Json, key: str, default: int | None = None) -> int:
 
 
 def group(name: str, config: Json, key: str) -> Json:
-    """Return a part of a published configuration; empty if it is missing or null.
+    """Return a section of a published configuration; empty if missing or null.
 
     Raises:
-        LoadError: It is something else than named values.
+        LoadError: It is not a mapping.
     """
     value = config.get(key)
     if value is None:
@@ -123,7 +119,7 @@ def group(name: str, config: Json, key: str) -> Json:
 
 
 def refuse_other_base(name: str, base: BaseModel, made_for: str | None, sizes: Mapping[str, int]) -> None:
-    """Raise `LoadError` if a head of these `sizes` (`hidden_size`, `vocab_size`) cannot draft for `base`."""
+    """Raise `LoadError` if a head of these `sizes` (`hidden_size`, `vocab_size`) does not fit the target model."""
     for what, size in sizes.items():
         if size != getattr(base, what):
             whose = f"the base {made_for!r}" if made_for else "another base"
@@ -134,7 +130,7 @@ def refuse_other_base(name: str, base: BaseModel, made_for: str | None, sizes: M
 
 
 def refuse_other_embeddings(name: str, base: BaseModel, embeddings: Tensor) -> None:
-    """Raise `LoadError` unless a head's copy `[V, d]` of the token embeddings is the base's, up to rounding."""
+    """Raise `LoadError` unless a head's copy of the token embeddings `[V, d]` is the target model's, up to rounding."""
     own = base.embed(torch.arange(base.vocab_size, device=base.device)).cpu().float()
     if embeddings.shape != own.shape or bool(((embeddings.float() - own).abs() > 0.01 * own.abs().amax()).any()):
         raise LoadError(
@@ -143,17 +139,8 @@ def refuse_other_embeddings(name: str, base: BaseModel, embeddings: Tensor) -> N
         )
 
 
-# ---- A base's token embeddings, read from its files without loading the rest of it.
-
-
 def base_embeddings(model: str, config: Any, *, trust_remote_code: bool = False) -> Tensor | None:
-    """Return the token embeddings `[V, d]`; None if they cannot be told from the other tensors of the model's files.
-
-    Args:
-        model: Hub id or folder.
-        config: Its configuration, of transformers.
-        trust_remote_code: Run modeling code that comes with it.
-    """
+    """Read a target model's token embeddings `[V, d]` without the rest of it; None if its files lack them."""
     with transformers_loading(), torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     wanted = skeleton.get_input_embeddings().weight

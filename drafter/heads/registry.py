@@ -1,4 +1,4 @@
-"""Draft heads by the name of their algorithm: the CTC head, and those of the methods."""
+"""Draft heads by the name of their algorithm."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from drafter.plugins import resolved
 from drafter.target.model import BaseModel
 
 HEADS: dict[str, type[DraftHead]] = {CTCHead.algorithm: CTCHead, **resolved("heads")}
-"""Class of each algorithm."""
 
 
 def new_head(
     algorithm: str, base: BaseModel, settings: Mapping[str, Any], token_counts: Tensor | None = None
 ) -> DraftHead:
-    """Return an untrained head for `base`, on its device, in float32.
+    """Return an untrained head on the target model's device, in float32.
 
     Args:
         algorithm: A key of `HEADS`.
-        base: The base that it will draft for. It decides `hidden_size` and `vocab_size`.
+        base: The target model. It decides `hidden_size` and `vocab_size`.
         settings: Other fields of the algorithm's configuration.
-        token_counts: `[V]` how often each token occurs in the texts to learn from. It decides which tokens a draft
-            vocabulary has, so it is needed with a `draft_vocab_size` and only then.
+        token_counts: `[V]` token frequencies in the training texts, which choose the draft vocabulary. Needed with a
+            `draft_vocab_size` only.
 
     Raises:
-        LoadError: There is no such algorithm or field, or a value is not allowed.
+        LoadError: The algorithm or a field is unknown, or a value is invalid.
         ValueError: There is a `draft_vocab_size`, but no `token_counts`.
     """
     if algorithm not in HEADS:

@@ -1,10 +1,9 @@
-"""Pickled weights of a draft head as safetensors, without running what the pickle says.
+"""Convert a draft head's pickled weights to safetensors without running code from the pickle.
 
     python -m drafter.heads.unpickle FOLDER
 
-An ordinary pickle may run any code when it is loaded. Here PyTorch's restricted loader reads it, which makes tensors
-and nothing else. It does so in a process of its own, which can open no file and ends after some minutes. Where the
-system lets it give them up, it has no network and starts no other process.
+PyTorch's restricted loader reads the pickle in a separate process, which cannot open files and has a time limit. Where
+the system allows it, the process also has no network and starts no other process.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ _PICKLES = ("hydra_lm_head.pt", "medusa_lm_head.pt", "pytorch_model.bin")
 _SECONDS = 600
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000
 _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""A process of several threads cannot leave its user's namespace, and libraries start theirs when they are imported."""
+"""A process with threads cannot leave its user namespace, and libraries start threads when they are imported."""
 
 
 def convert(folder: Path) -> Path:
-    """Write a folder's pickled weights as `model.safetensors` beside them; return that file.
+    """Convert a folder's pickled weights; return the path of the new `model.safetensors`.
 
     Raises:
-        ValueError: There are no pickled weights or there are converted ones, the restricted loader does not read them,
-            or the folder cannot be written to; the message says which.
+        ValueError: There are no pickled weights, converted ones exist, the restricted loader refuses them, or the
+            folder is not writable; the message says which.
     """
     found = [folder / name for name in _PICKLES if (folder / name).is_file()]
     if not found:
@@ -51,7 +50,7 @@ def convert(folder: Path) -> Path:
 
 
 def convert_file(pickle: Path, target: Path) -> None:
-    """Write one pickled file of named tensors as safetensors: beside `target` in another process, then rename.
+    """Convert one pickled file of named tensors in another process, then rename it to `target`.
 
     Raises:
         ValueError: The restricted loader does not read it.
@@ -73,18 +72,18 @@ def convert_file(pickle: Path, target: Path) -> None:
 
 
 def _inside(pickle: Path, target: Path) -> None:
-    """Read and write, with everything else given up."""
+    """Convert inside the restricted process."""
     import torch  # the process that waits does not need it
     from safetensors.torch import save
 
     torch.set_num_threads(1)
-    # Both formats are read once before files cannot be opened: PyTorch imports some of its modules only then.
+    # Rehearse both formats before opening files is forbidden: PyTorch imports some of its modules only then.
     for zipped in (True, False):
         torch.save({"": torch.zeros(1)}, rehearsal := io.BytesIO(), _use_new_zipfile_serialization=zipped)
         save(torch.load(io.BytesIO(rehearsal.getvalue()), weights_only=True))
     output = os.open(target, os.O_WRONLY | os.O_TRUNC)
     with pickle.open("rb") as source:
-        _leave_network()  # where the system does not allow it, the loader's own restriction still holds
+        _leave_network()  # if this fails, the loader's own restriction still holds
         for limit in (resource.RLIMIT_NPROC, resource.RLIMIT_CORE):
             resource.setrlimit(limit, (0, 0))
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
@@ -98,7 +97,7 @@ def _inside(pickle: Path, target: Path) -> None:
 
 
 def _leave_network() -> int:
-    """Leave the network for good; return 0, or the number of the system's error."""
+    """Leave the network for good; return 0 or an errno."""
     system = ctypes.CDLL(None, use_errno=True)
     return 0 if system.unshare(_NEW_USER | _NEW_NETWORK) == 0 else ctypes.get_errno()
 

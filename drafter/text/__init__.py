@@ -1,1 +1,1 @@
-"""Between text and tokens: chat templates, detokenisation, stop strings."""
+"""Converts between text and tokens: chat templates, detokenisation, stop strings."""

@@ -1,7 +1,6 @@
-"""Tokenisers and chat templates come with a model, and may fail on a text in ways that Python's own code does not.
+"""Guards around a model's tokeniser and chat template, so that a failure affects one prompt only.
 
-A tokeniser in Rust panics, which is no `Exception`; a template may loop or grow for as long as it likes. Either is an
-error of the one prompt that it happens with.
+A tokeniser in Rust panics, which is no `Exception`; a template may loop or grow without limit.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from typing import Any
 from drafter.errors import RequestError, one_line
 
 _SECONDS = 5.0
-"""Most seconds of a processor that a chat template may take; one of a hundred messages takes some milliseconds."""
+"""Limit of a chat template's CPU time; a template of a hundred messages takes some milliseconds."""
 _BYTES = 1 << 30
-"""Most memory that the process may come to need while a template runs."""
+"""Limit of the process's memory growth while a template runs."""
 _LOOK_SECONDS = 0.01
-"""Memory is looked at this often: what doubles with every line has copied some hundred megabytes by then."""
+"""Interval of memory checks. Doubling with every line of code copies some hundred megabytes in it."""
 _STATM = Path("/proc/self/statm")
 
 
 @contextmanager
 def refuse_panics() -> Iterator[None]:
-    """For a `with` block, turn the panic of a tokeniser into an error of the request.
+    """Turn a tokeniser's panic in a `with` block into a `RequestError`.
 
     Raises:
         RequestError: The tokeniser has panicked.
@@ -47,7 +46,7 @@ def tokenise(tokenizer: Any, texts: list[str], **settings: Any) -> Any:
     """Call a tokeniser.
 
     Raises:
-        RequestError: It fails on one of the texts.
+        RequestError: The tokeniser panics on one of the texts.
     """
     with refuse_panics():
         return tokenizer(texts, **settings)
@@ -55,12 +54,12 @@ def tokenise(tokenizer: Any, texts: list[str], **settings: Any) -> Any:
 
 @contextmanager
 def bounded_template() -> Iterator[None]:
-    """For a `with` block, let Python code of this thread run for seconds only, and memory grow by a gigabyte at most.
+    """Limit the CPU time and memory growth of this thread's Python code in a `with` block.
 
-    Both are looked at between two lines of code. A single operation is not interrupted.
+    Both are checked between two lines of code; a single operation is not interrupted.
 
     Raises:
-        RequestError: From inside of the block: a limit is reached.
+        RequestError: Inside the block, when a limit is reached.
     """
     before, start, memory = sys.gettrace(), time.thread_time(), _resident()
     look = start + _LOOK_SECONDS
@@ -83,7 +82,7 @@ def bounded_template() -> Iterator[None]:
 
 
 def _resident() -> int:
-    """Bytes of memory that the process holds; 0 where the system does not say."""
+    """Return the process's resident bytes; 0 if unknown."""
     try:
         return int(_STATM.read_text().split()[1]) * getpagesize()
     except (OSError, ValueError, IndexError):

@@ -1,8 +1,7 @@
-"""Chat messages as the tokens that the base continues.
+"""Encodes chat messages as tokens.
 
-A chat template marks who speaks by special tokens. What is said is text: `<|end|>` in a message must not end it, or
-whoever writes a message could write the others', too. So messages are encoded without special tokens, and only the
-template's own become such.
+A chat template marks roles by special tokens. A message must not forge them: `<|end|>` in a message is text. So
+messages are encoded without special tokens, and only the template's own become such.
 """
 
 from __future__ import annotations
@@ -22,31 +21,26 @@ from drafter.text.streaming import longest_token, refuse_endless
 
 _ROLE = re.compile(r"[\w.-]+")
 _HARMLESS = "x"
-"""Stands for a special token's text where a chat is encoded without it."""
+"""Replaces a special token's text where a chat is encoded without it."""
 _MOST_SPELLED = 1000
-"""Texts of special tokens in the messages of a chat. Each is encoded by itself, in a tenth of a millisecond."""
+"""Limit of special tokens' texts in a chat's messages. Each is encoded separately, in a tenth of a millisecond."""
 _NO_CHARACTER = "\U0010ffff"
-"""Of Unicode's code points one that never will be a character: no vocabulary has it."""
+"""A code point that will never be a character: no vocabulary has it."""
 _CLOCK = "strftime_now"
-"""The function by which a chat template reads the clock: Llama 3.2's and Granite's write today's date."""
+"""Function by which a chat template reads the clock, as Llama 3.2's and Granite's do for today's date."""
 _SET_CLOCK = (
     "{% macro strftime_now(format) %}{% set set_clock = namespace(text=format) %}"
     "{% for code, value in clock_codes.items() %}{% set set_clock.text = set_clock.text.replace(code, value) %}"
     "{% endfor %}{{ set_clock.text }}{% endmacro %}\n"
 )
-"""Stands before a template and hides the function of that name. transformers lets no function through to a template, so
-this one is written in the template's own language. Jinja drops the newline after a block."""
+"""Precedes a template and hides the function of that name. It is written in Jinja, because transformers passes no
+function to a template. Jinja drops the newline after a block.
+"""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages, and the text that the chat template makes of them, up to the beginning of the assistant's answer.
-
-    Args:
-        messages: The messages.
-        text: The text.
-        now: What the clock showed, for a template that reads it.
-    """
+    """Messages, and the chat template's text of them up to the assistant's answer; `now` is what its clock shows."""
 
     messages: Sequence[dict[str, Any]]
     text: str
@@ -54,12 +48,7 @@ class Chat:
 
 
 def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], now: datetime | None = None) -> Chat:
-    """Apply the tokeniser's chat template.
-
-    Args:
-        tokenizer: A transformers tokeniser with a chat template.
-        messages: The chat.
-        now: What the clock shows a template that reads it; by default the time of this call.
+    """Apply the tokeniser's chat template. A template that reads the clock gets `now`, by default the present time.
 
     Raises:
         RequestError: The template refuses the messages, or a role is more than a word.
@@ -80,13 +69,13 @@ def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], now: datetim
 
 
 def reads_clock(tokenizer: Any) -> bool:
-    """Return whether the tokeniser's chat template may write the date or the time."""
+    """Return whether the chat template may write the date or the time."""
     template = tokenizer.chat_template
     return any(_CLOCK in one for one in (template.values() if isinstance(template, dict) else [template or ""]))
 
 
 def _clock(tokenizer: Any, now: datetime) -> dict[str, Any]:
-    """Return the arguments of `apply_chat_template` by which a template that reads the clock finds this time there."""
+    """Return arguments of `apply_chat_template` that set the clock of a template that reads it."""
     if not reads_clock(tokenizer):
         return {}
     return {"chat_template": _SET_CLOCK + tokenizer.get_chat_template(), "clock_codes": _written(now)}
@@ -94,7 +83,7 @@ def _clock(tokenizer: Any, now: datetime) -> dict[str, Any]:
 
 @lru_cache(maxsize=2)
 def _written(now: datetime) -> dict[str, str]:
-    """Return how each code of a `strftime` format is written, in the order in which to replace them."""
+    """Return the text of each `strftime` code, in the order of replacement."""
     codes = [f"%{flag}{letter}" for flag in ("-", "") for letter in string.ascii_letters]
     return {"%%": "\0"} | {code: now.strftime(code) for code in codes} | {"\0": "%"}
 
@@ -109,7 +98,7 @@ def encode_chat(
     """Return the tokens of one chat; see `encode_chats`.
 
     Raises:
-        PromptTooLongError: Its text cannot be `max_length` tokens or fewer.
+        PromptTooLongError: Its text must be more than `max_length` tokens.
         RequestError: The chat cannot be encoded.
     """
     chat = render_chat(tokenizer, messages)
@@ -123,19 +112,15 @@ def encode_chat(
 def encode_chats(
     tokenizer: Any, chats: Sequence[Chat], *, special_tokens: bool = False
 ) -> list[list[int] | RequestError]:
-    """Return the tokens of each chat, or why it has none.
+    """Return the tokens of each chat, or the error.
 
-    Where no message has the text of a special token, these are the tokens of `apply_chat_template`.
-
-    Args:
-        tokenizer: A transformers tokeniser with a chat template.
-        chats: What `render_chat` returned.
-        special_tokens: Whether the text of a special token in a message is that token. Otherwise it is text, and an
-            error where the tokeniser cannot take it as such.
+    Where no message has the text of a special token, these are the tokens of `apply_chat_template`. With
+    `special_tokens`, such a text becomes the token. Otherwise it is text, or an error if the tokeniser cannot encode it
+    as such.
     """
     if not chats:
         return []
-    # The template has written the special tokens that begin a text, too.
+    # The template has also written the special tokens that begin a text.
     try:
         encoded = tokenise(tokenizer, [chat.text for chat in chats], add_special_tokens=False)
     except RequestError as error:
@@ -151,13 +136,9 @@ def encode_chats(
 
 
 def _safe(tokenizer: Any, chat: Chat, ids: list[int], texts: set[str]) -> list[int] | RequestError:
-    """Return the tokens of a chat in which no special token comes from a message, or why it has none.
+    """Return the tokens of a chat in which no special token comes from a message, or the error.
 
-    Args:
-        tokenizer: The tokeniser.
-        chat: The chat.
-        ids: Its tokens, whoever wrote the special ones.
-        texts: What became special tokens. A normaliser may make one of a text that is not the token's own.
+    `texts` became special tokens in `ids`. A normaliser may make one of a text that is not the token's own.
     """
     said = list(_strings(chat.messages))
     inside = {text for text in texts if any(text in one for one in said)}
@@ -180,10 +161,10 @@ def _safe(tokenizer: Any, chat: Chat, ids: list[int], texts: set[str]) -> list[i
             settings |= _clock(tokenizer, chat.now or datetime.now())
             with refuse_panics():
                 ids = list(tokenizer.apply_chat_template(list(chat.messages), **settings))
-        # The control: the template by itself writes the same special tokens.
+        # Check that the template alone writes the same special tokens.
         without = render_chat(tokenizer, [_harmless(message, texts) for message in chat.messages], chat.now).text
         (proper,) = tokenise(tokenizer, [without], add_special_tokens=False)["input_ids"]
-    except Exception as error:  # some tokenisers cannot, and say so each in its own way
+    except Exception as error:  # tokenisers raise various errors here
         refusal.__cause__ = error
         return refusal
     special = _added_tokens(tokenizer)
@@ -191,7 +172,7 @@ def _safe(tokenizer: Any, chat: Chat, ids: list[int], texts: set[str]) -> list[i
 
 
 def _texts_of_added_tokens(tokenizer: Any, encoded: Any, place: int, text: str) -> set[str]:
-    """Return what became tokens that are no part of the tokeniser's model, each as it stands in `text`."""
+    """Return the texts, as they stand in `text`, that became added tokens."""
     added = _added_tokens(tokenizer)
     places = [index for index, token in enumerate(encoded["input_ids"][place]) if token in added]
     if encoded.encodings is None:  # a tokeniser in Python does not say where in the text a token is
@@ -202,16 +183,16 @@ def _texts_of_added_tokens(tokenizer: Any, encoded: Any, place: int, text: str) 
 
 @lru_cache(maxsize=2)
 def _added_tokens(tokenizer: Any) -> dict[int, bool]:
-    """Return the ids of tokens that are found in a text before its model sees it, and whether each is special.
+    """Return the ids of added tokens, matched before the tokeniser's model runs, and whether each is special.
 
-    The token for what is unknown is none of them: any word may become it.
+    The unknown token is excluded: any word may become it.
     """
     unknown = tokenizer(_NO_CHARACTER, add_special_tokens=False)["input_ids"]
     return {token: entry.special for token, entry in tokenizer.added_tokens_decoder.items() if token not in unknown}
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield every text in messages, however deep."""
+    """Yield every text in messages, at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -223,7 +204,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _harmless(value: Any, texts: set[str]) -> Any:
-    """Return messages that neither have one of the texts nor join to one."""
+    """Return messages that neither contain one of the texts nor join to one."""
     if isinstance(value, str):
         for text in sorted(texts, key=len, reverse=True):
             value = value.replace(text, _HARMLESS)
@@ -236,5 +217,5 @@ def _harmless(value: Any, texts: set[str]) -> Any:
 
 
 def _ends_in_beginning(said: str, texts: set[str]) -> bool:
-    """Return whether what is said ends with the beginning of one of the texts, which something else may complete."""
+    """Return whether `said` ends with the beginning of one of the texts, which following text may complete."""
     return any(said.endswith(text[:length]) for text in texts for length in range(1, len(text)))

@@ -1,4 +1,4 @@
-"""Text from tokens as they arrive."""
+"""Incremental detokenisation, stop strings, and properties of a tokeniser's vocabulary."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from drafter.errors import PromptTooLongError
 
 _INCOMPLETE = "\ufffd"
 _LONGEST_CHARACTER = 8
-"""Tokens of a character, at most: UTF-8 has no more than four bytes for one."""
+"""Most tokens of a character: UTF-8 has at most four bytes for one."""
 
 
 class Detokenizer:
     """Decodes one sequence's tokens incrementally. It never returns half a character.
 
-    A token costs the same wherever in a text it is, also where many before it made no character.
-
-    Args:
-        tokenizer: A transformers tokeniser.
+    A token's cost does not grow with the text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -34,8 +31,7 @@ class Detokenizer:
         self._new.append(token)
         if len(self._new) > _LONGEST_CHARACTER and self._half(self._decode(self._new[-_LONGEST_CHARACTER:])):
             return ""
-        # Some tokenisers put a space between words only when they decode them together, so decoding begins a few tokens
-        # back.
+        # Start a few tokens back: some tokenisers put a space between words only when they decode them together.
         before, after = self._decode(self._context), self._decode(self._context + self._new)
         if after == before:  # special tokens have no text
             self._new = self._new[-_LONGEST_CHARACTER:]
@@ -46,25 +42,22 @@ class Detokenizer:
 
     @staticmethod
     def _half(text: str) -> bool:
-        """Whether a text may end inside a character."""
+        """Return whether a text may end inside a character."""
         return text.endswith(_INCOMPLETE)
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)  # type: ignore[no-any-return]
 
 
-# ---- Stop strings in a text that grows: each character is looked at once, however long the text and the strings are.
-
-
 class StopSearch:
-    """Looks for stop strings in a text that comes in pieces.
+    """Finds stop strings in a text that comes in pieces, in amortised constant time per character and string.
 
     Args:
         stop: The strings, none of them empty.
 
     Attributes:
         found: Whether one of them is in the text so far.
-        cut: If so, characters that are shown of the text before the first of them; None otherwise.
+        cut: If so, the number of shown characters before the first; None otherwise.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -76,15 +69,13 @@ class StopSearch:
 
     @property
     def held_back(self) -> int:
-        """How many characters at the end of the text may be the beginning of a stop string."""
+        """Number of characters at the end of the text that may begin a stop string."""
         return max((search.matched for search in self._searches), default=0)
 
     def push(self, piece: str, *, hidden: bool = False) -> None:
-        """Add a piece to the text; not after one is found.
+        """Add a piece to the text, unless a stop string has been found.
 
-        Args:
-            piece: The piece.
-            hidden: Whether it is not shown, as the text of a special token: stop strings are found in it all the same.
+        A hidden piece, such as a special token's text, is not shown, but stop strings are found in it.
         """
         if hidden:
             self._hidden.append((self._length, len(piece)))
@@ -96,15 +87,15 @@ class StopSearch:
         self._length += len(piece)
 
     def _shown(self, place: int) -> int:
-        """Return how many characters before a place are shown."""
+        """Return the number of shown characters before a position."""
         return place - sum(min(max(place - begin, 0), length) for begin, length in self._hidden)
 
 
 class _Search:
-    """The search for one string.
+    """Knuth-Morris-Pratt search for one string.
 
     Attributes:
-        matched: Length of the longest beginning of the string with which the text ends.
+        matched: Length of the longest prefix of the string with which the text ends.
     """
 
     def __init__(self, wanted: str) -> None:
@@ -113,11 +104,10 @@ class _Search:
 
     @property
     def length(self) -> int:
-        """Characters of the string."""
         return len(self._wanted)
 
     def push(self, piece: str) -> int:
-        """Add a piece to the text; return how much of it ends with the string, which ends the search, or 0."""
+        """Add a piece; return the characters of it up to a match's end, after which the search is over, or 0."""
         for place, character in enumerate(piece, start=1):
             self.matched = _next(self._wanted, self._borders, self.matched, character)
             if self.matched == len(self._wanted):
@@ -125,9 +115,9 @@ class _Search:
         return 0
 
 
-@lru_cache(maxsize=64)  # the choices of a request have the same strings
+@lru_cache(maxsize=64)  # the choices of a request share strings
 def _borders(wanted: str) -> tuple[int, ...]:
-    """Return, for each beginning of a string, the length of the longest shorter beginning with which it ends."""
+    """Return, for each prefix of a string, the length of its longest border."""
     borders = [0]
     for character in wanted[1:]:
         borders.append(_next(wanted, borders, borders[-1], character))
@@ -142,38 +132,28 @@ def _next(wanted: str, borders: Sequence[int], matched: int, character: str) -> 
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """Return the part of `text` before the first stop string in it; all of it where there is none."""
+    """Return `text` up to the first stop string in it."""
     return text[: min((at for at in map(text.find, stop) if at >= 0), default=len(text))]
 
 
-# ---- A tokeniser's vocabulary: what tells it from others, how long a text its tokens make, and which have no text.
-
 _COMPOSED = 4
-"""A tokeniser's normaliser may make one character of several, but hardly ever of more than this."""
+"""Most characters that a tokeniser's normaliser composes to one, with few exceptions."""
 
 
 def vocabulary_digest(tokenizer: Any) -> str:
-    """Return 16 hex digits for a tokeniser's vocabulary: its tokens, added ones included, and their ids.
-
-    Token ids mean the same wherever this is the same.
-    """
+    """Return 16 hex digits of a tokeniser's tokens and ids, added ones included. Equal digests mean equal token ids."""
     entries = sorted((number, token) for token, number in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]
 
 
 @lru_cache(maxsize=4)
 def longest_token(tokenizer: Any) -> int:
-    """Return the characters of a tokeniser's longest token."""
+    """Return the number of characters of a tokeniser's longest token."""
     return max(map(len, tokenizer.get_vocab()))
 
 
 def refuse_endless(text: str, max_length: float, longest: int) -> None:
-    """Refuse a text that cannot be short enough, before it is tokenised, which would take minutes and gigabytes.
-
-    Args:
-        text: The text of a prompt.
-        max_length: Tokens that prompt and output may have together.
-        longest: See `longest_token`.
+    """Refuse a text that must be more than `max_length` tokens, as tokenising it would take minutes and gigabytes.
 
     Raises:
         PromptTooLongError: The text is too long.
@@ -187,6 +167,6 @@ def refuse_endless(text: str, max_length: float, longest: int) -> None:
 
 @lru_cache(maxsize=4)
 def special_texts(tokenizer: Any) -> dict[int, str]:
-    """Return the texts of a tokeniser's special tokens, which decoded texts leave out."""
+    """Return the texts of a tokeniser's special tokens, which decoding leaves out."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {token: entry.content for token, entry in added.items() if entry.special}

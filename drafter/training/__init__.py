@@ -1,1 +1,1 @@
-"""Training a draft head: targets, labels, the loop, and β by simulated walks. No Ray and no files."""
+"""Training of draft heads: targets, labels, the loop, and β by simulated walks. No Ray and no files."""

@@ -1,4 +1,4 @@
-"""One optimiser step on one device: forward, backward, clipping and AdamW."""
+"""Training loop, and the optimiser step on one device."""
 
 from __future__ import annotations
 
@@ -18,13 +18,7 @@ from drafter.training.step import TrainingStep
 
 @dataclass(frozen=True)
 class Update:
-    """Result of an optimiser step.
-
-    Args:
-        loss: Weighted mean over all workers and mean over micro-batches, in nats.
-        gradient_norm: Norm of the gradient before clipping.
-        learning_rate: Learning rate of the step.
-    """
+    """Loss in nats (mean over workers and micro-batches), gradient norm before clipping, learning rate of the step."""
 
     loss: float
     gradient_norm: float
@@ -32,7 +26,7 @@ class Update:
 
 
 class Optimiser(Protocol):
-    """Applies optimiser steps to the head's parameters. Models that are sharded need an implementation of their own."""
+    """Applies optimiser steps to the head's parameters. Sharded models need their own implementation."""
 
     def update(self, parts: Sequence[DraftBatch]) -> Update:
         """Apply one step: forward, backward, clip, update.
@@ -62,12 +56,7 @@ def check_finite(step: int, loss: float, gradient_norm: float) -> None:
 
 
 class TorchOptimiser:
-    """`Optimiser` in this process.
-
-    Args:
-        step_of: Base and head, on one device.
-        settings: Learning rate and limits.
-    """
+    """`Optimiser` on one device, in this process."""
 
     def __init__(self, step_of: TrainingStep, settings: TrainingSettings) -> None:
         self._step_of, self._settings = step_of, settings
@@ -75,7 +64,6 @@ class TorchOptimiser:
         self.steps = 0
 
     def update(self, parts: Sequence[DraftBatch]) -> Update:
-        """Apply one step; see `Optimiser.update`."""
         rate = self._settings.learning_rate_at(self.steps)
         loss = 0.0
         for part in parts:
@@ -95,27 +83,16 @@ class TorchOptimiser:
         return Update(loss, norm, rate)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that `load_state_dict` takes."""
         return {"adamw": self._adamw.state_dict(), "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the state, so that training goes on after its steps."""
         self._adamw.load_state_dict(state["adamw"])
         self.steps = state["steps"]
 
 
-# ---- The training loop: optimiser steps, and β on held-out texts every so many steps.
-
-
 @dataclass(frozen=True)
 class StepDone:
-    """A step that was taken.
-
-    Args:
-        step: Its number, from 1.
-        update: Result of the optimiser.
-        beta: Held-out β by number of draft nodes if an evaluation followed the step.
-    """
+    """A completed step, numbered from 1; `beta` is held-out β by number of draft tokens, if an evaluation followed."""
 
     step: int
     update: Update
@@ -134,9 +111,8 @@ def train(
     Args:
         optimiser: An optimiser that has taken `done` steps.
         steps: This worker's micro-batches of each step, from step `done + 1` on.
-        settings: Give the number of steps and the steps between evaluations.
-        evaluate: Measures held-out β by number of draft nodes.
-        done: Steps that were taken before.
+        settings: Number of steps and steps between evaluations.
+        evaluate: Measures held-out β by number of draft tokens.
 
     Raises:
         TrainingError: The loss is not finite.

@@ -1,5 +1,3 @@
-"""Settings of a training run."""
-
 from __future__ import annotations
 
 import math
@@ -7,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 NODE_COUNTS = (8, 16, 32, 64)
-"""Draft nodes (root not counted) that held-out β is measured at."""
+"""Draft tokens at which held-out β is measured."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +21,12 @@ class TrainingSettings:
         final_learning_rate: Last learning rate, relative to the highest.
         weight_decay: AdamW's weight decay.
         clip: Largest norm of the gradient.
-        teacher: Number of labels at each place, the base's likeliest tokens there; with 0 the label is the text itself.
+        teacher: Number of labels per target, the target model's most probable tokens; with 0 the label is the text
+            itself.
         teacher_temperature: Temperature of the labels' weights.
         precision: With `bf16`, matrix products are in bf16; parameters and optimiser are in fp32 all the same.
         evaluate_every: Steps between two evaluations.
-        chosen_by: Number of draft nodes of the held-out β that chooses the checkpoint.
+        chosen_by: Number of draft tokens of the held-out β that chooses the checkpoint.
         seed: Seed of initial weights, order and anchors.
 
     Raises:
@@ -65,7 +64,7 @@ class TrainingSettings:
                 raise ValueError(f"{name} must be more than 0, not {value}")
 
     def learning_rate_at(self, step: int) -> float:
-        """Return the learning rate of step `step` (from 0): linear warm-up, then a cosine down to the last one."""
+        """Return the learning rate of step `step` (from 0): linear warm-up, then cosine decay."""
         rise = min((step + 1) / max(self.warmup_steps, 1), 1.0)
         fall = 0.5 * (1 + math.cos(math.pi * min(step / self.steps, 1.0)))
         return self.learning_rate * rise * (self.final_learning_rate + (1 - self.final_learning_rate) * fall)

@@ -1,8 +1,7 @@
-"""β without decoding: walk the head's trees along text that the base is known to generate.
+"""β without decoding: walks the head's trees along text that the target model generated at temperature 0.
 
-At temperature 0 the base generates the text itself. So the walk that decoding would take is known in advance, and a few
-large forwards make the trees for all positions of many texts. Checkpoints are chosen by this β instead of the loss,
-because β decides how fast decoding is.
+There decoding would follow the text itself, so a few large forwards make the trees for all positions of many texts.
+Checkpoints are chosen by this β instead of the loss, because β decides how fast decoding is.
 """
 
 from __future__ import annotations
@@ -24,30 +23,21 @@ from drafter.tree.token_tree import TokenTree
 
 @dataclass
 class Walks:
-    """Sums over walks.
-
-    Args:
-        steps: Decode steps by number of draft nodes; at first 0 of each.
-        tokens: New tokens.
-    """
+    """Sums over walks: decode steps by number of draft tokens, initially 0 of each, and new tokens."""
 
     steps: dict[int, int]
     tokens: int = 0
 
     @property
     def beta(self) -> dict[int, float]:
-        """β by number of draft nodes."""
+        """β by number of draft tokens."""
         return {nodes: self.tokens / steps for nodes, steps in self.steps.items()}
 
     @torch.no_grad()
     def add(self, head: DraftHead, base: BaseModel, batch: DraftBatch, tree: Tree = "exact") -> None:
-        """Count the walks through the texts of a batch, all of whose positions are its anchors.
+        """Count the walks through a batch of `walked_batches`.
 
-        Args:
-            head: The head in evaluation mode, on the base's device.
-            base: The base that generated the texts.
-            batch: One of `walked_batches`. Its hidden states, if it has any, begin with those that the head reads.
-            tree: As in `DraftHead.drafter`.
+        The batch's hidden states, if any, begin with those that the head reads.
         """
         batch, counts = batch.to(base.device), list(self.steps)
         if batch.hidden is None:
@@ -75,15 +65,9 @@ def simulated_beta(
     tree: Tree = "exact",
     texts_at_once: int = 4,
 ) -> dict[int, float]:
-    """Return β by number of draft nodes: new tokens per base forward over greedy walks through `texts`.
+    """Return β by number of draft tokens: new tokens per target forward over greedy walks through held-out `texts`.
 
-    Args:
-        head: The head, on the base's device.
-        base: The base that generated the texts greedily.
-        texts: Texts that were held out of training.
-        node_counts: Numbers of draft nodes of a step. Smaller trees are leading slices of the largest.
-        tree: As in `DraftHead.drafter`.
-        texts_at_once: Texts of one forward.
+    Smaller trees are leading slices of the largest.
     """
     training = head.training
     head.eval()
@@ -95,13 +79,13 @@ def simulated_beta(
 
 
 def accepted_depths(tree: TokenTree, targets: Tensor, lengths: Tensor, node_counts: Sequence[int]) -> Tensor:
-    """Return the number of accepted draft tokens in each leading slice of each tree, `[len(node_counts), N]`.
+    """Return the acceptance length in each leading slice of each tree, `[len(node_counts), N]`.
 
     Args:
         tree: `[N, S]`.
-        targets: `[N, U]` the tokens that the base generates after the root.
+        targets: `[N, U]` tokens that the target model generates after the root.
         lengths: `[N]` number of valid targets.
-        node_counts: Number of draft nodes of each slice.
+        node_counts: Draft tokens of each slice.
     """
     slot = (tree.depths - 1).clamp_min(0)
     right = (tree.tokens == targets.gather(1, slot)) & (tree.depths <= lengths[:, None])
@@ -112,13 +96,7 @@ def accepted_depths(tree: TokenTree, targets: Tensor, lengths: Tensor, node_coun
 
 
 def walked_batches(texts: Sequence[RegeneratedText], depth: int, at_once: int) -> Iterator[DraftBatch]:
-    """Yield texts as batches with an anchor at each position, texts of about one length together.
-
-    Args:
-        texts: Those without anchors are left out.
-        depth: Targets of an anchor.
-        at_once: Texts of a batch.
-    """
+    """Yield texts as batches of `at_once` with an anchor at each position, texts of similar length together."""
     ordered = sorted((text for text in texts if len(text.anchors)), key=lambda text: len(text.tokens))
     for start in range(0, len(ordered), at_once):
         group = ordered[start : start + at_once]

@@ -1,4 +1,4 @@
-"""The forward of a training step: base and head as one module, so that both can be sharded together."""
+"""Forward of a training step: target model and head as one module, so that both can be sharded together."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from drafter.training.targets import teacher_labels
 
 
 class TrainingStep(nn.Module):
-    """Computes the loss of a head on a batch. The frozen base computes hidden states that the batch lacks.
+    """Computes the loss of a head on a batch. The frozen target model computes hidden states that the batch lacks.
 
-    Args:
-        base: The frozen base.
-        head: The head, on the base's device. Only its parameters are trained.
-        settings: Give the labels and the precision.
+    Only the head's parameters are trained. It must be on the target model's device.
     """
 
     def __init__(self, base: BaseModel, head: DraftHead, settings: TrainingSettings) -> None:
@@ -29,7 +26,7 @@ class TrainingStep(nn.Module):
         self._base, self._settings = base, settings
 
     def forward(self, batch: DraftBatch) -> tuple[Tensor, Tensor]:
-        """Return the loss's total and weight, scalars (see `LossSum`), of a batch on the base's device."""
+        """Return the loss's total and weight, scalars (see `LossSum`), of a batch on the target model's device."""
         settings, base, head = self._settings, self._base, self.head
         layers = training_layers(head, settings)
         with torch.autocast(base.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
@@ -49,19 +46,15 @@ class TrainingStep(nn.Module):
 
 
 def training_layers(head: DraftHead, settings: TrainingSettings) -> tuple[int, ...]:
-    """Return the hidden layers that a training step reads: the head's, and for a teacher what the LM head reads."""
+    """Return the hidden layers that a training step reads: the head's, and with a teacher the LM head's input."""
     layers = head.hidden_layers
     return (*layers, LM_HEAD_INPUT) if settings.teacher and LM_HEAD_INPUT not in layers else layers
 
 
 @torch.no_grad()
 def base_hidden_states(base: BaseModel, tokens: Tensor, layers: tuple[int, ...] = (LM_HEAD_INPUT,)) -> Tensor:
-    """Return the base's hidden states `[B, L, K · d]` of right-padded tokens `[B, L]`.
-
-    Args:
-        base: The base.
-        tokens: The texts.
-        layers: Which K; see `DraftSpec.hidden_layers`. The others are not kept.
+    """Return the target model's hidden states `[B, L, K · d]` of right-padded tokens `[B, L]`; see
+    `DraftSpec.hidden_layers`.
     """
     base.layers.watch(layers)
     last = base.decoder(input_ids=tokens, use_cache=False).last_hidden_state

@@ -1,7 +1,7 @@
-"""Anchors and targets: where a head drafts in a text, and how the base continued there.
+"""Anchors, targets and labels for training.
 
-An anchor is the position of a pending token, in decoding as in training: the base has run every token before it. The
-first anchor of a text is the last prompt token. All targets are the base's own continuation.
+An anchor is the position of a pending token, as in decoding: the target model has run every token before it. The first
+anchor of a text is the last prompt token. All targets are the target model's own continuation.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from drafter.target.model import BaseModel
 
 @dataclass(frozen=True)
 class RegeneratedText:
-    """A prompt and the base's own continuation of it.
+    """A prompt and the target model's own continuation of it.
 
     Args:
-        tokens: Prompt and continuation.
-        prompt_length: Number of tokens of the prompt, at least 1.
-        hidden: `[len(tokens), K · d]` the base's hidden states that training reads if they were stored.
+        prompt_length: Tokens of the prompt, at least 1.
+        hidden: `[len(tokens), K · d]` stored hidden states that training reads, if any.
     """
 
     tokens: Sequence[int]
@@ -41,18 +40,14 @@ class RegeneratedText:
 
 
 def count_targets(texts: Iterable[RegeneratedText], vocab_size: int) -> Tensor:
-    """Return how often each token occurs in the continuations of texts, `[vocab_size]` int64."""
+    """Count each token in the continuations of texts, `[vocab_size]` int64."""
     tokens = [token for text in texts for token in text.tokens[text.prompt_length :]]
     return torch.bincount(torch.tensor(tokens, dtype=torch.long), minlength=vocab_size)
 
 
 def anchor_draws(seed: int, step: int, places: Iterable[int]) -> list[random.Random]:
-    """Return the random generators that draw the anchors of texts. They are the same on any worker.
-
-    Args:
-        seed: Seed of the run.
-        step: Number of the step.
-        places: Place of each text in the whole step.
+    """Return the random generators that draw the anchors of texts at `places` of the whole step, the same on any
+    worker.
     """
     return [random.Random(f"{seed}/{step}/{place}") for place in places]
 
@@ -64,9 +59,9 @@ def draft_batch(
 
     Args:
         texts: At least one text, each with at least one anchor.
-        depth: U, number of targets of an anchor.
-        most_anchors: Number of anchors of a text. If it has more, some are drawn.
-        draws: Draws the anchors of each text; None takes the first anchors.
+        depth: U, targets of an anchor.
+        most_anchors: Limit of anchors of a text. If it has more, some are drawn.
+        draws: Draws the anchors of each text; None takes the first ones.
     """
     chosen = []
     for row, text in enumerate(texts):
@@ -98,34 +93,28 @@ def _after(tokens: Tensor, anchors: Tensor, depth: int) -> Tensor:
     return tokens[:, None].expand(-1, anchors.shape[1], -1).gather(2, index)
 
 
-# ---- Soft labels: the base's likeliest tokens at each place of a text.
-
-
 @torch.no_grad()
 def teacher_labels(
     base: BaseModel, head: DraftHead, batch: DraftBatch, hidden: Tensor, count: int, temperature: float
 ) -> Labels:
-    """Return the base's K likeliest tokens at each target as labels `[B, A, U, K]`.
+    """Return the target model's K most probable tokens at each target as soft labels `[B, A, U, K]`.
 
-    With a draft vocabulary they are the likeliest of its tokens, and the weights are those given that one of these
-    follows: a head cannot say that none does.
+    With a draft vocabulary they are the most probable of its tokens, weighted given that one of these follows: a head
+    cannot predict that none does.
 
-    Some model families scale or soft-cap logits behind the LM head. The labels leave this out, as the heads that borrow
+    Some model families scale or soft-cap logits after the LM head. The labels leave this out, as the heads that borrow
     the LM head do: the order of the tokens is right, but the weights are sharper or flatter.
 
     Args:
-        base: The base.
-        head: The head that learns from the labels.
-        batch: The texts and anchors.
-        hidden: `[B, L, d]` the base's last hidden states of the texts.
+        hidden: `[B, L, d]` last hidden states of the texts.
         count: K. With 1 the label is the token that greedy decoding chooses.
-        temperature: Temperature of the softmax over the K logits, which gives the weights.
+        temperature: Temperature of the softmax over the K logits.
     """
     # The state at a place gives the distribution of the next token: target u of an anchor comes from anchor + u - 1.
     depth = torch.arange(batch.targets.shape[2], device=hidden.device)
     place = (batch.anchors[:, :, None] + depth).clamp_max(hidden.shape[1] - 1)
     row = torch.arange(len(hidden), device=hidden.device)[:, None, None] * hidden.shape[1]
-    # Anchors share most of their places, and nobody asks about a prompt's.
+    # Anchors share most positions, and a prompt's are not needed.
     asked, where = (row + place).unique(return_inverse=True)
     best = likeliest_logits(head.output(base), hidden.flatten(0, 1)[asked], count)
     tokens, probs = head.base_tokens(best.tokens), best.values.div(temperature).softmax(1)

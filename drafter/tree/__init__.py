@@ -1,1 +1,1 @@
-"""Draft trees: what every drafter proposes and every verifier reads."""
+"""Draft trees, which drafters propose and verifiers read."""

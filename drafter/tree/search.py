@@ -1,13 +1,12 @@
-"""The best tree of a model that must run over a node to know the node's children: an autoregressive drafter.
+"""Best draft trees of autoregressive drafters, and of independent distributions per depth.
 
-Such a model keeps what it computed of a node (its keys and values) where it computed it. So nodes get *places* in the
-order in which they are run, which stay theirs; the tree's order, by probability, is found at the end.
+An autoregressive drafter must run over a node to know its children, and keeps the node's keys and values. So nodes get
+*places* in the order in which they are run; the tree's order, by probability, is found at the end.
 
-The tree grows level by level, one forward of the model a level. Only nodes that can have a child in the tree are run:
-the likeliest `beam` of a level. On a GPU the work is the same whatever the tensors hold, so it can be recorded as a
-graph, and the host never waits for a result. On a CPU, where each node costs time, only those nodes are run that are
-among the best of all so far, as no other can have a child in a tree of that size. With a beam as wide as the tree the
-search is exact: it finds the most probable prefixes.
+The tree grows by one forward per level, over the `beam` most probable nodes. On a GPU the work does not depend on
+values, so it can be recorded as a graph without host synchronisation. On a CPU, where each node costs time, only nodes
+among the best of all so far are run, as no other can have a child in a tree of that size. With a beam as wide as the
+tree the search is exact.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Frontier:
         depths: `[B, P]` below the root.
         ancestors: `[B, P, P]` bool: entry `[b, i, j]` says that node `j` is node `i` or one of its ancestors.
         first: Place of the first of the F = P - first nodes to run.
-        real: `[B, F]` bool: which of these exist; the others cost nothing where they can be left out.
+        real: `[B, F]` bool: which of these exist.
     """
 
     tokens: Tensor
@@ -44,8 +43,9 @@ class Frontier:
 
 
 Conditionals = Callable[[Frontier], tuple[Tensor, Tensor]]
-"""Runs a frontier's F last nodes; returns the log-probabilities `[B, F, K]` of the K likeliest tokens after each of
-them, falling, and these tokens `[B, F, K]`. What it returns of nodes that are not real means nothing."""
+"""Runs a frontier's F last nodes. Returns the log-probabilities `[B, F, K]` of the K most probable next tokens,
+descending, and these tokens `[B, F, K]`; values for nodes that are not real are undefined.
+"""
 
 
 @torch.no_grad()
@@ -56,10 +56,7 @@ def best_first_trie(
 
     Args:
         conditionals: The model. It is called at most `depth` times.
-        pending: `[B]` tokens of the roots.
-        depth: Longest prefix.
-        size: Nodes of each tree, root included.
-        beam: Nodes of a depth that are run at most; so `most_places(depth, beam)` is the largest P of a frontier.
+        beam: Most nodes of a depth that are run; `most_places(depth, beam)` is the largest P of a frontier.
         least: On a CPU, prefixes of no higher probability are not extended.
 
     Returns:
@@ -76,7 +73,7 @@ def best_first_trie(
     for level in range(1, min(depth, size - 1) + 1):
         log_probs, tokens = conditionals(frontier)
         children = log_probs.shape[2]
-        # Numbers that are not finite have no children; rounding must not lift a sure token above its parent.
+        # Non-finite values have no children; rounding must not lift a certain token above its parent.
         scores = reached[:, :, None] + _finite(log_probs.float()).clamp_max(0.0)
         scores = scores.masked_fill(~frontier.real[:, :, None], -torch.inf).flatten(1)
         best, index = scores.topk(min(size - 1, scores.shape[1]))
@@ -101,17 +98,16 @@ def best_first_trie(
 
 
 def _finite(log_probs: Tensor) -> Tensor:
-    """Return log-probabilities with -inf for what is no number, or infinite."""
     return log_probs.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
 
 
 def most_places(depth: int, beam: int) -> int:
-    """Return how many nodes are run at most: the root, and a beam of each depth but the last."""
+    """Return the most nodes that are run: the root, and a beam of each depth but the last."""
     return 1 + (depth - 1) * beam
 
 
 def _promising(levels: list[tuple[Tensor, Tensor, Tensor]], size: int, least: float) -> Tensor:
-    """Return which of the last level's candidates may have children in the tree, `[B, C]`; they come first."""
+    """Return which candidates of the last level may have children in the tree, `[B, C]`; they come first."""
     last = levels[-1][2]
     wanted = last > (math.log(least) if least > 0 else -math.inf)
     found = torch.cat([one for _, _, one in levels], 1)
@@ -121,7 +117,7 @@ def _promising(levels: list[tuple[Tensor, Tensor, Tensor]], size: int, least: fl
 
 
 def _extended(frontier: Frontier, tokens: Tensor, parents: Tensor, real: Tensor, level: int) -> Frontier:
-    """Return a frontier with new last nodes `[B, W]`, whose `parents` are counted from the present frontier's first."""
+    """Return a frontier with new last nodes `[B, W]`; `parents` are counted from the present frontier's first."""
     places, width = frontier.tokens.shape[1], tokens.shape[1]
     above = frontier.ancestors.gather(1, (frontier.first + parents)[:, :, None].expand(-1, -1, places))
     themselves = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
@@ -135,16 +131,10 @@ def _extended(frontier: Frontier, tokens: Tensor, parents: Tensor, real: Tensor,
     )
 
 
-# ---- The exact best trie under independent distributions, one for each depth.
-
-
 def best_product_trie(log_probs: Tensor, pending: Tensor, size: int) -> TokenTree:
-    """Find the `size`-node trie of the most probable prefixes.
+    """Find the exact `size`-node trie of the most probable prefixes under independent distributions per depth.
 
-    Args:
-        log_probs: `[B, U, V]` normalised log-probabilities of the token at each depth.
-        pending: `[B]` tokens of the roots.
-        size: Nodes of each tree, root included.
+    `log_probs` `[B, U, V]` are normalised.
     """
     beam = size - 1
     if beam < 1:
@@ -169,12 +159,6 @@ def best_product_trie(log_probs: Tensor, pending: Tensor, size: int) -> TokenTre
 
 
 def likeliest_chain(log_probs: Tensor, pending: Tensor, size: int) -> TokenTree:
-    """Return the chain of each depth's likeliest token.
-
-    Args:
-        log_probs: `[B, U, V]` normalised log-probabilities of the token at each depth.
-        pending: `[B]` tokens of the roots.
-        size: Nodes of each chain, root included; a chain longer than U is padded.
-    """
+    """Return the chain of each depth's most probable token under `log_probs` `[B, U, V]`, padded beyond U."""
     best, names = log_probs[:, : size - 1].float().max(2)
     return from_paths(pending, names[:, None], best.cumsum(1)[:, None], size)

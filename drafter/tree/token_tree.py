@@ -1,11 +1,9 @@
-"""The draft tree that a drafter proposes and the base verifies.
+"""The draft tree that a drafter proposes and the target model verifies.
 
-Every drafter keeps this contract:
+Every drafter keeps this contract, so that the budget can cut each row's tree to any size:
 
     A `TokenTree` lists its nodes by falling prefix probability, parents before children;
     any leading slice of it is a valid tree.
-
-So the budget can cut each row's tree to any size without asking the drafter.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 PAD_TOKEN = -1
-"""Token of a padding node. No base generates it, so padding is never accepted."""
+"""Token of a padding node. No target model generates it, so padding is never accepted."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class TokenTree:
 
     @property
     def size(self) -> int:
-        """N, number of nodes of each row, root and padding included."""
+        """N, nodes of each row, root and padding included."""
         return self.tokens.shape[1]
 
     def leading(self, nodes: int) -> TokenTree:
@@ -63,7 +61,7 @@ class TokenTree:
         """Return whether node `j` is node `i` or one of its ancestors, in entry `[b, i, j]` of `[B, N, N]` bool.
 
         Args:
-            depth: Depth of the deepest node, if it is known. Then fewer steps suffice.
+            depth: Depth of the deepest node, if known, which saves steps.
 
         For the tree 0 → 1 → 3, 0 → 2 (parents `[0, 0, 0, 1]`)::
 
@@ -71,9 +69,8 @@ class TokenTree:
             1 1 . .
             1 . 1 .
             1 1 . 1
-
-        Each step doubles how far back ancestors are known, so a tree of depth D takes log2(D + 1) steps.
         """
+        # Each step doubles how far back ancestors are known: log2(D + 1) steps for depth D.
         batch, nodes = self.parents.shape
         identity = torch.eye(nodes, dtype=torch.bool, device=self.parents.device)
         reach, hop, span = identity.expand(batch, nodes, nodes), self.parents, 1
@@ -84,7 +81,7 @@ class TokenTree:
         return reach
 
     def first_children(self) -> Tensor:
-        """Return the first child of each node, its most probable one, `[B, N]` node ids; N where a node has none.
+        """Return each node's first child, the most probable one, `[B, N]` node ids; N for a leaf.
 
         For the tree 0 → 1 → 3, 0 → 2 that is `[1, 3, 4, 4]`.
         """
@@ -106,13 +103,13 @@ class TokenTree:
         place = (self.depths - 1)[:, None, :].expand_as(ancestors)
         wanted = ancestors & (place >= 0) & (place < depth)
         source = torch.where(wanted, values[:, None, :], fill)
-        # All other entries are written to a last column that is cut off.
+        # Other entries go to a last column that is cut off.
         filled = values.new_full((*values.shape, depth + 1), fill)
         return filled.scatter(2, torch.where(wanted, place, depth), source)[..., :depth]
 
 
 def root_only(pending: Tensor) -> TokenTree:
-    """Return trees without draft nodes, of pending tokens `[B]`. Verifying them is plain decoding."""
+    """Return trees without draft tokens, of pending tokens `[B]`. Verifying them is plain decoding."""
     tokens = pending[:, None]
     zeros = torch.zeros_like(tokens)
     return TokenTree(tokens, zeros, zeros, torch.zeros_like(tokens, dtype=torch.float32))
@@ -123,21 +120,16 @@ def bare_trees(pending: Tensor, size: int) -> TokenTree:
     return TokenTree(*(part.expand(len(pending), size) for part in vars(root_only(pending)).values()))
 
 
-# ---- Tries of candidate continuations: how drafters and searches make a `TokenTree`.
-
-
 def from_nodes(
     pending: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, log_probs: Tensor, size: int
 ) -> TokenTree:
-    """Return the tree of the most probable of many candidate nodes.
+    """Return the tree of the most probable candidate nodes.
 
     Args:
-        pending: `[B]` tokens of the roots.
         tokens: `[B, M]` candidate tokens, **in an order that puts parents before children**.
         parents: `[B, M]` index of each candidate's parent among the candidates, -1 for the root.
         depths: `[B, M]` or `[M]`, 1 below the root.
-        log_probs: `[B, M]` log prefix probabilities, no child above its parent; -inf for a candidate that does not
-            exist.
+        log_probs: `[B, M]` log prefix probabilities, no child above its parent; -inf for a missing candidate.
         size: Nodes of each tree, root included. A row with fewer candidates is padded.
     """
     batch, candidates = tokens.shape
@@ -172,11 +164,7 @@ def from_nodes(
 def from_paths(pending: Tensor, paths: Tensor, log_probs: Tensor, size: int) -> TokenTree:
     """Merge paths into tries. Equal prefixes become one node, with the largest of their probabilities.
 
-    Args:
-        pending: `[B]` tokens of the roots.
-        paths: `[B, P, U]` continuations, `PAD_TOKEN` past a path's end.
-        log_probs: `[B, P, U]` log probability of each prefix, falling along a path.
-        size: Nodes of each tree, root included.
+    `paths` `[B, P, U]` have `PAD_TOKEN` past their ends; `log_probs` `[B, P, U]` of their prefixes fall along a path.
     """
     batch, count, depth = paths.shape
     same = torch.ones(batch, count, count, dtype=torch.bool, device=paths.device)
@@ -201,12 +189,9 @@ def from_paths(pending: Tensor, paths: Tensor, log_probs: Tensor, size: int) -> 
 
 
 def merge(trees: Sequence[TokenTree], depth: int, size: int) -> TokenTree:
-    """Merge trees of the same rows as tries. A node of several trees gets the largest of its probabilities.
+    """Merge trees `[B, N]` of the same rows, each with its own N; none is deeper than `depth`.
 
-    Args:
-        trees: At least one, each `[B, N]` with an N of its own.
-        depth: Depth of the deepest node of any tree.
-        size: Nodes of each resulting tree, root included.
+    A node of several trees gets the largest of its probabilities.
     """
     paths = torch.cat([tree.paths(depth) for tree in trees], 1)
     log_probs = torch.cat([tree.path_log_probs(depth) for tree in trees], 1)
