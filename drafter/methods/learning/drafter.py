@@ -86,13 +86,7 @@ def version_of(head: DraftHead) -> int:
 
 @dataclass(frozen=True)
 class _Ready:
-    """A version that waits for the next step.
-
-    Args:
-        number: Of the version.
-        drafter: Drafts with it; None where weights are copied into place.
-        weights: To copy into place.
-    """
+    """A version for the next step: a drafter, or, with None, weights to copy into place."""
 
     number: int
     drafter: Drafter | None
@@ -100,14 +94,13 @@ class _Ready:
 
 
 class ChangingHead(Drafter):
-    """Drafts with the newest version of a head, swapped between steps. A new head drafts nothing before its first
-    version.
+    """Hot-swaps newer versions of a head between steps. A new head drafts nothing before its first version.
 
     Args:
         start: The head to begin with.
         base: The target model.
         nodes: Draft nodes of the largest trees.
-        in_place: Copy new weights into place; by default where steps are recorded as CUDA graphs.
+        in_place: Copy new weights into place; by default where steps are CUDA graphs.
 
     Raises:
         LoadError: The head cannot be loaded.
@@ -220,9 +213,7 @@ class ChangingHead(Drafter):
 
 
 def _gated(tree: TokenTree, gate: Tensor) -> TokenTree:
-    """Return `tree` where `gate`, a bool scalar on the tree's device, is true, else roots alone. No sync; CUDA-graph
-    safe.
-    """
+    """Return `tree` where `gate`, a bool scalar on the device, is true, else roots alone; without a device sync."""
     root = root_only(tree.tokens[:, 0])
     width = (0, tree.size - 1)
     closed = TokenTree(
@@ -259,7 +250,7 @@ def load_learning_drafter(
             head merged with `ngram`. Or the name of the starting head: that head alone.
         base: The target model.
         nodes: Draft nodes of the largest trees.
-        start: The head to begin with; see `found_start`.
+        start: See `found_start`.
         isolated: Never draft from another request's text.
 
     Raises:

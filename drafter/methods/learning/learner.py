@@ -38,18 +38,14 @@ _OVER = object()
 
 @dataclass(frozen=True)
 class Progress:
-    """The result of a slice of work, and the learner's state.
+    """The learner's state; evaluation and version are those of the last slice of work.
 
     Args:
-        steps: Optimiser steps so far.
         seconds: Working time so far.
         loss: Of the newest step, in nats; None before the first.
         rows: Training rows in memory.
-        held_out: Held-out rows in memory.
-        nbytes: Bytes of both.
-        discarded: Candidates given up so far because the loss was not finite.
-        evaluation: The last one finished in this slice, if any.
-        version: The version published in this slice, if any.
+        nbytes: Of training and held-out rows.
+        discarded: Candidates given up because the loss was not finite.
         idle: It waits for rows.
     """
 
@@ -76,12 +72,7 @@ class _Totals:
 
 
 class Learner:
-    """Trains a head. Not thread-safe.
-
-    Args:
-        base: The target model. No engine may run on the same object meanwhile.
-        start: The engines' starting head.
-        settings: Of the learner.
+    """Trains a head. Not thread-safe. No engine may run on the same `base` object meanwhile.
 
     Attributes:
         version: The newest version; None before the first.
@@ -176,12 +167,7 @@ class Learner:
         return True
 
     def _measure(self) -> Iterator[None]:
-        """Compare the averaged weights with the published ones on held-out rows, a batch per `yield`; publish them if
-        better.
-
-        Raises:
-            TrainingError: A weight is not finite.
-        """
+        """Compare averaged with published weights on held-out rows, a batch per `yield`; publish better ones."""
         texts, settings, totals = self._rows.held_out, self._settings, self._totals
         weights = self._training.averaged()
         if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):

@@ -1,5 +1,4 @@
-"""Cost and benefit of learning during a job, and the decision whether the learner works. Pure functions of
-measurements.
+"""Cost and benefit of learning during a job, and the decision whether to learn. Pure functions of measurements.
 
 A learner that shares a machine slows engines down: its cost is the difference in speed with and without it, measured
 close together. It saves the time that the same tokens would have taken with the original drafter.
@@ -127,9 +126,7 @@ class Balance:
     def begun_anew(self, *, shares: bool) -> Balance:
         """Return the balance for another machine or restarted engines: earlier speeds no longer apply.
 
-        Args:
-            shares: The learner shares cores or a GPU with engines. If not, it is assumed to cost nothing until
-                measured.
+        A learner that shares no cores or GPU with engines is assumed to cost nothing until measured.
         """
         return Balance(self.seconds, self.taken, self.saved, difference=_UNKNOWN_DRAG if shares else 0.0)
 
@@ -140,8 +137,6 @@ class Evaluation:
 
     Args:
         seconds: Working time of the learner until then.
-        steps: Optimiser steps until then.
-        rows: Held-out rows.
         candidate: β of the current weights.
         published: β of the newest version on the same rows; 1.0, plain decoding's, before the first.
         better: The candidate was published.
@@ -157,12 +152,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Point:
-    """A point of the learning curve.
-
-    Args:
-        seconds: Working time of the learner.
-        beta: β, as if always measured on the same rows; see `curve_of`.
-    """
+    """A point of the learning curve: β after some working time; see `curve_of`."""
 
     seconds: float
     beta: float
@@ -201,10 +191,9 @@ def gain_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> 
 
 
 def lead_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> float | None:
-    """Return the speed of the best drafter with the learned head ÷ the best without it, weighted as in
-    `gain_by_choice`.
+    """Return the speed of the best drafter with the learned head ÷ the best without it; below 1.0 others are faster.
 
-    Below 1.0 another member, or plain decoding, is faster; None where one side has not been tried.
+    None where one side has not been tried. Batch sizes are weighted as in `gain_by_choice`.
     """
     found = [(choice.trials, lead) for choice in choices if (lead := _lead(choice, learned)) is not None]
     weight = sum(trials for trials, _ in found)
@@ -212,9 +201,7 @@ def lead_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> 
 
 
 def chosen_share(choices: Sequence[BatchChoice], learned: Collection[str]) -> float:
-    """Return the share of an engine's steps that a member in `learned` drafts; 1.0 without `choices`: one drafter, the
-    head.
-    """
+    """Return the share of an engine's steps drafted by a member in `learned`; 1.0 without `choices` (one drafter)."""
     if not choices:
         return 1.0
     weight = sum(choice.trials for choice in choices)
@@ -230,8 +217,7 @@ def gain_by_beta(beta: float, before: float) -> float:
 
 
 def expected_growth(curve: Sequence[Point], seconds: float) -> float | None:
-    """Return the expected β after `seconds` more of learning ÷ the last β; at least 1.0, None with fewer than two
-    points.
+    """Return the expected β after `seconds` more of learning ÷ the last β, at least 1.0; None below two points.
 
     β grows about linearly in log(time); the slope is a least-squares fit to the last points of the curve.
     """
@@ -250,12 +236,9 @@ def expected_growth(curve: Sequence[Point], seconds: float) -> float | None:
 
 
 def benefit(seconds_left: float, growth: float, lead: float = 1.0) -> float:
-    """Return the seconds saved, of `seconds_left` at today's speed, if β becomes `growth` times what it is.
+    """Return the seconds saved, of `seconds_left` at today's speed, if β becomes `growth` ≥ 1 times what it is.
 
-    Args:
-        seconds_left: At today's speed.
-        growth: At least 1.0.
-        lead: `Balance.lead`. A faster other drafter must be overtaken before anything is gained.
+    With `Balance.lead` below 1.0, the faster drafter must be overtaken before anything is gained.
     """
     faster = max(growth * lead, 1.0) / max(lead, 1.0)
     return max(seconds_left, 0.0) * (1.0 - 1.0 / max(faster, 1.0))
@@ -321,13 +304,7 @@ class Course:
 
 @dataclass(frozen=True)
 class _Work:
-    """Some work and its expected effect, in seconds.
-
-    Args:
-        seconds: Duration.
-        saves: By which the job becomes shorter afterwards.
-        takes: By which it delays the job.
-    """
+    """Some seconds of work, the seconds it later saves the job, and those that it takes."""
 
     seconds: float
     saves: float
@@ -339,12 +316,6 @@ def decide(course: Course, balance: Balance, tokens_left: float, curve: Sequence
 
     The learner works if some horizon of work is expected to save more on the tokens left than it costs, and if the loss
     so far stays within `MOST_LOST` of the job's time. Horizons beyond the first must fit into that limit.
-
-    Args:
-        course: The last decision.
-        balance: After the last interval.
-        tokens_left: Tokens still to be generated.
-        curve: See `curve_of`.
     """
     if not balance.rate:
         return replace(course, learns=False, reason=Course.reason, turn=0)

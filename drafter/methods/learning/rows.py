@@ -28,26 +28,15 @@ _HALF_LIFE = 512.0
 
 
 def rank(surprise: float, arrival: int) -> float:
-    """Return a row's worth for learning, as a logarithm to base 2.
+    """Return a row's worth for learning, as a logarithm to base 2, from its surprise and the rows that came before.
 
     Recency is additive, so the order of two rows never changes and a rank is a constant.
-
-    Args:
-        surprise: In (0, 1]; see `RowSample.surprise`.
-        arrival: Rows that came before.
     """
     return math.log2(max(surprise, 1e-6)) + arrival / _HALF_LIFE
 
 
 class RankedRows(Generic[Row]):
-    """Keeps the rows of highest rank.
-
-    Args:
-        nbytes: Memory limit of all rows together.
-
-    Attributes:
-        used: Bytes of the rows that are kept.
-    """
+    """Keeps the rows of highest rank in `nbytes` bytes, of which `used` are taken."""
 
     def __init__(self, nbytes: int) -> None:
         self._limit, self.used = nbytes, 0
@@ -111,9 +100,6 @@ class _Row:
 class LearningRows:
     """The learner's training rows and held-out rows, in bounded memory.
 
-    Args:
-        settings: Limits, uses per row, and the held-out share.
-
     Attributes:
         seen: Usable rows so far.
         tokens: Their output tokens.
@@ -163,9 +149,7 @@ class LearningRows:
         return [row.text for _, row in best]
 
     def _is_held_out(self, place: float) -> bool:
-        """Decide by the prompt's hash. The smallest one is always held out: a job of few prompts would have none to
-        measure on.
-        """
+        """Decide by the prompt's hash. The smallest is always held out, for jobs of few prompts."""
         return place < self._settings.held_out_share or place == self.first
 
     def _hold_out(self, row: _Row) -> None:
@@ -220,11 +204,7 @@ class _Pending:
 
 
 class SampleTap:
-    """A `RowTap` that keeps the most recent and most surprising rows until a learner takes them.
-
-    Args:
-        nbytes: Memory limit of the rows.
-    """
+    """A `RowTap` that keeps the most recent and most surprising rows, up to `nbytes`, until a learner takes them."""
 
     def __init__(self, nbytes: int = _NBYTES) -> None:
         self._rows: RankedRows[_Pending] = RankedRows(nbytes)

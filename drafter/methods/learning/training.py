@@ -70,13 +70,7 @@ _FACTS = "learner"
 
 
 def write_learner(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Write a state, atomically replacing an earlier one.
-
-    Args:
-        folder: Created if missing.
-        tensors: On the CPU, by name.
-        facts: JSON-serialisable.
-    """
+    """Write CPU tensors and JSON-serialisable facts, atomically replacing an earlier state."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"{STATE_FILE}.tmp"
     own = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
@@ -101,12 +95,7 @@ def read_learner(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 class AveragedTraining:
-    """Trains a head with AdamW at a constant rate and keeps an exponential moving average of its weights.
-
-    Args:
-        base: The frozen target model.
-        head: The head in training mode and in fp32, on the target model's device.
-        settings: Of the learner.
+    """Trains a head, in training mode and fp32, with AdamW at a constant rate, and averages its weights (EMA).
 
     Attributes:
         learning_rate: Of AdamW; each `restart` halves it.
