@@ -44,7 +44,6 @@ class LruTable(Table):
             self._use(tuple(tokens[start:end]), tuple(tokens[end : start + self.window]))
 
     def followers(self, leader: Gram) -> Iterator[Gram]:
-        """Yield a leader's followers, newest first."""
         return reversed(self._followers.get(leader, ()))
 
     def _use(self, leader: Gram, follower: Gram) -> None:
@@ -117,7 +116,6 @@ class CachebackDrafter(Drafter):
         self._texts[source] = _Text()
 
     def prepare(self, context: DraftContext) -> None:
-        """Learn all tokens since the last draft."""
         for text in self._ended:
             text.teach(self._shared)
         self._ended.clear()
@@ -148,7 +146,6 @@ class CachebackDrafter(Drafter):
         return sorted([*text.tables, *self._shared, *frozen], key=lambda table: -table.leader_length)
 
     def _replace(self, slot: int, text: _Text) -> None:
-        """Put another text into `slot`. The end of the previous one is queued for the shared tables."""
         before, self._texts[slot] = self._texts[slot], text
         if before.unread and self._shared:
             before.tables = []
@@ -168,7 +165,6 @@ class Candidates:
     log_probs: list[float] = field(default_factory=list)
 
     def add(self, token: int, parent: int, depth: int, log_prob: float) -> int:
-        """Add a node; return its index."""
         for values, value in zip(vars(self).values(), (token, parent, depth, log_prob), strict=True):
             values.append(value)
         return len(self.tokens) - 1

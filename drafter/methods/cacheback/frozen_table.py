@@ -34,15 +34,11 @@ Counts = npt.NDArray[np.int64]
 
 
 class NgramCounts:
-    """Counts n-grams of texts in bounded memory.
+    """Counts n-grams of texts in bounded memory; the first of `length` tokens is the leader.
 
     Whenever `most` occurrences have come, only the `most` frequent n-grams are kept (after Lossy Counting, Manku and
     Motwani 2002). An evicted one restarts at zero, so counts never overestimate; they are exact for up to `most`
-    different n-grams.
-
-    Args:
-        most: N-grams kept; up to twice as many for a moment, at 24 bytes and as much again for sorting.
-        length: Tokens of an n-gram, of which the first is the leader.
+    different n-grams. Memory peaks at twice as many n-grams, at 24 bytes and as much again for sorting.
     """
 
     def __init__(self, most: int, length: int = 4) -> None:
@@ -58,7 +54,6 @@ class NgramCounts:
         return len(self._counts)
 
     def add(self, text: Sequence[int]) -> None:
-        """Count the n-grams of a text."""
         self.tokens += len(text)
         tokens = np.asarray(text, np.int32)
         for start in range(0, len(tokens) - self._length + 1, self._most):  # a text may exceed the memory
@@ -157,11 +152,7 @@ def table_bytes(table: FrozenTable, vocabulary: Vocabulary, provenance: Mapping[
 
 
 def read_metadata(path: str | Path) -> dict[str, str]:
-    """Read a table's metadata.
-
-    Raises:
-        LoadError: The file is missing, or is no table.
-    """
+    """Read a table's metadata; raise `LoadError` if the file is missing, or no table."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise LoadError(f"no table of n-grams at {str(path)!r}: there is no such file; {_HINT}")

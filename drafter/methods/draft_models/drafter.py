@@ -69,11 +69,10 @@ class ModelDrafter(Drafter):
         self._reader.clear(slot)
 
     def prepare(self, context: DraftContext) -> None:
-        """Read rows that have more new tokens than an ordinary step adds."""
         self._reader.prepare(context)
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Read the new tokens, grow the trees level by level, and return the best nodes `[B, 1 + ask.nodes]`."""
+        """Grow trees `[B, 1 + ask.nodes]`."""
         growth = _Growth(self._reader, context, self._expansion, ask.nodes)
         size = 1 + (ask.nodes if self._expansion is None else self.spec.max_nodes)
         least = ask.least_probability if self._expansion is None else 0.0
@@ -94,7 +93,6 @@ class _Growth:
         self._left, self._children = iter(expansion or ()), children
 
     def __call__(self, frontier: Frontier) -> tuple[Tensor, Tensor]:
-        """Run the frontier's nodes; return the likeliest tokens after each, and their log-probabilities."""
         if not frontier.first:  # `read` takes the pending token with the new ones
             log_probs = self._reader.read(self._context)
         else:

@@ -56,7 +56,6 @@ class _Run:
 
     @property
     def step(self) -> float:
-        """Seconds of a step."""
         return self.drafting + self.rest
 
 
@@ -209,7 +208,7 @@ def stack_table(found: Comparison) -> str:
 
 
 def acceptance_table(found: Comparison) -> str:
-    """Return a Markdown table of the share of each drafter's tokens that each model accepts."""
+    """Return a Markdown table of acceptance rates: drafters by models."""
     levels = found.measured
     models = [place for place in range(len(levels.names)) if any(math.isfinite(row[place]) for row in levels.pricing)]
     heads = [f"`{levels.names[place]}`" for place in models]

@@ -96,7 +96,6 @@ def block_of(tokens: float, acceptance: float, most: float) -> float:
 
 
 def lowest(levels: Levels, drafter: int) -> Stack:
-    """Return the stack of one drafter."""
     return Stack((drafter,), levels.drafting[drafter], levels.blocks[drafter])
 
 

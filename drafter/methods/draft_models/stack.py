@@ -162,11 +162,7 @@ def load_draft_model(name: str, base: BaseModel) -> BaseModel:
 
 
 def load_model_drafter(name: str, loading: Loading) -> Drafter:
-    """Load the drafter `model:NAME`; see `load_draft_model`.
-
-    Raises:
-        LoadError: The model cannot be used.
-    """
+    """Load `model:NAME`; raise `LoadError` if it cannot be used."""
     return ModelDrafter(load_draft_model(name, loading.base), loading.base, loading.nodes)
 
 

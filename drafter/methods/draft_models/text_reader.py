@@ -71,7 +71,7 @@ class RunNodes:
 
     @staticmethod
     def of(frontier: Frontier) -> RunNodes:
-        """Return a frontier's nodes without its root."""
+        """Drop the frontier's root."""
         return RunNodes(frontier.tokens[:, 1:], frontier.depths[:, 1:], frontier.ancestors[:, 1:, 1:])
 
 
@@ -128,7 +128,6 @@ class TextReader:
         self.copy(source, target, self._cached[source])
 
     def clear(self, slot: int) -> None:
-        """Zero the slot's keys and values."""
         self.cache.clear(slot)
 
     def prepare(self, context: DraftContext) -> None:

@@ -72,7 +72,6 @@ class Eagle3HeadConfig:
 
     @property
     def head_width(self) -> int:
-        """D, width of a head."""
         return self.hidden_size // self.num_heads if self.head_size is None else self.head_size
 
     @property

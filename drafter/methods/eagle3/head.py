@@ -49,7 +49,6 @@ class Eagle3Reader(ContextReader):
         return Rollout(self._layer, KnownTexts(keys, values, sees), new[ends])
 
     def rotation(self, positions: Tensor) -> Tensor:
-        """Return cosine and signed sine `[..., 2, D]` at positions `[...]`."""
         return self._rotation[positions]
 
     def _rotation_table(self, length: int) -> Tensor:
@@ -128,7 +127,6 @@ class Eagle3Head(DraftHead):
     def trees_at(
         self, base: BaseModel, tokens: Tensor, hidden: Tensor, anchors: Tensor, size: int, tree: Tree = "exact"
     ) -> TokenTree:
-        """Return trees `[B * A, size]` at `anchors` `[B, A]`; see `DraftHead.trees_at`."""
         _refuse_tree(tree)
         rollout, rotation = self._rollout(base, tokens, hidden, anchors)
         pending = tokens.gather(1, anchors).flatten()
@@ -142,16 +140,7 @@ class Eagle3Head(DraftHead):
     def best_tree(
         self, base: BaseModel, rollout: Rollout, rotation: Rotation, pending: Tensor, positions: Tensor, ask: Ask
     ) -> TokenTree:
-        """Return trees `[R, 1 + ask.nodes]` of R drafts that have not begun.
-
-        Args:
-            base: The target model, for its embedding.
-            rollout: The drafts.
-            rotation: Of positions behind the pending tokens.
-            pending: `[R]` tokens.
-            positions: `[R]` of the pending tokens.
-            ask: The request.
-        """
+        """Return trees `[R, 1 + ask.nodes]` of R new drafts, from `pending` tokens `[R]` at `positions` `[R]`."""
         grow = self._conditionals(base, rollout, rotation, positions, ask.nodes)
         tree = best_first_trie(grow, pending, self.config.depth, ask.nodes + 1, _BEAM, ask.least_probability)
         return self.name_nodes(tree)

@@ -23,7 +23,7 @@ class Fusion(nn.Module):
         self.linear = nn.Linear(count * width, width, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return states `[..., d]` of hidden states `[..., K · d]`."""
+        """`[..., K · d]` → `[..., d]`."""
         if self.norms:
             parts = hidden.chunk(len(self.norms), -1)
             hidden = torch.cat([norm(part) for norm, part in zip(self.norms, parts, strict=True)], -1)

@@ -54,7 +54,7 @@ class ExitDrafter(Drafter):
         self._loan = loan
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Grow trees `[B, 1 + ask.nodes]`, one forward of the first layers per level."""
+        """Grow trees `[B, 1 + ask.nodes]`."""
         growth = _Growth(self._loan, self.spec.shared_layers, self._network, context, ask.nodes)
         tree = best_first_trie(
             growth, context.pending, self.spec.max_depth, ask.nodes + 1, self._beam, ask.least_probability
@@ -78,7 +78,6 @@ class _Growth:
         self._places = 0
 
     def __call__(self, frontier: Frontier) -> tuple[Tensor, Tensor]:
-        """Run the frontier's nodes; return the K likeliest tokens after each, and their log-probabilities."""
         self._places = frontier.tokens.shape[1]
         # Padding is left out where no device sync is needed for it.
         packing = Packing.of(frontier.real) if not self._waits and len(frontier.tokens) > 1 else None

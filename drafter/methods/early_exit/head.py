@@ -152,7 +152,6 @@ class ExitHead(DraftHead):
 
 
 def _chain(text: Tensor) -> TreeNodes:
-    """Return a whole text `[L]` as a tree without branches."""
     length, device = len(text), text.device
     ancestors = torch.ones(1, length, length, dtype=torch.bool, device=device).tril()
     nothing = torch.zeros(1, dtype=torch.long, device=device)

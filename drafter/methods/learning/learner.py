@@ -63,7 +63,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class _Totals:
-    """Progress in all processes so far."""
+    """Totals over all processes of the learner."""
 
     number: int
     steps: int = 0
@@ -116,7 +116,6 @@ class Learner:
         return self.progress()
 
     def progress(self) -> Progress:
-        """Return the state, with the results of the last slice."""
         totals, rows = self._totals, self._rows
         return Progress(
             totals.steps,
@@ -132,7 +131,6 @@ class Learner:
         )
 
     def _unit(self) -> bool:
-        """Do a unit of work; False if there is none."""
         try:
             if self._measuring is None and self._since >= self._settings.evaluate_every:
                 self._since = 0

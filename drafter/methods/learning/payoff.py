@@ -178,9 +178,7 @@ def curve_of(evaluations: Sequence[Evaluation]) -> list[Point]:
 def gain_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> float:
     """Return an engine's speed ÷ its speed without the members `learned`, by its budget's estimates; at least 1.0.
 
-    Args:
-        choices: `EngineState.choices`; batch sizes are weighted by their trials.
-        learned: Members that draft with the learned head.
+    `choices` are `EngineState.choices`; batch sizes are weighted by their trials.
     """
     gain = weight = 0.0
     for choice in choices:
@@ -286,8 +284,7 @@ class Course:
     """A decision about the learner.
 
     Args:
-        learns: It works in the next interval.
-        reason: Why, in a line for people.
+        reason: In a line for people.
         turn: Intervals since the last rest.
         rest_beta: EMA of β since learning stopped; None while it works.
         since: Working seconds at which the current text began: earlier points of the curve do not count.

@@ -50,7 +50,6 @@ class RankedRows(Generic[Row]):
         return (row for *_, row in self._rows)
 
     def takes(self, rank: float, nbytes: int) -> bool:
-        """Return whether `put` would keep such a row."""
         room = self._limit - self.used
         for lower, _, size, _ in self._rows:
             if room >= nbytes or lower >= rank:
@@ -190,8 +189,6 @@ _NBYTES = 64 << 20
 
 @dataclass(frozen=True)
 class _Pending:
-    """A row whose hidden states may still be on their way to the host."""
-
     row: EndedRow
     hidden: Tensor | None
     arrived: torch.cuda.Event | None
@@ -227,7 +224,7 @@ class SampleTap:
     # Called from any thread.
 
     def take(self, nbytes: int) -> list[RowSample]:
-        """Remove the highest-ranked rows, up to `nbytes` bytes together."""
+        """Remove the highest-ranked rows until they have `nbytes` bytes together, or all."""
         found: list[_Pending] = []
         with self._lock:
             until = self._rows.used - nbytes
@@ -242,7 +239,6 @@ class SampleTap:
             self._rows.clear()
 
     def resume(self) -> None:
-        """Accept rows again."""
         with self._lock:
             self._paused = False
 

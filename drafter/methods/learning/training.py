@@ -127,7 +127,6 @@ class AveragedTraining:
         return loss
 
     def averaged(self) -> dict[str, Tensor]:
-        """Return the averaged weights, as `weights_of` does."""
         return weights_of(self._head) | {name: value.to("cpu", copy=True) for name, value in self._average.items()}
 
     def restart(self, weights: Mapping[str, Tensor]) -> None:

@@ -108,7 +108,6 @@ class MemoryDrafter(Drafter):
         return from_nodes(context.pending, tokens, parents, depths, log_probs, ask.nodes + 1)
 
     def observe(self, committed: Committed) -> None:
-        """Note a step's tokens, and update trust and uses of the matches."""
         useful = []
         for slot, tokens in zip(committed.slots, committed.tokens, strict=True):
             row = self._rows[slot]
@@ -155,7 +154,6 @@ class Trust:
         self._true = self._tried / 2
 
     def log_shares(self) -> npt.NDArray[np.float64]:
-        """Return the log acceptance rate of each length."""
         return np.log(self._true / self._tried)
 
     def learn(self, length: int, path: Sequence[int], tokens: Sequence[int]) -> None:

@@ -96,7 +96,6 @@ class SuffixIndex:
         return sum(part.nbytes for part in vars(self).values() if isinstance(part, np.ndarray))
 
     def append(self, texts: Sequence[Text], tokens: Sequence[Sequence[int]]) -> None:
-        """Append tokens to each text."""
         contexts, groups, places = [], [], []
         for text, new in zip(texts, tokens, strict=True):
             if not len(new):
@@ -124,7 +123,6 @@ class SuffixIndex:
         np.add.at(self._uses, blocks, 1)
 
     def _write(self, text: Text, new: Tokens) -> Places:
-        """Write tokens behind a text; return their positions."""
         places = []
         while len(new):
             if text.block == NOTHING or text.filled == _BLOCK:
@@ -214,7 +212,7 @@ class SuffixIndex:
         return np.concatenate(found, 1)
 
     def _matched(self, places: Places, tails: Tokens, groups: Places) -> Places:
-        """Return how many tokens before `places` `[B, M]` match the ends of `tails` `[B, CONTEXT]`; 0 if too few."""
+        """Return how many tokens up to `places` `[B, M]` match the ends of `tails` `[B, CONTEXT]`; 0 if too few."""
         seen = self._tokens_at(places[:, :, None] - np.arange(CONTEXT), places[:, :, None], self._previous)
         same = (seen == tails[:, None, ::-1]) & (seen != NOTHING)
         lengths: Places = np.logical_and.accumulate(same, -1).sum(-1)

@@ -43,7 +43,7 @@ class PivotFeatures:
 
     @property
     def scalars(self) -> Tensor:
-        """`[..., 2]` fp32: entropy and probability."""
+        """`[..., 2]` fp32."""
         return torch.stack([self.entropy, self.probability], -1).float()
 
 

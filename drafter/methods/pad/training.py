@@ -52,7 +52,6 @@ class RecordingVerifier(ExactVerifier):
         self._noted: list[Rejection] = []
 
     def take(self) -> list[Rejection]:
-        """Return the records since the last call."""
         noted, self._noted = self._noted, []
         return noted
 
@@ -120,13 +119,7 @@ def train_classifier(
 
 @dataclass(frozen=True)
 class RocPoint:
-    """A point of a ROC curve.
-
-    Args:
-        threshold: Tokens with a larger P(pivot) count as pivots.
-        false_positives: Share of harmless tokens that do.
-        true_positives: Share of pivots that do.
-    """
+    """A threshold above which P(pivot) means a pivot, and the shares of harmless tokens and of pivots above it."""
 
     threshold: float
     false_positives: float

@@ -29,8 +29,6 @@ from drafter.tree.token_tree import TokenTree
 
 
 class Attention(nn.Module):
-    """Pre-norm multi-head attention."""
-
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
