@@ -84,7 +84,7 @@ class ModelDrafter(Drafter):
 
 
 class _Growth:
-    """Conditionals of one step's trees; see `best_first.Conditionals`. `children` counts without an expansion."""
+    """Conditionals of one step's trees; see `search.Conditionals`. `children` counts without an expansion."""
 
     def __init__(
         self, reader: TextReader, context: DraftContext, expansion: tuple[int, ...] | None, children: int

@@ -1,7 +1,7 @@
 """`exit:N`: the target model's first N layers draft on its own KV cache (self-speculation; FastVLM, arXiv 2510.22641).
 
 The state behind layer N goes through the final norm and LM head, optionally through a trained imitation network
-(`exit_head`). Keys and values of draft tokens go behind the committed ones, where verification overwrites them. Nothing
+(`ExitHead`). Keys and values of draft tokens go behind the committed ones, where verification overwrites them. Nothing
 is copied or kept between steps.
 """
 
@@ -64,7 +64,7 @@ class ExitDrafter(Drafter):
 
 
 class _Growth:
-    """Conditionals of one step's trees, K = `children` tokens per node; see `best_first.Conditionals`."""
+    """Conditionals of one step's trees, K = `children` tokens per node; see `search.Conditionals`."""
 
     def __init__(
         self, loan: Loan, layers: int, network: nn.Module | None, context: DraftContext, children: int
