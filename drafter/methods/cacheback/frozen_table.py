@@ -1,4 +1,4 @@
-"""What a search for drafts asks of a table of n-grams."""
+"""N-gram tables of a corpus: counting, lookup, and the file format."""
 
 from __future__ import annotations
 
@@ -20,35 +20,25 @@ Gram = tuple[int, ...]
 
 
 class Table(ABC):
-    """From *leaders*, the last tokens of a text, to *followers*, tokens that have come after them.
-
-    Attributes:
-        leader_length: Tokens of a leader.
-    """
+    """Maps *leaders*, `leader_length` last tokens of a text, to *followers*, tokens that came after them."""
 
     leader_length: int
 
     @abstractmethod
     def followers(self, leader: Gram) -> Iterator[Gram]:
-        """The followers of a leader, likeliest first."""
+        """Yield a leader's followers, likeliest first."""
 
-
-# ---- How often token n-grams occur in a corpus, counted in bounded memory.
 
 Grams = npt.NDArray[np.int32]
 Counts = npt.NDArray[np.int64]
 
 
 class NgramCounts:
-    """Counts the n-grams of texts.
+    """Counts n-grams of texts in bounded memory; the first of `length` tokens is the leader.
 
-    At most `most` of them are kept, the most frequent ones, each time that as many occurrences have come (after Lossy
-    Counting, Manku and Motwani 2002): what falls out and comes again is counted from then on, so a count is never too
-    high. Where no more than `most` different ones occur, counts are exact.
-
-    Args:
-        most: N-grams that are kept; twice as many are held for a moment, at 24 bytes and as much again for sorting.
-        length: Tokens of an n-gram, of which the first is the leader.
+    Whenever `most` occurrences have come, only the `most` frequent n-grams are kept (after Lossy Counting, Manku and
+    Motwani 2002). An evicted one restarts at zero, so counts never overestimate; they are exact for up to `most`
+    different n-grams. Memory peaks at twice as many n-grams, at 24 bytes and as much again for sorting.
     """
 
     def __init__(self, most: int, length: int = 4) -> None:
@@ -58,18 +48,15 @@ class NgramCounts:
         self._new: list[Grams] = []
         self._waiting = 0
         self.tokens = 0
-        """Tokens of all texts."""
 
     def __len__(self) -> int:
-        """N-grams that are kept."""
         self._merge()
         return len(self._counts)
 
     def add(self, text: Sequence[int]) -> None:
-        """Count the n-grams of a text."""
         self.tokens += len(text)
         tokens = np.asarray(text, np.int32)
-        for start in range(0, len(tokens) - self._length + 1, self._most):  # a text may be longer than the memory
+        for start in range(0, len(tokens) - self._length + 1, self._most):  # a text may exceed the memory
             piece = tokens[start : start + self._most + self._length - 1]
             self._new.append(np.lib.stride_tricks.sliding_window_view(piece, self._length))
             self._waiting += len(self._new[-1])
@@ -77,14 +64,9 @@ class NgramCounts:
                 self._merge()
 
     def table(self, leaders: int, followers: int) -> FrozenTable:
-        """Return the most frequent n-grams as a table.
-
-        Args:
-            leaders: Leaders at most: those that occur most often.
-            followers: Followers of a leader at most: those that occur most often after it.
-        """
+        """Return the `leaders` most frequent leaders, each with its `followers` most frequent followers."""
         self._merge()
-        # N-grams are sorted, so those of a leader stand together.
+        # N-grams are sorted, so those of a leader are contiguous.
         tokens, starts = np.unique(self._grams[:, 0], return_index=True)
         totals = np.add.reduceat(self._counts, starts) if len(starts) else self._counts
         kept = np.sort(np.argsort(-totals, kind="stable")[:leaders])
@@ -97,7 +79,6 @@ class NgramCounts:
         return FrozenTable(tokens[kept], offsets, self._grams[chosen, 1:])
 
     def _merge(self) -> None:
-        """Add up what has come to what is kept, and keep the most frequent."""
         if not self._new:
             return
         grams = np.concatenate([self._grams, *self._new])
@@ -113,22 +94,20 @@ class NgramCounts:
         self._grams, self._counts = grams, counts
 
 
-# ---- A table of n-grams that does not change: what follows each token in a corpus, most frequent first.
-
 FORMAT = "drafter-ngram-table-1"
 _KINDS = {"leaders": (1, np.int32), "offsets": (1, np.int64), "continuations": (2, np.int32)}
-"""Dimensions and types of the arrays."""
+"""Dimensions and dtypes of the arrays."""
 _HINT = "make one with python -m jobs.cache"
 
 
 @dataclass(frozen=True)
 class FrozenTable(Table):
-    """What has followed which token.
+    """A read-only table with one-token leaders.
 
     Args:
-        leaders: `[L]` int32 tokens with followers, rising.
-        offsets: `[L + 1]` int64 where the followers of each begin, and where the last ones end.
-        continuations: `[F, U]` int32 what has followed, of each leader most frequent first.
+        leaders: `[L]` int32 tokens with followers, ascending.
+        offsets: `[L + 1]` int64 start of each leader's followers, and the end of the last ones.
+        continuations: `[F, U]` int32 followers, most frequent first for each leader.
     """
 
     leaders: npt.NDArray[np.int32]
@@ -137,16 +116,14 @@ class FrozenTable(Table):
     leader_length: int = field(default=1, init=False)
 
     def __len__(self) -> int:
-        """Leaders there are."""
         return len(self.leaders)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the table."""
         return self.leaders.nbytes + self.offsets.nbytes + self.continuations.nbytes
 
     def followers(self, leader: Gram) -> Iterator[Gram]:
-        """The followers of a leader, most frequent first."""
+        """Yield a leader's followers, most frequent first."""
         if not leader:  # the beginning of a text
             return
         place = int(self.leaders.searchsorted(leader[0]))
@@ -156,25 +133,14 @@ class FrozenTable(Table):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Whose token ids a table is of.
-
-    Args:
-        digest: See `vocabulary_digest`.
-        size: Token ids are below it.
-    """
+    """The vocabulary of a table's token ids; see `vocabulary_digest`."""
 
     digest: str
     size: int
 
 
 def table_bytes(table: FrozenTable, vocabulary: Vocabulary, provenance: Mapping[str, Any]) -> bytes:
-    """Return a table's file.
-
-    Args:
-        table: The table.
-        vocabulary: Of the tokeniser that made its token ids.
-        provenance: Where it comes from, as plain values.
-    """
+    """Serialise a table. `provenance` must be JSON-serialisable."""
     metadata = {
         "format": FORMAT,
         "vocabulary": vocabulary.digest,
@@ -186,11 +152,7 @@ def table_bytes(table: FrozenTable, vocabulary: Vocabulary, provenance: Mapping[
 
 
 def read_metadata(path: str | Path) -> dict[str, str]:
-    """Read a table's metadata.
-
-    Raises:
-        LoadError: There is no table, or the file is another one.
-    """
+    """Read a table's metadata; raise `LoadError` if the file is missing, or no table."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise LoadError(f"no table of n-grams at {str(path)!r}: there is no such file; {_HINT}")
@@ -208,10 +170,10 @@ def read_metadata(path: str | Path) -> dict[str, str]:
 
 
 def load_table(path: str | Path, vocabulary: Vocabulary) -> FrozenTable:
-    """Load a table for a base whose tokeniser has this vocabulary.
+    """Load a table for a target model whose tokeniser has this vocabulary.
 
     Raises:
-        LoadError: There is no table, it is damaged, or its token ids are another tokeniser's.
+        LoadError: The table is missing or damaged, or of another tokeniser.
     """
     metadata = read_metadata(path)
     if metadata["vocabulary"] != vocabulary.digest:
@@ -230,7 +192,7 @@ def load_table(path: str | Path, vocabulary: Vocabulary) -> FrozenTable:
 
 
 def _check(table: FrozenTable, vocab_size: int) -> None:
-    """Raise `ValueError` for a table that is not what it should be: a search would fail in the middle of a job."""
+    """Raise `ValueError` for a damaged table, which would fail in the middle of a job."""
     for name, (dimensions, kind) in _KINDS.items():
         array = getattr(table, name)
         if array.ndim != dimensions or array.dtype != kind:

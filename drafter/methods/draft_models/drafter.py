@@ -1,4 +1,4 @@
-"""`model:A`: a tree out of a smaller language model with the base's tokeniser (SpecInfer, arXiv 2305.09781)."""
+"""`model:A`: draft trees from a smaller model with the target's tokeniser (SpecInfer, arXiv 2305.09781)."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from drafter.tree.search import Frontier, best_first_trie, most_places
 from drafter.tree.token_tree import TokenTree
 
 _DEPTH = 8
-"""Draft tokens of a path at most, each of which costs a forward of the draft model."""
+"""Deepest level of a tree; each costs a forward of the draft model."""
 _WIDTH = 16
-"""Nodes of one depth that are run at most. With more draft nodes than this the best tree may be missed."""
+"""Nodes run per level. Trees with more draft nodes may not be optimal."""
 
 
 class ModelDrafter(Drafter):
-    """Lets a draft model propose its most probable continuations, a depth of the tree in each forward.
+    """Best-first tree of a draft model's likeliest continuations, one forward per level.
 
-    Best-first expansion runs only nodes that are among the best `nodes` found so far. A path's probability falls along
-    it, so no other node can have a child in the tree of the best nodes.
+    Only nodes among the best `nodes` so far are run: a path's probability falls along it, so no other can have a child
+    in the tree.
 
     Args:
-        model: The draft model, with the base's tokeniser, on any device.
-        base: The base that it drafts for.
-        nodes: Draft nodes of the largest tree. With an `expansion` its own number counts.
-        expansion: A fixed shape instead: how many children each node of each depth has, from the root on; SpecInfer's
-            is `(1, 1, 3, 1, 1, 1, 1, 1)`.
+        model: The draft model, with the target model's tokeniser, on any device.
+        base: The target model.
+        nodes: Draft nodes of the largest tree; ignored with an `expansion`.
+        expansion: Children per node, level by level, for trees of a fixed shape; SpecInfer's is 1, 1, 3, 1, 1, 1, 1, 1.
 
     Raises:
         ValueError: The `expansion` is empty, or has a number below 1.
@@ -50,7 +49,6 @@ class ModelDrafter(Drafter):
         self.spec = DraftSpec(nodes, depth, graph_safe=beside, bytes_per_token=kept)
 
     def open(self, loan: Loan) -> None:
-        """Allocate the draft model's KV cache."""
         self._times = loan.times
         if self._expansion is None:
             run = most_places(self.spec.max_depth, self._beam) - 1
@@ -59,27 +57,22 @@ class ModelDrafter(Drafter):
         self._reader.open(loan.slots, loan.length, run)
 
     def enter(self, slot: int, text: Ids) -> None:
-        """Forget the sequence before: nothing of the new one has been read."""
         self._reader.enter(slot)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy what was read of the common beginning."""
         self._reader.copy(source, target, length)
 
     def move(self, source: int, target: int) -> None:
-        """Move what was read of the sequence."""
         self._reader.move(source, target)
 
     def clear(self, slot: int) -> None:
-        """Set the slot's keys and values to zero."""
         self._reader.clear(slot)
 
     def prepare(self, context: DraftContext) -> None:
-        """Read rows that have more new tokens than an ordinary step brings."""
         self._reader.prepare(context)
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Read the new tokens, grow the trees depth by depth, and return the best nodes `[B, 1 + ask.nodes]`."""
+        """Grow trees `[B, 1 + ask.nodes]`."""
         growth = _Growth(self._reader, context, self._expansion, ask.nodes)
         size = 1 + (ask.nodes if self._expansion is None else self.spec.max_nodes)
         least = ask.least_probability if self._expansion is None else 0.0
@@ -91,14 +84,7 @@ class ModelDrafter(Drafter):
 
 
 class _Growth:
-    """The conditionals of one step's trees; see `best_first.Conditionals`.
-
-    Args:
-        reader: Of the draft model.
-        context: The rows.
-        expansion: As in `ModelDrafter`.
-        children: Tokens that may follow a node at most, without an expansion.
-    """
+    """Conditionals of one step's trees; see `search.Conditionals`. `children` counts without an expansion."""
 
     def __init__(
         self, reader: TextReader, context: DraftContext, expansion: tuple[int, ...] | None, children: int
@@ -107,8 +93,7 @@ class _Growth:
         self._left, self._children = iter(expansion or ()), children
 
     def __call__(self, frontier: Frontier) -> tuple[Tensor, Tensor]:
-        """Run the frontier's nodes; return the likeliest tokens after each, and their log-probabilities."""
-        if not frontier.first:  # the pending token comes with the new ones before it
+        if not frontier.first:  # `read` takes the pending token with the new ones
             log_probs = self._reader.read(self._context)
         else:
             log_probs = self._reader.extend(self._context, RunNodes.of(frontier), frontier.real)

@@ -1,4 +1,4 @@
-"""What a stack's plan needs, measured on a sample of prompts; and what the stacks that it names then really take."""
+"""Measures the drafters of a stack plan on sample prompts, then the planned stack on held-out ones."""
 
 from __future__ import annotations
 
@@ -28,13 +28,7 @@ from drafter.target.model import BaseModel
 
 @dataclass(frozen=True)
 class Measured:
-    """What a stack took.
-
-    Args:
-        levels: Names of its drafters, from the lowest on; none is plain decoding.
-        tokens: Tokens a row of a step.
-        per_token: Seconds for each token, without the base's prefills.
-    """
+    """Measured cost of a stack; see `Expectation`. Prefills are not counted."""
 
     levels: tuple[str, ...]
     tokens: float
@@ -43,13 +37,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A plan beside the truth.
-
-    Args:
-        measured: What the plan rests on.
-        expected: The stacks that may be best, the best first.
-        taken: What the first of them, and plain decoding, took on prompts that the plan has not seen.
-    """
+    """A plan from `measured` inputs, best stack first, and held-out measurements of the best and of plain decoding."""
 
     measured: Levels
     expected: list[Expectation]
@@ -58,15 +46,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Run:
-    """Decoding of some requests.
-
-    Args:
-        drafting: Seconds of drafting, a step.
-        rest: Seconds of the rest of a step; prefills are no part of it.
-        rows: Rows of a step, on average.
-        row_steps: Steps of all rows.
-        tokens: New tokens.
-    """
+    """Mean seconds of drafting and of the rest of a step, without prefills; mean rows of a step; totals."""
 
     drafting: float
     rest: float
@@ -76,7 +56,6 @@ class _Run:
 
     @property
     def step(self) -> float:
-        """Seconds of a step."""
         return self.drafting + self.rest
 
 
@@ -84,10 +63,10 @@ class StackPlanning:
     """Measures drafters, plans the best stack of them, and measures it.
 
     Args:
-        base: The base model.
-        tokenizer: The base's tokeniser.
-        names: Drafters that need no training, and `model:…`.
-        nodes: Draft nodes that the base verifies.
+        base: The target model.
+        tokenizer: Its tokeniser.
+        names: Training-free drafters, and `model:…`.
+        nodes: Draft nodes that the target model verifies.
         slots: Requests decoded together.
 
     Raises:
@@ -103,16 +82,11 @@ class StackPlanning:
                     f"{', '.join(sorted(TRAINING_FREE.keys() - {'none'}))}, or several of these joined by '+'"
                 )
         self._models = {name: load_draft_model(kind_and_rest(name)[1], base) for name in names if _is_model(name)}
-        # A model stands above cheaper ones only. Other drafters do not stand above anything.
+        # A model stands only above cheaper drafters; others are always the lowest level.
         self._names = sorted(names, key=lambda name: _parameters(self._models[name]) if name in self._models else 0)
 
     def run(self, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Generator[str, None, Comparison]:
-        """Measure, plan, and measure the planned stack. Yields what is measured next.
-
-        Args:
-            prompts: The sample that the plan rests on.
-            held_out: Other prompts, which the planned stack and plain decoding are measured on.
-        """
+        """Plan by `prompts` and measure the plan on `held_out` ones. Yields a progress line before each measurement."""
         levels = yield from self._measure(prompts)
         expected = compare_stacks(levels)
         requests = [prompt.request for prompt in held_out]
@@ -143,21 +117,18 @@ class StackPlanning:
             stack = (names[below], names[above])
             yield f"measuring {stack_name(stack)}"
             run = self._decode(self._stack(stack), requests)
-            # What the model passes on counts as so many of its own tokens as give the base as much.
+            # Counted as the block of the model's own tokens with the same acceptance length.
             passed = block_of(_tokens(run), acceptance[above][-1], blocks[below] + 1.0)
             acceptance[below][above] = acceptance_of(passed, blocks[below])
             pricing[below][above] = max(self._drafting(run, plain) - drafting[below], 0.0)
         return Levels(names, blocks, drafting, acceptance, pricing, plain.step, plain.rows)
 
     def _drafting(self, run: _Run, plain: _Run) -> float:
-        """Return the seconds of drafting, a step. On a GPU a step's parts have no times of their own."""
+        """Return the seconds of drafting per step. On a GPU the stages have no times of their own."""
         return max(run.step - plain.step, 0.0) if devices.is_asynchronous(self._base.device) else run.drafting
 
     def _stack(self, levels: Sequence[str]) -> Drafter:
-        """Return the drafter that consists of these levels, as `stack:…` names it.
-
-        Its lowest level drafts each text from that text alone: the sample is decoded more than once.
-        """
+        """Build the drafter of these levels. The lowest is isolated, because the sample is decoded more than once."""
         if not levels:
             return PlainDecoding()
         nodes = self._nodes * LOWER_NODES ** (len(levels) - 1)
@@ -177,7 +148,7 @@ class StackPlanning:
         slots = min(self._slots, len(requests))
         config = EngineConfig(slots, max_length=longest, nodes=self._nodes, max_queue=len(requests))
         engine = Engine(self._base, drafter, self._tokenizer, config)
-        decode_all(engine, requests[:slots])  # the first steps are slower
+        decode_all(engine, requests[:slots])  # warm-up
         before = engine.state()
         decode_all(engine, requests)
         after = engine.state()
@@ -211,18 +182,15 @@ def _parameters(model: BaseModel) -> int:
 
 
 def _tokens(run: _Run) -> float:
-    """Return the tokens a row of a step."""
     return run.tokens / max(run.row_steps, 1)
 
-
-# ---- A comparison of stacks as a table and as JSON.
 
 STACKS_FILE = "stacks.json"
 TABLE_FILE = "stacks.md"
 
 
 def stack_table(found: Comparison) -> str:
-    """Return the stacks that were compared, the best first, and beside them what some took on held-out prompts."""
+    """Return the compared stacks as a Markdown table, best first, with held-out measurements where there are any."""
     taken = {one.levels: one for one in found.taken}
     lines = [
         "| drafter | expected ms a token | tokens a step | ms a step | measured ms a token | difference | tokens |",
@@ -240,7 +208,7 @@ def stack_table(found: Comparison) -> str:
 
 
 def acceptance_table(found: Comparison) -> str:
-    """Return the share of each drafter's tokens that each model accepts."""
+    """Return a Markdown table of acceptance rates: drafters by models."""
     levels = found.measured
     models = [place for place in range(len(levels.names)) if any(math.isfinite(row[place]) for row in levels.pricing)]
     heads = [f"`{levels.names[place]}`" for place in models]
@@ -252,7 +220,7 @@ def acceptance_table(found: Comparison) -> str:
 
 
 def write_stacks(found: Comparison, environment: dict[str, Any], folder: Path) -> list[Path]:
-    """Write `stacks.json` and `stacks.md` to `folder`; return the files."""
+    """Write `stacks.json` and `stacks.md` to `folder`; return their paths."""
     values = asdict(found)
     pricing = values["measured"]["pricing"]
     values["measured"]["pricing"] = [[one if math.isfinite(one) else None for one in row] for row in pricing]

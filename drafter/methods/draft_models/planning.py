@@ -1,8 +1,8 @@
-"""The best stack of drafters, by a shortest path over measured acceptances and latencies (HSD, arXiv 2510.19705).
+"""Plans the best stack of drafters: a shortest path over measured acceptances and latencies (HSD, arXiv 2510.19705).
 
-A stack's lowest drafter proposes, every model above it prices and cuts what comes from below in one forward, and the
-base verifies the rest. HSD's levels draft in several rounds until they have a fixed number of tokens; here each level
-has one round a step, so a level passes on as many tokens as it expects to be accepted of what it gets.
+The lowest drafter proposes, each model above scores and prunes in one forward, and the target model verifies the rest.
+HSD's levels draft in rounds up to a fixed number of tokens; here each has one round per step, so it passes on as many
+tokens as it expects to be accepted.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ Numbers = Sequence[float]
 
 @dataclass(frozen=True)
 class Levels:
-    """What was measured of N drafters, in an order in which they may stand one above another, and of the base.
+    """Measurements of N drafters, in the order in which they may be stacked, and of the target model.
 
     Args:
         names: Of the drafters.
-        blocks: Draft tokens of a path at most, of each as the lowest level.
-        drafting: Seconds a step of each as the lowest level, for what the base is asked to verify.
+        blocks: Longest draft path of each as the lowest level.
+        drafting: Seconds per step of each as the lowest level.
         acceptance: `[N][N + 1]` probability that model `j` passes on what drafter `i` proposes for a token, or a token
-            of its own that is as good to the level above; the last is the base, which accepts or does not.
-        pricing: `[N][N + 1]` seconds a step of model `j` over what drafter `i` proposes; the last is the base. Infinite
-            where `j` is no model.
-        plain: Seconds of a step of the base without drafts.
-        rows: Rows of a step, on average.
+            of its own that is as good to the level above; the last is the target model, which accepts or does not.
+        pricing: `[N][N + 1]` seconds per step of model `j` over what drafter `i` proposes; the last is the target
+            model. Infinite where `j` is no model.
+        plain: Seconds of a plain decoding step.
+        rows: Mean rows of a step.
     """
 
     names: Sequence[str]
@@ -41,12 +41,12 @@ class Levels:
 
 @dataclass(frozen=True)
 class Stack:
-    """A stack without the base, and what it is expected to do.
+    """A stack without the target model, and its expected performance.
 
     Args:
-        levels: Indices of its drafters, from the lowest on.
+        levels: Indices of its drafters, lowest first.
         seconds: Of a step, up to the highest of them.
-        block: Draft tokens that this one passes on.
+        block: Draft tokens that it passes on.
     """
 
     levels: tuple[int, ...]
@@ -56,13 +56,13 @@ class Stack:
 
 @dataclass(frozen=True)
 class Expectation:
-    """What decoding with a stack is expected to cost.
+    """Expected cost of decoding with a stack.
 
     Args:
-        levels: Names of its drafters, from the lowest on; none is plain decoding.
-        tokens: Tokens a row of a step.
+        levels: Names of its drafters, lowest first; empty is plain decoding.
+        tokens: Tokens per row and step.
         seconds: Of a step.
-        per_token: Seconds for each token.
+        per_token: Seconds per token.
     """
 
     levels: tuple[str, ...]
@@ -72,14 +72,14 @@ class Expectation:
 
 
 def expected_tokens(acceptance: float, block: float) -> float:
-    """Return the tokens of a step, `(1 − α^(B + 1)) / (1 − α)`, of B drafted ones that are each accepted with α."""
+    """Return the expected tokens of a step, `(1 − α^(B + 1)) / (1 − α)`, with B draft tokens of acceptance α each."""
     if acceptance >= 1.0 - 1e-9:
         return block + 1.0
     return (1.0 - math.pow(acceptance, block + 1.0)) / (1.0 - acceptance)
 
 
 def acceptance_of(tokens: float, block: float) -> float:
-    """Return the α for which `expected_tokens` is `tokens`, by bisection; 0 or 1 if there is none."""
+    """Invert `expected_tokens` for α by bisection; 0 or 1 if there is no solution."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -88,7 +88,7 @@ def acceptance_of(tokens: float, block: float) -> float:
 
 
 def block_of(tokens: float, acceptance: float, most: float) -> float:
-    """Return the B for which `expected_tokens` is `tokens`; at most `most`, from 0 on."""
+    """Invert `expected_tokens` for B, clamped to `[0, most]`."""
     if acceptance <= 1e-9 or acceptance >= 1.0 - 1e-9:
         return min(max(tokens - 1.0, 0.0), most)
     left = 1.0 - tokens * (1.0 - acceptance)
@@ -96,12 +96,11 @@ def block_of(tokens: float, acceptance: float, most: float) -> float:
 
 
 def lowest(levels: Levels, drafter: int) -> Stack:
-    """Return the stack of one drafter."""
     return Stack((drafter,), levels.drafting[drafter], levels.blocks[drafter])
 
 
 def put_above(levels: Levels, stack: Stack, model: int) -> Stack:
-    """Return a stack with a model above it: that passes on what it accepts, and its own token after that."""
+    """Return a stack with a model on top, which passes on what it accepts and one token of its own."""
     below = stack.levels[-1]
     return Stack(
         (*stack.levels, model),
@@ -111,7 +110,7 @@ def put_above(levels: Levels, stack: Stack, model: int) -> Stack:
 
 
 def expectation(levels: Levels, stack: Stack | None) -> Expectation:
-    """Return what decoding with a stack, or plainly, is expected to cost."""
+    """Return the expected cost of decoding with a stack, or plainly for None."""
     if stack is None:
         return Expectation((), 1.0, levels.plain, levels.plain / levels.rows)
     below = stack.levels[-1]
@@ -122,10 +121,10 @@ def expectation(levels: Levels, stack: Stack | None) -> Expectation:
 
 
 def compare_stacks(levels: Levels) -> list[Expectation]:
-    """Return the expectations of the stacks that may be best, plain decoding included, the best first.
+    """Return the stacks that may be best, plain decoding included, best first.
 
-    A shortest path from the lowest levels to the base, whose labels have two numbers: of two stacks with the same
-    highest level, one that takes longer and passes on less cannot become better by what comes above both.
+    A shortest-path search with two labels: of two stacks with the same top level, one that is slower and passes on less
+    is dominated whatever comes above.
     """
     kept: list[list[Stack]] = []
     for model in range(len(levels.names)):
@@ -136,7 +135,7 @@ def compare_stacks(levels: Levels) -> list[Expectation]:
 
 
 def undominated(stacks: Sequence[Stack]) -> list[Stack]:
-    """Return the stacks than which no other takes as little time and passes on as much."""
+    """Return the Pareto front over (seconds, block)."""
     order = sorted(stacks, key=lambda stack: (stack.seconds, -stack.block))
     kept: list[Stack] = []
     for stack in order:

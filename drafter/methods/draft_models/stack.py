@@ -1,8 +1,7 @@
 """`stack:A>model:B`: drafters one above another (hierarchical speculative decoding, HSD, arXiv 2510.19705).
 
-The lower drafter's tree goes through the model above it in one forward. That model gives each node its own probability,
-adds its own best continuations, and passes on the best of all. The base verifies what is left, so nothing of this can
-change a token.
+The upper model scores the lower drafter's tree in one forward, adds its own best continuations, and passes on the best
+nodes of all. The target model verifies them.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree, from_nodes
 
 LOWER_NODES = 2
-"""Nodes that the lower drafter is asked for, for each one that is passed on."""
+"""Nodes asked of the lower drafter for each one passed on."""
 _OWN_CHILDREN = 4
-"""Continuations that the model adds after the pending token and after each node."""
+"""Continuations that the model adds to each node."""
 
 
 class StackedDrafter(Drafter):
-    """Lets a draft model price, cut and extend the trees of a lower drafter.
+    """Lets a draft model rescore, prune and extend the trees of a lower drafter.
 
     Args:
-        lower: Proposes; it may be a stack itself. It should have `LOWER_NODES` times as many nodes.
-        model: The draft model above it, with the base's tokeniser, on any device.
-        base: The base that they draft for.
+        lower: May be a stack itself. It should have `LOWER_NODES` times as many nodes.
+        model: With the target model's tokeniser, on any device.
+        base: The target model.
         nodes: Draft nodes of the largest tree.
 
     Raises:
-        LoadError: The lower drafter drafts in the base's own KV cache.
+        LoadError: The lower drafter drafts in the target model's own KV cache.
     """
 
     def __init__(self, lower: Drafter, model: BaseModel, base: BaseModel, nodes: int) -> None:
@@ -63,33 +62,27 @@ class StackedDrafter(Drafter):
         self._device = model.device
 
     def open(self, loan: Loan) -> None:
-        """Open the lower drafter, and allocate the model's KV cache."""
         self._times = loan.times
         self.lower.open(loan)
         self._reader.open(loan.slots, loan.length, self.lower.spec.max_nodes)
 
     def enter(self, slot: int, text: Ids) -> None:
-        """Tell both."""
         self.lower.enter(slot, text)
         self._reader.enter(slot)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy in both."""
         self.lower.copy(source, target, length)
         self._reader.copy(source, target, length)
 
     def move(self, source: int, target: int) -> None:
-        """Move in both."""
         self.lower.move(source, target)
         self._reader.move(source, target)
 
     def clear(self, slot: int) -> None:
-        """Clear both."""
         self.lower.clear(slot)
         self._reader.clear(slot)
 
     def prepare(self, context: DraftContext) -> None:
-        """Prepare both."""
         self.lower.prepare(context)
         self._reader.prepare(context)
 
@@ -103,27 +96,24 @@ class StackedDrafter(Drafter):
         return TokenTree(*(part.to(context.tokens.device) for part in vars(tree).values()))
 
     def observe(self, committed: Committed) -> None:
-        """Tell the lower drafter; the model reads what it must by itself."""
         self.lower.observe(committed)
 
     @property
     def memory(self) -> DraftMemory:
-        """That of the lower drafter."""
         return self.lower.memory
 
     def remember(self, texts: Sequence[Sequence[int] | npt.NDArray[np.int32]]) -> None:
-        """Tell the lower drafter."""
         self.lower.remember(texts)
 
 
 def reprice(tree: TokenTree, log_probs: Tensor, own: int, depth: int, size: int) -> TokenTree:
-    """Return the best trees under a model's own probabilities, out of a tree's nodes and the model's continuations.
+    """Return the best trees by a model's probabilities, out of a tree's nodes and the model's own continuations.
 
     Args:
-        tree: `[B, N]` what was drafted, root included.
+        tree: `[B, N]` drafted tree, root included.
         log_probs: `[B, N, V]` of the token after each node.
-        own: How many of the model's best children each node gets.
-        depth: No node of the result lies deeper.
+        own: Children per node that the model adds.
+        depth: Deepest level of the result.
         size: Nodes of each resulting tree, root included.
     """
     count = tree.size
@@ -131,7 +121,7 @@ def reprice(tree: TokenTree, log_probs: Tensor, own: int, depth: int, size: int)
     conditional = log_probs.flatten(1).gather(1, place)
     conditional = torch.where(tree.tokens >= 0, conditional, -torch.inf)
     conditional[:, 0].zero_()
-    # All paths are summed in the same order, so that rounding never puts a child above its parent.
+    # All paths are summed in the same order, so rounding never ranks a child above its parent.
     paths = torch.where(tree.ancestors(), conditional[:, None], 0.0).sum(2)
     best, tokens = log_probs.topk(min(own, log_probs.shape[2]))
     each = best.shape[2]
@@ -153,18 +143,11 @@ def reprice(tree: TokenTree, log_probs: Tensor, own: int, depth: int, size: int)
     )
 
 
-# ---- Draft models and stacks of them by name.
-
-
 def load_draft_model(name: str, base: BaseModel) -> BaseModel:
-    """Load a draft model for `base`, with the base's dtype if it is on the base's device.
-
-    Args:
-        name: `PATH_OR_HUB_ID` or `PATH_OR_HUB_ID@DEVICE`; by default it is on the base's device.
-        base: The base that it drafts for.
+    """Load `PATH_OR_HUB_ID` or `PATH_OR_HUB_ID@DEVICE`, in the target model's dtype if on its device, the default.
 
     Raises:
-        LoadError: It cannot be loaded, or has another tokeniser than the base.
+        LoadError: It cannot be loaded, or has another tokeniser than the target model.
     """
     path, device = model_and_device(name)
     if not path:
@@ -179,20 +162,12 @@ def load_draft_model(name: str, base: BaseModel) -> BaseModel:
 
 
 def load_model_drafter(name: str, loading: Loading) -> Drafter:
-    """Load the drafter `model:NAME`; see `load_draft_model`.
-
-    Raises:
-        LoadError: The model cannot be used.
-    """
+    """Load `model:NAME`; raise `LoadError` if it cannot be used."""
     return ModelDrafter(load_draft_model(name, loading.base), loading.base, loading.nodes)
 
 
 def load_stack(levels: str, loading: Loading) -> Drafter:
-    """Load the drafter `stack:LEVELS`.
-
-    Args:
-        levels: `LOWER>model:A`, or more levels, from the lowest on; those above the lowest are draft models.
-        loading: The use of the whole stack.
+    """Load `stack:LEVELS`: `LOWER>model:A`, or more, lowest first; all above the lowest are draft models.
 
     Raises:
         LoadError: A level is missing, or cannot be used.

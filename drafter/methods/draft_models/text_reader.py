@@ -1,4 +1,4 @@
-"""Whether two tokenisers give the same texts the same ids: a draft model's tokens must be the base's."""
+"""A draft model's KV cache and forward passes, and the check that its tokeniser is the target model's."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _TEXTS = (
     "Ärger über naïve Größen: ﬁne, Å, e\u0301",
     "東京は日本の首都です。 Москва — столица. 🙂👩‍👩‍👧",
 )
-"""Texts on which tokenisers of the same vocabulary part: spaces, digits, contractions, normal forms, bytes."""
+"""Texts that tell tokenisers with the same vocabulary apart: spaces, digits, contractions, normal forms, bytes."""
 
 
 def difference(theirs: Any, ours: Any) -> str | None:
-    """Return what tells a draft model's tokeniser from the base's, in a few words; None if nothing does."""
+    """Describe how a draft model's tokeniser differs from the target model's; None if it does not."""
     found, wanted = theirs.get_vocab(), ours.get_vocab()
     if found != wanted:
         others = sorted(token for token in found.keys() | wanted.keys() if found.get(token) != wanted.get(token))
@@ -51,15 +51,13 @@ def _id(vocabulary: dict[str, int], token: str) -> str:
     return f"id {vocabulary[token]}" if token in vocabulary else "missing"
 
 
-# ---- A draft model's view of the sequences under way: a KV cache of its own, brought up to date before each tree.
-
 _PROMPT_TOKENS = 512
-"""Tokens of prompts that are read in one forward at most."""
+"""Prompt tokens of one forward at most."""
 
 
 @dataclass(frozen=True)
 class RunNodes:
-    """Nodes that a draft model has run, or is about to run, behind the pending token, which is not among them.
+    """Tree nodes that the draft model has run or is about to run, without the root.
 
     Args:
         tokens: `[B, R]` int64; any valid id in padding.
@@ -73,38 +71,33 @@ class RunNodes:
 
     @staticmethod
     def of(frontier: Frontier) -> RunNodes:
-        """Return a frontier's nodes without its root."""
+        """Drop the frontier's root."""
         return RunNodes(frontier.tokens[:, 1:], frontier.depths[:, 1:], frontier.ancestors[:, 1:, 1:])
 
 
 class TextReader:
-    """Reads sequences, and tree nodes behind them, with a draft model.
+    """Runs a draft model over sequences, and over tree nodes behind them, with its own KV cache.
 
     Args:
         model: The draft model.
-        base: The base: tokens come from its device and in its vocabulary, and go there.
+        base: The target model: tokens are on its device and in its vocabulary.
         fresh: Tokens that an ordinary step adds to a sequence at most.
 
     Attributes:
-        fixed: Whether what is done depends on shapes alone, so that it can be part of a CUDA graph. The host is then a
-            step behind, and as many tokens are read of every row as two steps may have added.
+        fixed: Work depends on shapes alone, as CUDA graphs require. The host is then a step behind, and each row reads
+            as many tokens as two steps may have added.
     """
 
     def __init__(self, model: BaseModel, base: BaseModel, fresh: int) -> None:
         self._model, self._vocabulary = model, base.vocab_size
         self.fixed = devices.is_asynchronous(base.device) and model.device == base.device
         self._usual = 2 * fresh if self.fixed else fresh
-        self._cached: list[int] = []  # tokens of each slot whose keys and values are in the cache
-        self._new = np.zeros(0, dtype=np.int64)  # tokens of each row that `read` has to read
+        self._cached: list[int] = []  # cached tokens per slot
+        self._new = np.zeros(0, dtype=np.int64)  # tokens per row that `read` has to read
         self._packs = False
 
     def open(self, slots: int, length: int, nodes: int) -> None:
-        """Allocate the cache.
-
-        Args:
-            slots: Sequences.
-            length: Positions of a sequence.
-            nodes: Tree nodes that are run behind it at most.
+        """Allocate the cache for `slots` sequences of `length` positions, with `nodes` tree nodes behind them.
 
         Raises:
             LoadError: The device has no room for the cache.
@@ -115,9 +108,9 @@ class TextReader:
         self._cached = [0] * slots
 
     def enter(self, slot: int) -> None:
-        """Forget the sequence that was in `slot`, and leave nothing of it: its numbers may not be finite.
+        """Forget the sequence in `slot` and scrub its keys and values.
 
-        A masked position still takes part in attention, with weight zero, and zero times NaN is NaN.
+        A masked position still takes part in attention with weight zero, and zero times NaN is NaN.
         """
         if written := min(self._cached[slot] + self._behind, self.cache.length - 1) if self._cached[slot] else 0:
             start, which = (torch.full((1,), fill, device=self._model.device) for fill in (0, True))
@@ -125,22 +118,20 @@ class TextReader:
         self._cached[slot] = 0
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Let `target` have what was read of the first `length` tokens in `source`."""
+        """Copy what is cached of the first `length` tokens of `source` to `target`."""
         known = min(self._cached[source], length)
         self.cache.copy(source, target, known)
         self._cached[target] = known
 
     def move(self, source: int, target: int) -> None:
-        """Let the sequence in slot `source` go on in slot `target`."""
         self.enter(target)
         self.copy(source, target, self._cached[source])
 
     def clear(self, slot: int) -> None:
-        """Set the slot's keys and values to zero."""
         self.cache.clear(slot)
 
     def prepare(self, context: DraftContext) -> None:
-        """Read rows that have more new tokens than an ordinary step brings; leave the others to `read`."""
+        """Read rows that have more new tokens than an ordinary step adds; leave the others to `read`."""
         known = np.array(context.host_lengths, dtype=np.int64)
         cached = np.array(self._cached[: len(known)], dtype=np.int64)
         new = known + (context.ahead + 1) - cached
@@ -148,29 +139,24 @@ class TextReader:
         if late.any():
             slots = late.nonzero()[0].tolist()
             self._read_prompts(context, [(slot, int(cached[slot]), int(known[slot])) for slot in slots])
-        # `read` reads the pending token in any case, because the tree starts from what comes after it.
+        # `read` always reads the pending token, whose logits start the tree.
         self._new = np.where(late, 1, new.clip(1))
         self._cached[: len(known)] = (known + 1).tolist()
 
     def read(self, context: DraftContext, tree: TokenTree | None = None) -> Tensor:
-        """Read the new tokens, and a tree's nodes behind them, in one forward.
-
-        Args:
-            context: The rows, as `prepare` has had them.
-            tree: Of M draft nodes a row, on the model's device.
+        """Read the new tokens, and the draft nodes of a tree `[B, 1 + M]` behind them, in one forward.
 
         Returns:
-            `[B, 1 + M, V]` log-probabilities of the next token after the pending token and after each draft node, in
-            the base's vocabulary. What is in padding nodes means nothing.
+            `[B, 1 + M, V]` log-probabilities of the next token in the target model's vocabulary; undefined at padding.
         """
         device, rows = self._model.device, len(context.tokens)
         lengths = context.lengths.to(device)[:, None]
-        count = np.ones(rows, dtype=np.int64)  # more rows may come than there are, where shapes must repeat
+        count = np.ones(rows, dtype=np.int64)  # where shapes must repeat, the batch may have more rows than are in use
         count[: len(self._new)] = self._new[:rows]
         chain = self._usual if self.fixed else int(count.max())
         place = torch.arange(chain, device=device)
         start = (lengths + 1 - chain).clamp_min(0)
-        root = lengths - start  # where among the chain's nodes the pending token is; what comes after it repeats it
+        root = lengths - start  # index of the pending token in the chain; later entries repeat it
         tokens = context.tokens.gather(1, torch.minimum(start + place, lengths).to(context.tokens.device)).to(device)
         depths, ancestors = place.expand(rows, -1), (place <= place[:, None]).expand(rows, -1, -1)
         real = (place <= root).expand(rows, -1)
@@ -192,21 +178,21 @@ class TextReader:
         return self._log_probs(torch.cat([after_root, logits[:, chain:]], 1))
 
     def extend(self, context: DraftContext, tree: RunNodes, new: Tensor) -> Tensor:
-        """Run the last nodes of a tree behind the pending token, whose other nodes have been run.
+        """Run the last W nodes of a tree, whose other nodes have been run, after `read`.
 
         Args:
-            context: The rows, which have been `read`.
-            tree: R nodes a row.
-            new: `[B, W]` bool: which of the last W nodes are there.
+            context: The rows.
+            tree: R nodes per row.
+            new: `[B, W]` bool: which of the last W nodes exist.
 
         Returns:
-            `[B, W, V]` log-probabilities of the next token after each of them, as in `read`.
+            `[B, W, V]` log-probabilities of the next token, as in `read`.
         """
         rows, size = tree.tokens.shape
         width = new.shape[1]
         packing = None
         if self._packs and self.fixed:
-            # All of the last nodes: where they are follows from the shapes.
+            # All of the last nodes: their positions follow from the shapes.
             place, row = (torch.arange(count, device=new.device) for count in (size, rows))
             packing = Packing(
                 (row[:, None] * size + place[size - width :]).flatten(),
@@ -228,19 +214,19 @@ class TextReader:
         reach: int,
         packing: Packing | None,
     ) -> Tensor:
-        """Return logits `[B, N, V']` of tree nodes; see `TreeNodes`. Texts may have tokens that the model lacks."""
+        """Return logits `[B, N, V']` of tree nodes; see `TreeNodes`. Clamps token ids that the draft model lacks."""
         tokens = tokens.clamp_max(self._model.vocab_size - 1)
         reach = min(reach, self.cache.length)
         nodes = TreeNodes(tokens, lengths, depths, ancestors, reach, packing, follows=packing is not None)
         return self._model.verify(self.cache, nodes)[0]
 
     def _log_probs(self, logits: Tensor) -> Tensor:
-        """Return log-probabilities in the base's vocabulary; -inf where numbers are not finite."""
+        """Return log-probabilities in the target model's vocabulary; -inf where they are NaN."""
         log_probs = logits[..., : self._vocabulary].float().log_softmax(-1)
         return torch.where(log_probs.isnan(), -torch.inf, log_probs)
 
     def _read_prompts(self, context: DraftContext, spans: Sequence[tuple[int, int, int]]) -> None:
-        """Read tokens `start` to `stop` of some slots, `(slot, start, stop)`; neighbours share a forward."""
+        """Read spans `(slot, start, stop)`; neighbouring slots share a forward."""
         pieces = [
             (slot, first, min(first + _PROMPT_TOKENS, stop))
             for slot, start, stop in spans

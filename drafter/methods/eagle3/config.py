@@ -17,18 +17,18 @@ class Eagle3HeadConfig:
     """Shape of an EAGLE-3 head.
 
     Args:
-        hidden_size: d, width of the base's hidden states and of the layer.
-        vocab_size: V, size of the base's vocabulary.
-        hidden_layers: Layers of the base whose outputs are fused, from low to high; see `DraftSpec.hidden_layers`.
+        hidden_size: d, width of the target model's hidden states and of the layer.
+        vocab_size: V, size of the target model's vocabulary.
+        hidden_layers: Layers of the target model whose outputs are fused, low to high; see `DraftSpec.hidden_layers`.
         depth: U, number of steps that the loss unrolls and of levels of a tree.
         num_heads: Attention heads.
-        num_kv_heads: Heads of keys and values, which the attention heads share; None for as many.
+        num_kv_heads: Key-value heads, shared by the attention heads; None for as many.
         head_size: Width of a head, even; None for `hidden_size / num_heads`.
         intermediate_size: Inner width of the gated MLP.
         fusion_norm: Norms before the hidden states are fused: one of all side by side (`whole`), or one of `each`.
         qk_norm: Whether queries and keys are normed, head by head.
         norm_before_residual: Whether the layer's residual stream starts behind the norm of the hidden state.
-        norm_output: Whether a step goes on from the last one's output behind the final norm.
+        norm_output: Whether a step reads the last one's output behind the final norm.
         norm_eps: Added to the variance in all norms.
         rope_theta: Base of the rotary positions.
         rope_scaling: Scales their rates; see `scaled_rates`.
@@ -72,24 +72,21 @@ class Eagle3HeadConfig:
 
     @property
     def head_width(self) -> int:
-        """D, width of a head."""
         return self.hidden_size // self.num_heads if self.head_size is None else self.head_size
 
     @property
     def kv_heads(self) -> int:
-        """Number of heads of keys and values."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     def rotary_rates(self, device: torch.device) -> torch.Tensor:
-        """Return the angles that a position turns heads by, `[D / 2]` float64."""
+        """Return rotary angles per position, `[D / 2]` float64."""
         return scaled_rates(rotary_rates(self.rope_theta, self.head_width, device), self.rope_scaling or {})
 
 
 def fused_layers(count: int) -> tuple[int, ...]:
-    """Return the layers that are fused by default, of a base with `count` layers: a low, a middle and a high one.
+    """Return the default layers to fuse of a target model with `count` layers: a low, a middle and a high one.
 
-    They are those of the published heads, which read the inputs of layers 2, `count / 2` and `count - 3`. A base too
-    shallow for that has layers at its thirds.
+    The published heads read the inputs of layers 2, `count / 2` and `count - 3`; shallower models use their thirds.
     """
     published = (1, count // 2 - 1, count - 4)
     if published[0] < published[1] < published[2]:

@@ -1,7 +1,7 @@
-"""EAGLE-3's layer in decoding: keys and values of every slot's known text, made of the base's hidden states.
+"""`eagle3`: a decoder layer that drafts token by token (Li et al. 2025, arXiv 2503.01840).
 
-What a draft computes of its own nodes is thrown away with the draft. When their tokens are committed, the base has
-hidden states of them, and the entries are made of these, as published.
+A draft's own keys and values are discarded with it. Committed tokens get entries made of the target model's hidden
+states, as published.
 """
 
 from __future__ import annotations
@@ -27,25 +27,20 @@ from drafter.tree.token_tree import TokenTree
 
 
 class Eagle3Reader(ContextReader):
-    """Reads each sequence's new tokens into the cache, and starts drafts behind them.
+    """Reads each sequence's new tokens into the layer's KV cache, and starts drafts behind them.
 
-    Args:
-        config: Of the head.
-        fusion: From the base's hidden states to one, on the base's device and in its dtype.
-        layer: The decoder layer, likewise.
-        base: Lends its embedding.
-        fresh: Tokens that an ordinary step adds to a sequence at most.
+    `fresh` is the number of tokens that an ordinary step adds to a sequence at most.
     """
 
     def __init__(
         self, config: Eagle3HeadConfig, fusion: Fusion, layer: DraftLayer, base: BaseModel, fresh: int
     ) -> None:
-        # Places behind the pending token are not written to, but the drafts have positions there.
+        # Nothing is written behind the pending token, but drafts have rotary positions there.
         super().__init__(base, fresh, CacheShape(1, config.kv_heads, config.head_width, behind=config.depth))
         self._config, self._fusion, self._layer = config, fusion, layer
 
     def rollout(self, context: DraftContext) -> Rollout:
-        """Read the new entries and return drafts that start at the pending tokens, one for each row."""
+        """Read the new entries; return drafts that start at the pending tokens, one per row."""
         rows = context.tokens.shape[0]
         entries, ends = self._recent(rows)
         new = self._read(context, entries)
@@ -54,7 +49,6 @@ class Eagle3Reader(ContextReader):
         return Rollout(self._layer, KnownTexts(keys, values, sees), new[ends])
 
     def rotation(self, positions: Tensor) -> Tensor:
-        """Return cosine and signed sine `[..., 2, D]` at positions `[...]`."""
         return self._rotation[positions]
 
     def _rotation_table(self, length: int) -> Tensor:
@@ -70,17 +64,15 @@ class Eagle3Reader(ContextReader):
         return new
 
 
-# ---- `eagle3`: a decoder layer that drafts token by token (Li et al. 2025, arXiv 2503.01840).
-
 _BEAM = 10
-"""Nodes of each depth that the layer is run on, as published."""
+"""Nodes run per level, as published."""
 
 Rotation = Callable[[Tensor], Tensor]
 """Positions `[...]` → cosine and signed sine `[..., 2, D]`."""
 
 
 class Eagle3Head(DraftHead):
-    """One decoder layer, a fusion of the base's hidden states, and an output layer of its own."""
+    """A decoder layer, a fusion of the target model's hidden states, and an output layer."""
 
     algorithm = "eagle3"
     config_class = Eagle3HeadConfig
@@ -98,16 +90,15 @@ class Eagle3Head(DraftHead):
 
     @classmethod
     def defaults(cls, layers: int) -> dict[str, Any]:
-        """Return the layers to fuse; see `DraftHead.defaults`."""
         return {"hidden_layers": fused_layers(layers)}
 
     def start_from(self, base: BaseModel) -> None:
-        """The output layer starts as the base's LM head."""
+        """Initialise the output layer with the target model's LM head."""
         with torch.no_grad():
             self.output_layer.weight.copy_(self.output(base).lm_head_weight)
 
     def carried(self, states: Tensor) -> Tensor:
-        """Return what the next step goes on from, of the layer's outputs, both `[..., d]`."""
+        """Return the next step's input from the layer's outputs, both `[..., d]`."""
         return self.norm(states) if self.config.norm_output else states
 
     def log_probs(self, states: Tensor) -> Tensor:
@@ -123,7 +114,7 @@ class Eagle3Head(DraftHead):
         return cross_entropy(log_probs, labels, told.lengths[real], self.config.depth_decay)
 
     def unrolled(self, base: BaseModel, batch: DraftBatch, hidden: Tensor) -> Tensor:
-        """Return the layer's outputs `[B, A, U, d]` of steps that follow the text; see `DraftHead.forward`."""
+        """Return the layer's outputs `[B, A, U, d]` of steps along the text; see `DraftHead.forward`."""
         rollout, rotation = self._rollout(base, batch.tokens, hidden, batch.anchors)
         tokens, positions = batch.targets.flatten(0, 1), batch.anchors.flatten()[:, None]
         states = [rollout.start()]
@@ -136,14 +127,12 @@ class Eagle3Head(DraftHead):
     def trees_at(
         self, base: BaseModel, tokens: Tensor, hidden: Tensor, anchors: Tensor, size: int, tree: Tree = "exact"
     ) -> TokenTree:
-        """Return trees `[B * A, size]` at `anchors` `[B, A]`; see `DraftHead.trees_at`."""
         _refuse_tree(tree)
         rollout, rotation = self._rollout(base, tokens, hidden, anchors)
         pending = tokens.gather(1, anchors).flatten()
         return self.best_tree(base, rollout, rotation, pending, anchors.flatten(), Ask(size - 1))
 
     def drafter(self, base: BaseModel, nodes: int, tree: Tree = "exact") -> Eagle3Drafter:
-        """See `DraftHead.drafter`."""
         _refuse_tree(tree)
         prepack(self)
         return Eagle3Drafter(self, base, nodes)
@@ -151,16 +140,7 @@ class Eagle3Head(DraftHead):
     def best_tree(
         self, base: BaseModel, rollout: Rollout, rotation: Rotation, pending: Tensor, positions: Tensor, ask: Ask
     ) -> TokenTree:
-        """Return the trees `[R, 1 + ask.nodes]` of drafts that have not begun.
-
-        Args:
-            base: Lends its embedding.
-            rollout: R drafts.
-            rotation: Of positions behind the pending tokens.
-            pending: `[R]` the pending tokens.
-            positions: `[R]` their positions.
-            ask: What is asked for.
-        """
+        """Return trees `[R, 1 + ask.nodes]` of R new drafts, from `pending` tokens `[R]` at `positions` `[R]`."""
         grow = self._conditionals(base, rollout, rotation, positions, ask.nodes)
         tree = best_first_trie(grow, pending, self.config.depth, ask.nodes + 1, _BEAM, ask.least_probability)
         return self.name_nodes(tree)
@@ -168,7 +148,6 @@ class Eagle3Head(DraftHead):
     def _conditionals(
         self, base: BaseModel, rollout: Rollout, rotation: Rotation, positions: Tensor, children: int
     ) -> Conditionals:
-        """Return how a frontier's last nodes are run: the root is an entry of the text, the others come behind it."""
         outputs: list[Tensor] = []
         children = min(children, self._ids)
 
@@ -180,7 +159,7 @@ class Eagle3Head(DraftHead):
                 parents = (sees & (frontier.depths[:, None] == depths[:, :, None] - 1)).int().argmax(2)
                 before = self.carried(torch.cat(outputs, 1))
                 hidden = before.gather(1, parents[:, :, None].expand(-1, -1, before.shape[2]))
-                # Nodes that do not exist have the root's token, which need not be a draft id.
+                # Missing nodes have the root's token, which need not be a draft id.
                 ids = frontier.tokens[:, frontier.first :].clamp_max(self._ids - 1)
                 turned = rotation(positions[:, None] + depths)
                 outputs.append(rollout.grow(base.embed(self.base_tokens(ids)), hidden, turned, sees[:, :, 1:]))
@@ -190,7 +169,7 @@ class Eagle3Head(DraftHead):
         return grow
 
     def _rollout(self, base: BaseModel, tokens: Tensor, hidden: Tensor, anchors: Tensor) -> tuple[Rollout, Rotation]:
-        """Return drafts at `anchors` `[B, A]` of known texts `[B, L]`, text by text, and how positions are turned."""
+        """Return drafts at `anchors` `[B, A]` of texts `[B, L]`, text by text, and their rotation."""
         length = tokens.shape[1]
         table = rotation_table(self.config.rotary_rates(hidden.device), length + self.config.depth, hidden.dtype)
         before = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], 1)
@@ -202,8 +181,6 @@ class Eagle3Head(DraftHead):
 
 
 class Eagle3Drafter(HeadDrafter):
-    """Drafts with an `Eagle3Head`; see `DraftHead.drafter`."""
-
     def __init__(self, head: Eagle3Head, base: BaseModel, nodes: int) -> None:
         spec = DraftSpec(nodes, min(nodes, head.config.depth), hidden_layers=head.hidden_layers)
         self._reader = Eagle3Reader(head.config, head.fusion, head.layer, base, spec.max_depth + 1)
@@ -218,6 +195,5 @@ class Eagle3Drafter(HeadDrafter):
 
 
 def _refuse_tree(tree: Tree) -> None:
-    """Raise `ValueError` for the static tree."""
     if tree == "static":
         raise ValueError("the static tree needs heads that do not depend on the path: EAGLE-3's layer does")

@@ -1,4 +1,4 @@
-"""From several hidden states of the base to one."""
+"""EAGLE-3's layers: fusion of hidden states, the decoder layer, and its attention to a text and drafts behind it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drafter.methods.eagle3.config import Eagle3HeadConfig
 
 
 class Fusion(nn.Module):
-    """A linear map of the states side by side, behind the norms that the configuration names."""
+    """Linear map of several hidden states to one, behind the configured norms."""
 
     def __init__(self, config: Eagle3HeadConfig) -> None:
         super().__init__()
@@ -23,26 +23,16 @@ class Fusion(nn.Module):
         self.linear = nn.Linear(count * width, width, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return states `[..., d]` of hidden states `[..., K · d]`."""
+        """`[..., K · d]` → `[..., d]`."""
         if self.norms:
             parts = hidden.chunk(len(self.norms), -1)
             hidden = torch.cat([norm(part) for norm, part in zip(self.norms, parts, strict=True)], -1)
         return self.linear(hidden)  # type: ignore[no-any-return]
 
 
-# ---- The decoder layer of EAGLE-3, and its attention to a known text and to the drafts after it.
-
-
 @dataclass(frozen=True)
 class Projected:
-    """Entries on their way through the layer.
-
-    Args:
-        queries: `[..., H, D]`, rotated to their positions.
-        keys: `[..., G, D]` of G heads, rotated.
-        values: `[..., G, D]`.
-        residual: `[..., d]`.
-    """
+    """Entries inside the layer: queries `[..., H, D]`, keys and values `[..., G, D]`; residual `[..., d]`."""
 
     queries: Tensor
     keys: Tensor
@@ -55,12 +45,9 @@ class Projected:
 
 @dataclass(frozen=True)
 class KnownTexts:
-    """The entries of C texts that R drafts follow: the first R / C of them the first text, and so on.
+    """Cached keys and values `[C, S, G, D]` of C texts behind which R drafts grow, R / C consecutive ones per text.
 
-    Args:
-        keys: `[C, S, G, D]`.
-        values: `[C, S, G, D]`.
-        sees: `[R, S]` bool, which entries of its text each draft attends to.
+    `sees` `[R, S]` masks each draft's attention over its text.
     """
 
     keys: Tensor
@@ -104,23 +91,21 @@ class DraftLayer(nn.Module):
         return Projected(rotate(queries, cos, sin), rotate(keys, cos, sin), values, residual)
 
     def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
-        """Return the layer's output `[..., d]` from its residual stream and what attention has mixed `[..., H · D]`."""
+        """Return the layer's output `[..., d]` from its residual stream and attention's output `[..., H · D]`."""
         states = residual + self.out(mixed)
         gate, up = self.gate_up(self.mlp_norm(states)).chunk(2, -1)
         return states + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
 def attend(queries: Tensor, texts: KnownTexts, keys: Tensor, values: Tensor, sees: Tensor) -> Tensor:
-    """Mix the values of known texts and of drafts after them, `[R, F, H · D]`.
-
-    Each draft attends to its text, which other drafts share, and to its own nodes. The two parts have one softmax.
+    """Attend to texts and to the drafts behind them with one softmax; return `[R, F, H · D]`.
 
     Args:
-        queries: `[R, F, H, D]` of the F nodes of each draft that are run.
-        texts: The texts.
+        queries: `[R, F, H, D]` of the F nodes run per draft.
+        texts: Shared between drafts.
         keys: `[R, P, G, D]` of the drafts' own nodes.
         values: `[R, P, G, D]`.
-        sees: `[R, F, P]` bool, which own nodes each of the F attends to.
+        sees: `[R, F, P]` bool attention mask over own nodes.
     """
     count, length, groups, size = texts.keys.shape
     queries = queries.reshape(count, -1, queries.shape[1], groups, queries.shape[2] // groups, size) * size**-0.5
@@ -135,16 +120,10 @@ def attend(queries: Tensor, texts: KnownTexts, keys: Tensor, values: Tensor, see
     return mixed.flatten(3).flatten(0, 1)
 
 
-# ---- Drafts under way: EAGLE-3's layer run on its own outputs behind known texts. Training and decoding share it.
-
-
 class Rollout:
-    """R drafts, each of which grows by some nodes at a time.
+    """R drafts that grow by running the layer on its own outputs behind texts. Shared by training and decoding.
 
-    Args:
-        layer: The layer.
-        texts: The texts, pending tokens included.
-        pending: `[R]` the pending tokens' entries, whose keys and values are among those of the texts.
+    `pending` are the entries `[R]` of the pending tokens, which are also cached in `texts`.
     """
 
     def __init__(self, layer: DraftLayer, texts: KnownTexts, pending: Projected) -> None:
@@ -163,9 +142,9 @@ class Rollout:
 
         Args:
             embeddings: `[R, F, d]` of their tokens.
-            hidden: `[R, F, d]` outputs at the nodes before them.
+            hidden: `[R, F, d]` outputs at their parents.
             rotation: `[R, F, 2, D]` at their positions.
-            sees: `[R, F, P]` bool, which of the P nodes so far, themselves included, each attends to.
+            sees: `[R, F, P]` bool mask over the P nodes so far, themselves included.
         """
         new = self._layer.project(embeddings, hidden, rotation)
         self._keys, self._values = torch.cat([self._keys, new.keys], 1), torch.cat([self._values, new.values], 1)
@@ -173,14 +152,10 @@ class Rollout:
 
 
 def sees_entries(place: Tensor, anchors: Tensor) -> Tensor:
-    """Return which entries of its text a draft attends to, `[R, S]` bool.
+    """Return the mask `[R, S]` of drafts with pending tokens at `anchors` `[R]` over entries at `place` `[S]`.
 
-    The first token of a text has no hidden state before it, so it makes no entry. A draft behind that token alone
-    starts from an entry with a hidden state of zero.
-
-    Args:
-        place: `[S]` positions of the entries.
-        anchors: `[R]` positions of the pending tokens.
+    A text's first token has no hidden state before it, so it makes no entry. A draft behind that token alone starts
+    from an entry with a zero hidden state.
     """
     anchors = anchors[:, None]
     return (place <= anchors) & ((place > 0) | (anchors == 0))

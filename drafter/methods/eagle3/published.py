@@ -1,9 +1,8 @@
-"""EAGLE-3 heads as SafeAILab/EAGLE, SpecForge and speculators publish them.
+"""EAGLE-3 heads in the formats of SafeAILab/EAGLE, SpecForge and speculators.
 
-All three have the same tensors, but call the decoder layer `midlayer` or `layers.0`, and may say different things in
-`config.json`: SafeAILab's own heads call themselves what their base is, such as `LlamaForCausalLM`, and one of them
-claims to have as many layers. `d2t` holds, for each draft id, its token minus the id; `t2d` says which tokens are
-drafted.
+All have the same tensors, but name the decoder layer `midlayer` or `layers.0`, and their `config.json` differ:
+SafeAILab's name the target model's architecture, such as `LlamaForCausalLM`, and one claims as many layers. `d2t` holds
+each draft id's token minus the id; `t2d` marks the drafted tokens.
 """
 
 from __future__ import annotations
@@ -30,32 +29,26 @@ from drafter.methods.eagle3.config import Eagle3HeadConfig, fused_layers
 from drafter.target.model import BaseModel
 
 _DEPTH = 7
-"""Levels of a tree where a configuration does not say: those that the published heads were trained for."""
+"""Levels of a tree where a configuration does not say: those the published heads were trained for."""
 _SPECULATORS = "0.9.0"
 """Version of speculators whose configuration is written."""
 _LAYERS = ("midlayer.", "layers.0.")
 _UNREAD = {"t2d", "embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
-"""Tensors that follow from others, or are the base's."""
+"""Tensors that follow from others, or are the target model's."""
 
 
 def is_eagle3(config: Json) -> bool:
-    """Return whether `config` is that of a published EAGLE-3 head."""
+    """Recognise the `config.json` of a published EAGLE-3 head."""
     if "speculators_model_type" in config:
         return bool(config["speculators_model_type"] == "eagle3")
     return "draft_vocab_size" in config
 
 
 def read_eagle3(name: str, config: Json, tensors: dict[str, Tensor], base: BaseModel) -> PublicHead:
-    """Return a published head.
-
-    Args:
-        name: The head, for messages.
-        config: Its `config.json`.
-        tensors: Its weights.
-        base: The base that it is to draft for.
+    """Return a published head from its `config.json` and weights; `name` is for messages.
 
     Raises:
-        LoadError: It belongs to another base, or is of a kind that cannot be run.
+        LoadError: It belongs to another target model, or is of an unsupported kind.
     """
     speculators = "speculators_model_type" in config
     layer: Json = group(name, config, "transformer_layer_config") if speculators else config
@@ -90,7 +83,7 @@ def read_eagle3(name: str, config: Json, tensors: dict[str, Tensor], base: BaseM
 
 
 def theirs(config: Eagle3HeadConfig, prefix: str) -> dict[str, tuple[str, ...]]:
-    """Return published names by ours. Where there are several, ours is theirs one below the other."""
+    """Map our tensor names to published ones; several are concatenated along dimension 0."""
     each = [f"fc_norm.{place}.weight" for place in range(len(config.hidden_layers))]
     norms = {"none": [], "whole": ["input_norm.weight"], "each": each}[config.fusion_norm]
     attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
@@ -168,14 +161,7 @@ def _rope(name: str, layer: Json) -> dict[str, Any]:
 
 
 def _refuse_unknown_kinds(name: str, config: Json, layer: Json, *, counts_layers: bool) -> None:
-    """Raise `LoadError` for what the layer cannot be.
-
-    Args:
-        name: The head, for messages.
-        config: Its `config.json`.
-        layer: The part of it that is the decoder layer's.
-        counts_layers: Whether what it says of the number of layers is of the head, and not of the base.
-    """
+    """Raise `LoadError` for an unsupported layer. `counts_layers`: the configured number is the head's."""
     wanted = {
         **({"num_hidden_layers": 1} if counts_layers else {}),
         "hidden_act": "silu",
@@ -236,7 +222,7 @@ def _export(
         },
         "transformer_layer_config": layer,
         "draft_vocab_size": shape.draft_vocab_size or shape.vocab_size,
-        # The states between layers are counted there, the embeddings being 0.
+        # speculators counts the states between layers, the embeddings being 0.
         "eagle_aux_hidden_state_layer_ids": [one + 1 for one in shape.hidden_layers],
         "norm_before_residual": shape.norm_before_residual,
         "norm_before_fc": shape.fusion_norm == "whole",

@@ -1,9 +1,8 @@
-"""`exit:N`: the base's first N layers draft, on the base's own KV (self-speculation; FastVLM, arXiv 2510.22641).
+"""`exit:N`: the target model's first N layers draft on its own KV cache (self-speculation; FastVLM, arXiv 2510.22641).
 
-The state behind layer N goes through the base's final norm and LM head as if it were the last one. A trained imitation
-network may stand between, which makes it more like the last one (`exit_head`). The draft's own tokens are run like
-that, too: their keys and values of the first N layers go behind the committed ones, where the verification, which runs
-all layers, overwrites them. Nothing is copied and nothing is remembered between steps.
+The state behind layer N goes through the final norm and LM head, optionally through a trained imitation network
+(`ExitHead`). Keys and values of draft tokens go behind the committed ones, where verification overwrites them. Nothing
+is copied or kept between steps.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from drafter.tree.search import Frontier, best_first_trie, most_places
 from drafter.tree.token_tree import TokenTree
 
 DEPTH = 8
-"""Draft tokens of a path: each costs a forward of the first layers, one after another."""
+"""Deepest level; each costs a forward of the first layers."""
 BEAM = 8
-"""Nodes of a depth that are run at most."""
+"""Nodes run per level."""
 
 
 class ExitDrafter(Drafter):
-    """Drafts with the first layers of its base.
+    """Drafts with the first layers of the target model.
 
     Args:
-        base: The base.
-        layers: N, how many of its layers draft.
+        base: The target model.
+        layers: N, layers that draft.
         nodes: Draft nodes of the largest tree.
-        depth: Draft tokens of a path at most.
-        network: Turns states behind the final norm `[..., d]` into what the LM head reads; None leaves them as they
-            are. It must not change after this.
+        depth: Deepest level of a tree.
+        network: Maps states behind the final norm `[..., d]` to the LM head's input; None is the identity. It must not
+            change afterwards.
 
     Raises:
-        LoadError: The base does not have so many layers.
+        LoadError: The target model does not have so many layers.
     """
 
     def __init__(
@@ -52,11 +51,10 @@ class ExitDrafter(Drafter):
         self._network = network
 
     def open(self, loan: Loan) -> None:
-        """Borrow the base and its KV cache."""
         self._loan = loan
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Grow trees `[B, 1 + ask.nodes]`, one forward of the first layers a depth."""
+        """Grow trees `[B, 1 + ask.nodes]`."""
         growth = _Growth(self._loan, self.spec.shared_layers, self._network, context, ask.nodes)
         tree = best_first_trie(
             growth, context.pending, self.spec.max_depth, ask.nodes + 1, self._beam, ask.least_probability
@@ -66,15 +64,7 @@ class ExitDrafter(Drafter):
 
 
 class _Growth:
-    """The conditionals of one step's trees; see `best_first.Conditionals`.
-
-    Args:
-        loan: Base, cache and stage times.
-        layers: N.
-        network: As in `ExitDrafter`.
-        context: The rows.
-        children: K, tokens that may follow a node at most.
-    """
+    """Conditionals of one step's trees, K = `children` tokens per node; see `search.Conditionals`."""
 
     def __init__(
         self, loan: Loan, layers: int, network: nn.Module | None, context: DraftContext, children: int
@@ -88,11 +78,10 @@ class _Growth:
         self._places = 0
 
     def __call__(self, frontier: Frontier) -> tuple[Tensor, Tensor]:
-        """Run the frontier's nodes; return the K likeliest tokens after each, and their log-probabilities."""
         self._places = frontier.tokens.shape[1]
-        # Padding is left out where that is known without waiting.
+        # Padding is left out where no device sync is needed for it.
         packing = Packing.of(frontier.real) if not self._waits and len(frontier.tokens) > 1 else None
-        # GPU kernels want masks in multiples of eight, and so is the cache.
+        # GPU kernels need masks in multiples of eight, like the cache.
         kv_length = min(-(-(self._context.longest + self._places) // 8) * 8, self._cache.length)
         nodes = TreeNodes(
             frontier.tokens, self._context.lengths, frontier.depths, frontier.ancestors, kv_length, packing
@@ -114,7 +103,7 @@ class _Growth:
         return log_probs, tokens
 
     def leave_nothing_infinite(self) -> None:
-        """Set keys and values to zero where a node's numbers were not finite: masked positions are read, too."""
+        """Zero keys and values of nodes that were not finite: masked positions are read, too."""
         if self._waits or not bool(self._sound.all()):
             rows = slice(0, len(self._sound))
             self._cache.scrub(self._context.lengths, self._places, ~self._sound, rows)
@@ -124,7 +113,7 @@ def named_exit(rest: str, loading: Loading) -> Drafter:
     """Return the drafter `exit:rest`.
 
     Raises:
-        LoadError: `rest` is no number of layers that the base has.
+        LoadError: `rest` is no number of layers that the target model has.
     """
     base = loading.base
     if not (rest.isascii() and rest.isdigit() and 1 <= int(rest) <= base.num_layers):

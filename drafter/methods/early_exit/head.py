@@ -1,9 +1,8 @@
 """`exit`: early exit with a trained imitation network (FastVLM's self-speculation, arXiv 2510.22641).
 
-The base's first N layers draft as in `exit_drafter`. A small network makes the state behind them and the base's final
-norm look like the last state, which the LM head reads. It sees one position at a time and has no memory, so that
-it adds nothing to what a sequence holds. The paper does not say how its network is made; here it is one gated
-perceptron beside a residual path, which starts as nothing: an untrained head drafts as `exit:N` does.
+A small network makes the state behind the first N layers and the final norm resemble the last state, which the LM head
+reads. It works position by position, without a cache. The paper does not specify it; here it is a gated MLP on a
+residual path that starts as zero, so an untrained head drafts as `exit:N` does.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from drafter.target.prepacked import prepack
 from drafter.tree.token_tree import TokenTree
 
 _TAUGHT = 32
-"""The base's likeliest tokens, from whose probabilities the network learns."""
+"""Likeliest tokens of the target model whose probabilities are distilled."""
 _AT_ONCE = 16
 """Positions of a text whose trees grow together."""
 
@@ -37,13 +36,13 @@ class ExitHeadConfig:
     """Shape of an exit and of its imitation network.
 
     Args:
-        hidden_size: d, width of the base's hidden states.
-        vocab_size: V, size of the base's vocabulary.
-        layers: N, how many of the base's first layers draft.
+        hidden_size: d, width of the target model's hidden states.
+        vocab_size: V, size of the target model's vocabulary.
+        layers: N, how many of the target model's first layers draft.
         depth: U, draft tokens of a path at most.
         inner_size: Width of the network's hidden layer.
-        rejected_weight: Weight in training of a position where the exit, as it is then, would draft another token than
-            the base chooses; other positions have the weight 1. So what is rejected is learnt first.
+        rejected_weight: Loss weight of a position where the exit would currently draft another token than the target
+            model chooses; other positions have the weight 1. So rejected tokens are learned first.
 
     Raises:
         ValueError: A size is below 1, or the weight is negative.
@@ -63,12 +62,7 @@ class ExitHeadConfig:
 
 
 class ImitationNetwork(nn.Module):
-    """`h + W_down (SiLU(W_gate h) · W_up h)`. `W_down` starts at zero.
-
-    Args:
-        width: d.
-        inner_size: Width of the hidden layer.
-    """
+    """`h + W_down (SiLU(W_gate h) · W_up h)`. `W_down` starts at zero."""
 
     def __init__(self, width: int, inner_size: int) -> None:
         super().__init__()
@@ -78,14 +72,12 @@ class ImitationNetwork(nn.Module):
         nn.init.zeros_(self.down.weight)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Return imitations `[..., d]` of last states, of exit states `[..., d]`, in their dtype."""
+        """Map exit states `[..., d]` to imitations of last states, in their dtype."""
         read = states.to(self.gate.weight.dtype)
         return states + self.down(F.silu(self.gate(read)) * self.up(read)).to(states.dtype)  # type: ignore[no-any-return]
 
 
 class ExitHead(DraftHead):
-    """An imitation network behind the base's first layers."""
-
     algorithm = "exit"
     config_class = ExitHeadConfig
     config: ExitHeadConfig
@@ -96,15 +88,10 @@ class ExitHead(DraftHead):
 
     @property
     def deepest_layer(self) -> int:
-        """See `DraftHead.deepest_layer`."""
         return self.config.layers - 1
 
     def start_from(self, base: BaseModel) -> None:
-        """Refuse a base of fewer layers; the network starts as nothing.
-
-        Raises:
-            LoadError: The base has fewer layers.
-        """
+        """Check that the target model has enough layers; raise `LoadError` if not."""
         if self.config.layers > base.num_layers:
             raise LoadError(
                 f"draft head 'exit': {base.name} has {base.num_layers} layers, so layers cannot be {self.config.layers}"
@@ -113,10 +100,9 @@ class ExitHead(DraftHead):
     def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
         """Return the loss of the anchors, each of which is a position whose next token is to be drafted.
 
-        At a position it is the sum of three terms: one minus the cosine between the imitation and the base's last
-        state; the cross-entropy against the base's distribution there, over its likeliest tokens (distillation); and
-        the cross-entropy of the label. In drafting, the states are those of the path so far; here they are those of the
-        text, which are the same where the path is right.
+        Per position: one minus the cosine between the imitation and the last state, plus the cross-entropy against the
+        target model's distribution over its likeliest tokens (distillation), plus the cross-entropy of the label.
+        States are those of the text, which equal the draft path's where that is right.
         """
         real, config = batch.lengths > 0, self.config
         index = batch.anchors[:, :, None].expand(-1, -1, config.hidden_size)
@@ -132,7 +118,6 @@ class ExitHead(DraftHead):
         return LossSum((weights * loss).sum(), weights.sum())
 
     def drafter(self, base: BaseModel, nodes: int, tree: Tree = "exact") -> ExitDrafter:
-        """See `DraftHead.drafter`."""
         _refuse_static(tree)
         prepack(self.network)
         return ExitDrafter(base, self.config.layers, nodes, self.config.depth, self.network)
@@ -141,10 +126,7 @@ class ExitHead(DraftHead):
     def trees_at(
         self, base: BaseModel, tokens: Tensor, hidden: Tensor, anchors: Tensor, size: int, tree: Tree = "exact"
     ) -> TokenTree:
-        """Return trees `[B * A, size]` at `anchors` `[B, A]`; see `DraftHead.trees_at`.
-
-        They are grown as in decoding, on the keys and values of each text. `hidden` is not read.
-        """
+        """Return trees `[B * A, size]` at `anchors` `[B, A]`; see `DraftHead.trees_at`. `hidden` is not read."""
         _refuse_static(tree)
         drafter = ExitDrafter(base, self.config.layers, size - 1, self.config.depth, self.network)
         rows, length = min(_AT_ONCE, anchors.shape[1]), tokens.shape[1]
@@ -156,7 +138,7 @@ class ExitHead(DraftHead):
             base.exit_early(cache, _chain(text), self.config.layers)
             for row in range(1, rows):
                 cache.copy(0, row, length)
-            # From the last place to the first: a tree overwrites the text behind its root, which no later one reads.
+            # Last position first: a tree overwrites the text behind its root, which no later tree reads.
             order = sorted(range(len(places)), key=lambda place: -places[place])
             trees = []
             for start in range(0, len(order), rows):
@@ -170,7 +152,6 @@ class ExitHead(DraftHead):
 
 
 def _chain(text: Tensor) -> TreeNodes:
-    """Return a whole text `[L]` as a tree without branches."""
     length, device = len(text), text.device
     ancestors = torch.ones(1, length, length, dtype=torch.bool, device=device).tril()
     nothing = torch.zeros(1, dtype=torch.long, device=device)

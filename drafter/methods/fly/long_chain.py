@@ -1,7 +1,7 @@
-"""`long:N:A`: a chain of N tokens. The drafter A begins it, and n-grams of the row's text and of the chain go on.
+"""`long:N:A`: a chain of N tokens, begun by the drafter A and continued by n-grams of the row's text and the chain.
 
-For verifiers that look many draft tokens ahead, such as `fly`, whose authors draft chains of 15 by a model that n-grams
-speed up (Li et al. 2025, arXiv 2511.22972).
+For verifiers with a long look-ahead, such as `fly`, whose authors draft chains of 15 by a model that n-grams speed up
+(Li et al. 2025, arXiv 2511.22972).
 """
 
 from __future__ import annotations
@@ -22,12 +22,7 @@ from drafter.tree.token_tree import PAD_TOKEN, TokenTree, from_paths
 
 
 class LongChainDrafter(MergedDrafter):
-    """The most probable path of a drafter's tree, and n-grams after it.
-
-    Args:
-        lower: Begins the chain.
-        length: N, draft tokens of a chain at most.
-    """
+    """Drafts the likeliest path of a drafter's tree, and n-grams after it, `length` tokens together."""
 
     def __init__(self, lower: Drafter, length: int) -> None:
         super().__init__(lower)
@@ -40,7 +35,7 @@ class LongChainDrafter(MergedDrafter):
         self._length = length
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Chains `[B, 1 + ask.nodes]`; a row for which neither knows anything gets a lone root."""
+        """Return chains `[B, 1 + ask.nodes]`; a row without any draft gets a lone root."""
         tree = super().propose(context, ask)
         chain, log_probs = likeliest_path(tree, self._length)
         width = context.longest + 1
@@ -50,13 +45,9 @@ class LongChainDrafter(MergedDrafter):
 
 
 def likeliest_path(tree: TokenTree, length: int) -> tuple[Tensor, Tensor]:
-    """Return tokens `[B, length]` and log prefix probabilities of the path that takes the first child at each node.
+    """Return tokens and log prefix probabilities `[B, length]` of the path of first children in `tree` `[B, N]`.
 
-    Past the path's end there are `PAD_TOKEN` and -inf.
-
-    Args:
-        tree: `[B, N]`.
-        length: Tokens at most.
+    Past its end there are `PAD_TOKEN` and -inf.
     """
     following = tree.first_children()
     node = torch.zeros_like(tree.tokens[:, :1])
@@ -72,12 +63,12 @@ def likeliest_path(tree: TokenTree, length: int) -> tuple[Tensor, Tensor]:
 
 
 def extended(text: Tensor, lengths: Tensor, chain: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return chains with what followed the last time that their last tokens were seen.
+    """Continue chains with what followed the last occurrence of their last tokens.
 
-    Where that reaches the chain's own end, it goes round: the text is taken to repeat itself from the match on.
+    A match that reaches the chain's own end is taken to repeat from its start.
 
     Args:
-        text: `[B, L + U]`; `text[b, lengths[b]]` is the row's last token, and what follows is not looked at.
+        text: `[B, L + U]`; `text[b, lengths[b]]` is the row's last token, and what follows is not read.
         lengths: `[B]`, below L.
         chain: `[B, U]` draft tokens, `PAD_TOKEN` past the end.
         log_probs: `[B, U]` log prefix probabilities, falling; -inf past the end.
@@ -102,7 +93,7 @@ def long_chain(rest: str, loading: Loading) -> LongChainDrafter:
     """Make the drafter `long:N:DRAFTER`.
 
     Raises:
-        LoadError: The name is another one, or the drafter that begins the chain cannot be loaded.
+        LoadError: The name is invalid, or the drafter that begins the chain cannot be loaded.
     """
     found = length_and_drafter(rest)
     if found is None:

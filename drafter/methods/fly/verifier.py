@@ -1,4 +1,4 @@
-"""`fly`: a mismatch is let pass where the base is uncertain and goes on from it as if nothing had happened.
+"""`fly`: accepts a mismatch where the target model is uncertain and agrees with the draft tokens after it.
 
 Li et al. 2025, *Training-Free Loosely Speculative Decoding* (FLy, arXiv 2511.22972).
 """
@@ -19,15 +19,15 @@ from drafter.tree.token_tree import TokenTree
 
 
 class FlyVerifier(Verifier):
-    """Accepts a mismatch if the base's entropy there is at least θ and the next W - 1 drafts are the base's choices.
+    """Accepts a mismatch at entropy of at least θ if the next W - 1 draft tokens are the target model's choices.
 
-    The base's entropy is that of its three most probable tokens. As in the authors' code, one draft more must follow
-    on the window: a mismatch in the last W places of a chain is rejected. On a tree this holds of some path below the
+    The entropy is that of the three likeliest tokens. As in the authors' code, one more draft token must follow the
+    window: a mismatch in the last W positions of a chain is rejected. On a tree this must hold for some path below the
     mismatch. Greedy rows only, as published.
 
     Args:
-        theta: θ in nats. With infinity nothing is let pass.
-        window: W, draft tokens from the mismatch on that decide.
+        theta: θ in nats. With infinity all mismatches are rejected.
+        window: W, deciding draft tokens, from the mismatch on.
 
     Raises:
         ValueError: θ is negative, or W below 1.
@@ -45,11 +45,10 @@ class FlyVerifier(Verifier):
 
     @property
     def settings(self) -> Mapping[str, float]:
-        """θ and W."""
         return {"theta": self._theta, "window": self._window}
 
     def refuse(self, sampling: SamplingParams) -> None:
-        """Refuse a request that draws its tokens."""
+        """Refuse requests that sample."""
         if (temperature := sampling.over().temperature) > 0:
             raise RequestError(
                 f"the verifier fly decodes greedily, and temperature is {temperature:g}: "
@@ -57,7 +56,6 @@ class FlyVerifier(Verifier):
             )
 
     def accept(self, verified: Verified, sampling: RowSampling) -> Accepted:
-        """Walk down each tree; see `Verifier.accept`."""
         tree = verified.tree
         views = node_views(verified, sampling, leading_entropy)
         exact = tree.tokens == views.choices.gather(1, tree.parents)
@@ -67,17 +65,13 @@ class FlyVerifier(Verifier):
 
 
 def _goes_on(tree: TokenTree, exact: Tensor, window: int, depth: int) -> Tensor:
-    """Whether a path of `window` draft nodes goes on from each node, of which all but the last are exact, `[B, N]`.
+    """Return which nodes `[B, N]` have a path of `window` draft nodes below, all but the last `exact` `[B, N]`.
 
-    Args:
-        tree: `[B, N]`.
-        exact: `[B, N]` bool: nodes that carry the base's choice at their parents.
-        window: W.
-        depth: No node lies deeper below the root.
+    Exact nodes carry the target model's choice at their parents. The tree has at most `depth` levels.
     """
     is_draft = tree.tokens >= 0
     is_draft[:, 0].fill_(False)
-    # From the end: after k rounds, whether a path of k nodes below a node is as it must be.
+    # From the end: after k rounds, whether a node has a valid path of k nodes below it.
     follows = torch.ones_like(is_draft)
     for place in range(min(window, depth + 1)):  # no path below a node is longer than `depth`
         good = is_draft & follows & (exact if place else is_draft)

@@ -1,8 +1,8 @@
 """`hydra`: sequentially dependent heads (Ankner et al. 2024, arXiv 2402.05109).
 
-Head `u` sees the base's last hidden state and the embeddings of the pending token and of the `u - 1` tokens drafted
-after it on the path. With `prefix_attention` (Hydra++) the hidden state first attends to the whole text, through a
-transformer layer of its own. Hydra++ also has deeper heads.
+Head `u` reads the last hidden state and the embeddings of the pending token and of the `u - 1` draft tokens after it.
+With `prefix_attention` (Hydra++) the hidden state first attends to the text through a transformer layer. Hydra++ also
+has deeper heads.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class HydraHeadConfig:
     """Shape of Hydra heads.
 
     Args:
-        hidden_size: d, width of the base's hidden states.
-        vocab_size: V, size of the base's vocabulary.
+        hidden_size: d, width of the target model's hidden states.
+        vocab_size: V, size of the target model's vocabulary.
         depth: U, number of heads and of levels of a tree.
         num_layers: Layers of each head's MLP: 1 for Hydra, 4 for Hydra++.
         prefix_attention: Whether a transformer layer over the text comes before the heads, as in Hydra++.
         num_heads: Attention heads of that layer; each has an even width.
         intermediate_size: Inner width of that layer's gated MLP.
         rope_theta: Base of that layer's rotary positions.
-        own_outputs: Whether heads are as their authors publish them: each has an output layer of its own, and a linear
-            map in place of the first layer's residual path, and there are no norms.
+        own_outputs: Whether heads are as published: each has an output layer of its own and a linear map instead of the
+            first layer's residual path, without norms.
         depth_decay: Weight of a head's loss relative to the head before it.
         draft_vocab_size: Number of tokens that may be drafted, the most frequent ones; None for all.
 
@@ -67,10 +67,7 @@ class HydraHeadConfig:
 
 
 class _Mlp(nn.Module):
-    """One head: from the state and the path's embeddings to a state.
-
-    Its layers are residual: the first one to the state or, if `mapped`, to a linear map of all that it reads.
-    """
+    """One head. Layers are residual: the first one to the state or, if `mapped`, to a linear map of its input."""
 
     def __init__(self, width: int, inputs: int, num_layers: int, mapped: bool) -> None:
         super().__init__()
@@ -108,7 +105,7 @@ class HydraHead(FrameHead):
         self.outputs = nn.ModuleList(nn.Linear(width, ids) for _ in range(config.depth if mapped else 0))
 
     def start_from(self, base: BaseModel) -> None:
-        """Output layers of the heads' own start as the base's LM head."""
+        """Initialise the heads' own output layers with the target model's LM head."""
         with torch.no_grad():
             for output in self.outputs:
                 assert isinstance(output, nn.Linear)
@@ -116,7 +113,6 @@ class HydraHead(FrameHead):
                 output.bias.zero_()
 
     def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
-        """Return the depth-weighted cross-entropy of the heads along the text; see `DraftHead.forward`."""
         told = self.draft_targets(batch, labels)
         real = told.lengths > 0
         state = self.module(base.embed(batch.tokens), hidden, batch.anchors)[real][:, 0]
@@ -137,7 +133,6 @@ class HydraHead(FrameHead):
         return self._search(states, recent, size, 0.0, base)
 
     def prepared_search(self, base: BaseModel, tree: Tree) -> Search:
-        """See `FrameHead.prepared_search`."""
         self.prepack_search()
         return partial(self._search, base=base)
 
@@ -148,13 +143,12 @@ class HydraHead(FrameHead):
         )
 
     def refuse_tree(self, tree: Tree) -> None:
-        """Raise `ValueError` for the static tree."""
         if tree == "static":
             raise ValueError("the static tree needs heads that do not depend on the path: Hydra's do")
 
 
 class _Paths:
-    """`LabelModel` of the heads. The state of a path is its tokens, in the base's ids, the root's first."""
+    """`LabelModel` of the heads. A path's state is its target-vocabulary token ids, the root's first."""
 
     def __init__(self, head: HydraHead, base: BaseModel, states: Tensor, recent: Tensor) -> None:
         self._head, self._base, self._states, self._root = head, base, states, recent[:, -1:]

@@ -1,4 +1,4 @@
-"""Hydra heads as zankner/Hydra publishes them: those without an attention layer of their own."""
+"""Hydra heads in the format of zankner/Hydra, without prefix attention."""
 
 from __future__ import annotations
 
@@ -12,21 +12,15 @@ from drafter.target.model import BaseModel
 
 
 def is_hydra(config: Json) -> bool:
-    """Return whether `config` is that of published Hydra heads."""
+    """Recognise the `config.json` of published Hydra heads."""
     return "hydra_num_heads" in config
 
 
 def read_hydra(name: str, config: Json, tensors: dict[str, Tensor], base: BaseModel) -> PublicHead:
-    """Return published heads.
-
-    Args:
-        name: The heads, for messages.
-        config: Their `config.json`.
-        tensors: Their weights.
-        base: The base that they are to draft for.
+    """Return published heads from their `config.json` and weights; `name` is for messages.
 
     Raises:
-        LoadError: They belong to another base, or are of a kind that cannot be run.
+        LoadError: They belong to another target model, or are of an unsupported kind.
     """
     for key, usual, wanted in (
         ("hydra_head_arch", "mlp", "mlp"),

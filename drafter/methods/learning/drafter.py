@@ -1,4 +1,4 @@
-"""What engines and their learner begin with: a head that there is, or a new one."""
+"""The head that engines and their learner start from, and a drafter that hot-swaps newer versions of it."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from drafter.methods.learning.training import check_weights, load_weights
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import PAD_TOKEN, TokenTree, root_only
 
-# Frames that know a label learn about as fast and draft better, and their search is native on a CPU.
+# label_context 1 learns about as fast and drafts better, and its search is native on a CPU.
 _SETTINGS: dict[str, dict[str, Any]] = {"ctc": {"label_context": 1}}
 LEARNT = "learnt"
-"""Key of `Provenance.training` under which a learner says what it has done."""
+"""Key of a learner's record in `Provenance.training`."""
 
 
 @dataclass(frozen=True)
 class StartingHead:
-    """A head by name, or the shape of a new one. All that learn together begin with the same.
+    """A head by name, or the shape of a new one. Engines and learner must start from the same.
 
     Args:
         folder: A head's folder or hub id, or the algorithm of an embedded head; None for a new head.
         algorithm: Kind of a new head.
-        settings: Fields of a new head's configuration; none for those with which it learns fast.
+        settings: Fields of a new head's configuration; empty for those with which it learns fast.
         seed: Of a new head's weights.
-        copied_from: Where the folder is a copy of, if it is one; for provenance.
+        copied_from: Source of the folder if it is a copy; for provenance.
     """
 
     folder: str | None = None
@@ -54,7 +54,7 @@ class StartingHead:
 
     @property
     def drafts(self) -> bool:
-        """Whether it drafts before it has learnt anything."""
+        """Whether it drafts before it has learned anything."""
         return self.folder is not None
 
     def drafter(self, name: str, base: BaseModel, nodes: int, *, isolated: bool = False) -> Drafter:
@@ -66,10 +66,10 @@ class StartingHead:
         return SampleTap()
 
     def load(self, base: BaseModel) -> DraftHead:
-        """Return the head in evaluation mode, on `base`'s device and in its dtype.
+        """Return the head in evaluation mode, on the target model's device and in its dtype.
 
         Raises:
-            LoadError: There is no such head or algorithm, it belongs to another base, or a new one has a draft
+            LoadError: There is no such head or algorithm, it belongs to another target model, or a new one has a draft
                 vocabulary, which is chosen by texts that are not there yet.
         """
         if self.folder is not None:
@@ -88,23 +88,14 @@ class StartingHead:
 
 
 def version_of(head: DraftHead) -> int:
-    """Return the number of the version that a head was saved as by a learner; 0 for any other head."""
+    """Return the version number that a learner saved a head with; 0 for any other head."""
     learnt = {} if head.provenance is None else head.provenance.training.get(LEARNT, {})
     return int(learnt.get("version", 0))
 
 
-# ---- A drafter of a head whose weights may be replaced between two steps.
-
-
 @dataclass(frozen=True)
 class _Ready:
-    """A version that waits for a step.
-
-    Args:
-        number: Of the version.
-        drafter: Drafts with it; None where weights are copied into place.
-        weights: To copy into place.
-    """
+    """A version for the next step: a drafter, or, with None, weights to copy into place."""
 
     number: int
     drafter: Drafter | None
@@ -112,13 +103,13 @@ class _Ready:
 
 
 class ChangingHead(Drafter):
-    """Drafts with the newest version of a head. Before the first one, a head that starts from nothing drafts nothing.
+    """Hot-swaps newer versions of a head between steps. A new head drafts nothing before its first version.
 
     Args:
-        start: What the head begins with.
-        base: The base it drafts for.
-        nodes: Draft nodes of its largest trees.
-        in_place: Whether new weights are copied into place; by default where steps are recorded.
+        start: The head to begin with.
+        base: The target model.
+        nodes: Draft nodes of the largest trees.
+        in_place: Copy new weights into place; by default where steps are CUDA graphs.
 
     Raises:
         LoadError: The head cannot be loaded.
@@ -128,7 +119,7 @@ class ChangingHead(Drafter):
         self._base, self._nodes = base, nodes
         head = start.load(base)
         self._in_place = devices.is_asynchronous(base.device) if in_place is None else in_place
-        # To decode with a head changes how its weights lie, so that later versions begin with a copy.
+        # Decoding with a head changes its weights' layout, so later versions start from a copy.
         self._head = head if self._in_place else deepcopy(head)
         self._own = self._head.state_dict()
         self._tokens = None if head.vocabulary is None else head.vocabulary.tokens.cpu().clone()
@@ -144,13 +135,11 @@ class ChangingHead(Drafter):
 
     @property
     def version(self) -> int | None:
-        """Number of the version that drafts; None before there is one."""
+        """Number of the version that drafts; None before the first."""
         return self._number if self.drafts else None
 
-    # ---- new weights
-
     def offer(self, number: int, weights: Mapping[str, Tensor]) -> None:
-        """Make a version ready; see `Drafter.offer`."""
+        """Make a version ready for the next step; see `Drafter.offer`."""
         if number <= self._offered:
             return
         shapes = {name: own.shape for name, own in self._own.items()}
@@ -166,7 +155,7 @@ class ChangingHead(Drafter):
                 self._ready, self._offered = ready, number
 
     def renew(self) -> Renewal | None:
-        """Take the version that is ready."""
+        """Swap in the version that is ready."""
         if self._ready is None:
             return None
         with self._lock:
@@ -191,15 +180,13 @@ class ChangingHead(Drafter):
         return _Ready(number, head.drafter(self._base, self._nodes), {})
 
     def _forget(self) -> None:
-        """Let the drafter read all sequences again. Their texts are the engine's, and their slots stay."""
+        """Make the drafter read all sequences again: its states come from the old weights."""
         nothing = np.zeros(0, dtype=np.int64)
         for slot in range(0 if self._loan is None else self._loan.slots):
             self._drafter.enter(slot, nothing)
 
-    # ---- as any drafter of a head
-
     def open(self, loan: Loan) -> None:
-        """Make room, also for a version that has come before."""
+        """Allocate, also for a version that is already waiting."""
         with self._lock:
             self._loan = loan
             self._drafter.open(loan)
@@ -207,43 +194,35 @@ class ChangingHead(Drafter):
                 self._ready.drafter.open(loan)
 
     def enter(self, slot: int, text: Ids) -> None:
-        """Tell the drafter."""
         self._drafter.enter(slot, text)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Tell the drafter."""
         self._drafter.copy(source, target, length)
 
     def move(self, source: int, target: int) -> None:
-        """Tell the drafter."""
         self._drafter.move(source, target)
 
     def clear(self, slot: int) -> None:
-        """Tell the drafter."""
         self._drafter.clear(slot)
 
     def prepare(self, context: DraftContext) -> None:
-        """Let the drafter read what is new to it: after a renewal, that is all."""
+        """Let the drafter read new tokens; after a hot swap, the whole text."""
         self._drafter.prepare(context)
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Trees `[B, 1 + ask.nodes]`; roots with padding behind them before the first version.
+        """Return trees `[B, 1 + ask.nodes]`; before the first version only roots, padded.
 
-        They are drafted then, too: what that costs is to be measured, and a recorded step must be the same later.
+        The head drafts even then: its cost is measured, and a recorded step must be the same later.
         """
         tree = self._drafter.propose(context, ask)
         return _gated(tree, self._gate) if self._gated else tree
 
     def observe(self, committed: Committed) -> None:
-        """Tell the drafter."""
         self._drafter.observe(committed)
 
 
 def _gated(tree: TokenTree, gate: Tensor) -> TokenTree:
-    """Return the tree where `gate`, a bool scalar on its device, is true, and otherwise roots alone.
-
-    Nothing waits for the gate, and it may be recorded.
-    """
+    """Return `tree` where `gate`, a bool scalar on the device, is true, else roots alone; without a device sync."""
     root = root_only(tree.tokens[:, 0])
     width = (0, tree.size - 1)
     closed = TokenTree(
@@ -257,13 +236,13 @@ def _gated(tree: TokenTree, gate: Tensor) -> TokenTree:
 
 
 LEARNT_MEMBERS = ("head", "+".join(HEAD_AND_TEXTS))
-"""Members of `auto` that draft with a head that learns."""
+"""Members of `auto` that draft with a learning head."""
 SHIPPED_OR_NEW = "shipped"
-"""As `StartingHead.folder`: the head that ships with the project for a base, or a new one where none does."""
+"""As `StartingHead.folder`: the head shipped for a target model, or a new one if there is none."""
 
 
 def found_start(start: StartingHead, base: BaseModel) -> StartingHead:
-    """Return what a head begins with for `base`, with `SHIPPED_OR_NEW` replaced by what that comes to."""
+    """Resolve `SHIPPED_OR_NEW` for a target model."""
     if start.folder != SHIPPED_OR_NEW:
         return start
     shipped = shipped_head(base)
@@ -273,18 +252,18 @@ def found_start(start: StartingHead, base: BaseModel) -> StartingHead:
 def load_learning_drafter(
     name: str, base: BaseModel, nodes: int, start: StartingHead, *, isolated: bool = False
 ) -> Drafter:
-    """A drafter whose head is replaced by better versions of it as they come; see `ChangingHead`.
+    """Load a drafter whose head is hot-swapped as better versions come; see `ChangingHead`.
 
     Args:
-        name: `auto`: the head, what needs no training, and both merged, of which the fastest drafts; on a GPU the head
-            merged with `ngram`. Or the name of the head that it starts from: that head alone.
-        base: The base it drafts for.
-        nodes: Draft nodes of its largest trees.
-        start: What the head begins with; see `found_start`.
-        isolated: Whether no text may be drafted from another one.
+        name: `auto`: the head, the training-free drafters and both merged, of which the fastest drafts; on a GPU the
+            head merged with `ngram`. Or the name of the starting head: that head alone.
+        base: The target model.
+        nodes: Draft nodes of the largest trees.
+        start: See `found_start`.
+        isolated: Never draft from another request's text.
 
     Raises:
-        LoadError: Nothing is to be drafted, the name is another one, or the head cannot be loaded.
+        LoadError: `nodes` is 0, the name is neither, or the head cannot be loaded.
     """
     if nodes < 1:
         raise LoadError("a head that learns is to draft: with nodes 0 nothing is drafted")
@@ -297,6 +276,6 @@ def load_learning_drafter(
     loading = Loading(
         base, nodes, isolated, lambda other, use: load_drafter(other, use.base, use.nodes, isolated=use.isolated)
     )
-    if base.device.type != "cpu":  # a step is recorded with its drafter
+    if base.device.type != "cpu":  # the CUDA graph of a step includes its drafter
         return MergedDrafter(head, loading.load("ngram"))
     return beside_texts(head, loading, first=start.drafts)

@@ -1,9 +1,7 @@
-"""Learns from rows as they come, in small slices, and says when it has something better.
+"""Learns from rows as they arrive, in short slices, and publishes versions of the head that improve.
 
-A slice is a few units of work: an optimiser step, or the measurement of a few held-out rows. So a learner can run
-beside engines, between their steps, or alone. It measures β as decoding would have it, on rows whose prompts it never
-learns from. What it has at a time is published as a version only if that is better than the version before on the same
-rows.
+A slice is a few optimiser steps or measurements of held-out rows, so a learner can run between engines' steps or alone.
+β is measured on rows whose prompts are never trained on; a version must beat the previous one on the same rows.
 """
 
 from __future__ import annotations
@@ -32,27 +30,23 @@ from drafter.training.simulated_walk import Walks, walked_batches
 from drafter.training.targets import anchor_draws, draft_batch
 
 _TOKENS = 8192
-"""Tokens of a micro-batch, padding included: long texts come in several."""
+"""Tokens of a micro-batch, padding included."""
 _TEXTS_AT_ONCE = 2
-"""Held-out texts of a unit of work."""
+"""Held-out texts measured per unit of work."""
 _OVER = object()
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a slice of work has brought, and where the learner is.
+    """The learner's state; evaluation and version are those of the last slice of work.
 
     Args:
-        steps: Optimiser steps so far.
-        seconds: For which it has worked so far.
-        loss: Of the newest step, in nats; None before the first one.
-        rows: Rows to learn from that it has.
-        held_out: Rows to measure on that it has.
-        nbytes: Bytes of both.
-        discarded: Versions that were given up so far because their loss was not finite.
-        evaluation: The last one that came to its end in this slice, if one did.
-        version: A version that was published in this slice, if one was.
-        idle: Whether it had nothing to do: it waits for rows.
+        seconds: Working time so far.
+        loss: Of the newest step, in nats; None before the first.
+        rows: Training rows in memory.
+        nbytes: Of training and held-out rows.
+        discarded: Candidates given up because the loss was not finite.
+        idle: It waits for rows.
     """
 
     steps: int
@@ -69,7 +63,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class _Totals:
-    """What a learner has done so far, in all processes that it was in."""
+    """Totals over all processes of the learner."""
 
     number: int
     steps: int = 0
@@ -78,15 +72,10 @@ class _Totals:
 
 
 class Learner:
-    """Learns a head. All is called from one thread.
-
-    Args:
-        base: The base. No engine may run on the same object meanwhile.
-        start: What the head begins with: the same as the engines'.
-        settings: How it learns.
+    """Trains a head. Not thread-safe. No engine may run on the same `base` object meanwhile.
 
     Attributes:
-        version: The newest version; None before the first one.
+        version: The newest version; None before the first.
 
     Raises:
         LoadError: The head cannot be loaded.
@@ -94,7 +83,7 @@ class Learner:
 
     def __init__(self, base: BaseModel, start: StartingHead, settings: LearnerSettings | None = None) -> None:
         self._base, self._start, self._settings = base, start, settings or LearnerSettings()
-        self._tried = start.load(base)  # measured in the base's dtype, as engines draft
+        self._tried = start.load(base)  # measured in the target model's dtype, as engines draft
         self._head = _trainable(deepcopy(self._tried), base)
         self._training = AveragedTraining(base, self._head, self._settings)
         self._rows = LearningRows(self._settings)
@@ -109,12 +98,12 @@ class Learner:
         self._idle = True
 
     def add(self, samples: Sequence[RowSample]) -> None:
-        """Take rows. What there is no room for is dropped, those first that are worth least."""
+        """Take rows. Without room, those of least rank are dropped."""
         for sample in samples:
             self._rows.add(sample)
 
     def work(self, seconds: float) -> Progress:
-        """Work for about so long: units of work until the time is up, one at least if there is anything to do."""
+        """Work for about `seconds`; at least one unit of work if there is any."""
         begun, before, idle = time.monotonic(), self._totals.seconds, False
         self._evaluation = self._published = None
         while not idle:
@@ -127,7 +116,6 @@ class Learner:
         return self.progress()
 
     def progress(self) -> Progress:
-        """Return where the learner is, and what its last slice of work has brought, if it has worked."""
         totals, rows = self._totals, self._rows
         return Progress(
             totals.steps,
@@ -142,10 +130,7 @@ class Learner:
             self._idle,
         )
 
-    # ---- units of work
-
     def _unit(self) -> bool:
-        """Do a unit of work; False if there is none."""
         try:
             if self._measuring is None and self._since >= self._settings.evaluate_every:
                 self._since = 0
@@ -164,11 +149,7 @@ class Learner:
             return True
 
     def _learn(self) -> bool:
-        """Take an optimiser step; False if there are too few rows.
-
-        Raises:
-            TrainingError: The loss is not finite.
-        """
+        """Take an optimiser step; False if there are too few rows. Raises `TrainingError` if the loss is not finite."""
         settings = self._settings
         if len(self._rows) < settings.texts_per_step:
             return False
@@ -184,11 +165,7 @@ class Learner:
         return True
 
     def _measure(self) -> Iterator[None]:
-        """Measure what was learnt beside what is published, some rows at a time; publish it if it is better.
-
-        Raises:
-            TrainingError: A weight is not finite.
-        """
+        """Compare averaged with published weights on held-out rows, a batch per `yield`; publish better ones."""
         texts, settings, totals = self._rows.held_out, self._settings, self._totals
         weights = self._training.averaged()
         if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
@@ -227,10 +204,8 @@ class Learner:
         self.version = self._published = HeadVersion(number, weights, found.candidate, found.published, provenance)
         self._good = weights
 
-    # ---- on disk
-
     def save_head(self, folder: str | Path) -> None:
-        """Write the newest version as a head's folder, which `--drafter` takes; an earlier one there is replaced.
+        """Write the newest version as a head folder, which `--drafter` takes. Replaces an earlier one.
 
         Raises:
             ValueError: There is no version yet.
@@ -245,7 +220,7 @@ class Learner:
         save_head(head, folder)
 
     def save(self, folder: str | Path) -> None:
-        """Write all but the rows to a folder, from which `resume` goes on; an earlier state there is replaced."""
+        """Write the state, without rows, for `resume`. Replaces an earlier one."""
         tensors = self._training.tensors() | {f"good/{name}": tensor for name, tensor in self._good.items()}
         facts = {
             "totals": vars(self._totals),
@@ -262,10 +237,10 @@ class Learner:
     def resume(
         cls, base: BaseModel, start: StartingHead, folder: str | Path, settings: LearnerSettings | None = None
     ) -> Learner:
-        """Return a learner that goes on where another one was saved. Rows come anew.
+        """Return a learner that continues from a saved state, without rows.
 
         Raises:
-            LoadError: There is no state in the folder, it is damaged, or it is of a head of another shape.
+            LoadError: The folder has no state, or it is damaged or of another head.
         """
         learner = cls(base, start, settings)
         tensors, facts = read_learner(Path(folder))
@@ -274,7 +249,7 @@ class Learner:
         try:
             learner._training.load(rest, facts["training_steps"], facts["learning_rate"])
             totals, version = _Totals(**facts["totals"]), facts["version"]
-            # The head's folder may be newer than the state, if a process has ended between the two.
+            # The head's folder is newer than the state if a process died between the two writes.
             learner._totals = replace(totals, number=max(totals.number, learner._totals.number))
             rows = learner._rows
             rows.seen, rows.tokens, rows.first = facts["rows"], facts["tokens"], facts["first"]
@@ -292,8 +267,7 @@ def _without_weights(version: HeadVersion) -> dict[str, Any]:
 
 
 def _trainable(head: DraftHead, base: BaseModel) -> DraftHead:
-    """Return a head that was loaded in fp32, ready to be trained."""
     head.float().requires_grad_(True).train()
     if head.vocabulary is not None:
-        head.vocabulary.borrow(base)  # these rows stay in the base's dtype
+        head.vocabulary.borrow(base)  # these rows stay in the target model's dtype
     return head

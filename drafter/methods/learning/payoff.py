@@ -1,8 +1,7 @@
-"""What learning costs a job, what it has saved, and what it may still bring. Pure functions of what was measured.
+"""Cost and benefit of learning during a job, and the decision whether to learn. Pure functions of measurements.
 
-A learner that shares a machine with engines takes speed from them. What it takes is the difference between the job's
-speed with it and without it, measured at times that are close to one another. What it saves is the time that the same
-tokens would have taken without what was learnt.
+A learner that shares a machine slows engines down: its cost is the difference in speed with and without it, measured
+close together. It saves the time that the same tokens would have taken with the original drafter.
 """
 
 from __future__ import annotations
@@ -14,30 +13,29 @@ from dataclasses import dataclass, replace
 from drafter.statistics import BatchChoice, per_second
 
 _PACE = 0.2
-"""Weight of the newest interval in the averages."""
+"""EMA weight of the newest interval."""
 _UNKNOWN_DRAG = 0.3
-"""Share of the speed that a learner is taken to cost until that has been measured."""
+"""Share of the engines' speed that a learner is assumed to cost until measured."""
 _CLOSE = 4
-"""So many intervals after the learner has begun or ceased to work are compared with those just before it."""
+"""Intervals after the learner starts or stops that are compared with those just before."""
 _DRAG_PACE = 0.1
-"""Weight of the newest comparison."""
+"""EMA weight of the newest comparison."""
 _POINTS = 5
-"""Newest points of the curve that say how it goes on."""
+"""Newest points of the learning curve that are extrapolated."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Some seconds of a job, during all of which the learner worked or rested.
+    """A part of a job, during all of which the learner worked or rested.
 
     Args:
-        seconds: How long.
+        seconds: Duration.
         tokens: New tokens of all engines.
-        row_steps: Decode steps of all engines, counted once for each row that took part.
-        learned: Whether the learner worked.
-        gain: How many times as fast as without what was learnt the engines decoded; see `gain_by_choice` and
-            `gain_by_beta`.
-        lead: See `lead_by_choice`; None where that is not known.
-        full: Whether engines had something to decode all the time. If not, it says nothing of speeds.
+        row_steps: Decode steps of all engines × rows in each.
+        learned: The learner worked.
+        gain: Speed ÷ speed without the learned head; see `gain_by_choice` and `gain_by_beta`.
+        lead: See `lead_by_choice`; None where unknown.
+        full: Engines had work all the time. If not, the interval does not count for speeds.
     """
 
     seconds: float
@@ -51,21 +49,21 @@ class Interval:
 
 @dataclass(frozen=True)
 class Balance:
-    """What learning has cost a job and what it has saved.
+    """Cost and savings of learning so far.
 
     Args:
         seconds: Of the job so far.
-        taken: Seconds by which the learner has made the job longer.
-        saved: Seconds by which what was learnt has made it shorter.
-        learning_rate: Tokens per second when the learner last worked; 0 before it has.
-        resting_rate: The same when it last rested.
-        beta: Tokens of a row and step of late; 0 before the first interval.
-        lead: How many times as fast as without it engines are where what is learnt drafts; below 1.0 others draft.
-        rests: Intervals that have told `resting_rate`.
-        worked: Whether the learner worked in the last interval; None before the first one.
-        turn: Intervals before that in which it did the same, without a change.
-        difference: Share of the speed that went as it began to work, or came as it ceased to: an average.
-        compared: Intervals that have told it.
+        taken: Seconds by which the learner has delayed the job.
+        saved: Seconds by which the learned head has shortened it.
+        learning_rate: Tokens per second when the learner last worked; 0 before.
+        resting_rate: Tokens per second when it last rested.
+        beta: EMA of tokens per row and step; 0 before the first interval.
+        lead: Speed with the learned head ÷ without; below 1.0 other members draft.
+        rests: Intervals behind `resting_rate`.
+        worked: The learner worked in the last interval; None before the first.
+        turn: Intervals before that in which it did the same.
+        difference: EMA of the share of speed lost when it started, or regained when it stopped.
+        compared: Comparisons behind `difference`.
     """
 
     seconds: float = 0.0
@@ -83,21 +81,21 @@ class Balance:
 
     @property
     def drag(self) -> float:
-        """Share of the engines' speed, in [0, 1), that goes while the learner works."""
+        """Share of the engines' speed, in [0, 1), that the working learner costs."""
         return max(self.difference, 0.0)
 
     @property
     def rate(self) -> float:
-        """Tokens per second of the job while the learner rests; 0 before anything is known."""
+        """Tokens per second while the learner rests; 0 before anything is known."""
         return max(self.resting_rate, self.learning_rate)
 
     @property
     def lost(self) -> float:
-        """Seconds taken that have not come back so far; below 0 where more has been saved."""
+        """Seconds taken and not yet saved; negative once learning has paid off."""
         return self.taken - self.saved
 
     def after(self, interval: Interval) -> Balance:
-        """The balance at the end of an interval. One without tokens says nothing of speeds."""
+        """Return the balance after an interval. Intervals without tokens do not count for speeds."""
         balance = replace(self, seconds=self.seconds + interval.seconds)
         if not interval.full or not interval.tokens or not interval.row_steps or interval.seconds <= 0:
             return balance
@@ -109,11 +107,7 @@ class Balance:
         return replace(balance, taken=self.taken + taken, saved=self.saved + saved)
 
     def _with_rate(self, rate: float, worked: bool) -> Balance:
-        """The balance after an interval of so many tokens per second.
-
-        Speeds change as heads get better and texts longer. So only what was measured shortly before and after the
-        learner has begun to work, or ceased to, is compared.
-        """
+        # Speeds drift as heads improve and texts grow, so only rates close to a change of state are compared.
         goes_on = worked == self.worked
         learning, resting, rests, turn = self.learning_rate, self.resting_rate, self.rests, 0
         if worked:
@@ -130,11 +124,9 @@ class Balance:
         return replace(balance, difference=difference, compared=self.compared + 1)
 
     def begun_anew(self, *, shares: bool) -> Balance:
-        """The balance for another machine, or for engines that begin anew: what they were like says nothing now.
+        """Return the balance for another machine or restarted engines: earlier speeds no longer apply.
 
-        Args:
-            shares: Whether the learner shares cores or a GPU with engines. If not, it is taken to cost nothing until
-                that has been measured.
+        A learner that shares no cores or GPU with engines is assumed to cost nothing until measured.
         """
         return Balance(self.seconds, self.taken, self.saved, difference=_UNKNOWN_DRAG if shares else 0.0)
 
@@ -144,12 +136,10 @@ class Evaluation:
     """A measurement on held-out rows.
 
     Args:
-        seconds: For which the learner had worked.
-        steps: Optimiser steps that it had taken.
-        rows: Rows that were measured on.
-        candidate: β of what it had learnt by then.
-        published: β of the newest version on the same rows; 1.0, plain decoding's, before there is one.
-        better: Whether the candidate was published.
+        seconds: Working time of the learner until then.
+        candidate: β of the current weights.
+        published: β of the newest version on the same rows; 1.0, plain decoding's, before the first.
+        better: The candidate was published.
     """
 
     seconds: float
@@ -162,22 +152,17 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Point:
-    """How good a head was at a time.
-
-    Args:
-        seconds: For which the learner had worked.
-        beta: β, as if it had always been measured on the same rows; see `curve_of`.
-    """
+    """A point of the learning curve: β after some working time; see `curve_of`."""
 
     seconds: float
     beta: float
 
 
 def curve_of(evaluations: Sequence[Evaluation]) -> list[Point]:
-    """How good what is learnt has become, on the scale of the first evaluation, in the order of time.
+    """Return the learning curve on the scale of the first evaluation, in order of time.
 
-    The rows that are measured on change, and with them β. So only what was measured on the same rows is compared: each
-    candidate with the version before it.
+    Held-out rows change, and β with them, so each candidate is only compared with the version before it on the same
+    rows.
     """
     if not evaluations:
         return []
@@ -191,14 +176,9 @@ def curve_of(evaluations: Sequence[Evaluation]) -> list[Point]:
 
 
 def gain_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> float:
-    """How many times as fast as without them the members `learned` let an engine decode, by what its budget believes.
+    """Return an engine's speed ÷ its speed without the members `learned`, by its budget's estimates; at least 1.0.
 
-    Args:
-        choices: `EngineState.choices`. Batch sizes count by how much has been tried there.
-        learned: Names of the members that draft with the learnt head.
-
-    Returns:
-        At least 1.0, which it also is where nothing has been chosen yet.
+    `choices` are `EngineState.choices`; batch sizes are weighted by their trials.
     """
     gain = weight = 0.0
     for choice in choices:
@@ -209,14 +189,9 @@ def gain_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> 
 
 
 def lead_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> float | None:
-    """How many times as fast engines are where the best member drafts that has the learnt head, as they are without.
+    """Return the speed of the best drafter with the learned head ÷ the best without it; below 1.0 others are faster.
 
-    Args:
-        choices: As in `gain_by_choice`.
-        learned: Likewise.
-
-    Returns:
-        Below 1.0 where another member, or plain decoding, is faster; None where not both have been tried.
+    None where one side has not been tried. Batch sizes are weighted as in `gain_by_choice`.
     """
     found = [(choice.trials, lead) for choice in choices if (lead := _lead(choice, learned)) is not None]
     weight = sum(trials for trials, _ in found)
@@ -224,12 +199,7 @@ def lead_by_choice(choices: Sequence[BatchChoice], learned: Collection[str]) -> 
 
 
 def chosen_share(choices: Sequence[BatchChoice], learned: Collection[str]) -> float:
-    """Share of an engine's steps, as far as is known, that a head among the members `learned` drafts.
-
-    Args:
-        choices: As in `gain_by_choice`; without any there is but one drafter, which is the head.
-        learned: Likewise.
-    """
+    """Return the share of an engine's steps drafted by a member in `learned`; 1.0 without `choices` (one drafter)."""
     if not choices:
         return 1.0
     weight = sum(choice.trials for choice in choices)
@@ -237,24 +207,17 @@ def chosen_share(choices: Sequence[BatchChoice], learned: Collection[str]) -> fl
 
 
 def gain_by_beta(beta: float, before: float) -> float:
-    """The same where a step costs what it did before anything was learnt: the ratio of the β, at least 1.0.
+    """Return the gain where learning leaves a step's cost unchanged: the ratio of β, at least 1.0.
 
-    It is so where a given head is learnt further, and on a GPU, where a step drafts with the head from the start.
+    True where an existing head learns further, and on a GPU, where every step drafts with the head from the start.
     """
     return max(beta / before, 1.0) if before > 0 else 1.0
 
 
 def expected_growth(curve: Sequence[Point], seconds: float) -> float | None:
-    """How many times its last β a head is expected to have after it has learnt for so many more seconds.
+    """Return the expected β after `seconds` more of learning ÷ the last β, at least 1.0; None below two points.
 
-    β grows about as the logarithm of the time; how steeply is what the last points say.
-
-    Args:
-        curve: In the order of time.
-        seconds: At least 0.
-
-    Returns:
-        At least 1.0; None where the curve has fewer than two points.
+    β grows about linearly in log(time); the slope is a least-squares fit to the last points of the curve.
     """
     if len(curve) < 2:
         return None
@@ -271,19 +234,16 @@ def expected_growth(curve: Sequence[Point], seconds: float) -> float | None:
 
 
 def benefit(seconds_left: float, growth: float, lead: float = 1.0) -> float:
-    """Seconds that decoding is shorter, of `seconds_left` at today's speed, if β becomes `growth` times what it is.
+    """Return the seconds saved, of `seconds_left` at today's speed, if β becomes `growth` ≥ 1 times what it is.
 
-    Args:
-        seconds_left: At today's speed.
-        growth: At least 1.0.
-        lead: `Balance.lead`. What others draft faster must be made up for before anything is gained.
+    With `Balance.lead` below 1.0, the faster drafter must be overtaken before anything is gained.
     """
     faster = max(growth * lead, 1.0) / max(lead, 1.0)
     return max(seconds_left, 0.0) * (1.0 - 1.0 / max(faster, 1.0))
 
 
 def _lead(choice: BatchChoice, learned: Collection[str]) -> float | None:
-    """What `lead_by_choice` returns, at one batch size. A rate without the head is never below plain decoding's."""
+    """Return `lead_by_choice` at one batch size. The rate without the head is never below plain decoding's."""
     with_it = [one.drafted_rate for one in choice.members if one.name in learned]
     without = [one.rate for one in choice.members if one.name not in learned]
     return max(with_it) / max(without) if with_it and max(without, default=0.0) > 0 else None
@@ -293,44 +253,42 @@ def _average(before: float, now: float) -> float:
     return before + _PACE * (now - before) if before else now
 
 
-# ---- Whether a learner works or rests: it must pay. A pure decision from the balance, the curve and what is left.
+# The decision whether the learner works or rests.
 
 HORIZON = 30.0
-"""Seconds of work that are decided on together: so long it takes about until a better version is there. What pays only
-after longer work is looked for at multiples of it."""
+"""Seconds of work decided on together: about the time to a better version. Longer horizons are its doubles."""
 MOST_LOST = 0.02
-"""Share of a job's time that may be lost to learning and not have come back so far."""
+"""Share of a job's time that learning may have cost without return."""
 _FIRST_RESTS = 3
-"""Intervals of rest before it first works, to measure how fast engines are without it."""
+"""Intervals of rest before it first works, to measure the speed without it."""
 _HOPE = 1.3
-"""What a first `HORIZON` is hoped to make of β while nothing has been measured."""
+"""Assumed growth of β over the first `HORIZON`, before any measurement."""
 _START = 1.5
-"""A learner that rests begins again only if it is expected to bring so many times what it costs."""
+"""A resting learner starts again only if the expected benefit is so many times its cost."""
 _FALLEN = 0.93
-"""The text has changed where β has fallen below this share of what it was when learning stopped."""
+"""β below this share of its value when learning stopped means that the text has changed."""
 _FOLLOWS = 0.01
-"""Weight of the newest interval in what acceptance is while the learner rests: it changes a little all the time."""
+"""EMA weight of the newest interval in β at rest, which drifts slowly."""
 _TURNS = 16
-"""One of so many intervals is a rest, so that what the learner costs is known."""
+"""Intervals of work before one of rest, to measure the learner's cost."""
 _LOADING = 2.0
-"""Seconds by which a job becomes longer, about, while a learner's process begins beside it."""
+"""Approximate seconds that a starting learner process costs the job."""
 _MOST_LOADED = 0.01
-"""Share of what is left of a job that may be lost to that."""
+"""Share of the time left that starting the process may cost."""
 _LONGEST = 86_400.0
-"""Seconds that are looked ahead at most: nobody knows how good a head is after days."""
+"""Longest look-ahead in seconds."""
 
 
 @dataclass(frozen=True)
 class Course:
-    """What a learner does.
+    """A decision about the learner.
 
     Args:
-        learns: Whether it works in the next interval.
-        reason: Why, in a line for people.
+        reason: In a line for people.
         turn: Intervals since the last rest.
-        rest_beta: β of the rows since learning stopped; None while it goes on.
-        since: Seconds of work when it began for the text of now: what was measured before says nothing of it.
-        target: β that it is to come back to, where the text has changed.
+        rest_beta: EMA of β since learning stopped; None while it works.
+        since: Working seconds at which the current text began: earlier points of the curve do not count.
+        target: β to recover where the text has changed.
     """
 
     learns: bool = False
@@ -343,13 +301,7 @@ class Course:
 
 @dataclass(frozen=True)
 class _Work:
-    """Some time of work, and what is expected of it: all in seconds.
-
-    Args:
-        seconds: How long it is.
-        saves: By which the job becomes shorter after it.
-        takes: By which it makes the job longer.
-    """
+    """Some seconds of work, the seconds it later saves the job, and those that it takes."""
 
     seconds: float
     saves: float
@@ -359,15 +311,8 @@ class _Work:
 def decide(course: Course, balance: Balance, tokens_left: float, curve: Sequence[Point]) -> Course:
     """Decide on the next interval.
 
-    It works if what some horizon of work is expected to save on the tokens left is more than what it takes, and if what
-    was lost so far stays within `MOST_LOST` of the job's time. All horizons but the first are left out if they would
-    take more than that.
-
-    Args:
-        course: What was decided last.
-        balance: After the last interval.
-        tokens_left: Tokens that are still to be generated.
-        curve: How good what is learnt has become; see `curve_of`.
+    The learner works if some horizon of work is expected to save more on the tokens left than it costs, and if the loss
+    so far stays within `MOST_LOST` of the job's time. Horizons beyond the first must fit into that limit.
     """
     if not balance.rate:
         return replace(course, learns=False, reason=Course.reason, turn=0)
@@ -398,7 +343,7 @@ def decide(course: Course, balance: Balance, tokens_left: float, curve: Sequence
 
 
 def hopes(seconds_left: float) -> Course:
-    """Whether a learner's process is to begin where decoding takes so many more seconds, and nothing was measured."""
+    """Decide whether to start a learner process for a job of so many more seconds, before any measurement."""
     if _MOST_LOADED * seconds_left < _LOADING:
         return Course(
             reason=f"{seconds_left:.0f} s are left, and its process would take about {_LOADING:.0f} s to begin"
@@ -407,7 +352,6 @@ def hopes(seconds_left: float) -> Course:
 
 
 def _horizons(most: float) -> list[float]:
-    """Seconds of work that are looked at: `HORIZON`, and its doubles up to `most`."""
     horizons = [HORIZON]
     while 2 * horizons[-1] <= most:
         horizons.append(2 * horizons[-1])
@@ -415,13 +359,12 @@ def _horizons(most: float) -> list[float]:
 
 
 def _work(course: Course, balance: Balance, curve: Sequence[Point], left: float, horizon: float) -> _Work:
-    """What so many seconds of work are expected to bring where `left` seconds of decoding are left."""
+    """Return the expected effect of `horizon` seconds of work where `left` seconds of decoding are left."""
     growth = _growth(course, balance, curve, horizon)
     return _Work(horizon, benefit(left - horizon, growth, balance.lead), horizon * balance.drag)
 
 
 def _growth(course: Course, balance: Balance, curve: Sequence[Point], horizon: float) -> float:
-    """How many times its β so many seconds of work are expected to make of a head."""
     growth = expected_growth([point for point in curve if point.seconds >= course.since], horizon)
     if growth is not None:
         return growth

@@ -1,4 +1,4 @@
-"""Rows kept by rank within a limit of memory: the most recent and the most surprising first."""
+"""Ranked storage of rows in bounded memory, recent and surprising rows first."""
 
 from __future__ import annotations
 
@@ -24,34 +24,23 @@ from drafter.training.targets import RegeneratedText
 Row = TypeVar("Row")
 
 _HALF_LIFE = 512.0
-"""A row counts as much as one that came so many rows later and is half as surprising."""
+"""A row ranks like one that came so many rows later and is half as surprising."""
 
 
 def rank(surprise: float, arrival: int) -> float:
-    """How much a row is worth learning from, as a logarithm to base 2: more if it is surprising, and if it is new.
+    """Return a row's worth for learning, as a logarithm to base 2, from its surprise and the rows that came before.
 
-    What came earlier is worth less as time goes on, but the order of two rows never changes. So a rank is a constant.
-
-    Args:
-        surprise: In (0, 1]; see `RowSample.surprise`.
-        arrival: Rows that had come before.
+    Recency is additive, so the order of two rows never changes and a rank is a constant.
     """
     return math.log2(max(surprise, 1e-6)) + arrival / _HALF_LIFE
 
 
 class RankedRows(Generic[Row]):
-    """Keeps what ranks highest.
-
-    Args:
-        nbytes: Memory of all rows together at most.
-
-    Attributes:
-        used: Bytes of the rows that are kept.
-    """
+    """Keeps the rows of highest rank in `nbytes` bytes, of which `used` are taken."""
 
     def __init__(self, nbytes: int) -> None:
         self._limit, self.used = nbytes, 0
-        self._rows: list[tuple[float, int, int, Row]] = []  # rank, place in time, bytes, row; by rising rank
+        self._rows: list[tuple[float, int, int, Row]] = []  # (rank, arrival, bytes, row), by rising rank
         self._count = 0
 
     def __len__(self) -> int:
@@ -61,7 +50,6 @@ class RankedRows(Generic[Row]):
         return (row for *_, row in self._rows)
 
     def takes(self, rank: float, nbytes: int) -> bool:
-        """Whether a row would be kept: there is room, if those that rank lower go."""
         room = self._limit - self.used
         for lower, _, size, _ in self._rows:
             if room >= nbytes or lower >= rank:
@@ -70,18 +58,18 @@ class RankedRows(Generic[Row]):
         return room >= nbytes
 
     def put(self, rank: float, nbytes: int, row: Row) -> bool:
-        """Keep a row, in the place of those that rank lower; False if there is no room for it among them."""
+        """Keep a row, evicting rows of lower rank; False if that makes too little room."""
         if not self.takes(rank, nbytes):
             return False
         while self.used + nbytes > self._limit:
             self.used -= self._rows.pop(0)[2]
-        self._count += 1  # rows themselves have no order
+        self._count += 1  # a tie-breaker: rows have no order
         insort(self._rows, (rank, self._count, nbytes, row))
         self.used += nbytes
         return True
 
     def take_best(self) -> tuple[float, Row] | None:
-        """Take out the row of the highest rank, with that; None if there is none."""
+        """Remove and return the row of the highest rank, with the rank; None if there is none."""
         if not self._rows:
             return None
         rank, _, nbytes, row = self._rows.pop()
@@ -89,21 +77,18 @@ class RankedRows(Generic[Row]):
         return rank, row
 
     def clear(self) -> None:
-        """Forget all rows."""
         self._rows, self.used = [], 0
 
 
-# ---- The rows that a learner has: those it learns from, and a few prompts that it only measures on.
-
 _USED = 0.5
-"""What a use takes off a row's rank: as if the row were 256 rows older."""
+"""Rank that a row loses by each use: like 256 rows of age."""
 _WALKED = 256
-"""Tokens of an answer that are measured on: its first ones."""
+"""Leading tokens of an answer that are measured."""
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A row to learn from, and how often that has been done; or one to measure on, and the place of its prompt."""
+    """A training row and its uses, or a held-out row and its prompt's `place_of`."""
 
     text: RegeneratedText
     nbytes: int
@@ -112,15 +97,12 @@ class _Row:
 
 
 class LearningRows:
-    """Takes rows as they come, in bounded memory.
-
-    Args:
-        settings: How much is kept, how often a row is used, and what is held out.
+    """The learner's training rows and held-out rows, in bounded memory.
 
     Attributes:
-        seen: Rows that came and could be used.
+        seen: Usable rows so far.
         tokens: Their output tokens.
-        first: The first place of their prompts; see `place_of`.
+        first: The smallest `place_of` of their prompts.
     """
 
     def __init__(self, settings: LearnerSettings) -> None:
@@ -131,21 +113,19 @@ class LearningRows:
         self.first = 1.0
 
     def __len__(self) -> int:
-        """Rows to learn from."""
         return len(self._rows)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows."""
+        """Bytes of all rows, held-out ones included."""
         return self._rows.used + sum(row.nbytes for row in self._held_out)
 
     @property
     def held_out(self) -> list[RegeneratedText]:
-        """Rows to measure on."""
         return [row.text for row in self._held_out]
 
     def add(self, sample: RowSample) -> None:
-        """Take a row. One without output, or whose hidden states are not finite, is left out."""
+        """Take a row, unless it has no output or its hidden states are not finite."""
         length, prompt = len(sample.tokens), sample.prompt_length
         if length <= prompt or (sample.hidden is not None and not bool(sample.hidden[:-1].isfinite().all())):
             return
@@ -160,7 +140,7 @@ class LearningRows:
             self._rows.put(rank(sample.surprise, self.seen), row.nbytes, row)
 
     def take(self, count: int) -> list[RegeneratedText]:
-        """Take the texts of a step: those that are worth most. Those that may be used again go back at a lower rank."""
+        """Take the `count` highest-ranked texts. Those with uses left go back at a lower rank."""
         best = [found for _ in range(count) if (found := self._rows.take_best()) is not None]
         for worth, row in best:
             if row.uses + 1 < self._settings.uses:
@@ -168,10 +148,7 @@ class LearningRows:
         return [row.text for _, row in best]
 
     def _is_held_out(self, place: float) -> bool:
-        """Whether a prompt is only measured on: the first of all is, though it need not be among the first share.
-
-        A job of few prompts with many samples each would have none to measure on.
-        """
+        """Decide by the prompt's hash. The smallest is always held out, for jobs of few prompts."""
         return place < self._settings.held_out_share or place == self.first
 
     def _hold_out(self, row: _Row) -> None:
@@ -183,13 +160,13 @@ class LearningRows:
 
 
 def place_of(prompt: Tensor) -> float:
-    """The place in [0, 1] of a prompt `[P]` of token ids in an order of all prompts that is always the same."""
+    """Hash a prompt `[P]` of token ids to [0, 1], the same in all processes."""
     digest = hashlib.blake2b(prompt.to(torch.int64).numpy().astype("<i8").tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2.0**64
 
 
 def micro_batches(texts: Sequence[RegeneratedText], tokens: int) -> list[list[RegeneratedText]]:
-    """Divide the texts of a step so that each part, padded, has at most `tokens` tokens, or is a single text."""
+    """Split the texts of a step into parts of at most `tokens` padded tokens each, or a single text."""
     parts: list[list[RegeneratedText]] = []
     for text in sorted(texts, key=lambda text: -len(text.tokens)):
         if parts and (len(parts[-1]) + 1) * len(parts[-1][0].tokens) <= tokens:
@@ -200,28 +177,23 @@ def micro_batches(texts: Sequence[RegeneratedText], tokens: int) -> list[list[Re
 
 
 def _row(sample: RowSample, length: int) -> _Row:
-    """The first `length` tokens of a row. A state that means nothing is zero: masked positions are read, too."""
+    """Cut a row to `length` tokens. The last, undefined hidden state becomes zero: masked positions are read, too."""
     hidden = None if sample.hidden is None else F.pad(sample.hidden[: length - 1], (0, 0, 0, 1))
     text = RegeneratedText(sample.tokens[:length].tolist(), sample.prompt_length, hidden)
     return _Row(text, 8 * length + (0 if hidden is None else hidden.nbytes))
 
 
-# ---- Where an engine leaves rows for a learner: a few, in bounded memory, until somebody takes them.
-
 _NBYTES = 64 << 20
-"""Memory of rows that nobody has taken yet."""
+"""Memory for rows that have not been taken."""
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A row whose hidden states may still be on their way to the host."""
-
     row: EndedRow
     hidden: Tensor | None
     arrived: torch.cuda.Event | None
 
     def sample(self) -> RowSample:
-        """The row, once all of it is there."""
         if self.arrived is not None:
             self.arrived.synchronize()
         tokens = torch.from_numpy(np.array([*self.row.prompt, *self.row.output], dtype=np.int64))
@@ -229,35 +201,30 @@ class _Pending:
 
 
 class SampleTap:
-    """A `RowTap`: keeps the most recent and most surprising rows. `take` and the like may be called from any thread.
-
-    Args:
-        nbytes: Memory that rows may take here.
-    """
+    """A `RowTap` that keeps the most recent and most surprising rows, up to `nbytes`, until a learner takes them."""
 
     def __init__(self, nbytes: int = _NBYTES) -> None:
         self._rows: RankedRows[_Pending] = RankedRows(nbytes)
         self._lock = threading.Lock()
         self._seen, self._paused = 0, False
 
-    # ---- on the engine's thread
+    # Called on the engine's thread.
 
     def wants(self, row: EndedRow, nbytes: int) -> bool:
-        """Whether there is room for it, or it is more worth than what is here; see `RowTap`."""
+        """Return whether the row would be kept; see `RowTap`."""
         with self._lock:
             self._seen += 1
             return not self._paused and self._rows.takes(self._rank(row), nbytes + self._text_bytes(row))
 
     def put(self, row: EndedRow, hidden: Tensor | None, arrived: torch.cuda.Event | None) -> None:
-        """Keep a row; see `RowTap`."""
         nbytes = self._text_bytes(row) + (0 if hidden is None else hidden.nbytes)
         with self._lock:
             self._rows.put(self._rank(row), nbytes, _Pending(row, hidden, arrived))
 
-    # ---- on any thread
+    # Called from any thread.
 
     def take(self, nbytes: int) -> list[RowSample]:
-        """Take rows out, the best first, until they have `nbytes` bytes together, or all."""
+        """Remove the highest-ranked rows until they have `nbytes` bytes together, or all."""
         found: list[_Pending] = []
         with self._lock:
             until = self._rows.used - nbytes
@@ -266,13 +233,12 @@ class SampleTap:
         return [one.sample() for one in found]
 
     def pause(self) -> None:
-        """Take no rows for now, and forget those that are here: nothing is copied any more."""
+        """Drop all rows and refuse new ones, so that nothing is copied."""
         with self._lock:
             self._paused = True
             self._rows.clear()
 
     def resume(self) -> None:
-        """Take rows again."""
         with self._lock:
             self._paused = False
 

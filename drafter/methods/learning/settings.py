@@ -1,4 +1,4 @@
-"""How a learner learns."""
+"""Settings of a learner."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ class LearnerSettings:
     """Settings of a learner.
 
     Args:
-        buffer_bytes: Memory that rows to learn from may take.
-        uses: How often a row is learnt from at most, at other places each time; then it is forgotten.
-        held_out_share: Share of the prompts that are kept out for measuring, by a hash of the prompt.
-        held_out_rows: Rows to measure on at most: the newest ones.
-        least_held_out: Rows that are needed before anything is measured or published.
+        buffer_bytes: Memory for training rows.
+        uses: Times that a row is trained on at most, at other positions each time.
+        held_out_share: Share of the prompts held out for measuring, by a hash of the prompt.
+        held_out_rows: Held-out rows at most: the newest ones.
+        least_held_out: Held-out rows needed before anything is measured or published.
         texts_per_step: Texts of an optimiser step.
         anchors_per_text: Positions of a text where the head drafts.
-        learning_rate: Rate of AdamW after its warm-up. It stays: nobody knows when a job's text changes.
+        learning_rate: Rate of AdamW after warm-up. Constant, because a job's text may change at any time.
         warmup_steps: Steps of linear warm-up.
         averaging: Weight of the past in the average of the weights, which is what is measured and published.
-        teacher: Labels at each place, the base's likeliest tokens there; 0 for the text alone. A head that does not
-            read what the LM head reads learns from the text alone.
+        teacher: Labels at each position, the target model's likeliest tokens there; 0 for the text alone. A head that
+            does not read the LM head's input learns from the text alone.
         evaluate_every: Optimiser steps between two measurements.
         least_gain: A version is published if its β is so many times that of the one before, on the same rows.
         nodes: Draft nodes of the measured trees.

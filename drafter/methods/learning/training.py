@@ -1,4 +1,4 @@
-"""Weights of a head on their way between processes: checked, loaded, taken out."""
+"""Training of a head without an end, and transfer of its weights and the learner's state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from drafter.training.step import TrainingStep
 
 
 def weights_of(head: DraftHead) -> dict[str, Tensor]:
-    """Return a copy of a head's weights on the CPU; numbers are in fp32."""
+    """Return a copy of a head's weights on the CPU; floats in fp32."""
     return {
         name: tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
         for name, tensor in head.state_dict().items()
@@ -33,7 +33,7 @@ def weights_of(head: DraftHead) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_weights(head: DraftHead, weights: Mapping[str, Tensor]) -> None:
-    """Copy weights into a head, in its dtype and where it is."""
+    """Copy weights into a head, keeping its dtype and device."""
     for name, tensor in head.state_dict().items():
         tensor.copy_(weights[name])
 
@@ -41,13 +41,13 @@ def load_weights(head: DraftHead, weights: Mapping[str, Tensor]) -> None:
 def check_weights(
     weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], tokens: Tensor | None, what: str
 ) -> None:
-    """Refuse weights that are not of a head of these shapes.
+    """Check weights that are about to replace a head's.
 
     Args:
         weights: By name.
         shapes: Of the head's weights, by name.
         tokens: `[K]` the head's draft vocabulary, which never changes; None if it drafts all tokens.
-        what: For the message.
+        what: Subject of the error message.
 
     Raises:
         LoadError: A tensor is missing, unknown, misshapen or not finite, or the draft vocabulary is another.
@@ -63,20 +63,14 @@ def check_weights(
         raise LoadError(f"{what} has another draft vocabulary than the one that drafts")
 
 
-# ---- A learner's state on disk: one file of tensors, whose header holds all else, so that it is whole or not there.
+# A learner's state is one file, so that its replacement is atomic: the header holds all that is not a tensor.
 
 STATE_FILE = "learner.safetensors"
 _FACTS = "learner"
 
 
 def write_learner(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Write a state; one that was there is replaced at once.
-
-    Args:
-        folder: Is made if there is none.
-        tensors: On the CPU, by name.
-        facts: Anything that JSON can hold.
-    """
+    """Write CPU tensors and JSON-serialisable facts, atomically replacing an earlier state."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"{STATE_FILE}.tmp"
     own = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
@@ -100,19 +94,11 @@ def read_learner(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise LoadError(f"the learner's state in {folder} is damaged: {first_line(error)}") from error
 
 
-# ---- Training without an end: AdamW at one rate, and the average of the weights that it passes through.
-
-
 class AveragedTraining:
-    """Trains a head.
-
-    Args:
-        base: The frozen base.
-        head: The head in training mode and in fp32, on the base's device.
-        settings: Of the learner.
+    """Trains a head, in training mode and fp32, with AdamW at a constant rate, and averages its weights (EMA).
 
     Attributes:
-        learning_rate: Of AdamW; it is halved by each `restart`.
+        learning_rate: Of AdamW; each `restart` halves it.
     """
 
     def __init__(self, base: BaseModel, head: DraftHead, settings: LearnerSettings) -> None:
@@ -126,17 +112,14 @@ class AveragedTraining:
         self._average = {name: value.detach().clone() for name, value in self._head.named_parameters()}
 
     def step(self, parts: Sequence[DraftBatch]) -> float:
-        """Take a step, and return its loss.
-
-        Args:
-            parts: Its micro-batches, on the base's device.
+        """Take an optimiser step over micro-batches on the target model's device; return its loss.
 
         Raises:
             TrainingError: The loss or its gradient is not finite. Nothing has changed.
         """
         loss = self._optimiser.update(parts).loss
         steps = self._optimiser.steps
-        # At first the past says nothing.
+        # Early steps weigh more: the initial weights should fade fast.
         newest = 1.0 - min(self._settings.averaging, (1.0 + steps) / (10.0 + steps))
         with torch.no_grad():
             for name, value in self._head.named_parameters():
@@ -144,19 +127,16 @@ class AveragedTraining:
         return loss
 
     def averaged(self) -> dict[str, Tensor]:
-        """Return the averaged weights, as `weights_of` does."""
         return weights_of(self._head) | {name: value.to("cpu", copy=True) for name, value in self._average.items()}
 
     def restart(self, weights: Mapping[str, Tensor]) -> None:
-        """Go on from other weights, with nothing known of gradients, and half as fast: the last try has failed."""
+        """Continue from other weights with a fresh optimiser at half the rate, after a loss that was not finite."""
         self.learning_rate /= 2
         load_weights(self._head, weights)
         self._begin()
 
-    # ---- to be gone on with in another process
-
     def tensors(self) -> dict[str, Tensor]:
-        """Return all that a step changes, on the CPU, by names of its own."""
+        """Return the training state on the CPU, for `load`."""
         found = {f"weights/{name}": tensor for name, tensor in weights_of(self._head).items()}
         found |= {f"average/{name}": tensor.to("cpu", copy=True) for name, tensor in self._average.items()}
         for place, moments in self._optimiser.state_dict()["adamw"]["state"].items():
@@ -169,10 +149,10 @@ class AveragedTraining:
         return self._optimiser.steps
 
     def load(self, tensors: Mapping[str, Tensor], steps: int, learning_rate: float) -> None:
-        """Set what `tensors` has returned.
+        """Restore what `tensors` returned.
 
         Raises:
-            KeyError, ValueError, RuntimeError: It is not of this head.
+            KeyError, ValueError, RuntimeError: It is of another head.
         """
         groups: dict[str, dict[str, Tensor]] = {"weights": {}, "average": {}}
         moments: dict[int, dict[str, Tensor]] = {}
@@ -195,7 +175,7 @@ class AveragedTraining:
 def training_settings(
     settings: LearnerSettings, head: DraftHead, base: BaseModel, learning_rate: float
 ) -> TrainingSettings:
-    """Return a learner's settings as those of a training run whose learning rate never falls."""
+    """Return a learner's settings as those of a training run with a constant learning rate."""
     return TrainingSettings(
         steps=1,
         texts_per_step=settings.texts_per_step,

@@ -21,8 +21,8 @@ class MedusaHeadConfig:
     """Shape of Medusa heads.
 
     Args:
-        hidden_size: d, width of the base's hidden states.
-        vocab_size: V, size of the base's vocabulary.
+        hidden_size: d, width of the target model's hidden states.
+        vocab_size: V, size of the target model's vocabulary.
         depth: U, number of heads and of levels of a tree.
         depth_decay: Weight of a head's loss relative to the head before it; 0.8 as published.
         draft_vocab_size: Number of tokens that may be drafted, the most frequent ones; None for all.
@@ -58,12 +58,11 @@ class MedusaHead(FrameHead):
         nn.init.normal_(self.outputs, std=config.hidden_size**-0.5)
 
     def start_from(self, base: BaseModel) -> None:
-        """Every output layer starts as the base's LM head."""
+        """Initialise every output layer with the target model's LM head."""
         with torch.no_grad():
             self.outputs.copy_(self.output(base).lm_head_weight.expand_as(self.outputs))
 
     def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
-        """Return the depth-weighted cross-entropy; see `DraftHead.forward`."""
         real = batch.lengths > 0
         states = self.module(base.embed(batch.tokens), hidden, batch.anchors)[real]
         labels = self.draft_targets(batch, labels).labels[real]
@@ -83,5 +82,4 @@ class MedusaHead(FrameHead):
         return best_product_trie(self.log_probs(states), recent[:, -1], size)
 
     def frames_for(self, size: int, tree: Tree) -> int | None:
-        """Return one frame for each level; see `FrameHead.frames_for`."""
         return min(self.config.depth, size - 1) if tree == "exact" else None

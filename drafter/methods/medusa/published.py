@@ -1,4 +1,4 @@
-"""Medusa heads as FasterDecoding/Medusa publishes them, and as vLLM reads them."""
+"""Medusa heads in the formats of FasterDecoding/Medusa and vLLM."""
 
 from __future__ import annotations
 
@@ -15,21 +15,15 @@ from drafter.target.model import BaseModel
 
 
 def is_medusa(config: Json) -> bool:
-    """Return whether `config` is that of published Medusa heads."""
+    """Recognise the `config.json` of published Medusa heads."""
     return "medusa_num_heads" in config or config.get("model_type") == "medusa"
 
 
 def read_medusa(name: str, config: Json, tensors: dict[str, Tensor], base: BaseModel) -> PublicHead:
-    """Return published heads.
-
-    Args:
-        name: The heads, for messages.
-        config: Their `config.json`.
-        tensors: Their weights.
-        base: The base that they are to draft for.
+    """Return published heads from their `config.json` and weights; `name` is for messages.
 
     Raises:
-        LoadError: They belong to another base, or are of a kind that cannot be run.
+        LoadError: They belong to another target model, or are of an unsupported kind.
     """
     published = "medusa_num_heads" in config
     depth = count(name, config, "medusa_num_heads" if published else "num_heads")
@@ -38,7 +32,7 @@ def read_medusa(name: str, config: Json, tensors: dict[str, Tensor], base: BaseM
         raise LoadError(f"draft head {name!r} has {layers} residual blocks a head, and only one can be run")
     tensors = {key.removeprefix("medusa_head.").removeprefix("medusa_heads."): one for key, one in tensors.items()}
     block, bias, output = names(published)
-    # FasterDecoding's first heads say in their configuration that they are two, and there are five.
+    # The configuration of FasterDecoding's first heads says two, but there are five.
     there = {place[1] for key in tensors if (place := re.match(r"(?:blocks\.)?(\d+)\.", key))}
     depth = max(depth, len(there))
     if output.format(0) not in tensors and block.format(0) in tensors:
@@ -67,7 +61,7 @@ def read_medusa(name: str, config: Json, tensors: dict[str, Tensor], base: BaseM
 
 
 def names(published: bool) -> tuple[str, str, str]:
-    """Return patterns of the names of a head's block, its bias and its output layer."""
+    """Return name patterns of a head's block, its bias and its output layer."""
     if published:
         return "{0}.0.linear.weight", "{0}.0.linear.bias", "{0}.1.weight"
     return "blocks.{0}.layers.0.weight", "blocks.{0}.layers.0.bias", "lm_heads.{0}.weight"

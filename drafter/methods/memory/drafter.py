@@ -1,12 +1,8 @@
-"""`memory`: what followed the last tokens where these were seen before, in any text that this engine has decoded?
+"""`memory`: drafts what followed the last tokens in any text that this engine has decoded, or was told (`remember`).
 
-Texts that were decoded elsewhere can be told to it, too (`remember`).
-
-The rows of a job resemble each other: samples of one prompt, one template for all, answers that quote the same tables.
-So a row drafts from what the others have said, running and finished, and from its own text. Tokens do not change by it.
-
-After SuffixDecoding (arXiv 2411.04975), which weighs continuations by how often they came. Here the matches vote,
-longer ones with more weight, and what a match of some length is worth is learned from what the base accepts.
+Rows of a job resemble each other: samples of one prompt, a common template, quotes of the same tables. After
+SuffixDecoding (arXiv 2411.04975), which weighs continuations by frequency. Here matches vote, longer ones with more
+weight, and trust in a match length is learned from acceptance.
 """
 
 from __future__ import annotations
@@ -27,19 +23,19 @@ from drafter.methods.memory.suffix_index import CONTEXT, NOTHING, Matches, Suffi
 from drafter.tree.token_tree import TokenTree, from_nodes
 
 CAPACITY = 1_000_000
-"""Tokens that are remembered; each takes about 32 bytes."""
+"""Tokens that are remembered, at about 32 bytes each."""
 _DEPTH = 16
-"""Tokens of a continuation at most: where a text is copied, all of them come true."""
+"""Longest continuation; in copied text all of it is accepted."""
 _MATCHES = 16
 """Continuations that vote."""
 _WEIGHT = 2.0
-"""Weight of a match relative to one that is a token shorter."""
+"""Weight of a match relative to one a token shorter."""
 _TOLD_AT_ONCE = 2048
-"""Tokens of other texts that are entered before a step, so that no step takes much longer for them."""
+"""Tokens of other texts indexed per step, to bound the step's latency."""
 _TOLD_WRITERS = 8
-"""Of them so many are written at the same time."""
+"""Other texts written at the same time."""
 _BELIEF = 4
-"""Tokens of each match length that are taken to have been tried before the first one; half of them came true."""
+"""Prior: tokens per match length assumed tried, half of them accepted."""
 
 
 _Number = TypeVar("_Number", np.int64, np.float32)
@@ -50,10 +46,9 @@ class _Row:
     """A text in a slot.
 
     Args:
-        text: What of it is in the index.
-        trust: What its matches are worth.
-        unread: What is not; to enter it in many small pieces would cost more.
-        proposed: Its row among the last matches, until it is known which of them were right.
+        text: The indexed part.
+        unread: Tokens not yet indexed: larger pieces are cheaper.
+        proposed: Its row in the last matches, until acceptance is known.
     """
 
     text: Text
@@ -63,13 +58,12 @@ class _Row:
 
 
 class MemoryDrafter(Drafter):
-    """Trees of the continuations of earlier texts.
+    """Drafts trees of the continuations of earlier texts.
 
     Args:
         nodes: Draft nodes of the largest tree.
-        capacity: Tokens that are remembered, all texts together.
-        isolated: Whether each text is drafted from itself alone. What a draft proposes can be told from how long an
-            answer takes, so texts of users who must not know of each other must not meet.
+        capacity: Tokens remembered, all texts together.
+        isolated: Never draft from another request's text; response times would leak it.
     """
 
     def __init__(self, nodes: int = 16, capacity: int = CAPACITY, *, isolated: bool = False) -> None:
@@ -80,31 +74,28 @@ class MemoryDrafter(Drafter):
 
     @property
     def memory(self) -> DraftMemory:
-        """Tokens and bytes of the index; isolated texts have no use for others."""
+        """Size of the index, and how many other texts' tokens it wants: none if isolated."""
         return DraftMemory(self._index.filled, self._index.nbytes, 0 if self._isolated else self._capacity)
 
     def remember(self, texts: Sequence[Sequence[int] | npt.NDArray[np.int32]]) -> None:
-        """Let texts from elsewhere be entered before the next steps, unless texts are isolated."""
+        """Queue texts from elsewhere for the next steps, unless isolated."""
         if not self._isolated:
             self._told.put(texts)
 
     def open(self, loan: Loan) -> None:
-        """Make room for the texts."""
         self._index = SuffixIndex(self._capacity, loan.slots + _TOLD_WRITERS)
         self._rows = [self._new_row() for _ in range(loan.slots)]
 
     def enter(self, slot: int, text: Ids) -> None:
-        """Let a text begin in `slot`."""
         self._replace(slot, self._new_row())
         self._rows[slot].unread = text.tolist()
 
     def move(self, source: int, target: int) -> None:
-        """Let the text in slot `source` go on in slot `target`."""
         self._replace(target, self._rows[source])
         self._rows[source] = self._new_row()
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Trees `[B, 1 + ask.nodes]`; a row without a match gets a lone root."""
+        """Return trees `[B, 1 + ask.nodes]`; a row without a match gets a lone root."""
         rows, device = self._rows[: len(context.tokens)], context.tokens.device
         self._read_told()
         self._read(self._rows)
@@ -117,7 +108,6 @@ class MemoryDrafter(Drafter):
         return from_nodes(context.pending, tokens, parents, depths, log_probs, ask.nodes + 1)
 
     def observe(self, committed: Committed) -> None:
-        """Remember what a step added, and learn which matches were right."""
         useful = []
         for slot, tokens in zip(committed.slots, committed.tokens, strict=True):
             row = self._rows[slot]
@@ -137,13 +127,11 @@ class MemoryDrafter(Drafter):
         return _Row(Text(), self._trust)
 
     def _read(self, rows: Sequence[_Row]) -> None:
-        """Enter into the index what has come since."""
         self._index.append([row.text for row in rows], [row.unread for row in rows])
         for row in rows:
             row.unread = []
 
     def _read_told(self) -> None:
-        """Enter a portion of the texts from elsewhere."""
         told = self._told.take(_TOLD_AT_ONCE)
         for start in range(0, len(told), _TOLD_WRITERS):
             some = told[start : start + _TOLD_WRITERS]
@@ -153,29 +141,23 @@ class MemoryDrafter(Drafter):
                 self._index.end(text)
 
     def _replace(self, slot: int, row: _Row) -> None:
-        """Let another text be in `slot`; what came of the one before is remembered."""
         self._read([self._rows[slot]])
         self._index.end(self._rows[slot].text)
         self._rows[slot] = row
 
 
 class Trust:
-    """How often the next token of a match came true, by the length of the match.
-
-    Args:
-        longest: Of the matches: what has come true makes a match longer.
-    """
+    """Acceptance rate of a match's next token, by match length; accepted tokens make a match longer."""
 
     def __init__(self, longest: int) -> None:
         self._tried = np.full(longest + 1, _BELIEF, np.float64)
         self._true = self._tried / 2
 
     def log_shares(self) -> npt.NDArray[np.float64]:
-        """Log of the share that came true, of each length."""
         return np.log(self._true / self._tried)
 
     def learn(self, length: int, path: Sequence[int], tokens: Sequence[int]) -> None:
-        """Compare how a match of `length` went on with the tokens that came; nothing if there was no match."""
+        """Compare the continuation of a match of `length` with the tokens that came; 0 is no match."""
         for place, (drafted, came) in enumerate(zip(path, tokens, strict=False) if length else ()):
             if drafted == NOTHING:
                 return
@@ -192,7 +174,7 @@ def vote(
 
     Args:
         matches: Of B texts, C each with U tokens.
-        log_trust: `[B, L]` log of how often a match of each length is right about one token.
+        log_trust: `[B, L]` log acceptance rate of one token, by match length.
 
     Returns:
         Tokens, parents, depths and log-probabilities `[B, U · C]`, as `from_nodes` takes them.
@@ -201,13 +183,13 @@ def vote(
     batch, count, depth = paths.shape
     exists = paths != NOTHING
     weights = np.where(lengths > 0, _WEIGHT**lengths, 0.0)
-    # [B, C, C', U]: whether two continuations are the same up to a token.
+    # [B, C, C', U]: two continuations agree up to a token.
     same = np.logical_and.accumulate(
         (paths[:, :, None] == paths[:, None]) & exists[:, :, None] & exists[:, None], axis=-1
     )
     share = (same * weights[:, None, :, None]).sum(2) / np.maximum(weights.sum(1), 1e-9)[:, None, None]
     right = np.cumsum(np.take_along_axis(log_trust, lengths.max(1)[:, None] + np.arange(depth), 1), axis=1)
-    first = same.argmax(2)  # of several continuations with the same beginning only the first makes a node
+    first = same.argmax(2)  # of continuations with the same prefix only the first makes a node
     is_node = exists & (first == np.arange(count)[:, None])
     with np.errstate(divide="ignore"):
         log_probs = np.where(is_node, np.log(share) + right[:, None], -np.inf)
@@ -221,5 +203,4 @@ def vote(
 
 
 def memory(loading: Loading) -> MemoryDrafter:
-    """Make the drafter `memory`."""
     return MemoryDrafter(loading.nodes, isolated=loading.isolated)

@@ -1,8 +1,7 @@
-"""Where in many texts some tokens have been seen before, and how the texts went on there.
+"""Index of texts that finds earlier occurrences of some tokens, and their continuations.
 
-The texts are kept in blocks of a bounded memory. Hash tables lead from a text's last token, its last two, and its last
-four, to the newest places where these have occurred. What is found there is compared token by token, so an entry whose
-block has gone to another text since can do no harm.
+Texts lie in blocks of a bounded memory. Hash tables map a text's last one, two and four tokens to the newest positions
+where these occurred. Positions are compared token by token, so stale entries are harmless.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ Tokens = npt.NDArray[np.int32]
 Places = npt.NDArray[np.int64]
 
 CONTEXT = 8
-"""Tokens that are compared: longer matches are not told apart."""
+"""Tokens that are compared; longer matches count as this long."""
 NOTHING = -1
-"""Stands where there is no token, no place, or no block."""
+"""Missing token, position or block."""
 _BLOCK = 128
-"""Tokens that a text takes of the memory at a time; more than any continuation has."""
+"""Tokens of a block; more than any continuation has."""
 _ORDERS = (1, 2, 4)
-"""Lengths of what is looked up. Few tokens have been seen often, and then the newest places are not the best ones."""
+"""Lengths of lookup keys. Short ones occur often, where the newest positions are not the best."""
 _NEWEST = 16
-"""Places that are kept for the same tokens."""
+"""Positions kept per key."""
 _TOKENS_PER_BUCKET = 8
-"""Tokens of capacity for each entry of a hash table. Few of the tokens that occur are new pairs."""
+"""Tokens of capacity per hash bucket; most pairs of tokens recur."""
 
 
 @dataclass
@@ -35,9 +34,9 @@ class Text:
     """A text that is being written.
 
     Args:
-        group: Texts of other groups are not found for it.
-        block: Where its newest token is; `NOTHING` before there is one.
-        filled: Tokens of it in that block.
+        group: Only texts of the same group are found for it.
+        block: Of its newest token; `NOTHING` at first.
+        filled: Its tokens in that block.
         recent: Its last tokens, at most `CONTEXT`.
     """
 
@@ -49,12 +48,12 @@ class Text:
 
 @dataclass(frozen=True)
 class Matches:
-    """Where the last tokens of B texts have been seen before: longest match first, then newest.
+    """Earlier occurrences of the last tokens of B texts: longest first, then newest.
 
     Args:
-        lengths: `[B, C]` how many tokens are the same there, from 1 to `CONTEXT`; 0 where there is no match.
-        paths: `[B, C, U]` how it went on there; `NOTHING` past the end.
-        blocks: `[B, C]` the block of each place.
+        lengths: `[B, C]` matching tokens, from 1 to `CONTEXT`; 0 for no match.
+        paths: `[B, C, U]` continuations; `NOTHING` past the end.
+        blocks: `[B, C]` the block of each.
     """
 
     lengths: Places
@@ -63,14 +62,13 @@ class Matches:
 
 
 class SuffixIndex:
-    """Texts, as many as there is room for, and a look-up of what followed some tokens.
+    """Texts in bounded memory, with a lookup of what followed some tokens.
 
-    When the memory is full, a block gives way that was of no use since the last time it was asked to, oldest first
-    (CLOCK, Corbató 1968; each use is another chance).
+    Unused blocks are evicted first (CLOCK, Corbató 1968; each use is another chance).
 
     Args:
         capacity: Tokens of all texts together.
-        writers: Texts that are written at the same time at most.
+        writers: Texts written at the same time at most.
     """
 
     def __init__(self, capacity: int, writers: int = 1) -> None:
@@ -81,27 +79,23 @@ class SuffixIndex:
         self._previous = np.full(blocks, NOTHING, np.int32)
         self._groups = np.zeros(blocks, np.int64)
         self._uses = np.zeros(blocks, np.int32)
-        self._written = np.zeros(blocks, np.bool_)  # by a text that goes on
+        self._written = np.zeros(blocks, np.bool_)  # in use by an unfinished text
         self._places = np.full((len(_ORDERS), buckets, _NEWEST), NOTHING, np.int32)
         self._ends = np.zeros((len(_ORDERS), buckets), np.int64)
         self._hand = 0
         self.filled = 0
-        """Tokens that are in it."""
+        """Tokens in it."""
 
     @property
     def capacity(self) -> int:
-        """Tokens of all texts together."""
         return len(self._tokens)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the index takes, however much is in it."""
+        """Bytes allocated, however much is filled."""
         return sum(part.nbytes for part in vars(self).values() if isinstance(part, np.ndarray))
 
-    # ---- writing
-
     def append(self, texts: Sequence[Text], tokens: Sequence[Sequence[int]]) -> None:
-        """Let each text go on with its tokens."""
         contexts, groups, places = [], [], []
         for text, new in zip(texts, tokens, strict=True):
             if not len(new):
@@ -109,7 +103,7 @@ class SuffixIndex:
             before = NOTHING if text.block == NOTHING else text.block * _BLOCK + text.filled - 1
             written = self._write(text, np.asarray(new, np.int32))
             known = [NOTHING] * (CONTEXT - len(text.recent)) + [*text.recent, *new]
-            # What ends at a place is entered when it is known how it goes on there.
+            # A position is indexed once its continuation is known.
             before_new = np.array(known[CONTEXT - max(_ORDERS) : -1], np.int32)
             contexts.append(np.lib.stride_tricks.sliding_window_view(before_new, max(_ORDERS)))
             groups.append(np.full(len(new), text.group))
@@ -119,17 +113,16 @@ class SuffixIndex:
             self._enter(np.concatenate(contexts), np.concatenate(groups), np.concatenate(places))
 
     def end(self, text: Text) -> None:
-        """Let a text be over: its last block may give way from now on."""
+        """Finish a text, so that its last block can be evicted."""
         if text.block != NOTHING:
             self._written[text.block] = False
         text.block, text.filled, text.recent = NOTHING, 0, []
 
     def credit(self, blocks: Places) -> None:
-        """Count a use of each of `blocks` `[M]`: what they hold came true."""
+        """Count a use of each of `blocks` `[M]`, whose continuation was accepted."""
         np.add.at(self._uses, blocks, 1)
 
     def _write(self, text: Text, new: Tokens) -> Places:
-        """Write tokens behind a text; return where each is."""
         places = []
         while len(new):
             if text.block == NOTHING or text.filled == _BLOCK:
@@ -144,7 +137,6 @@ class SuffixIndex:
         return np.concatenate(places)
 
     def _turn_over(self, text: Text) -> None:
-        """Give a text another block."""
         block, before = self._free_block(), text.block
         for neighbours, others in ((self._next, self._previous), (self._previous, self._next)):
             if neighbours[block] != NOTHING:
@@ -161,7 +153,7 @@ class SuffixIndex:
         text.block, text.filled = block, 0
 
     def _free_block(self) -> int:
-        """Find the next block that is not in use: each use gives a block another chance."""
+        """Evict by CLOCK: each use gives a block another chance."""
         while True:
             block, self._hand = self._hand, (self._hand + 1) % len(self._uses)
             if self._written[block]:
@@ -171,12 +163,12 @@ class SuffixIndex:
             self._uses[block] //= 2
 
     def _enter(self, contexts: Tokens, groups: Places, places: Places) -> None:
-        """Note that `contexts` `[M, 4]` of texts of `groups` `[M]` end at `places` `[M]`."""
+        """Index `contexts` `[M, 4]` of texts of `groups` `[M]`, which end at `places` `[M]`."""
         for table, order in enumerate(_ORDERS):
             tail = contexts[:, -order:]
             known = (tail != NOTHING).all(1) & (places != NOTHING)
             keys, where = self._keys(tail[known], groups[known]), places[known]
-            # Equal keys follow one another in the order in which they came.
+            # A stable sort keeps equal keys in order of arrival.
             order_of_keys = np.argsort(keys, kind="stable")
             keys, where = keys[order_of_keys], where[order_of_keys]
             ends = self._ends[table]
@@ -185,7 +177,7 @@ class SuffixIndex:
             np.add.at(ends, keys, 1)
 
     def _keys(self, tails: Tokens, groups: Places) -> Places:
-        """Entries of a hash table `[M]` for `tails` `[M, order]` of texts of `groups` `[M]`."""
+        """Hash `tails` `[M, order]` of texts of `groups` `[M]` to buckets `[M]`."""
         mixed = groups.astype(np.uint64)
         for column in np.moveaxis(tails, -1, 0).astype(np.uint64):
             mixed = (mixed ^ column) * np.uint64(0x9E3779B97F4A7C15)
@@ -193,16 +185,8 @@ class SuffixIndex:
         keys: Places = (mixed % np.uint64(self._ends.shape[1])).astype(np.int64)
         return keys
 
-    # ---- reading
-
     def look_up(self, texts: Sequence[Text], depth: int, most: int) -> Matches:
-        """Find where what `texts` end in has gone on before.
-
-        Args:
-            texts: B texts.
-            depth: Tokens of a continuation, U; at most 128.
-            most: Matches of each text, C.
-        """
+        """Find up to C = `most` earlier occurrences per text, and the U = `depth` ≤ 128 tokens after each."""
         tails = np.array([[NOTHING] * (CONTEXT - len(text.recent)) + text.recent for text in texts], np.int32)
         groups = np.array([text.group for text in texts])
         places = self._candidates(tails, groups)
@@ -211,24 +195,24 @@ class SuffixIndex:
         order = np.argsort(-lengths * len(newest_first) + newest_first, axis=1, kind="stable")[:, :most]
         places, lengths = np.take_along_axis(places, order, 1), np.take_along_axis(lengths, order, 1)
         paths = self._tokens_at(places[:, :, None] + np.arange(1, depth + 1), places[:, :, None], self._next)
-        # A text goes no further than its first missing token.
+        # A continuation ends at its first missing token.
         paths = np.where(np.logical_and.accumulate(paths != NOTHING, -1) & (lengths > 0)[:, :, None], paths, NOTHING)
         return Matches(np.where(paths[:, :, 0] != NOTHING, lengths, 0), paths, places // _BLOCK)
 
     def _candidates(self, tails: Tokens, groups: Places) -> Places:
-        """Places `[B, M]` where the last tokens may have been seen: for each order, newest first."""
+        """Return candidate positions `[B, M]`: longest key first, then newest."""
         found: list[Places] = []
         for table, order in reversed(list(enumerate(_ORDERS))):
             keys = self._keys(tails[:, -order:], groups)
             ages = (self._ends[table][keys][:, None] - 1 - np.arange(_NEWEST)) % _NEWEST
             new = self._places[table][keys[:, None], ages].astype(np.int64)
-            for other in found:  # each place has one vote
+            for other in found:  # each position votes once
                 new = np.where((new[:, :, None] == other[:, None, :]).any(2), NOTHING, new)
             found.append(new)
         return np.concatenate(found, 1)
 
     def _matched(self, places: Places, tails: Tokens, groups: Places) -> Places:
-        """How many tokens up to `places` `[B, M]` are the last of `tails` `[B, CONTEXT]`, `[B, M]`; 0 if too few."""
+        """Return how many tokens up to `places` `[B, M]` match the ends of `tails` `[B, CONTEXT]`; 0 if too few."""
         seen = self._tokens_at(places[:, :, None] - np.arange(CONTEXT), places[:, :, None], self._previous)
         same = (seen == tails[:, None, ::-1]) & (seen != NOTHING)
         lengths: Places = np.logical_and.accumulate(same, -1).sum(-1)
@@ -236,7 +220,7 @@ class SuffixIndex:
         return np.where((places != NOTHING) & of_group & (lengths >= min(_ORDERS)), lengths, 0)
 
     def _tokens_at(self, wanted: Places, base: Places, neighbours: npt.NDArray[np.int32]) -> Tokens:
-        """The tokens at places `wanted` `[..., K]`, which are in the block of `base` `[..., 1]` or its neighbour."""
+        """Return tokens at `wanted` `[..., K]`, which lie in the block of `base` `[..., 1]` or its neighbour."""
         block = base // _BLOCK
         beside = neighbours[block]
         offset = wanted - block * _BLOCK

@@ -1,4 +1,4 @@
-"""`ngram`: prompt lookup. What followed the last time these tokens were seen in this row? Needs no training.
+"""`ngram`: prompt lookup in the row itself. Needs no training.
 
 After Saxena 2023, *Prompt Lookup Decoding*, with several matches merged into a tree instead of one chain.
 """
@@ -15,13 +15,13 @@ from drafter.tree.token_tree import PAD_TOKEN, TokenTree, from_paths
 
 _ORDER = 3
 _DISCOUNT = 0.4
-"""Weight of a match of one token less (the discount of Brants et al. 2007, *stupid backoff*)."""
+"""Weight of a match one token shorter (Brants et al. 2007, *stupid backoff*)."""
 FADING = 0.85
-"""Share of prefixes that hold for one token more; the budget calibrates prices, so only their order matters."""
+"""Share of prefixes that hold for one more token. The budget calibrates probabilities, so only their order matters."""
 
 
 class NgramDrafter(Drafter):
-    """Continuations of the most recent matches of the row's last one to three tokens.
+    """Drafts continuations of the latest matches of the row's last one to three tokens.
 
     Args:
         nodes: Draft nodes of the largest tree.
@@ -34,7 +34,7 @@ class NgramDrafter(Drafter):
         self._matches = matches
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Trees `[B, 1 + ask.nodes]`; a row without a match gets a lone root."""
+        """Return trees `[B, 1 + ask.nodes]`; a row without a match gets a lone root."""
         width = context.longest + 1
         tokens, lengths = context.tokens[:, :width], context.lengths.clamp_max(context.longest)
         paths, log_weight = lookup(tokens, lengths, self.spec.max_depth, self._matches)
@@ -44,20 +44,20 @@ class NgramDrafter(Drafter):
 
 
 def lookup(tokens: Tensor, lengths: Tensor, depth: int, matches: int) -> tuple[Tensor, Tensor]:
-    """The continuations of the best earlier matches of each row's last tokens: longest match first, then newest.
+    """Return continuations of the best earlier matches of each row's last tokens: longest first, then newest.
 
     Args:
         tokens: `[B, L]`; `tokens[b, lengths[b]]` is the row's last token.
         lengths: `[B]`.
-        depth: Tokens of a continuation, U.
-        matches: Continuations a row, P.
+        depth: U, tokens of a continuation.
+        matches: P, continuations per row.
 
     Returns:
         Paths `[B, P, U]`, `PAD_TOKEN` past the row's text, and log weights `[B, P]`, -inf where there is no match.
     """
     batch, width = tokens.shape
     index = torch.arange(width, device=tokens.device)
-    matched = torch.zeros_like(tokens)  # how many tokens, ending here, equal the row's last ones
+    matched = torch.zeros_like(tokens)  # tokens ending here that equal the row's last ones
     alive = index < lengths[:, None]
     for back in range(_ORDER):
         suffix = tokens.gather(1, (lengths - back).clamp_min(0)[:, None])
@@ -75,5 +75,4 @@ def lookup(tokens: Tensor, lengths: Tensor, depth: int, matches: int) -> tuple[T
 
 
 def ngram(loading: Loading) -> NgramDrafter:
-    """Make the drafter `ngram`."""
     return NgramDrafter(loading.nodes)

@@ -1,9 +1,8 @@
-"""The classifier of `pad`: how likely a draft token is a pivot, one that would make the answer worse.
+"""The classifier of `pad`: the probability that a draft token is a pivot, one that would make the answer worse.
 
 Ziashahabi et al. 2025, *Reject Only Critical Tokens: Pivot-Aware Speculative Decoding* (PAD, arXiv 2511.00351). Widths
-are the published ones. Decided here is that the hidden state is that of the draft token itself, which knows what the
-token is, that inputs are standardised by the mean and deviation of the labelled tokens, and that layers are joined by
-ReLU.
+are the published ones. Our choices: the hidden state is the draft token's own, inputs are standardised over the
+labelled tokens, and layers are joined by ReLU.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ _LEAST_DEVIATION = 1e-6
 
 @dataclass(frozen=True)
 class PivotFeatures:
-    """What is known of draft tokens, of any shape `[...]`.
+    """Inputs for draft tokens, of any shape `[...]`.
 
     Args:
-        hidden: `[..., d]` the base's hidden state of the draft token itself, at the classifier's layer.
-        entropy: `[...]` of the base's distribution in the token's place, in nats.
+        hidden: `[..., d]` the target model's hidden state of the draft token itself, at the classifier's layer.
+        entropy: `[...]` of the target model's distribution at the token's position, in nats.
         probability: `[...]` p(x) of the token by that distribution.
     """
 
@@ -44,16 +43,14 @@ class PivotFeatures:
 
     @property
     def scalars(self) -> Tensor:
-        """`[..., 2]` fp32: entropy and probability."""
+        """`[..., 2]` fp32."""
         return torch.stack([self.entropy, self.probability], -1).float()
 
 
 class PivotClassifier(nn.Module):
-    """Two linear layers, one for the hidden state and one for both numbers, and two for what they say together.
+    """Two linear layers, for the hidden state and for both numbers, and two more for both together.
 
-    Args:
-        hidden_size: d of the base.
-        layer: The base's layer whose output it reads, counted from 0.
+    It reads the output of the target model's `layer`, counted from 0.
     """
 
     def __init__(self, hidden_size: int, layer: int) -> None:
@@ -69,7 +66,7 @@ class PivotClassifier(nn.Module):
         self.register_buffer("deviation", torch.ones(hidden_size + 2))
 
     def standardise(self, features: PivotFeatures) -> None:
-        """Let inputs like `features` `[R]`, R of at least 2, have mean 0 and deviation 1."""
+        """Scale inputs like `features` `[R]`, R ≥ 2, to mean 0 and deviation 1."""
         values = torch.cat([features.hidden.float(), features.scalars], -1)
         self.mean.copy_(values.mean(0))
         self.deviation.copy_(values.std(0).clamp_min(_LEAST_DEVIATION))
@@ -84,16 +81,14 @@ class PivotClassifier(nn.Module):
         return logits
 
     def log_pivot(self, features: PivotFeatures) -> Tensor:
-        """Return log P(pivot) `[...]`. It is never -inf, so that no threshold of 0 is ever reached."""
+        """Return log P(pivot) `[...]`; never -inf, so a threshold of 0 is never met."""
         return self.forward(features).log_softmax(-1)[..., _PIVOT]
 
 
 def published_layer(num_layers: int) -> int:
-    """Return the layer that the classifier reads: the eighth from the end, or the first of a base with fewer."""
+    """Return the layer to read: the eighth from the end, or the first of a model with fewer."""
     return max(num_layers - _LAYERS_FROM_END, 0)
 
-
-# ---- A classifier of `pad` on disk: a folder with `config.json` and `model.safetensors`.
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 _FORMAT = 1
@@ -102,12 +97,7 @@ _KIND = "pad"
 
 @dataclass(frozen=True)
 class BaseOfClassifier:
-    """The base whose hidden states a classifier knows.
-
-    Args:
-        name: Hub id or folder.
-        fingerprint: See `drafter.target.architecture`.
-    """
+    """The target model of a classifier; see `drafter.target.architecture` for the fingerprint."""
 
     name: str
     fingerprint: str
@@ -116,7 +106,7 @@ class BaseOfClassifier:
 def save_classifier(
     classifier: PivotClassifier, base: BaseOfClassifier, training: Mapping[str, Any], folder: Path
 ) -> None:
-    """Write a classifier's folder; the configuration comes last, so that a folder that has it is whole."""
+    """Write a classifier's folder; the configuration last, so a folder that has one is complete."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).unlink(missing_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in classifier.state_dict().items()}
@@ -135,7 +125,7 @@ def save_classifier(
 
 
 def load_classifier(name: str | Path) -> tuple[PivotClassifier, BaseOfClassifier]:
-    """Read a classifier's folder, and which base it was made for.
+    """Read a classifier's folder, and its target model.
 
     Raises:
         LoadError: There is none, or it is damaged.

@@ -1,4 +1,4 @@
-"""Rejected draft tokens, noted while the base decodes exactly."""
+"""Training of PAD's classifier: rejected draft tokens, labels by answer quality, and the ROC curve."""
 
 from __future__ import annotations
 
@@ -19,16 +19,13 @@ from drafter.methods.pad.classifier import PivotClassifier, PivotFeatures
 
 @dataclass(frozen=True)
 class Rejection:
-    """A draft token that was rejected.
+    """A rejected draft token after `prefix`, and the target model's `chosen` one instead.
 
     Args:
-        prefix: Prompt and output before it.
-        prompt_tokens: How many of these are the prompt's.
-        rejected: The token.
-        chosen: The base's own choice in its place.
-        entropy: Of the base's distribution there, in nats.
+        prompt_tokens: Of the prefix.
+        entropy: Of the target model's distribution there, in nats.
         probability: p(x) of the rejected token by that distribution.
-        hidden: `[d]` fp32, on the host: the base's hidden state of the rejected token.
+        hidden: `[d]` fp32, on the host: the target model's hidden state of the rejected token.
     """
 
     prefix: list[int]
@@ -41,14 +38,13 @@ class Rejection:
 
 
 class RecordingVerifier(ExactVerifier):
-    """The exact verifier, which notes at each step the token that is rejected where the accepted path ends.
+    """The exact verifier, which records the token rejected at the end of each accepted path.
 
-    Of several children there, it is the first: the one that the drafter finds most probable. To note it is to wait for
-    the device, so that steps are no CUDA graphs. Slots that are empty or not sound are noted as well: a caller keeps
-    what continues a text that it knows.
+    Of several children there it records the first, the drafter's likeliest. Recording syncs with the device, so steps
+    are no CUDA graphs. Empty and unsound slots are recorded too: callers must keep only what continues a known text.
 
     Args:
-        layer: The base's layer whose output is noted, counted from 0.
+        layer: The target model's layer whose output is recorded, counted from 0.
     """
 
     def __init__(self, layer: int) -> None:
@@ -56,12 +52,10 @@ class RecordingVerifier(ExactVerifier):
         self._noted: list[Rejection] = []
 
     def take(self) -> list[Rejection]:
-        """Return what has been noted since the last call."""
         noted, self._noted = self._noted, []
         return noted
 
     def accept(self, verified: Verified, sampling: RowSampling) -> Accepted:
-        """Accept exactly; see `Verifier.accept`."""
         accepted = super().accept(verified, sampling)
         if verified.read is not None and verified.tree.size > 1:
             self._note(verified, verified.read, sampling, accepted)
@@ -88,34 +82,25 @@ class RecordingVerifier(ExactVerifier):
                 self._noted.append(Rejection(prefix, prompt, token, choice, uncertain, likely, hidden[row].clone()))
 
 
-# ---- Pivots, told by what they do to answers; a classifier that learns to tell them from afar; how well it does.
-
 _SHARE = 0.9
 _EPOCHS, _BATCH = 60, 128
 _RATE, _DECAY = 1e-3, 1e-2
 
 
 def is_pivot(with_it: float, without: float) -> bool:
-    """Whether a token makes answers worse: their mean utility with it is below 0.9 of that without, as in PAD.
-
-    Args:
-        with_it: Mean utility of answers with it, at least 0: a share of less than nothing means nothing.
-        without: The same of those without.
-    """
+    """Return whether answers with the token have a mean utility below 0.9 of those without it, as in PAD."""
     return with_it < _SHARE * without
 
 
 def train_classifier(
     features: PivotFeatures, pivots: Tensor, layer: int, *, seed: int = 0, epochs: int = _EPOCHS
 ) -> PivotClassifier:
-    """Train a classifier by cross-entropy with AdamW, the same each time.
+    """Train a classifier by cross-entropy with AdamW, deterministically.
 
     Args:
-        features: Of R labelled tokens, R of at least 2; hidden states `[R, d]`.
+        features: Of R ≥ 2 labelled tokens; hidden states `[R, d]`.
         pivots: `[R]` bool.
-        layer: The base's layer whose outputs the hidden states are.
-        seed: Of the first weights and of the order of tokens.
-        epochs: Passes over the tokens.
+        layer: The target model's layer of the hidden states.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -134,13 +119,7 @@ def train_classifier(
 
 @dataclass(frozen=True)
 class RocPoint:
-    """What a threshold does.
-
-    Args:
-        threshold: Tokens with a larger P(pivot) are taken for pivots.
-        false_positives: Share of harmless tokens that are.
-        true_positives: Share of pivots that are.
-    """
+    """A threshold above which P(pivot) means a pivot, and the shares of harmless tokens and of pivots above it."""
 
     threshold: float
     false_positives: float
@@ -149,24 +128,14 @@ class RocPoint:
 
 @dataclass(frozen=True)
 class Roc:
-    """A receiver operating characteristic.
-
-    Args:
-        points: From the largest threshold, at which nothing is a pivot, to 0.
-        area: Under the curve: how often a pivot has a larger probability than a harmless token has.
-    """
+    """A receiver operating characteristic: points by falling threshold, and the area under the curve."""
 
     points: list[RocPoint]
     area: float
 
 
 def roc(probabilities: Sequence[float], pivots: Sequence[bool]) -> Roc | None:
-    """Return the ROC of a classifier; None where all tokens are alike.
-
-    Args:
-        probabilities: P(pivot) of each token.
-        pivots: Whether it is one.
-    """
+    """Return the ROC of P(pivot) per token against labels; None where all labels are the same."""
     positives = sum(pivots)
     negatives = len(pivots) - positives
     if not positives or not negatives:
@@ -176,7 +145,7 @@ def roc(probabilities: Sequence[float], pivots: Sequence[bool]) -> Roc | None:
     for _, group in groupby(ordered, key=lambda one: one[0]):
         here = [pivot for _, pivot in group]
         right = sum(here)
-        # Pivots above each harmless token count whole, those of the same probability by half.
+        # Mann-Whitney: pivots above a harmless token count whole, ties half.
         area += (len(here) - right) * (found + right / 2)
         found, wrong = found + right, wrong + len(here) - right
         below = ordered[found + wrong][0] if found + wrong < len(ordered) else 0.0

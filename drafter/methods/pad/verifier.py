@@ -1,4 +1,4 @@
-"""`pad`: a draft token is rejected only if it would make the answer worse, as far as a classifier can tell.
+"""`pad`: rejects a draft token only if a classifier predicts that it would make the answer worse.
 
 Ziashahabi et al. 2025, *Reject Only Critical Tokens: Pivot-Aware Speculative Decoding* (PAD, arXiv 2511.00351).
 """
@@ -22,21 +22,20 @@ from drafter.requests import SamplingParams
 from drafter.target.model import BaseModel
 
 _LOG_FLOOR = math.log(1e-4)
-"""A token that the base finds less probable than 10⁻⁴ is never let pass."""
+"""Tokens with a probability below 10⁻⁴ are always rejected."""
 _PLAIN = SamplingMode.of([SamplingParams()])
 
 
 class PadVerifier(Verifier):
-    """Accepts a draft token x that the base would not choose if P(pivot) ≤ σ and p(x) ≥ 10⁻⁴.
+    """Accepts a draft token x that the target model would not choose if P(pivot) ≤ σ and p(x) ≥ 10⁻⁴.
 
-    The classifier looks at the base's own distribution, on which it was trained, whatever a row's settings are. The
-    floor is of the distribution that the row draws from, so that what its settings forbid is never accepted. The paper
-    has the floor for tokens that are accepted exactly, too; those are the base's own choice, which would take the place
-    of a rejected one. On a tree see `lenient_walk`.
+    The classifier reads the target model's own distribution, on which it was trained. The floor applies to the
+    distribution that the row samples from, so tokens that its settings forbid are never accepted. The paper applies it
+    to exactly accepted tokens, too, but rejecting these would choose them again. On a tree see `lenient_walk`.
 
     Args:
-        classifier: Folder of a classifier, made by `jobs.pivots` for the base.
-        sigma: σ. With 0 nothing is accepted that the base does not choose.
+        classifier: Folder of a classifier, made by `jobs.pivots` for the target model.
+        sigma: σ. With 0 only the target model's choices are accepted.
 
     Raises:
         ValueError: σ is not between 0 and 1.
@@ -61,11 +60,10 @@ class PadVerifier(Verifier):
 
     @property
     def settings(self) -> Mapping[str, float]:
-        """σ."""
         return {"sigma": self._sigma}
 
     def open(self, base: BaseModel) -> None:
-        """Move the classifier to the base's device; see `Verifier.open`."""
+        """Check the classifier's target model and move it to the device; see `Verifier.open`."""
         if not base.has_fingerprint(self._base.fingerprint):
             raise LoadError(
                 f"classifier {self._folder!r} was made for another base: for {self._base.name} "
@@ -75,7 +73,6 @@ class PadVerifier(Verifier):
         self._classifier.to(base.device)
 
     def accept(self, verified: Verified, sampling: RowSampling) -> Accepted:
-        """Walk down each tree; see `Verifier.accept`."""
         if verified.read is None or verified.tree.size == 1:
             return ExactVerifier().accept(verified, sampling)
         tree, plain = verified.tree, sampling.mode.likeliest
@@ -87,5 +84,5 @@ class PadVerifier(Verifier):
         return lenient_walk(tree, views.choices, lenient, views.log_probs, verified.depth)
 
     def _log_pivot(self, hidden: Tensor, entropy: Tensor, probability: Tensor) -> Tensor:
-        """log P(pivot) `[B, N]` of the nodes."""
+        """Return log P(pivot) `[B, N]` of the nodes."""
         return self._classifier.log_pivot(PivotFeatures(hidden, entropy, probability))

@@ -1,10 +1,8 @@
-"""SpecFormer's layers: from hidden states of several layers to all draft positions at once.
+"""`specformer`: a chain of draft tokens in one forward (Shi et al. 2025, arXiv 2511.20340).
 
-The token's embedding and the base's hidden states before it are normed one by one and fused. One attention layer reads
-the text so far. A linear map makes of what it read a state for each draft position, and these attend to one another.
-
-The published module fuses the embedding of the token before the pending one. Here it is the pending token's own, which
-is known when drafting begins.
+The token's embedding and the hidden states before it are normed and fused. One attention layer reads the text, a linear
+map yields a state per draft position, and these attend to one another. The published module fuses the embedding of the
+token before the pending one; here it is the pending token's, known when drafting begins.
 """
 
 from __future__ import annotations
@@ -31,8 +29,6 @@ from drafter.tree.token_tree import TokenTree
 
 
 class Attention(nn.Module):
-    """Pre-norm multi-head attention; who attends to whom is its caller's matter."""
-
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -45,14 +41,7 @@ class Attention(nn.Module):
         return self.qkv(self.norm(states)).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)  # type: ignore[no-any-return]
 
     def mix(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return what queries `[B, Q, H, D]` read of keys and values `[B, S, H, D]`, `[B, Q, d]`.
-
-        Args:
-            queries: Of those that read.
-            keys: Of those that are read.
-            values: Likewise.
-            mask: `[B, Q, S]` bool; None lets all read all.
-        """
+        """Attend from queries `[B, Q, H, D]` to `[B, S, H, D]` under a bool mask `[B, Q, S]`; return `[B, Q, d]`."""
         mixed = F.scaled_dot_product_attention(
             queries.transpose(1, 2),
             keys.transpose(1, 2),
@@ -63,16 +52,7 @@ class Attention(nn.Module):
 
 
 class SpecFormerModule(DraftModule):
-    """Computes the states of all draft positions in one forward.
-
-    Args:
-        width: d.
-        num_frames: T, number of draft positions.
-        num_layers: K, number of hidden states that are read.
-        num_heads: Attention heads; each has an even width.
-        intermediate_size: Inner width of the gated MLP.
-        rope_theta: Base of the rotary positions in the text.
-    """
+    """Computes the states of T = `num_frames` draft positions in one forward from K = `num_layers` hidden states."""
 
     def __init__(
         self, width: int, num_frames: int, num_layers: int, num_heads: int, intermediate_size: int, rope_theta: float
@@ -83,7 +63,7 @@ class SpecFormerModule(DraftModule):
         self.fusion = nn.Linear((1 + num_layers) * width, width, bias=False)
         self.text_attention = Attention(width, num_heads)
         self.position_norm = nn.RMSNorm(width, 1e-6)
-        # Its bias is what a draft position knows of its place.
+        # Its bias encodes the draft position.
         self.positions = nn.Linear(width, num_frames * width)
         self.draft_attention = Attention(width, num_heads)
         self.mlp_norm = nn.RMSNorm(width, 1e-6)
@@ -107,12 +87,9 @@ class SpecFormerModule(DraftModule):
         return rotate(queries, cos, sin), rotate(keys, cos, sin), values
 
     def frames(self, pending: Tensor, read: Tensor, count: int | None) -> Tensor:
-        """Return the first `count` draft positions, or all, `[N, F, d]`, which all attend to all T.
+        """Return the first F = `count` draft positions, or all, `[N, F, d]`; each attends to all T.
 
-        Args:
-            pending: `[N, d]` the pending tokens' entries.
-            read: `[N, d]` what they have read of the text.
-            count: F.
+        `pending` `[N, d]` are the pending tokens' entries, and `read` `[N, d]` their attention output over the text.
         """
         states = self.positions(self.position_norm(pending + read)).unflatten(-1, (self.num_frames, -1))
         queries, keys, values = self.draft_attention.project(states)
@@ -131,7 +108,6 @@ class SpecFormerModule(DraftModule):
         return frames.view(*anchors.shape, *frames.shape[1:])
 
     def reader(self, base: BaseModel, fresh: int) -> FrameReader:
-        """Return a reader with a cache of the text's keys and values."""
         prepack(self)
         return _SpecFormerReader(self, base, fresh)
 
@@ -157,7 +133,7 @@ class _SpecFormerReader(ContextReader, FrameReader):
         self._read(context, entries)
 
     def _read(self, context: DraftContext, entries: Entries) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of entries; return the entries `[E, d]` and their queries `[E, H, D]`."""
+        """Cache the keys and values of entries; return the entries `[E, d]` and their queries `[E, H, D]`."""
         positions, embeddings, hidden = self._inputs(context, entries)
         fused = self._module.fuse(embeddings, hidden)
         queries, keys, values = self._module.project(fused, self._rotation[positions])
@@ -165,16 +141,13 @@ class _SpecFormerReader(ContextReader, FrameReader):
         return fused, queries
 
 
-# ---- `specformer`: a chain of tokens in one forward (Shi et al. 2025, arXiv 2511.20340).
-
-
 @dataclass(frozen=True)
 class SpecFormerHeadConfig:
     """Shape of a SpecFormer head.
 
     Args:
-        hidden_size: d, width of the base's hidden states.
-        vocab_size: V, size of the base's vocabulary.
+        hidden_size: d, width of the target model's hidden states.
+        vocab_size: V, size of the target model's vocabulary.
         hidden_layers: Hidden states that are fused beside the token's embedding; see `DraftSpec.hidden_layers`.
         depth: U, number of draft positions.
         num_heads: Attention heads; each has an even width.
@@ -227,11 +200,10 @@ class SpecFormerHead(FrameHead):
 
     @classmethod
     def defaults(cls, layers: int) -> dict[str, Any]:
-        """Return the published layers: the middle one, the last but one, and what the LM head reads."""
+        """Return the published layers: the middle one, the last but one, and the LM head's input."""
         return {"hidden_layers": tuple(dict.fromkeys((max(0, layers // 2 - 1), max(0, layers - 2), LM_HEAD_INPUT)))}
 
     def forward(self, base: BaseModel, batch: DraftBatch, hidden: Tensor, labels: Labels) -> LossSum:
-        """Return the depth-weighted cross-entropy; see `DraftHead.forward`."""
         real = batch.lengths > 0
         states = self.norm(self.module(base.embed(batch.tokens), hidden, batch.anchors)[real])
         labels = self.draft_targets(batch, labels).labels[real]
@@ -239,15 +211,12 @@ class SpecFormerHead(FrameHead):
         return cross_entropy(log_probs, labels, batch.lengths[real], self.config.depth_decay)
 
     def search(self, states: Tensor, recent: Tensor, base: BaseModel, size: int, tree: Tree) -> TokenTree:
-        """Return the chain of the likeliest tokens; see `FrameHead.search`."""
         log_probs = self.output(base).lm_head(self.norm(states)).float().log_softmax(-1)
         return likeliest_chain(log_probs, recent[:, -1], size)
 
     def frames_for(self, size: int, tree: Tree) -> int | None:
-        """Return one frame for each node; see `FrameHead.frames_for`."""
         return min(self.config.depth, size - 1)
 
     def refuse_tree(self, tree: Tree) -> None:
-        """Raise `ValueError` for the static tree."""
         if tree == "static":
             raise ValueError("the static tree needs alternatives at each depth: SpecFormer drafts a chain")

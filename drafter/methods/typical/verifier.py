@@ -1,4 +1,4 @@
-"""`typical`: a draft token is accepted if it is typical of what the base would say, though it is not what it would say.
+"""`typical`: accepts draft tokens that are likely enough under the target model (typical acceptance).
 
 Cai et al. 2024, *Medusa* (arXiv 2401.10774), section 2.3.2, after Hewitt et al. 2022.
 """
@@ -15,13 +15,13 @@ from drafter.acceptance.lenient import lenient_walk, node_views, shannon_entropy
 
 
 class TypicalVerifier(Verifier):
-    """Accepts a draft token x where `p(x) > min(ε, δ · exp(−H))`; H is the entropy of the base's distribution p.
+    """Accepts a draft token x where `p(x) > min(ε, δ · exp(−H))`; H is the entropy of the target distribution p.
 
-    p is the distribution that a row draws from: after biases, penalties, temperature and filters, so what they forbid
-    is never accepted. A row of temperature 0 is decoded exactly, as published. On a tree see `lenient_walk`.
+    p is the distribution that a row samples from, after biases, penalties, temperature and filters, so forbidden tokens
+    are never accepted. A row of temperature 0 is decoded exactly, as published. On a tree see `lenient_walk`.
 
     Args:
-        epsilon: ε. With ε = 1 and an infinite δ nothing is accepted that the base does not choose.
+        epsilon: ε. With ε = 1 and an infinite δ only the target model's choices are accepted.
         delta: δ.
 
     Raises:
@@ -40,11 +40,9 @@ class TypicalVerifier(Verifier):
 
     @property
     def settings(self) -> Mapping[str, float]:
-        """ε and δ."""
         return {"epsilon": self._epsilon, "delta": self._delta}
 
     def accept(self, verified: Verified, sampling: RowSampling) -> Accepted:
-        """Walk down each tree; see `Verifier.accept`."""
         tree = verified.tree
         views = node_views(verified, sampling, shannon_entropy)
         threshold = (self._delta * torch.exp(-views.entropy)).clamp_max(self._epsilon)
