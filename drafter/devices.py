@@ -1,4 +1,4 @@
-"""What kinds of device differ in: who waits for whom, how much memory is left, how they are called."""
+"""Differences between devices: asynchrony, transfers and free memory."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def is_asynchronous(device: torch.device) -> bool:
-    """Whether the host queues work there and goes on, so that to look at a result is to wait for all of it."""
+    """Return whether the device runs asynchronously, so that reading a result waits for all queued work."""
     return device.type == "cuda"
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done everything it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed(device: torch.device, work: Callable[[], T]) -> tuple[T, float]:
-    """What `work` returns, and its seconds on the device."""
+    """Return the result of `work` and its seconds on the device."""
     synchronise(device)
     start = time.perf_counter()
     result = work()
@@ -42,17 +41,17 @@ def timed(device: torch.device, work: Callable[[], T]) -> tuple[T, float]:
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor`, which the host has just made, on `device`, without waiting for what is queued there."""
+    """Copy a tensor that the host has just made to `device`, without waiting for queued work."""
     return staged(tensor, device).to(device, non_blocking=True)
 
 
 def staged(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` of the host where `device` can copy it from without anybody waiting."""
+    """Put a host tensor where `device` can copy it asynchronously (pinned memory)."""
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def fetch(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A copy of `tensor` for the host, without waiting, and what happens when it is there; None where it is."""
+    """Copy a tensor to the host asynchronously; return it and the event of its arrival, None if it is there."""
     if tensor.device.type != "cuda":
         return tensor.clone(), None
     copy = tensor.to("cpu", non_blocking=True)
@@ -62,7 +61,7 @@ def fetch(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 
 
 def release_unused(device: torch.device) -> None:
-    """Give back what PyTorch holds without use: what is left may be enough, but in pieces."""
+    """Free PyTorch's unused memory: what is left may be enough, but fragmented."""
     if device.type == "cuda":
         try:
             torch.cuda.empty_cache()
@@ -71,7 +70,7 @@ def release_unused(device: torch.device) -> None:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be taken, on a GPU those that PyTorch holds without use included; None if nobody knows."""
+    """Return the free memory, on a GPU with PyTorch's unused part; None if unknown."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0] + unused)
@@ -81,16 +80,10 @@ def free_bytes(device: torch.device) -> int | None:
     return None
 
 
-# ---- Where torch computes on a CPU: in one thread only.
-
 Result = TypeVar("Result")
 
 
 def in_passing_thread(work: Callable[[], Result]) -> Result:
-    """Do something in a thread that ends with it, and takes its pool of workers along.
-
-    Raises:
-        Exception: Whatever `work` raises.
-    """
+    """Run `work` in a short-lived thread, whose pool of torch workers ends with it. Its errors are raised here."""
     with ThreadPoolExecutor(1, "passing") as thread:
         return thread.submit(work).result()

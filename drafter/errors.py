@@ -1,10 +1,10 @@
-"""The errors a caller can do something about. Each message says which input, what is wrong and what to do."""
+"""Errors that a caller can handle. Each message says which input, what is wrong and what to do."""
 
 from __future__ import annotations
 
 
 class RequestError(ValueError):
-    """A request that cannot be generated; nobody else's request is affected."""
+    """A request that cannot be generated; other requests are not affected."""
 
 
 class PromptTooLongError(RequestError):
@@ -12,19 +12,19 @@ class PromptTooLongError(RequestError):
 
 
 class RequestTimeoutError(RequestError):
-    """A request that was not done within its own time limit."""
+    """A request that exceeded its own deadline."""
 
 
 class NotFiniteError(RequestError):
-    """A request for which the base computes numbers that are not finite: its activations overflow."""
+    """A request for which the target model's activations overflow."""
 
 
 class LoadError(ValueError):
-    """A base model or a draft head that cannot be loaded or cannot be used."""
+    """A model or a draft head that cannot be loaded or used."""
 
 
 class QueueFullError(RuntimeError):
-    """The engine's waiting queue is full: submit again later."""
+    """The waiting queue is full: submit again later."""
 
 
 class EngineError(RuntimeError):
@@ -36,25 +36,25 @@ class TrainingError(RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its class where it has none."""
+    """Return the first line of an error's message, or its class if it has none."""
     return printable((str(error).strip() or type(error).__name__).split("\n")[0])
 
 
 def printable(text: str) -> str:
-    """Escape what a terminal acts on, as Python writes it: control characters, and those that turn the text around.
+    """Escape control characters and those that reverse text, as Python writes them.
 
-    All that comes from others goes through it on its way to a terminal: names of files, a dataset's README, a model.
+    All text from others passes through it on the way to a terminal: file names, a dataset's README, model output.
     """
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def one_line(error: BaseException | str, limit: int = 500) -> str:
-    """An error's message on one line of at most `limit` characters, all of them printable."""
+    """Return an error's message on one line of at most `limit` printable characters."""
     text = printable(" ".join(str(error).split())) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """A value as a message quotes it, in Python's words: its beginning where it has more than `limit` characters."""
+    """Quote a value for a message, cut to `limit` characters."""
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,4 +1,4 @@
-"""The Hugging Face hub, which is asked once whether it answers: its client would retry each file for half a minute."""
+"""Access to the Hugging Face hub. Probed once, as its client would retry each file for half a minute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole thing behind one class: load a base and a drafter, generate."""
+"""`SpeculativeLM`: load a target model and a drafter, and generate."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Prompt = str | Sequence[Message]
 
 
 class SpeculativeLM:
-    """A base LM with a drafter, decoding in a thread of its own.
+    """A target model with a drafter, decoding in a thread of its own.
 
     Example::
 
@@ -50,12 +50,12 @@ class SpeculativeLM:
         print(lm.generate("Tom has 3 boxes of 12 pens. How many pens?", max_new_tokens=100)[0].text)
 
     Args:
-        base: The base model.
-        drafter: Proposes trees.
-        tokenizer: Of the base.
+        base: The target model.
+        drafter: Proposes draft trees.
+        tokenizer: The target model's.
         config: Sizes of the engine.
         verifier: Decides which draft tokens are accepted; by default the exact one.
-        samples: Is given rows that have ended, for a learner; by default nobody is.
+        samples: Receives finished rows, for a learner.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SpeculativeLM:
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="drafter-engine", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # Python ends other threads wherever they are, and inside of a step that is a crash
+        atexit.register(self.close)  # at exit Python kills daemon threads; inside a step that crashes
 
     @classmethod
     def from_pretrained(
@@ -95,28 +95,25 @@ class SpeculativeLM:
         learning: LearningStart | None = None,
         on_stage: Callable[[str], None] | None = None,
     ) -> SpeculativeLM:
-        """Load a base, its tokeniser and a drafter.
+        """Load a target model, its tokeniser and a drafter.
 
         Args:
-            model: Hub id or folder of the base; None is the embedded demonstration model.
+            model: Hub id or folder of the target model; None is the embedded demonstration model.
             drafter: `none` (plain decoding), `ngram`, `memory`, `cacheback`, `exit:N`, a draft head's folder or hub id,
                 `ctc` (the embedded head), `model:` and a draft model's, several of them joined by `+`,
                 `long:N:DRAFTER`, `stack:LOWER>model:A`, or `auto`: the fastest of the head that ships with the project
-                for this base, `memory`, `cacheback` and `ngram`.
+                for this target model, `memory`, `cacheback` and `ngram`.
             dtype: `auto` is bf16 on a GPU and fp32 on a CPU.
             device: `auto` is the first GPU, or the CPU.
-            device_map: As in transformers, for a base larger than one GPU.
+            device_map: As in transformers, for a model larger than one GPU.
             trust_remote_code: Run modeling code that comes with the weights.
-            generation_config: `ignore` leaves out sampling settings that come with the model, in its
-                `generation_config.json`.
-            isolated: Whether no prompt's text may be drafted from another one's: what is drafted can be told from how
-                long an answer takes.
+            generation_config: `ignore` leaves out the sampling settings of the model's `generation_config.json`.
+            isolated: Never draft from another request's text; response times would leak it.
             config: Sizes of the engine.
             verifier: Which draft tokens become output; by default those that plain decoding would give.
-            learning: What a head begins with that learns from the rows. `samples` then hands these out, and
-                `engine.drafter.offer` takes versions of it. The drafter is `auto` or this head.
-            on_stage: Is told what is being done, before each part of the start that may take long; by default it is
-                logged at level INFO.
+            learning: Initial state of a head that learns from the rows. `samples` then yields these, and
+                `engine.drafter.offer` takes versions of the head. The drafter is `auto` or this head.
+            on_stage: Called with a message before each slow part of the start; by default logged at level INFO.
 
         Raises:
             LoadError: Something cannot be found, read or used; the message says what.
@@ -160,16 +157,16 @@ class SpeculativeLM:
 
     @property
     def max_length(self) -> int:
-        """Tokens of prompt and output together that a request may have."""
+        """Largest number of tokens of a request, prompt and output together."""
         return self.engine.max_length
 
     def encode(self, prompt: Prompt, *, special_tokens: bool = False) -> list[int]:
-        """Token ids of a text, taken as it is, or of chat messages, put through the chat template.
+        """Tokenise a text as it is, or chat messages by the chat template.
 
         Args:
             prompt: The text or the messages.
-            special_tokens: Whether the text of a special token in a message is that token; by default it is text. In a
-                prompt that is a text it always is the token.
+            special_tokens: Parse special tokens in the text of messages; by default they are plain text there. In a
+                prompt that is a text they are always parsed.
 
         Raises:
             PromptTooLongError: The text cannot be `max_length` tokens or fewer.
@@ -187,11 +184,11 @@ class SpeculativeLM:
         return encode_chat(self.tokenizer, prompt, special_tokens=special_tokens, max_length=self.max_length)
 
     def submit(self, request: Request, *, stream: bool = False) -> Handle:
-        """Queue a request; safe from any thread.
+        """Queue a request. Safe from any thread.
 
         Args:
             request: What to generate.
-            stream: Whether the handle will be iterated over for tokens as they come.
+            stream: The handle will be iterated over for tokens as they come.
 
         Raises:
             RequestError: The request cannot be generated.
@@ -215,8 +212,8 @@ class SpeculativeLM:
 
         Args:
             prompts: A text, chat messages, or a list of either.
-            sampling: Settings. What they leave out is as in the model's `generation_config.json`, and otherwise greedy
-                decoding of up to 256 tokens.
+            sampling: Settings. Unset ones come from the model's `generation_config.json`, or else are greedy decoding
+                of up to 256 tokens.
             special_tokens: As in `encode`.
             settings: Fields of `SamplingParams` to change, such as `max_new_tokens=100`.
 
@@ -236,13 +233,13 @@ class SpeculativeLM:
                     waiting[index - self.engine.config.max_queue].result()
                 waiting.append(self.submit(request))
             return [handle.result() for handle in waiting]
-        except BaseException:  # such as Ctrl-C: the next call must not wait for what nobody will read
+        except BaseException:  # such as Ctrl-C: abandoned requests must not delay the next call
             for handle in waiting:
                 handle.cancel()
             raise
 
     def close(self) -> None:
-        """Stop the thread; requests that are not finished end with an error. Comes by itself as the process ends."""
+        """Stop the thread; unfinished requests end with an error. Called automatically at exit."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -265,7 +262,7 @@ class SpeculativeLM:
                     if self._closing:
                         break
                 self.engine.step()
-        except Exception as error:  # whatever went wrong, the requests must hear of it
+        except Exception as error:  # whatever it is, it must reach the waiting requests
             self.engine.fail(error)
         else:
             self.engine.fail(RuntimeError("it was closed"))

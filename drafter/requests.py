@@ -1,4 +1,4 @@
-"""What enters the engine and what leaves it."""
+"""Input and output of the engine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from drafter.statistics import DecodeCounts
 FinishReason = Literal["stop", "length", "cancelled"]
 
 MOST_LOGPROBS = 20
-"""Most probable tokens that a request may ask the log-probabilities of, at each place."""
+"""Largest number of alternatives per token whose log-probabilities a request may ask for."""
 MOST_STOPS = 16
-"""Stop strings that a request may have."""
+"""Stop strings per request."""
 LONGEST_STOP = 1000
 """Characters of a stop string."""
 MOST_STOP_TOKENS = 256
-"""Stop tokens that a request may have."""
+"""Stop tokens per request."""
 _NUMBERS = (
     ("temperature", 0.0, math.inf, False),
     ("top_p", 0.0, 1.0, True),
@@ -28,14 +28,14 @@ _NUMBERS = (
     ("presence_penalty", -2.0, 2.0, False),
     ("frequency_penalty", -2.0, 2.0, False),
 )
-"""Settings that are floats: name, lowest and highest value, and whether the lowest is not allowed itself."""
+"""Float settings: name, lowest and highest value, and whether the lowest is excluded."""
 
 DRAW = "gumbel"
-"""How a seed decides tokens, by name: the same seed draws other tokens under another name."""
+"""Name of the sampling scheme that maps seeds to tokens: another name stands for other tokens from the same seed."""
 
 
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> float:
-    """Return `value` as a float: an integer may be too large for a tensor's.
+    """Convert `value` to a float: an integer may be too large for a tensor.
 
     Raises:
         RequestError: It is no finite number in `[low, high]` (`(low, high]` if `low_open`).
@@ -49,7 +49,6 @@ def _number(name: str, value: object, low: float, high: float, *, low_open: bool
 
 
 def _is_finite(value: float) -> bool:
-    """Whether a number is finite as a float; an integer may be larger than any of these."""
     try:
         return math.isfinite(value)
     except OverflowError:
@@ -64,11 +63,6 @@ def _integer(name: str, value: object, low: int, high: float = math.inf) -> None
 
 
 def _biases(value: object) -> tuple[tuple[int, float], ...]:
-    """(token, bias) pairs by rising token, of a mapping or of such pairs.
-
-    Raises:
-        RequestError: Something else, or a token or a bias that cannot be one.
-    """
     pairs = value.items() if isinstance(value, Mapping) else value
     try:
         found = {_token(token): bias for token, bias in pairs}  # type: ignore[attr-defined]
@@ -79,7 +73,7 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
 
 
 def _token(value: object) -> int:
-    """A token id; JSON has it as text where it is a key."""
+    # Keys of a JSON object are text.
     if isinstance(value, str) and value.isascii() and value.isdigit():
         return int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -88,11 +82,7 @@ def _token(value: object) -> int:
 
 
 def _stops(value: object) -> tuple[str, ...]:
-    """Stop strings. They are looked for in every token, so that neither their number nor their length is unlimited.
-
-    Raises:
-        RequestError: Something else, too many, or too long.
-    """
+    # Bounded, because every new token is searched for them.
     if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
         raise RequestError(f"stop must be a list of non-empty strings, not {shown(value)}")
     if len(value) > MOST_STOPS:
@@ -103,11 +93,6 @@ def _stops(value: object) -> tuple[str, ...]:
 
 
 def _stop_tokens(value: object) -> tuple[int, ...]:
-    """Stop tokens.
-
-    Raises:
-        RequestError: Something else, or too many.
-    """
     if not isinstance(value, list | tuple) or any(
         isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in value
     ):
@@ -119,27 +104,26 @@ def _stop_tokens(value: object) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the base chooses each token, and where it stops.
+    """Sampling settings and stop conditions of a request.
 
     Names and meanings follow transformers' `generate`; `presence_penalty`, `frequency_penalty` and `logit_bias` are
-    OpenAI's. `drafter.acceptance.choices` says in which order they apply. What is None is as the model's
-    `generation_config.json` has it, and otherwise as in `ResolvedSampling`.
+    OpenAI's. `drafter.acceptance.choices` says in which order they apply. None stands for the value in the model's
+    `generation_config.json`, or else that of `ResolvedSampling`.
 
     Args:
         max_new_tokens: Most tokens to generate; the end-of-sequence token counts. By default 256.
-        temperature: 0 takes the most probable token; above, the base's distribution at this temperature is sampled. By
-            default 0.
-        top_k: Keep the k most probable tokens; 0 keeps all, which is the default.
+        temperature: 0, the default, takes the most probable token; above 0, tokens are sampled at this temperature.
+        top_k: Keep the k most probable tokens; 0, the default, keeps all.
         top_p: Keep the smallest set of most probable tokens whose probability reaches this; 1, the default, keeps all.
         min_p: Keep tokens at least this fraction as probable as the most probable one; 0, the default, keeps all.
         repetition_penalty: Divide positive (multiply negative) logits of tokens already seen; 1, the default, leaves
             them.
-        presence_penalty: Taken off the logit of every token that has been generated, -2 to 2.
-        frequency_penalty: Taken off the logit of a token as often as it has been generated, -2 to 2.
+        presence_penalty: Subtracted from the logit of every token that has been generated, -2 to 2.
+        frequency_penalty: Subtracted from the logit of a token as often as it has been generated, -2 to 2.
         logit_bias: Added to the logits of these tokens, -100 to 100: a mapping from token ids, or (token, bias) pairs,
             as which it is kept.
-        logprobs: Hand out the base's log-probability of each token, and of so many most probable ones in its place:
-            0 to 20, or None for neither. They are the base's own: of its logits before all of the above.
+        logprobs: Return the target model's log-probability of each token, and of so many most probable alternatives: 0
+            to 20, or None for neither. They are taken from its logits before all of the above.
         seed: Tokens are a function of (model, prompt, seed) alone: see `docs/method.md`.
         stop: Strings that end the text; the text is cut before the first one. Up to 16, of up to 1000 characters each.
         stop_token_ids: Tokens that end the text as the end-of-sequence token does, also with `ignore_eos`. Up to 256.
@@ -182,7 +166,7 @@ class SamplingParams:
             raise RequestError(f"ignore_eos must be true or false, not {shown(self.ignore_eos)}")
 
     def over(self, defaults: ResolvedSampling | None = None) -> ResolvedSampling:
-        """These settings, with the values of `defaults` where they have none of their own."""
+        """Fill in the settings that are None from `defaults`."""
         if isinstance(self, ResolvedSampling):
             return self
         given = {name: value for name, value in vars(self).items() if value is not None}
@@ -191,7 +175,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class ResolvedSampling(SamplingParams):
-    """Sampling settings in which nothing is left to the model; see `SamplingParams`."""
+    """`SamplingParams` with no setting left to the model."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -207,10 +191,10 @@ class Request:
 
     Args:
         prompt_ids: Token ids of the prompt, at least one.
-        sampling: How to choose tokens and when to stop.
+        sampling: Sampling settings and stop conditions.
         request_id: The caller's name for it; comes back in `Generation`.
         timeout: Seconds from submission until it ends with `RequestTimeoutError`; None for no limit.
-        may_teach: Whether a head that learns may learn from it; if not, its text never leaves the engine for a learner.
+        may_teach: Allow online learning from its text; otherwise the text never leaves the engine for a learner.
 
     Raises:
         RequestError: `timeout` is not a finite number above 0.
@@ -229,12 +213,10 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """How probable a generated token was, in the base's own distribution (before penalties, bias and temperature).
+    """Natural log-probability of a generated token under the target model, before penalties, bias and temperature.
 
     Args:
-        token_id: The token.
-        logprob: Its natural log-probability.
-        top: (token, log-probability) of the most probable tokens in its place, falling; as many as were asked for.
+        top: (token, log-probability) of the most probable tokens at its position, in falling order.
     """
 
     token_id: int
@@ -259,21 +241,18 @@ class Timing:
 
 @dataclass(frozen=True)
 class Generation:
-    """What the engine made of a `Request`.
+    """Result of a `Request`.
 
     Args:
-        request_id: As in the request.
         token_ids: New tokens, the end-of-sequence token included where it was chosen.
         text: `token_ids` decoded without special tokens, cut before the stop string.
         finish_reason: `stop` (end of sequence or stop string), `length` (limit reached) or `cancelled`.
-        prompt_tokens: Number of prompt tokens.
         counts: Raw speculation counts; ratios are derived in `drafter.statistics` only.
-        logprobs: Of each of `token_ids`; None where the request did not ask for them.
-        timing: How long it took.
-        verifier: Name of the verifier that decided which draft tokens were accepted.
-        lossless: Whether the tokens are exactly those of plain decoding, by that verifier.
-        lenient: Places of `token_ids` that the base would not have chosen; none if it is lossless.
-        drafter_versions: Versions of a head that learns whose drafts were verified, in order; none without such a head.
+        logprobs: Of each of `token_ids`; None unless requested.
+        verifier: Name of the verifier that accepted draft tokens.
+        lossless: Whether that verifier guarantees the tokens of plain decoding.
+        lenient: Indices in `token_ids` of tokens that the target model would not have chosen; empty if lossless.
+        drafter_versions: Versions of a learning head whose draft tokens were verified, in order; else empty.
     """
 
     request_id: str
@@ -292,13 +271,13 @@ class Generation:
 
 @dataclass(frozen=True)
 class TokenDelta:
-    """The tokens that one decode step added to a request, for streaming.
+    """Tokens that one decode step added to a request, for streaming.
 
     Args:
-        token_ids: Tokens of this step: the accepted draft tokens and the bonus token.
-        text: New text; characters whose bytes are still incomplete, or that may begin a stop string, wait.
+        token_ids: The accepted draft tokens and the bonus token.
+        text: New text; characters with missing bytes, and possible beginnings of a stop string, are held back.
         accepted: How many of `token_ids` were drafted.
-        logprobs: Of each of `token_ids`; None where the request did not ask for them.
+        logprobs: Of each of `token_ids`; None unless requested.
     """
 
     token_ids: list[int]

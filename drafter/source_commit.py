@@ -1,4 +1,4 @@
-"""Which commit of this code runs: a checkout's own, or, in a copy without git, what whoever made the copy says."""
+"""Commit of the running code: the checkout's own or, in a copy without git, the one given in the environment."""
 
 from __future__ import annotations
 

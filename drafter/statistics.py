@@ -1,7 +1,7 @@
-"""Raw speculation counts, and the only place where ratios are made of them.
+"""Raw counts of speculative decoding, and all ratios made of them.
 
-Counts are stored per request because published acceptance figures differ by how the bonus token and the
-prefill are counted; from raw counts every convention can be derived. Names follow vLLM's per-request statistics.
+Raw counts are stored per request because published acceptance figures differ in how they count the bonus token and the
+prefill; every convention can be derived from them. Names follow vLLM's per-request statistics.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 
 @dataclass
 class DecodeCounts:
-    """What happened to one request (or, summed, to many).
+    """Counts of one request, or summed over many.
 
     Args:
         num_output_tokens: New tokens, bonus tokens included.
-        num_decode_steps: Base decode forwards the request took part in. The prefill is none, unless it makes the
-            first token, which then comes of a plain step.
+        num_decode_steps: Target-model decode forwards the request took part in. The prefill counts only if it makes the
+            first token, as a plain step.
         num_spec_steps: Those of them that verified at least one draft token.
-        num_draft_tokens: Draft tokens verified (tree nodes without the root).
+        num_draft_tokens: Draft tokens verified; tree roots are not counted.
         num_accepted_draft_tokens: Draft tokens that became output.
         acceptance_histogram: `acceptance_histogram[k]` decode steps emitted `k` accepted draft tokens.
         per_step_accepted: Accepted draft tokens of each decode step, in order; empty in sums.
@@ -39,7 +39,7 @@ class DecodeCounts:
     per_step_accepted: list[int] = field(default_factory=list)
 
     def record_step(self, *, emitted: int, accepted: int, drafted: int) -> None:
-        """Count a decode step: `drafted` nodes verified, `emitted` tokens of which `accepted` were drafted."""
+        """Count a decode step: `drafted` draft tokens verified, `accepted` of them among the `emitted` tokens."""
         self.num_output_tokens += emitted
         self.num_decode_steps += 1
         self.num_spec_steps += drafted > 0
@@ -52,17 +52,15 @@ class DecodeCounts:
 
 @dataclass(frozen=True)
 class MemberView:
-    """What is believed of a member at a batch size.
+    """Estimates of one member of a drafter at a batch size.
 
     Args:
-        name: Of the member.
-        rate: Tokens per second and row at its best number of nodes, plain decoding included.
+        rate: Tokens per second and row at its best number of draft tokens, plain decoding included.
         nodes: That number; 0 where plain decoding is faster.
-        drafted_rate: Tokens per second and row where it drafts, though plain decoding be faster.
-        beside: The member, or plain decoding, that it was last compared with, and which was chosen; None where it has
-            not been compared.
-        relative: Its tokens per second ÷ those of `beside`, as both were estimated then. Never above the margin by
-            which another must be better to be chosen.
+        drafted_rate: Tokens per second and row when it drafts, even if plain decoding is faster.
+        beside: The chosen member, or plain decoding, of its last comparison; None before one.
+        relative: Its tokens per second ÷ those of `beside`, as estimated then. Never above the margin by which a member
+            must win to be chosen.
     """
 
     name: str
@@ -74,16 +72,16 @@ class MemberView:
 
 
 PLAIN = "plain decoding"
-"""As `MemberView.beside`."""
+"""Plain decoding as `MemberView.beside`."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether drafting pays, as it was last decided, and what that rested on.
+    """Last decision on whether drafting pays.
 
     Args:
-        nodes: Draft tokens a row of the tree that is worth most.
-        cost: By how much each of these makes a step longer, in plain steps.
+        nodes: Draft tokens per row of the best tree.
+        cost: Time that each of these adds to a step, in plain steps.
         gain: Tokens that each of these is expected to bring.
     """
 
@@ -93,25 +91,22 @@ class Verdict:
 
     @property
     def drafts(self) -> bool:
-        """Whether it pays: a step then gives more tokens in the time than plain steps do."""
+        """True if a step gives more tokens per second than plain steps do."""
         return self.gain > self.cost
 
 
 @dataclass
 class StepSums:
-    """Decode steps, beside what plain decoding is estimated to take for the same tokens.
+    """Sums over decode steps, with an estimate of plain decoding's time for the same tokens.
 
-    The estimate of each step is the latency of a plain step times the tokens that a row got. That latency is measured
-    at start, and corrected by every plain step since. A plain step is its own estimate.
+    The estimate of a step is the latency of a plain step × tokens per row. That latency is measured at start and
+    corrected by every plain step since. A plain step is its own estimate.
 
     Args:
-        steps: How many.
-        timed: Those of them whose time is known. That of the others is estimated, too, as it is on a GPU.
-        plain: Those of them for which nothing was drafted.
-        row_steps: The same as `steps`, counted once for each row that took part.
-        spec_row_steps: Those of them that verified at least one draft token.
-        seconds: Their time.
-        plain_seconds: That of plain decoding.
+        timed: Steps whose time is known; that of the others is estimated, too, as it is on a GPU.
+        plain: Steps without draft tokens.
+        row_steps: Steps, counted once for each row that took part.
+        spec_row_steps: Row steps that verified at least one draft token.
         squared: Sum of squares of the seconds of each step.
         plain_squared: The same of plain decoding.
         product: Sum of products of the two.
@@ -131,7 +126,7 @@ class StepSums:
     def add(
         self, rows: int, speculated: int, seconds: float, plain_seconds: float, *, timed: bool, plain: bool
     ) -> None:
-        """Count a step of so many rows, of which `speculated` verified draft tokens."""
+        """Count a step of `rows` rows, of which `speculated` verified draft tokens."""
         self.steps += 1
         self.timed += timed
         self.plain += plain
@@ -144,19 +139,18 @@ class StepSums:
         self.product += seconds * plain_seconds
 
     def plus(self, other: StepSums) -> StepSums:
-        """The sums over both."""
         return StepSums(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
 
     @property
     def speedup(self) -> float:
-        """γ as estimated: tokens per second relative to plain decoding, prefills left out; 0.0 without steps."""
+        """γ, estimated: tokens per second ÷ those of plain decoding, without prefills; 0.0 without steps."""
         return self.plain_seconds / self.seconds if self.seconds else 0.0
 
     @property
     def margin(self) -> float | None:
         """Half the width of the 95 % confidence interval of `speedup`, a ratio of sums over steps, by the delta method.
 
-        It tells how much steps differ, not how far the latency of a plain step may be off. None for too few steps.
+        Covers the spread of steps, not the error of the plain step's latency. None for too few steps.
         """
         if self.timed < 2 or not self.seconds:
             return None
@@ -166,21 +160,19 @@ class StepSums:
 
     @property
     def speculated_share(self) -> float:
-        """Share of `row_steps` that verified at least one draft token."""
         return self.spec_row_steps / self.row_steps if self.row_steps else 0.0
 
 
 @dataclass(frozen=True)
 class BatchChoice:
-    """What a budget has chosen at a batch size, and why.
+    """A budget's choice at a batch size.
 
     Args:
-        rows: The batch size for which latencies were measured. Steps of about so many rows are counted here.
-        chosen: Name of the member that drafts; empty where the drafter is one.
+        rows: Batch size for which latencies were measured; steps of about so many rows count here.
+        chosen: Name of the member that drafts; empty for a single drafter.
         trials: Trials that have ended.
-        members: What is believed of each, the chosen one among them; none before there is a choice between several.
+        members: Estimates of all members; empty before there was a choice between several.
         verdict: Whether drafting with the chosen one pays; None before that was decided.
-        sums: The steps.
     """
 
     rows: int
@@ -192,7 +184,7 @@ class BatchChoice:
 
 
 def merged_choices(engines: Iterable[Sequence[BatchChoice]]) -> tuple[BatchChoice, ...]:
-    """What several engines have chosen, by batch size: sums over all, and the choice of the one with most steps."""
+    """Merge several engines' choices by batch size: sums over all, and the choice of the engine with most steps."""
     by_rows: dict[int, list[BatchChoice]] = {}
     for choice in (one for choices in engines for one in choices):
         by_rows.setdefault(choice.rows, []).append(choice)
@@ -207,24 +199,23 @@ def merged_choices(engines: Iterable[Sequence[BatchChoice]]) -> tuple[BatchChoic
 
 @dataclass(frozen=True)
 class EngineState:
-    """What an engine is doing, and sums of what it has done.
+    """Load of an engine, and running totals.
 
     Args:
         active: Requests in slots, being prefilled or decoded.
-        waiting: Requests that wait for one.
-        slots: Requests that may be in slots together: the configuration's, or fewer for a while after memory ran out.
-        steps: Decode steps done.
-        row_steps: The same, counted once for each request that took part.
+        waiting: Requests in the queue.
+        slots: Usable slots: the configuration's, or fewer for a while after memory ran out.
+        row_steps: Decode steps, counted once for each request that took part.
         output_tokens: New tokens handed out.
         draft_tokens: Draft tokens verified.
         accepted_tokens: Draft tokens that became output.
-        prefilled_tokens: Tokens of prompts that the base has read.
-        shared_tokens: Tokens of prompts that it had read for another request already.
-        preemptions: Requests that gave up their slot because memory ran out, to be taken up again later.
-        stage_seconds: Seconds in each stage of a step; see `drafter.statistics`.
+        prefilled_tokens: Prompt tokens that the target model has read.
+        shared_tokens: Prompt tokens whose KV was copied from another request.
+        preemptions: Requests that lost their slot because memory ran out, to be resumed later.
+        stage_seconds: Seconds in each of `STAGES`.
         memory_tokens: Tokens of texts that the drafter remembers.
-        memory_bytes: Bytes that its memory of them takes.
-        choices: What the budget has chosen, by batch size, and why; empty where it is fixed.
+        memory_bytes: Size of that memory.
+        choices: The budget's choices by batch size; empty for a fixed budget.
         drafter_version: Number of the newest weights that the drafter has taken; None where they never change.
     """
 
@@ -247,7 +238,6 @@ class EngineState:
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds spent in steps."""
         return sum(self.stage_seconds.values())
 
 
@@ -268,7 +258,7 @@ def total(counts: Iterable[DecodeCounts]) -> DecodeCounts:
 
 
 def mean_acceptance_length(counts: DecodeCounts) -> float:
-    """β: new tokens per base decode forward (1.0 for plain decoding; bonus token in, prefill out; 0.0 if none)."""
+    """β: new tokens per target-model decode forward; bonus token in, prefill out; 0.0 without steps."""
     return counts.num_output_tokens / counts.num_decode_steps if counts.num_decode_steps else 0.0
 
 
@@ -278,7 +268,7 @@ def draft_acceptance_rate(counts: DecodeCounts) -> float:
 
 
 def acceptance_by_depth(counts: DecodeCounts) -> list[float]:
-    """Share of decode steps that accepted at least `d` draft tokens, for `d` = 1, 2, …"""
+    """Return the share of decode steps that accepted at least `d` draft tokens, for `d` = 1, 2, …"""
     histogram = counts.acceptance_histogram
     steps = sum(histogram)
     return [sum(histogram[depth:]) / steps for depth in range(1, len(histogram))] if steps else []
@@ -290,25 +280,25 @@ def speculated_share(counts: DecodeCounts) -> float:
 
 
 def per_second(number: float, seconds: float) -> float:
-    """New tokens (or rows) ÷ seconds of generation; loading and timing the models are not part of these. 0.0 in none.
+    """Divide new tokens (or rows) by seconds of generation, without loading and warm-up; 0.0 in no time.
 
-    Every rate of generation that the project shows is this one.
+    Every rate of generation that the project shows is computed here.
     """
     return number / seconds if seconds > 0 else 0.0
 
 
 def mean_rate(tokens: Sequence[int], seconds: Sequence[float]) -> float:
-    """Mean over runs of tokens per second; a run is one prompt, or at larger batches all of them."""
+    """Mean over runs of tokens per second. A run is one prompt, or the whole batch at larger batch sizes."""
     return mean(per_second(made, taken) for made, taken in zip(tokens, seconds, strict=True))
 
 
 def speedup(rates: Sequence[float], reference: Sequence[float]) -> float:
-    """γ, where `reference` is plain decoding: median over rounds of the ratio of two rates of the same round."""
+    """γ: median over rounds of the ratio of two rates of the same round. `reference` is plain decoding."""
     return median(ours / theirs for ours, theirs in zip(rates, reference, strict=True))
 
 
 def statistics_columns(counts: DecodeCounts) -> dict[str, Any]:
-    """The per-request statistics as flat columns, raw counts first and the derived ratios after."""
+    """Return a request's statistics as flat columns: raw counts, then derived ratios."""
     return {
         "num_decode_steps": counts.num_decode_steps,
         "num_spec_steps": counts.num_spec_steps,
@@ -323,7 +313,7 @@ def statistics_columns(counts: DecodeCounts) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Two measurements of the same things.
+    """Mean difference of paired measurements.
 
     Args:
         first: Mean of the first.
@@ -339,13 +329,13 @@ class PairedDifference:
 
 
 def kept_share(difference: PairedDifference) -> float | None:
-    """Share of the first's mean that the second has; None where the first's is not above 0."""
+    """Return the second mean ÷ the first; None where the first is not above 0."""
     return difference.second / difference.first if difference.first > 0 else None
 
 
 @dataclass
 class PairedSums:
-    """Sums over pairs, from which a paired difference follows without keeping the pairs."""
+    """Running sums over pairs for a `PairedDifference`."""
 
     pairs: int = 0
     first: float = 0.0
@@ -353,7 +343,6 @@ class PairedSums:
     squares: float = 0.0
 
     def add(self, first: float, second: float) -> None:
-        """Count a pair."""
         self.pairs += 1
         self.first += first
         self.second += second
@@ -361,7 +350,7 @@ class PairedSums:
 
     @property
     def difference(self) -> PairedDifference:
-        """The difference of at least one pair."""
+        """The difference; needs at least one pair."""
         number, total = self.pairs, self.second - self.first
         margin = None
         if number > 1:
@@ -370,22 +359,20 @@ class PairedSums:
         return PairedDifference(self.first / number, self.second / number, total / number, margin)
 
 
-# ---- Where the engine's time goes, as running sums that cost nothing to keep.
-
 STAGES = ("prefill", "draft", "tree", "verify", "commit", "wait", "host")
 """Stages of a step.
 
-`prefill` reads prompts; `draft` runs the drafter's own network and `tree` searches the tree of what it says; `verify`
-is the base's forward and the verifier's decision; `commit` moves what was accepted; `wait` waits for the device; `host`
-is all that the host does by itself.
+`prefill` reads prompts; `draft` runs the drafter's network; `tree` searches the tree in its output; `verify` is the
+target model's forward and the verifier's decision; `commit` moves accepted tokens' KV; `wait` waits for the device;
+`host` is all work of the host alone.
 """
 
 
 class StageTimes:
     """Seconds of the host's clock in each stage.
 
-    A GPU works while the host goes on. There `draft` is only what a drafter prepares on the host, `verify` is the time
-    to queue a whole step, and `wait` is what is left of the step before when that is done.
+    A GPU runs asynchronously: there `draft` is the drafter's work on the host, `verify` the time to queue a whole step,
+    and `wait` the rest of the step before, after that.
     """
 
     def __init__(self) -> None:
@@ -393,11 +380,11 @@ class StageTimes:
         self._since = time.perf_counter()
 
     def start(self) -> None:
-        """Begin a step: the time since the last one counts for no stage."""
+        """Begin a step: the time since the last mark counts for no stage."""
         self._since = time.perf_counter()
 
     def mark(self, stage: str) -> None:
-        """Count the time since the last mark as `stage`."""
+        """Add the time since the last mark to `stage`."""
         now = time.perf_counter()
         self.seconds[stage] += now - self._since
         self._since = now

@@ -1,4 +1,4 @@
-"""`a+b`: the trees of several drafters merged as tries, each node at the largest of its probabilities."""
+"""Drafters made of several: `a+b` merges their trees as tries by the largest probability; `auto` chooses one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drafter.tree.token_tree import TokenTree, merge
 
 
 class MergedDrafter(Drafter):
-    """Lets all members propose; the best nodes of any of them make the tree."""
+    """Merges the trees of all members and keeps the best nodes."""
 
     def __init__(self, *members: Drafter) -> None:
         self.drafters = members
@@ -33,37 +33,31 @@ class MergedDrafter(Drafter):
         )
 
     def open(self, loan: Loan) -> None:
-        """Open all."""
         for member in self.drafters:
             member.open(loan)
 
     def enter(self, slot: int, text: Ids) -> None:
-        """Tell all."""
         for member in self.drafters:
             member.enter(slot, text)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy in all."""
         for member in self.drafters:
             member.copy(source, target, length)
 
     def move(self, source: int, target: int) -> None:
-        """Move in all."""
         for member in self.drafters:
             member.move(source, target)
 
     def clear(self, slot: int) -> None:
-        """Clear all."""
         for member in self.drafters:
             member.clear(slot)
 
     def prepare(self, context: DraftContext) -> None:
-        """Prepare all."""
         for member in self.drafters:
             member.prepare(self._seen_by(member, context))
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Trees `[B, 1 + ask.nodes]`."""
+        """Return trees `[B, 1 + ask.nodes]`."""
         trees = [
             member.propose(self._seen_by(member, context), replace(ask, nodes=min(ask.nodes, member.spec.max_nodes)))
             for member in self.drafters
@@ -71,13 +65,12 @@ class MergedDrafter(Drafter):
         return merge(trees, self.spec.max_depth, ask.nodes + 1)
 
     def observe(self, committed: Committed) -> None:
-        """Tell all."""
         for member in self.drafters:
             member.observe(committed)
 
     @property
     def memory(self) -> DraftMemory:
-        """All memories together; as much is of use to remember as for the one with the most room."""
+        """Sum of the members' memories, with the largest room."""
         memories = [member.memory for member in self.drafters]
         return DraftMemory(
             tokens=sum(one.tokens for one in memories),
@@ -86,27 +79,24 @@ class MergedDrafter(Drafter):
         )
 
     def remember(self, texts: Sequence[Sequence[int] | npt.NDArray[np.int32]]) -> None:
-        """Tell all."""
         for member in self.drafters:
             member.remember(texts)
 
     @property
     def version(self) -> int | None:
-        """That of the member whose weights change."""
+        """Version of the member whose weights change."""
         return next((one.version for one in self.drafters if one.version is not None), None)
 
     def offer(self, number: int, weights: Mapping[str, Tensor]) -> None:
-        """Offer them to all."""
         for member in self.drafters:
             member.offer(number, weights)
 
     def renew(self) -> Renewal | None:
-        """Renew all."""
         found = [renewal for member in self.drafters if (renewal := member.renew()) is not None]
         return Renewal(found[0].version) if found else None
 
     def _seen_by(self, member: Drafter, context: DraftContext) -> DraftContext:
-        """The context with the hidden states that a member's spec names."""
+        """Select the hidden states that a member's spec names."""
         ours, theirs = self.spec.hidden_layers, member.spec.hidden_layers
         if ours == theirs or context.hidden is None:
             return context
@@ -115,17 +105,14 @@ class MergedDrafter(Drafter):
         return replace(context, hidden=hidden)
 
 
-# ---- `auto`: several drafters, of which one drafts at a time. A budget chooses it by what it brings.
-
-
 class ChoosingDrafter(MergedDrafter):
-    """Lets one of its members propose. All of them hear what happens to the sequences, so that each can at any step.
+    """Lets one member propose at a time. All members see every event, so that each can draft at any step.
 
-    A member that reads hidden states reads what has come since it drafted last.
+    A member that reads hidden states catches up from where it last drafted.
 
     Args:
-        drafters: The drafters by name. Each is a member.
-        together: Drafters whose merged trees are a member, too, named `a+b`.
+        drafters: The members by name.
+        together: Groups of drafters whose merged trees are a further member, named `a+b`.
     """
 
     def __init__(self, drafters: Mapping[str, Drafter], together: Sequence[tuple[str, ...]] = ()) -> None:
@@ -136,16 +123,15 @@ class ChoosingDrafter(MergedDrafter):
 
     @property
     def withheld(self) -> tuple[int, ...]:
-        """Those of whose drafters one has nothing to draft with."""
+        """Members of which a drafter has nothing to draft with."""
         return tuple(place for place, parts in enumerate(self._parts) if not all(one.drafts for one in parts))
 
     @property
     def version(self) -> int | None:
-        """That of the member which drafts."""
+        """Version of the chosen member."""
         return next((one.version for one in self._parts[self._chosen] if one.version is not None), None)
 
     def renew(self) -> Renewal | None:
-        """Renew all, and say which members that changes."""
         renewed = {place: found for place, one in enumerate(self.drafters) if (found := one.renew()) is not None}
         if not renewed:
             return None
@@ -154,16 +140,14 @@ class ChoosingDrafter(MergedDrafter):
         return Renewal(next(iter(renewed.values())).version, tuple(members))
 
     def select(self, member: int) -> None:
-        """Choose who drafts."""
         self._chosen = member
 
     def prepare(self, context: DraftContext) -> None:
-        """Prepare the chosen one."""
         for drafter in self._parts[self._chosen]:
             drafter.prepare(self._seen_by(drafter, context))
 
     def propose(self, context: DraftContext, ask: Ask) -> TokenTree:
-        """Trees `[B, 1 + ask.nodes]` of the chosen one."""
+        """Return trees `[B, 1 + ask.nodes]` of the chosen member."""
         trees = [
             drafter.propose(
                 self._seen_by(drafter, context), replace(ask, nodes=min(ask.nodes, drafter.spec.max_nodes), member=0)

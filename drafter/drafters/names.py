@@ -1,4 +1,4 @@
-"""How drafters are named: `a+b` merges drafters, `kind:rest` makes one from what comes after the colon.
+"""Syntax of drafter names: `a+b` merges drafters, `kind:rest` makes one from what comes after the colon.
 
 `long:N:A` makes chains of N tokens of the drafter A. `stack:` and `auto:` take all of the rest of a name: `>` separates
 the levels of a stack, `,` the drafters among which one is chosen, and `+` binds tighter than both.

@@ -41,7 +41,7 @@ def _chosen_among(rest: str, loading: Loading) -> Drafter:
 
 
 def useful_nodes(device: torch.device) -> int:
-    """Draft nodes that can pay at most: on a CPU each costs time, on a GPU they are nearly free. See `NODE_COUNTS`."""
+    """Most draft tokens that can pay: each costs time on a CPU, and little on a GPU. See `NODE_COUNTS`."""
     return 15 if device.type == "cpu" else 63
 
 
@@ -52,10 +52,9 @@ def shipped_head(base: BaseModel) -> Path | None:
 
 
 def automatic(loading: Loading) -> Drafter:
-    """Return the drafter `auto`: all that are to be had for a base, and the head merged with what other texts said,
-    among which a budget chooses.
+    """Return the drafter `auto`: a budget chooses among all drafters for the target model.
 
-    On a GPU a step is recorded with its drafter, so there is one alone: the head that ships, or else `ngram`.
+    On a GPU a step is captured with its drafter, so there is one alone: the head that ships, or else `ngram`.
     """
     head = shipped_head(loading.base)
     if loading.base.device.type != "cpu":
@@ -64,7 +63,7 @@ def automatic(loading: Loading) -> Drafter:
 
 
 def beside_texts(head: Drafter | None, loading: Loading, *, first: bool = True) -> Drafter:
-    """What drafts from other texts, beside a head, if there is one, and merged with it.
+    """Combine drafters from other texts with a head, if there is one, as alternatives and merged.
 
     `ngram` is not among them: `cacheback` costs less, and at batch 1 drafts better on every kind of prompt
     (docs/drafters.md).
@@ -72,7 +71,7 @@ def beside_texts(head: Drafter | None, loading: Loading, *, first: bool = True) 
     Args:
         head: The head.
         loading: The use.
-        first: Whether the head is tried first, and drafts where no budget chooses.
+        first: The head is tried first, and drafts where no budget chooses.
     """
     others: dict[str, Drafter] = {name: loading.load(name) for name in ("cacheback", "memory") if name in TRAINING_FREE}
     if head is None:
@@ -82,21 +81,21 @@ def beside_texts(head: Drafter | None, loading: Loading, *, first: bool = True) 
 
 
 def load_drafter(name: str | Path, base: BaseModel, nodes: int, *, isolated: bool = False) -> Drafter:
-    """A drafter for `base`.
+    """Load a drafter for `base`.
 
     Args:
-        name: `none`, `ngram`, `memory`, `cacheback`, `cacheback:` and a table of `jobs.cache`, `exit:N` (the base's
-            first N layers), the algorithm of an embedded head (`ctc`), a head's folder or hub id, `model:` and a draft
-            model's folder or hub id, several of these joined by `+`, `long:N:DRAFTER` (a chain of N tokens that
-            n-grams go on with), `stack:LOWER>model:A` (levels of draft models), or `auto`: the CTC head shipped with
-            the project for this base, alone and merged with `cacheback`, `cacheback` and `memory`, of which the fastest
-            drafts; `auto:A,B` chooses among these.
-        base: The base it drafts for.
-        nodes: Draft nodes of its largest trees.
-        isolated: Whether no text may be drafted from another one.
+        name: `none`, `ngram`, `memory`, `cacheback`, `cacheback:` and a table of `jobs.cache`, `exit:N` (the target
+            model's first N layers), the algorithm of an embedded head (`ctc`), a head's folder or hub id, `model:` and
+            a draft model's folder or hub id, several of these joined by `+`, `long:N:DRAFTER` (a chain of N tokens
+            continued by n-grams), `stack:LOWER>model:A` (levels of draft models), `auto` (the fastest of the shipped
+            CTC head, alone and merged with `cacheback`, of `cacheback` and of `memory`), or `auto:A,B` to choose among
+            these.
+        base: The target model.
+        nodes: Draft tokens of its largest trees.
+        isolated: Never draft from another request's text.
 
     Raises:
-        LoadError: There is no such drafter, or it belongs to another base.
+        LoadError: There is no such drafter, or it belongs to another target model.
     """
     return _load(str(name), Loading(base, nodes, isolated, _load))
 
@@ -121,4 +120,4 @@ def _load(name: str, loading: Loading) -> Drafter:
 
 
 HEAD_AND_TEXTS = ("head", "cacheback")
-"""Members of `auto` that also draft together: a head knows what is likely, texts what was said before."""
+"""Members of `auto` that also draft together."""

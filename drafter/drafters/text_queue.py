@@ -1,4 +1,4 @@
-"""Texts on their way from one thread to another, as many as there is room for."""
+"""Bounded queue of texts between threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Text = npt.NDArray[np.int32]
 
 
 class TextQueue:
-    """First in, first out; where there is no room the oldest texts are dropped, and nobody waits. Safe from any thread.
+    """FIFO queue that drops the oldest texts when full and never blocks. Safe from any thread.
 
     Args:
         capacity: Tokens of all texts together.

@@ -1,1 +1,1 @@
-"""Our own C++ code for CPUs: how it is compiled and called."""
+"""C++ code for CPUs: its compilation and bindings."""

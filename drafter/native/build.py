@@ -1,4 +1,4 @@
-"""Compiling the library for this machine's processor, once; later processes find it in the cache."""
+"""Compiles the library for this machine's processor, once; later processes find it in the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The structures of the compiled library, field by field as its sources declare them."""
+"""`ctypes` bindings of the compiled library: structures as its sources declare them, functions, packed weights."""
 
 from __future__ import annotations
 
@@ -219,12 +219,9 @@ class FramesStruct(ctypes.Structure):
     )
 
 
-# ---- The compiled library as Python sees it: its functions, and weights laid out for it.
-
-
 @cache
 def library() -> ctypes.CDLL:
-    """Return the library; the first call in a process loads it, and compiles it if that was never done.
+    """Load the library, once per process; compile it if the cache has none.
 
     Raises:
         BuildError: It cannot be compiled here.
@@ -260,15 +257,15 @@ _PIECES = Pieces()
 
 
 class PackedMatrix:
-    """Weights of a linear layer, laid out for the library.
+    """Weights of a linear layer, packed for the library.
 
-    Weights that are exact in bf16, as those of most checkpoints are, are kept in bf16: half as many bytes to read. (Not
-    those of an odd number of inputs: the weights of two inputs lie together.)
+    Weights that are exact in bf16, as those of most checkpoints are, are kept in bf16, which halves the bytes to read.
+    (Except with an odd number of inputs, as the weights of two inputs are stored together.)
 
     Args:
         weight: `[outputs, inputs]` fp32 on a CPU.
         bias: `[outputs]` or None.
-        order: Which output each column holds, -1 for none; by default all outputs in their order.
+        order: Output of each column, -1 for none; by default all outputs in their order.
 
     Raises:
         UnsuitableError: The weights are of another kind.
@@ -292,17 +289,13 @@ class PackedMatrix:
             self._bias[: self.outputs] = torch.where(order >= 0, _suitable(bias)[order.clamp_min(0)], 0)
 
     def struct(self) -> MatrixStruct:
-        """Return the library's view of it, which is valid as long as this object lives."""
+        """Return the library's view, valid as long as this object lives."""
         bias = None if self._bias is None else self._bias.data_ptr()
         return MatrixStruct(self._packed.data_ptr(), bias, self.inputs, self.outputs, self.half, 0)
 
 
 def gated_order(size: int) -> Tensor:
-    """Return the order of columns in which a gate and what it gates share a block.
-
-    Args:
-        size: Outputs of the gate; those that it gates follow them.
-    """
+    """Return the column order in which blocks of a gate alternate with those of the `size` outputs that it gates."""
     lanes = library().drafter_lanes()
     columns = torch.arange(-(-size // lanes) * lanes).view(-1, 1, lanes)
     both = torch.cat([columns, columns + size], 1)
@@ -310,27 +303,27 @@ def gated_order(size: int) -> Tensor:
 
 
 class PackedWeights:
-    """Weights that the library reads, kept alive as long as this object is. See `PackedMatrix` for what it refuses."""
+    """Keeps weights alive for the library. Methods raise what `PackedMatrix` does."""
 
     def __init__(self) -> None:
         self._kept: list[object] = []
 
     def matrix(self, weight: Tensor, bias: Tensor | None = None, order: Tensor | None = None) -> MatrixStruct:
-        """Lay out a matrix; see `PackedMatrix`."""
+        """Pack a matrix; see `PackedMatrix`."""
         packed = PackedMatrix(weight, bias, order)
         self._kept.append(packed)
         return packed.struct()
 
     def gated(self, weight: Tensor, bias: Tensor | None = None) -> MatrixStruct:
-        """Lay out the first matrix `[2 m, d]` of a gated MLP, whose first half is the gate."""
+        """Pack the first matrix `[2 m, d]` of a gated MLP, whose first half is the gate."""
         return self.matrix(weight, bias, gated_order(len(weight) // 2))
 
     def after_gate(self, weight: Tensor, bias: Tensor | None = None) -> MatrixStruct:
-        """Lay out the second matrix `[d, m]` of a gated MLP, with inputs that are always zero up to whole vectors."""
+        """Pack the second matrix `[d, m]` of a gated MLP, with zero inputs up to whole vectors."""
         return self.matrix(F.pad(weight, (0, -weight.shape[1] % library().drafter_lanes())), bias)
 
     def address(self, tensor: Tensor | None) -> int | None:
-        """Return where a tensor's numbers are; None for None."""
+        """Return the address of a tensor's data; None for None."""
         if tensor is None:
             return None
         tensor = _suitable(tensor)

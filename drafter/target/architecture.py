@@ -1,7 +1,4 @@
-"""What a model's configuration says: whether it can be a base, what its layers see, how long its texts may be.
-
-And the lock under which transformers makes a model of it.
-"""
+"""Facts from a model's configuration (support, attention, longest text), its fingerprint, and the lock for loading."""
 
 from __future__ import annotations
 
@@ -27,16 +24,16 @@ _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 def transformers_loading() -> Iterator[None]:
     """Hold the process's one lock for making models with transformers.
 
-    While `from_pretrained` runs, it replaces `PreTrainedModel.tie_weights` and `torch.linspace` for the whole process.
-    At its end it restores what it found. If two loads overlap, the second one finds the first one's replacement and
-    leaves it there: all later models with tied embeddings keep an `lm_head` without data. Callers who load models of
-    their own in other threads can hold this lock, too.
+    While `from_pretrained` runs, it replaces `PreTrainedModel.tie_weights` and `torch.linspace` process-wide, and then
+    restores what it found. If two loads overlap, the second finds the first one's replacement and leaves it there: all
+    later models with tied embeddings keep an `lm_head` without data. Callers who load models in other threads can hold
+    this lock, too.
     """
     with _MAKING:
         try:
             yield
         finally:
-            # A load outside of this lock may have overlapped. To restore does it no harm if it is still under way: its
+            # A load outside of this lock may have overlapped. Restoring is safe even while it is under way: its
             # embeddings are tied earlier, and once more when their weights are there.
             PreTrainedModel.tie_weights, torch.linspace = TIE_WEIGHTS, _LINSPACE
 
@@ -45,7 +42,7 @@ def refuse_unsupported(name: str, config: Any) -> None:
     """Refuse architectures that a KV cache with a tree mask cannot decode, before their weights are read.
 
     Args:
-        name: Of the model, for the message.
+        name: The model's, for the message.
         config: The model's whole configuration.
 
     Raises:
@@ -69,29 +66,29 @@ def refuse_unsupported(name: str, config: Any) -> None:
 
 
 def decoder_of(model: Any) -> nn.Module:
-    """The model without its LM head."""
+    """Return the model without its LM head."""
     decoder: nn.Module = model.get_decoder()
-    # Some models do not know their own decoder: they return the model itself.
+    # Some models' `get_decoder` returns the model itself.
     if decoder is model and isinstance(inner := getattr(model, "model", None), nn.Module):
         return inner
     return decoder
 
 
 def max_positions(config: Any) -> int | None:
-    """Longest sequence, in tokens, that a batch can decode as each row by itself would; None if `config` does not say.
+    """Return the longest sequence, in tokens, that a batch decodes as each row by itself would; None if unknown.
 
     Args:
-        config: Of the decoder.
+        config: The decoder's.
     """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if "longrope" in (rope.get("rope_type"), rope.get("type")):
         # Past this length the model scales the positions of a whole batch by its longest text: rows would depend on
-        # one another.
+        # each other.
         original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
         return int(original)
     longest = _positions(config)
     if getattr(config, "attn_temperature_tuning", False) and (scale := getattr(config, "floor_scale", None)):
-        # From there on Llama 4 scales attention by a token's place in the cache, as if all rows were equally long.
+        # From there on Llama 4 scales attention by a token's cache index, as if all rows were equally long.
         return int(min(longest or scale, scale)) - 1
     return longest
 
@@ -104,11 +101,7 @@ def _positions(config: Any) -> int | None:
 
 
 def attention_kinds(config: Any) -> dict[str, tuple[int | None, int | None]]:
-    """Window and chunk, in tokens, of each kind of attention in the model, by transformers' name of the kind.
-
-    Args:
-        config: Of the decoder.
-    """
+    """Return window and chunk, in tokens, of each kind of attention in a decoder, by transformers' name of the kind."""
     kinds = set(getattr(config, "layer_types", None) or ())
     if not kinds:
         sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
@@ -123,34 +116,30 @@ def attention_kinds(config: Any) -> dict[str, tuple[int | None, int | None]]:
 
 
 def whole_layers(config: Any) -> frozenset[int]:
-    """Layers, counted from 0, that see all of a text: their attention has no window and no chunks.
-
-    Args:
-        config: Of the decoder.
-    """
+    """Return the decoder's layers, counted from 0, whose attention has neither window nor chunks."""
     kinds = attention_kinds(config)
     of_layers = getattr(config, "layer_types", None) or [next(iter(kinds))] * config.num_hidden_layers
     return frozenset(number for number, kind in enumerate(of_layers) if kinds[kind] == (None, None))
 
 
-# ---- What tells one base from another, whatever precision it is loaded in.
+# Fingerprints, the same in every precision.
 
 _SCHEME = "v2-"
-"""Fingerprints begin with it. Those of the first scheme are 16 hex digits and nothing else."""
+"""Prefix of fingerprints. Those of the first scheme are 16 hex digits and nothing else."""
 _SAMPLED = 1 << 14
-"""Largest number of values of a tensor that take part."""
+"""Largest number of values hashed per tensor."""
 _TINY = 2.0**-16
-"""Values below this count as zero: fp16 does not hold them as exactly as bf16 does."""
+"""Smaller values count as zero: fp16 does not hold them as exactly as bf16 does."""
 _SAMPLED_FIRST = 4096
-"""Number of values of the embedding that take part in the first scheme."""
+"""Values of the embedding that the first scheme hashes."""
 
 
 def fingerprint(model: nn.Module, sizes: Sequence[Any]) -> str:
-    """Return `v2-` and 16 hex digits of a model's shape and of values of each of its tensors.
+    """Return `v2-` and 16 hex digits of a hash of a model's shape and tensors.
 
-    All parameters and buffers that a checkpoint holds take part, in the order of the model's modules: all values of a
-    small tensor, and values at even distances of a large one. They are rounded to bf16, so that a base has one
-    fingerprint in fp32 and in bf16, and one that was saved in half precision also in fp16.
+    All parameters and buffers of a checkpoint take part, in module order: small tensors in whole, large ones sampled
+    evenly. Values are rounded to bf16, so that fp32 and bf16 loads agree, and fp16 ones of a model saved in half
+    precision.
 
     Args:
         model: The model.
@@ -158,21 +147,21 @@ def fingerprint(model: nn.Module, sizes: Sequence[Any]) -> str:
     """
     digest = hashlib.sha256(repr(list(sizes)).encode())
     for tensor in model.state_dict().values():
-        if isinstance(tensor, Tensor):  # quantised layers may add what is none
+        if isinstance(tensor, Tensor):  # quantised layers may add other objects
             digest.update(repr(list(tensor.shape)).encode())
             digest.update(_bytes(_sample(tensor)))
     return _SCHEME + digest.hexdigest()[:16]
 
 
 def is_of_first_scheme(given: str) -> bool:
-    """Return whether a fingerprint is of the first scheme; see `first_fingerprint`."""
+    """Return whether a fingerprint is of `first_fingerprint`."""
     return not given.startswith(_SCHEME)
 
 
 def first_fingerprint(model: nn.Module, embedding: Tensor, sizes: Sequence[Any]) -> str:
-    """Return a model's fingerprint of the first scheme, which draft heads and texts made by earlier releases name.
+    """Return the fingerprint of the first scheme, which draft heads and texts made by earlier releases name.
 
-    It covers a sample of the embedding, and all norms and biases. So it does not see that other weights have changed.
+    It covers a sample of the embedding, all norms and all biases, so changes of other weights go unnoticed.
 
     Args:
         model: The model.
@@ -181,7 +170,7 @@ def first_fingerprint(model: nn.Module, embedding: Tensor, sizes: Sequence[Any])
     """
     digest = hashlib.sha256(repr(list(sizes)).encode())
     flat = embedding.flatten()
-    # Clamped, because the last of these is rounded up where the embedding is large.
+    # Clamped, because float32 rounds the last index up where the embedding is large.
     places = torch.linspace(0, flat.numel() - 1, _SAMPLED_FIRST, dtype=torch.float32).long().clamp_max(flat.numel() - 1)
     vectors = [p.detach().flatten() for _, p in sorted(model.named_parameters()) if p.dim() == 1]
     for tensor in [flat[places.to(flat.device)], *vectors]:
@@ -190,7 +179,7 @@ def first_fingerprint(model: nn.Module, embedding: Tensor, sizes: Sequence[Any])
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Return up to `_SAMPLED` values of a tensor, the first and the last among them."""
+    """Return up to `_SAMPLED` evenly spaced values, the first and the last among them."""
     flat = tensor.detach().flatten()
     if len(flat) <= _SAMPLED:
         return flat

@@ -1,12 +1,11 @@
-"""Attention in two parts: what a row has committed, which all nodes of its tree see as a whole, and the tree itself.
+"""Attention of draft trees, computed in two parts: over a row's committed positions, and over the tree itself.
 
-The first part needs no mask, so a kernel can stop at each row's own end, whose place only the device need know. The
-second is small. Each part gives the mixed values and the logarithm of the sum of its exponential scores; with these the
-two are merged as if there had been one softmax (Milakov and Gimelshein 2018; tree attention as in Cascade inference).
+The first part needs no mask, so a kernel can stop at each row's own length, known on the device only. Each part gives
+attention outputs and log-sum-exps, with which the two merge exactly (Milakov and Gimelshein 2018; tree attention as in
+Cascade inference).
 
 On a GPU in half precision the first part is PyTorch's flash attention (Dao 2023), called as `varlen_attn` calls it: the
-public function has no lengths on the device before torch 2.12. Elsewhere there is no kernel that reads rows to their
-own length, and attention stays masked; see `tree_attention`.
+public function has no lengths on the device before torch 2.12. Elsewhere attention is masked; see `tree_attention`.
 """
 
 from __future__ import annotations
@@ -25,28 +24,27 @@ from transformers.masking_utils import sdpa_mask
 from drafter.target.packing import Packing
 
 _PART, _BUSY, _WORTH = 256, 256, 8
-"""A row's positions are shared out to parts of at least so many, until there are so many pieces of work, one for each
-row, KV head and part: a kernel does one piece after another of a row, and a GPU has some hundred processors. Each part
-has its own copy of the queries and of what comes of them, so it has this many times as many positions at least."""
+"""Split-KV: a row's positions are split into parts until rows × KV heads × parts reach `_BUSY`, as a GPU has some
+hundred processors. A part has at least `_PART` positions, and `_WORTH` times its queries, which each part copies."""
 
 Parts = tuple[Tensor, Tensor]
-"""Mixed values `[..., D]`, and float32 log-sum-exps of the scores `[...]`; -inf where nothing was seen."""
+"""Attention outputs `[..., D]` and float32 log-sum-exps of the scores `[...]`, -inf where nothing was seen."""
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """Which positions are read of B rows. Row `b` is slot `b` of S slots. Made by `of`, once for all layers.
+    """Positions to read of B rows. Row `b` is slot `b` of S slots. Made by `of`, once for all layers.
 
     Args:
-        lengths: `[B]` int64: the first so many positions of each row.
+        lengths: `[B]` int64 positions of each row to read, from the first on.
         slot: L, positions of a slot.
-        parts: P, into how many parts of equal length the positions of a slot are shared out.
-        attend: How they are read.
-        queries: How many queries each row has, unless a layer has others.
-        starts: `[B · P + 1]` int32 first position of each part among all. One more than there are parts, and not used.
-        used: `[B · P]` int32 how many positions of each part are read.
+        parts: P, equal parts into which the positions of a slot are split.
+        attend: Kernel that reads them.
+        queries: Queries of each row, unless a layer has others.
+        starts: `[B · P + 1]` int32 first position of each part. The last entry is not used.
+        used: `[B · P]` int32 positions of each part to read.
         asked: `[B · P + 1]` int32 first query of each part, if each has all of its row's.
-        unseen: `[P, B, 1, 1]` bool: the parts of which nothing is read; None if something is read of all.
+        unseen: `[P, B, 1, 1]` bool: parts of which nothing is read; None if something is read of all.
     """
 
     lengths: Tensor
@@ -63,16 +61,7 @@ class Prefix:
     def of(
         cls, lengths: Tensor, slot: int, parts: int, attend: PrefixAttention, queries: int, *, some: bool = False
     ) -> Prefix:
-        """Find where the parts lie.
-
-        Args:
-            lengths: See `Prefix`.
-            slot: See `Prefix`.
-            parts: See `Prefix`.
-            attend: See `Prefix`.
-            queries: See `Prefix`.
-            some: Whether no length is 0.
-        """
+        """Compute where the parts lie. `some` promises that no length is 0; see `Prefix` for the other arguments."""
         rows, size, device = len(lengths), -(-slot // parts), lengths.device
         part = torch.arange(parts, device=device) * size
         used = (lengths[:, None] - part).clamp(0, size).int()
@@ -84,13 +73,13 @@ class Prefix:
         )
 
     def read(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Parts:
-        """Attend to them.
+        """Attend to these positions.
 
         Args:
             query: `[B, Q, H, D]`. H is H'; or with one query and one part a multiple of it, and only the values count.
             key: `[S · L, H', D]`.
             value: `[S · L, H', D]`.
-            scale: Of the scores.
+            scale: Factor of the scores.
 
         Returns:
             `[B, Q, H, D]` and `[B, Q, H]`.
@@ -99,18 +88,18 @@ class Prefix:
 
 
 PrefixAttention = Callable[[Tensor, Tensor, Tensor, Prefix, float], Parts]
-"""As `Prefix.read`, which is given where to read."""
+"""Signature of `Prefix.read`, with the prefix as an argument."""
 
 
 @dataclass(frozen=True)
 class CommittedLayers:
-    """What the layers of one forward over trees need to know of the committed positions.
+    """Committed positions as the layers of one forward over trees read them.
 
     Args:
         layers: Keys and values `[S · L, H', D]` of each layer.
-        whole: The layers that see all of them.
-        prefix: Which positions these are.
-        all_seen: Whether they are all that a node sees: each row has one node, and its own position is among them.
+        whole: Layers without window or chunks, which read them in two parts.
+        prefix: The positions.
+        all_seen: Each row has one node, whose own position is in `prefix`: there is no second part.
     """
 
     layers: list[tuple[Tensor, Tensor]]
@@ -120,13 +109,13 @@ class CommittedLayers:
 
 
 def merge_attention(values: Tensor, lses: Tensor) -> Parts:
-    """Merge attention over several sets of positions into attention over all of them.
+    """Merge attention over P disjoint sets of positions into attention over their union.
 
     Args:
-        values: `[P, ..., D]` mixed values of P sets.
-        lses: `[P, ...]` float32; -inf for a set of nothing, whose values must be finite.
+        values: `[P, ..., D]`.
+        lses: `[P, ...]` float32; -inf for an empty set, whose values must be finite.
     """
-    # If all sets are empty the largest is -inf, and minus itself that would be NaN.
+    # Clamped because -inf minus -inf, if all sets are empty, would be NaN.
     largest = lses.amax(0).clamp_min(torch.finfo(lses.dtype).min)
     shares = (lses - largest).exp()
     total = shares.sum(0)
@@ -135,16 +124,16 @@ def merge_attention(values: Tensor, lses: Tensor) -> Parts:
 
 
 def merge_tree(before: Parts, tree: Parts) -> Tensor:
-    """Merge attention to committed positions, which may be none, and to a tree; the same in fewer operations."""
+    """Merge attention to committed positions, which may be none, and to a tree. Cheaper than `merge_attention`."""
     share = (before[1] - tree[1]).sigmoid()[..., None]
     return torch.lerp(tree[0].float(), before[0].float(), share).to(tree[0].dtype)
 
 
 def parts_of(rows: int, heads: int, queries: int, slot: int) -> int:
-    """Into how many parts to share out the positions of a slot.
+    """Return the number of parts into which to split the positions of a slot.
 
     Args:
-        rows: Rows of the forward.
+        rows: Batch size of the forward.
         heads: KV heads.
         queries: Queries of a row that share a KV head.
         slot: Positions of a slot.
@@ -153,7 +142,7 @@ def parts_of(rows: int, heads: int, queries: int, slot: int) -> int:
 
 
 def masked_prefix_attention(query: Tensor, key: Tensor, value: Tensor, prefix: Prefix, scale: float) -> Parts:
-    """The same as a `PrefixAttention` is to compute, by reading all positions and masking: what others are held to."""
+    """Reference for every `PrefixAttention`: read all positions and mask."""
     rows, groups = len(query), query.shape[2] // key.shape[1]
     key, value = (one.repeat_interleave(groups, 1) for one in (key, value))
     key, value = (one.unflatten(0, (-1, prefix.slot))[:rows].float() for one in (key, value))
@@ -166,9 +155,9 @@ def masked_prefix_attention(query: Tensor, key: Tensor, value: Tensor, prefix: P
 
 
 def flash_prefix_attention(query: Tensor, key: Tensor, value: Tensor, prefix: Prefix, scale: float) -> Parts:
-    """By PyTorch's flash attention for sequences of different lengths: each part of each row is a sequence.
+    """Run PyTorch's variable-length flash attention, with each part of each row as a sequence.
 
-    For single queries whose heads share KV heads the kernel shares out positions by itself.
+    For single queries whose heads share KV heads the kernel splits the positions by itself.
     """
     rows, queries = query.shape[:2]
     parts, size = prefix.parts, -(-prefix.slot // prefix.parts)
@@ -180,25 +169,25 @@ def flash_prefix_attention(query: Tensor, key: Tensor, value: Tensor, prefix: Pr
     )
     values = mixed.view(rows, parts, *query.shape[1:]).transpose(0, 1)
     lses = lse.view(-1, rows, parts, queries).permute(2, 1, 3, 0)
-    if prefix.unseen is not None:  # the kernel says +inf of a sequence without a position
+    if prefix.unseen is not None:  # the kernel returns +inf for an empty sequence
         lses = lses.masked_fill(prefix.unseen, -torch.inf)
     return (values[0], lses[0]) if parts == 1 else merge_attention(values, lses)
 
 
 def _every(size: int, count: int, device: torch.device) -> Tensor:
-    """Return `[count + 1]` int32 beginnings of pieces of one size."""
+    """Return `[count + 1]` int32 offsets of pieces of `size`."""
     return torch.arange(count + 1, device=device, dtype=torch.int32) * size
 
 
 def tree_part(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Parts:
-    """Attention of nodes to the nodes of their own tree.
+    """Attend to the nodes of the row's own tree.
 
     Args:
         query: `[B, H', Q, D]`.
         key: `[B, H', N, D]`.
         value: `[B, H', N, D]`.
-        mask: `[B, 1, Q, N]` numbers that are added to the scores; on a GPU each row of it begins at a multiple of 8.
-        scale: Of the scores.
+        mask: `[B, 1, Q, N]`, added to the scores; on a GPU each row of it begins at a multiple of 8.
+        scale: Factor of the scores.
 
     Returns:
         `[B, H', Q, D]` and `[B, H', Q]`.
@@ -217,7 +206,7 @@ def tree_part(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: fl
 def prefix_attention_agrees(
     attend: PrefixAttention, heads: int, dim: int, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Whether it runs there, and gives what `masked_prefix_attention` gives, for rows of several lengths and parts."""
+    """Return whether it runs on `device` and agrees with `masked_prefix_attention` for several lengths and parts."""
     random, slot = torch.Generator().manual_seed(0), 3 * _PART
     query, keys = (torch.randn(size, heads, dim, generator=random, dtype=torch.float32) for size in (2 * 5, 2 * slot))
     query, keys = query.view(2, 5, heads, dim).to(device, dtype), keys.to(device, dtype)
@@ -233,28 +222,27 @@ def prefix_attention_agrees(
 
 
 def prefix_attention_on(device: torch.device, dtype: torch.dtype) -> PrefixAttention | None:
-    """What reads rows to their own length there; None where nothing does. It is yet to be proved; see `BaseModel`."""
+    """Return the kernel that reads rows to their own length there, not yet proved (see `BaseModel`), or None."""
     has = hasattr(torch.ops.aten, "_flash_attention_forward")
     half = dtype in (torch.float16, torch.bfloat16)
     return flash_prefix_attention if device.type == "cuda" and half and has else None
 
 
-# ---- Attention of draft trees: masks, and attention behind transformers' interface that reads each KV head once.
+# Attention behind transformers' interface that reads each KV head once, and its masks.
 
 _UNKNOWN = ("softcap", "position_bias", "s_aux")
-"""Settings of an attention that this one does not know."""
+"""Settings that `tree_attention` does not support."""
 TREE_ATTENTION = "tree_sdpa"
-"""Name of `tree_attention` in transformers."""
 
 
 def query_groups(config: Any) -> int:
-    """How many query heads share a KV head in a model with the decoder configuration `config`, as far as it says."""
+    """Return how many query heads share a KV head, by the decoder configuration `config`; 1 if it does not say."""
     heads, shared = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
     return heads // shared if heads and shared and heads % shared == 0 else 1
 
 
 def folded(mask: Tensor, groups: int) -> Tensor:
-    """The mask `[B, 1, N, S]` of nodes, for the queries of G `groups` one below another: `[B, 1, G · N, S]`."""
+    """Repeat a mask `[B, 1, N, S]` for G `groups` of queries stacked along N: `[B, 1, G · N, S]`."""
     return mask if groups == 1 else mask.repeat(1, 1, groups, 1)
 
 
@@ -268,16 +256,16 @@ def tree_attention(
     committed: CommittedLayers | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' `sdpa`, for packed queries where a `packing` is given, and for masks that are `folded`.
+    """Attend like transformers' `sdpa`, with support for packed queries and for `folded` masks.
 
     Args:
         module: The layer.
         query: `[B, H, N, D]`; `[1, H, M, D]` with a packing.
-        key: `[B, H', S, D]`; in a layer that reads in two parts those of the nodes alone, like the queries.
+        key: `[B, H', S, D]`; in a layer that reads in two parts the nodes' alone, like the queries.
         value: As `key`.
-        attention_mask: `[B, 1, N, S]` or `[B, 1, G · N, S]`, where S is N in such a layer.
+        attention_mask: `[B, 1, N, S]` or `[B, 1, G · N, S]`, where S is N in a layer that reads in two parts.
         packing: Of the queries.
-        committed: What is committed, for layers that read in two parts.
+        committed: The committed positions, for layers that read in two parts.
         settings: As for `sdpa`.
 
     Returns:
@@ -299,7 +287,7 @@ def tree_attention(
 
 
 def _unpacked(states: Tensor, packing: Packing) -> Tensor:
-    """Return `[B, H, N, D]` of packed `[1, H, M, D]`."""
+    """Unpack `[1, H, M, D]` to `[B, H, N, D]`."""
     return packing.unpack(states.transpose(1, 2)).transpose(1, 2)
 
 
@@ -322,10 +310,10 @@ def _attend_in_parts(
     _refuse_unknown(settings)
     batch, heads, nodes, dim = query.shape
     scale = settings.get("scaling") or dim**-0.5
-    if committed.all_seen and prefix.parts == 1:  # plain decoding, where every operation counts
+    if committed.all_seen and prefix.parts == 1:  # plain decoding, where every kernel launch counts
         return prefix.read(query.transpose(1, 2), *own, scale)[0]
     below = query.reshape(batch, key.shape[1], -1, dim)
-    if mask.shape[2] != below.shape[2]:  # the heads are shared in another way than the configuration says
+    if mask.shape[2] != below.shape[2]:  # the layer groups its heads differently from the configuration
         mask = folded(mask[:, :, :nodes], heads // key.shape[1])
     merged, sums = prefix.read(below.transpose(1, 2), *own, scale)
     if not committed.all_seen:
@@ -340,7 +328,7 @@ def _attend(
     batch, heads, nodes, _ = query.shape
     shared = key.shape[1]
     if mask is None or mask.shape[2] == nodes or mask.shape[2] * shared != heads * nodes:
-        # A layer whose heads are shared in another way than the configuration says needs the mask as it was.
+        # A layer that groups its heads differently from the configuration needs the mask unfolded.
         mask = mask if mask is None else mask[:, :, :nodes]
         mixed, _ = sdpa_attention_forward(module, query, key, value, mask, **settings)
         return mixed  # type: ignore[no-any-return]
@@ -363,7 +351,7 @@ def tree_attention_mask(
     window: int | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """Which cached positions the last Q of N nodes see: `[B, Q, kv_length]` bool.
+    """Return the cached positions that the last Q of N nodes see: `[B, Q, kv_length]` bool.
 
     A node sees the row's committed positions, its ancestors and itself. Node `j` of row `b` lies at cache index
     `lengths[b] + j` but at position `lengths[b] + depths[b, j]`; windows and chunks are counted in positions.
@@ -377,14 +365,14 @@ def tree_attention_mask(
     Args:
         lengths: `[B]` committed positions.
         depths: `[B, N]` depth of each node below the root.
-        ancestors: `[B, Q, N]` bool, the last Q rows of `TokenTree.ancestors`; all of them, with Q = N, for whole trees.
+        ancestors: `[B, Q, N]` bool, the last Q rows of `TokenTree.ancestors`.
         kv_length: Cache positions that attention reads.
-        window: A sliding window: a node sees positions less than this far behind it.
-        chunk: Chunked attention: a node sees only positions of its own chunk of this many.
+        window: Sliding window: a node sees positions less than this far behind it.
+        chunk: Chunk size: a node sees only positions of its own chunk.
     """
     asked, nodes = ancestors.shape[1:]
     index = torch.arange(kv_length, device=lengths.device)
-    if nodes == 1 and window is None and chunk is None:  # plain decoding, where every operation counts
+    if nodes == 1 and window is None and chunk is None:  # plain decoding, where every kernel launch counts
         return (index <= lengths[:, None])[:, None]
     node = index - lengths[:, None]  # [B, kv_length]: node id at each cache index, negative where committed
     in_tree = node.clamp(0, nodes - 1)
@@ -402,6 +390,6 @@ def tree_attention_mask(
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask as numbers to add to attention scores: `[B, 1, N, kv_length]`, 0 or the dtype's lowest number."""
+    """Turn a bool mask into an additive one `[B, 1, N, kv_length]`: 0 or the dtype's lowest number."""
     zero = torch.zeros((), dtype=dtype, device=mask.device)
     return torch.where(mask, zero, torch.finfo(dtype).min)[:, None]

@@ -1,4 +1,4 @@
-"""Which hidden states of a forward are handed out: the LM head's input, and the outputs of single layers."""
+"""Forwards of the target model: their inputs, the executor interface, and access to single layers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from drafter.target.kv_cache import KVCache
 from drafter.target.packing import Packing
 
 LM_HEAD_INPUT = -1
-"""In a list of hidden layers: what the LM head reads, that is the last layer's output after the final norm."""
+"""In a list of hidden layers: the LM head's input, that is the last layer's output after the final norm."""
 
 
 class DecoderLayers:
-    """The layers of a decoder: their outputs, and the decoder without its last ones.
+    """Access to a decoder's layer outputs, and to its first layers alone.
 
     Args:
         decoder: The model without its LM head.
-        count: How many layers it has.
-        name: Of the model, for messages.
+        count: Its number of layers.
+        name: The model's, for messages.
     """
 
     def __init__(self, decoder: nn.Module, count: int, name: str) -> None:
@@ -52,18 +52,18 @@ class DecoderLayers:
         return layers
 
     def watch(self, indices: Sequence[int]) -> None:
-        """Keep these layers' outputs of each forward, until `take`; `LM_HEAD_INPUT` is not a layer."""
+        """Keep these layers' outputs of each forward until `take`; `LM_HEAD_INPUT` is ignored."""
         for index in set(indices) - self._watched - {LM_HEAD_INPUT}:
             self.modules[index].register_forward_hook(self._keeper(index))
             self._watched.add(index)
 
     def take(self, indices: Sequence[int], head_input: Tensor, device: torch.device) -> Tensor:
-        """The hidden states of the last forward side by side, `[..., K · d]`, on `device`.
+        """Return hidden states of the last forward, concatenated: `[..., K · d]`, on `device`.
 
         Args:
             indices: K layers, or `LM_HEAD_INPUT`.
-            head_input: `[..., d]` what the LM head reads.
-            device: Where they are read; layers of one model may lie on several.
+            head_input: `[..., d]` the LM head's input.
+            device: Target device; a model's layers may lie on several.
         """
         outputs, self._outputs = self._outputs, {}
         if not indices:
@@ -73,7 +73,7 @@ class DecoderLayers:
 
     @contextmanager
     def only_first(self, count: int) -> Iterator[None]:
-        """For a `with` block, the decoder has only its first `count` layers, and its final norm after them."""
+        """Truncate the decoder to its first `count` layers and the final norm within a `with` block."""
         whole = self.modules
         if count not in self._shortened:
             self._shortened[count] = nn.ModuleList(list(whole)[:count])
@@ -90,12 +90,9 @@ class DecoderLayers:
         return keep
 
 
-# ---- What runs the base's forward: the model's own code as it is, compiled, or something faster.
-
-
 @dataclass(frozen=True)
 class TreeNodes:
-    """The nodes of one forward. Row `b` of B has `lengths[b]` committed positions before its nodes.
+    """Nodes of one forward. Row `b` of B has `lengths[b]` committed positions before its nodes.
 
     Args:
         tokens: `[B, N]` int64 node tokens; any valid id in padding.
@@ -103,10 +100,10 @@ class TreeNodes:
         depths: `[B, N]` int64 depth of each node below the root.
         ancestors: `[B, N, N]` bool: entry `[b, i, j]` says that node `j` is node `i` or one of its ancestors.
         kv_length: Cache positions that attention reads; at least every row's length + N.
-        packing: Which nodes are not padding, if only these are to be computed.
-        hidden_layers: K hidden states to return, side by side; see `DecoderLayers.take`.
-        full: Rows of so many committed positions are empty: what their nodes see does not matter. None if none are.
-        follows: Whether nodes that the packing leaves out have been run before, and are seen by others.
+        packing: The nodes that are not padding, if only these are to be computed.
+        hidden_layers: K hidden states to return, concatenated; see `DecoderLayers.take`.
+        full: Rows of so many committed positions are empty, and their output is not used. None if no row is.
+        follows: Nodes left out of the packing have been run before, and others see them.
     """
 
     tokens: Tensor
@@ -121,7 +118,7 @@ class TreeNodes:
 
 
 class Executor(Protocol):
-    """Runs forwards of a base over a KV cache. All of them give the same tokens."""
+    """Runs forwards of the target model over a KV cache. All executors give the same tokens."""
 
     def verify(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
         """Run tree nodes of the first B slots; return logits `[B, N, V]` and hidden states `[B, N, K · d]`."""
@@ -134,20 +131,12 @@ class Executor(Protocol):
         starts: Sequence[int],
         hidden_layers: tuple[int, ...],
     ) -> Tensor:
-        """Run prompts, or pieces of them, into slots; return their hidden states `[ΣP, K · d]`.
-
-        Args:
-            cache: Holds the committed positions on which each prompt follows.
-            slot: Where the first one goes to; the others follow it.
-            prompts: Each `[P]`, at least one token.
-            starts: Position of each one's first token.
-            hidden_layers: Which K hidden states to return; see `DecoderLayers.take`.
-        """
+        """Run prompts, or chunks, into slots; return their hidden states `[ΣP, K · d]`; see `BaseModel.prefill`."""
 
     def prefill_last(
         self, cache: KVCache, slot: int, prompt: Tensor, start: int, hidden_layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Run the last piece of one prompt; return the logits `[1, V]` after it and its hidden states `[P, K · d]`."""
+        """Run the last chunk of one prompt; return the logits `[1, V]` after it and its hidden states `[P, K · d]`."""
 
     def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int, first: int) -> Tensor:
-        """Run only the first layers, and the final norm, over the nodes from `first` on; see `BaseModel.exit_early`."""
+        """Run only the first layers and the final norm over the nodes from `first` on; see `BaseModel.exit_early`."""

@@ -1,6 +1,6 @@
-"""The base's KV cache: slots of fixed size, every row with a length of its own, allocated once. See `paged_kv_cache`.
+"""The target model's KV cache: fixed-size slots, one length per row, allocated once. See also `paged_kv_cache`.
 
-What depends on transformers' cache classes is in this module alone, because their signatures move between releases.
+All use of transformers' cache classes is in this module, because their signatures change between releases.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer stores for a position: `heads` × `key_dim` and `heads` × `value_dim` numbers of `dtype`."""
+    """Cached numbers of one layer per position: `heads` × `key_dim` and `heads` × `value_dim` of `dtype`."""
 
     heads: int
     key_dim: int
@@ -32,13 +32,12 @@ class LayerShape:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes one position takes in this layer."""
         return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a layer's keys and values are: which buffer, and which of the buffer's members."""
+    """Index of a layer's keys or values: a buffer, and a member of that buffer."""
 
     buffer: int
     member: int
@@ -48,12 +47,11 @@ class _LayerView(CacheLayerMixin):
     """One layer in one forward: writes new keys and values, returns all the rows' keys and values.
 
     Args:
-        writes: `[S, H, D]` whole buffers and `[b * n]` where in them the new keys, then the new values go; `[M]` if
-            they come packed.
+        writes: For keys, then values: `[S, H, D]` whole buffer and `[b * n]` positions in it to write; `[M]` if packed.
         reads: `[b, H, kv_length, D]` keys, then values, of the forward's rows; with `places` `[P, H, D]` of all rows.
-            None for a layer that looks for what is committed elsewhere, and wants back what it writes.
-        kv_length: Positions that are read.
-        places: `[b, kv_length]` where the rows' positions are; None where `reads` has them in order.
+            None for a layer that reads committed positions itself and wants back only what it writes.
+        kv_length: Positions to read.
+        places: `[b, kv_length]` positions of the rows in the buffers; None where `reads` has them in order.
     """
 
     def __init__(
@@ -74,18 +72,18 @@ class _LayerView(CacheLayerMixin):
         return keys, values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the buffers exist."""
+        """Do nothing: the buffers exist."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(KV length, offset); unused, as masks are passed in whole."""
+        """Return (KV length, offset); unused, as masks are passed in whole."""
         return self._kv_length, 0
 
     def get_seq_length(self) -> int:
-        """Unused, as positions are passed in; zero says so."""
+        """Return 0; unused, as positions are passed in."""
         return 0
 
     def get_max_length(self) -> int:
-        """Positions that are read."""
+        """Return the number of positions to read."""
         return self._kv_length
 
 
@@ -103,22 +101,22 @@ def _gather(states: Tensor, places: Tensor) -> Tensor:
 class KVCache:
     """Keys and values of `slots` rows of up to `length` positions.
 
-    A tree's nodes are written behind the row's committed positions, in node order; `commit` then moves the
-    accepted ones together. Layers of the same shape share one buffer `[members * slots * length, H, D]`, so that
-    a commit is one gather and one scatter for all of them. The buffers are flat and written as wholes because
-    compilers keep only such writes in place.
+    A tree's nodes are written behind the row's committed positions, in node order; `commit` then compacts the accepted
+    ones. Layers of the same shape share one buffer `[members * slots * length, H, D]`, so that a commit is one gather
+    and one scatter for all of them. The buffers are flat and written as wholes because compilers keep only such writes
+    in place.
 
     Args:
         shapes: Shape of each layer; None for a layer that stores nothing.
         slots: Rows.
-        length: Positions a row can hold, draft nodes included.
-        device: Where positions come from; a base spread over several devices has buffers on each.
+        length: Positions of a row, draft tokens included.
+        device: Where positions come from; a model spread over several devices has buffers on each.
         positions: Of all slots together; by default each has `length` of its own.
 
     Attributes:
-        in_order: Whether a slot's positions lie one after another.
-        block: Positions that lie together.
-        blocks: `[slots, n]` int64 on the host: where each slot's blocks are among all.
+        in_order: A slot's positions are contiguous.
+        block: Positions per contiguous block.
+        blocks: `[slots, n]` int64 on the host: block table.
     """
 
     in_order = True
@@ -136,7 +134,7 @@ class KVCache:
         self._starts = torch.arange(slots, device=device) * length
         self._positions = positions = slots * length if positions is None else positions
         members: dict[tuple[int, int, torch.dtype, torch.device], int] = {}
-        # Of each layer: its keys' and its values'; none of a layer that stores nothing.
+        # For each layer the places of its keys and its values; empty for a layer that stores nothing.
         self._of_layers: list[list[_Place]] = []
         for shape in shapes:
             both = []
@@ -150,23 +148,22 @@ class KVCache:
             _zeros((count * positions, heads, dim), dtype, place)
             for (heads, dim, dtype, place), count in members.items()
         ]
-        # On a CPU the positions that move are few, and numpy takes less time to move them than PyTorch to be called.
+        # On a CPU few positions move, and numpy moves them in less time than a PyTorch call takes.
         self._on_host: list[npt.NDArray[np.uint8]] | None = None
         if all(one.device.type == "cpu" and not devices.is_asynchronous(one.device) for one in self.buffers):
             self._on_host = [
                 buffer.flatten(1).view(torch.uint8).unflatten(0, (count, -1)).numpy()
                 for buffer, count in zip(self.buffers, members.values(), strict=True)
             ]
-        # `[members, 1]` of each buffer: where its members begin.
+        # `[members, 1]` of each buffer: offsets of its members.
         self._members = [torch.arange(count, device=device)[:, None] * positions for count in members.values()]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
     def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values `[P, H, D]` of each layer, of all positions.
+        """Return keys and values `[P, H, D]` of each layer, over all positions.
 
         Raises:
             ValueError: A layer stores nothing.
@@ -185,19 +182,19 @@ class KVCache:
         packing: Packing | None = None,
         apart: Collection[int] = (),
     ) -> Cache:
-        """The cache as one forward sees it, to be given to the model.
+        """Return the cache as the model sees it in one forward.
 
         Args:
             first: Slot of the forward's first row; the others follow it.
-            positions: `[b, n]` where in their slots the rows' new tokens go.
+            positions: `[b, n]` positions of the new tokens within their slots.
             kv_length: Positions to read, from the start of each slot; no row may be longer.
             packing: Of the new tokens, if only some of them come.
-            apart: Layers that get back the new tokens' keys and values alone; they read the others from `layers`.
+            apart: Layers that get back only the new tokens' keys and values; they read the others from `layers`.
         """
         rows = slice(first, first + positions.shape[0])
         index = self._places_to_write(rows, positions)
         index = index.flatten() if packing is None else packing.pack(index)[0]
-        # All layers' in a few calls: one by one they would cost more than the copies themselves.
+        # One addition for all layers: one per layer would cost more than the copies themselves.
         writes = [
             (index + members).to(buffer.device).unbind(0)
             for buffer, members in zip(self.buffers, self._members, strict=True)
@@ -216,7 +213,7 @@ class KVCache:
         return Cache(layers=layers)
 
     def commit(self, lengths: Tensor, path: Tensor) -> None:
-        """Move the nodes of each row's accepted path to the row's tail. Rows are slots `0..B-1`.
+        """Compact the KV of each row's accepted path behind its committed positions. Rows are slots `0..B-1`.
 
         Args:
             lengths: `[B]` committed positions before the step.
@@ -242,23 +239,23 @@ class KVCache:
             rows[:, target, :length] = rows[:, source, :length]
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Let slot `target` have the first `length` positions of slot `source`, which is given up."""
+        """Move the first `length` positions of slot `source` to slot `target`; `source` is given up."""
         self.copy(source, target, length)
 
     def clear(self, slot: int) -> None:
-        """Set all positions of a slot to zero."""
+        """Zero all positions of a slot."""
         for buffer in self.buffers:
             buffer.unflatten(0, (-1, self.slots, self.length))[:, slot] = 0
 
     def scrub(self, lengths: Tensor, nodes: int, which: Tensor, rows: slice) -> None:
-        """Set the draft nodes of some rows to zero; the host need not know of which.
+        """Zero the draft positions of some rows without telling the host which.
 
-        The other rows have a position set to zero instead that never holds a token.
+        For the other rows a position is zeroed that never holds a token.
 
         Args:
             lengths: `[R]` committed positions of the rows.
             nodes: N, nodes of each row.
-            which: `[R]` bool.
+            which: `[R]` bool, rows to zero.
             rows: R slots.
         """
         places = self._places(rows, lengths[:, None] + torch.arange(nodes, device=lengths.device))
@@ -266,44 +263,42 @@ class KVCache:
         for buffer, members in zip(self.buffers, self._members, strict=True):
             buffer.unflatten(0, (len(members), -1)).index_fill_(1, index.to(buffer.device), 0)
 
-    # ---- memory: every slot of this class has all of its own from the start
+    # Memory: every slot of this class has all of its own from the start.
 
     def reserve(self, slot: int, positions: int) -> bool:
-        """Let a slot hold so many positions; False, and nothing done, if too little memory is left."""
+        """Reserve `positions` for a slot; return False, and change nothing, if too little memory is left."""
         return True
 
     def has_room(self, positions: int, rows: int) -> bool:
-        """Whether a new row may hold so many positions, and some are left for the `rows` there are to grow."""
+        """Return whether a new row of `positions` fits and leaves room for the present `rows` to grow."""
         return True
 
     def release(self, slot: int) -> None:
-        """Give up what a slot holds."""
-
-    # ---- where positions are
+        """Free the slot's memory."""
 
     def _places(self, rows: slice, positions: Tensor) -> Tensor:
-        """Return where `positions` `[R, n]` of slots `rows` are among all, `[R, n]`."""
+        """Map `positions` `[R, n]` within slots `rows` to positions in the buffers, `[R, n]`."""
         return positions + self._starts[rows, None]
 
     def _places_to_write(self, rows: slice, positions: Tensor) -> Tensor:
-        """Return the same where new states go, which the slots may not have reserved."""
+        """Map positions to write, which the slots may not have reserved."""
         return self._places(rows, positions)
 
     def _places_on_host(self, rows: Places, positions: Places) -> Places:
-        """Return where `positions` `[n]` of slots `rows` `[n]` are among all, `[n]`."""
+        """Map `positions` `[n]` within slots `rows` `[n]` to positions in the buffers, `[n]`."""
         return rows * self.length + positions
 
     def _unused_places(self, rows: slice) -> Tensor:
-        """Return `[R, 1]` a place for each slot that no token is ever read from."""
+        """Return `[R, 1]` a position for each slot that never holds a token."""
         return self._starts[rows, None] + (self.length - 1)
 
     def _reads(self, rows: slice, kv_length: int) -> tuple[list[tuple[Tensor, ...]], Tensor | None]:
-        """Return what `_LayerView` reads, by buffer and member, and its `places`."""
+        """Return `reads`, by buffer and member, and `places` of `_LayerView`."""
         reads = []
         for buffer, members in zip(self.buffers, self._members, strict=True):
             heads, dim = buffer.shape[1:]
             row = self.length * heads * dim
-            # Not slices: whether they take all of a dimension would be cases of their own to a compiler.
+            # Not slices: whether they take all of a dimension would make a compiler specialise.
             read = buffer.as_strided(
                 (len(members), rows.stop - rows.start, heads, kv_length, dim),
                 (self.slots * row, row, dim, heads * dim, 1),
@@ -313,7 +308,7 @@ class KVCache:
         return reads, None
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy the states at places `source` `[n]` to places `target` `[n]`, in all layers."""
+        """Copy the states at `source` `[n]` to `target` `[n]`, in all layers."""
         for buffer, members in zip(self.buffers, self._members, strict=True):
             by_member = buffer.unflatten(0, (len(members), -1))
             moved = by_member.index_select(1, source.to(buffer.device))

@@ -1,4 +1,4 @@
-"""Load a base and its tokeniser from the hub or a local folder."""
+"""Load a target model and its tokeniser from the hub or a local folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from drafter.target.model import BaseModel
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _STRANGE = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
-"""What transformers raises for a configuration that says something nobody expects, such as one nested too deep."""
+"""Errors that transformers raises for malformed configurations, such as one nested too deep."""
 
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -32,19 +32,19 @@ def load_base(
     trust_remote_code: bool = False,
     generation_config: Literal["auto", "ignore"] = "auto",
 ) -> BaseModel:
-    """Load a base model; its weights must be safetensors.
+    """Load a target model; its weights must be safetensors.
 
     Args:
         name_or_path: Hub id or folder.
         dtype: `auto`, or a floating-point dtype or its name.
         device: `auto`, or a torch device. Not used with `device_map`.
-        device_map: As in transformers, for a base larger than one GPU.
+        device_map: As in transformers, for a model larger than one GPU.
         trust_remote_code: Run modeling code that comes with the weights.
-        generation_config: `ignore` leaves out sampling settings that come with the model, in its
-            `generation_config.json`; its end-of-sequence tokens stay.
+        generation_config: `ignore` leaves out the sampling settings of the model's `generation_config.json`; its
+            end-of-sequence tokens stay.
 
     Raises:
-        LoadError: Not found, not readable, or not a model that can be decoded by trees.
+        LoadError: Not found, not readable, or not a model that can verify draft trees.
     """
     name = os.path.expanduser(name_or_path)
     target = pick_device(device)
@@ -54,7 +54,7 @@ def load_base(
         refuse_unsupported(name, config)
     except LoadError:
         raise
-    except Exception as error:  # it is a stranger's, and transformers and the hub's client have errors of their own
+    except Exception as error:  # transformers, the hub's client and remote code have errors of their own
         reason = one_line(error, 300) if Path(name).exists() else not_found(error)
         raise LoadError(f"no base model at {name!r}: {reason} (give a folder with config.json, or a hub id)") from error
     _refuse_weights_elsewhere(name, config)
@@ -90,10 +90,10 @@ def load_base(
 
 
 def read_weight_map(name: str, index: Path) -> dict[str, str]:
-    """Return the names of the files that a checkpoint in several files has its tensors in, by tensor.
+    """Return the file of each tensor of a sharded checkpoint.
 
     Args:
-        name: Of the model, for messages.
+        name: The model's, for messages.
         index: `model.safetensors.index.json`.
 
     Raises:
@@ -110,9 +110,9 @@ def read_weight_map(name: str, index: Path) -> dict[str, str]:
 
 
 def _refuse_weights_elsewhere(name: str, config: Any) -> None:
-    """Refuse a model some of whose weights are not files of its own folder: the folder is the model.
+    """Refuse weights outside of the model's own folder.
 
-    A link leads nowhere else, except in the hub's cache, whose folders of snapshots link to its blobs.
+    Links out of it are allowed only in the hub's cache, whose snapshots link to its blobs.
 
     Raises:
         LoadError: A file is named that is elsewhere, or is a link to one.
@@ -121,7 +121,7 @@ def _refuse_weights_elsewhere(name: str, config: Any) -> None:
         _refuse_path(name, "config.json", named)
     folder, first = Path(name), named or WEIGHTS
     if not folder.is_dir():
-        # The client of the hub joins names with its cache's folder.
+        # The hub's client joins names with its cache's folder.
         if (index := _on_hub(name, first if first.endswith(".json") else INDEX)) is not None:
             read_weight_map(name, index)
         return
@@ -141,7 +141,7 @@ def _refuse_weights_elsewhere(name: str, config: Any) -> None:
 
 
 def _refuse_path(name: str, file: str, named: object) -> None:
-    """Raise `LoadError` unless what a file of a model's folder names is a file beside it."""
+    """Raise `LoadError` unless `named`, found in `file`, is the plain name of a file beside it."""
     if not isinstance(named, str) or named in ("", ".", "..") or Path(named).name != named:
         raise LoadError(
             f"base model {name!r}: {file} names the weights {shown(named)}, which are not a file in its folder: the "
@@ -153,13 +153,13 @@ def _on_hub(name: str, file: str) -> Path | None:
     try:
         return hub_file(name, file)
     except (OSError, RuntimeError, ValueError):
-        return None  # it has weights in one file, or who loads them says what is wrong
+        return None  # the weights are in one file, or loading them reports the error
 
 
 def require_data(name: str, model: PreTrainedModel) -> None:
-    """Check that every parameter and buffer of a model has data, except weights that its device map offloads.
+    """Check that every parameter and buffer has data, except weights that the device map offloads.
 
-    Tied weights that a load in another thread has left without data are tied once more.
+    Tied weights that a load in another thread left without data are tied once more.
 
     Raises:
         LoadError: One has none; it is named.
@@ -181,10 +181,10 @@ def _without_data(model: torch.nn.Module) -> str | None:
 
 
 def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False, local_files_only: bool = False) -> Any:
-    """Load the tokeniser that belongs to a base.
+    """Load the tokeniser of a target model.
 
     Args:
-        name_or_path: Hub id or folder of the base.
+        name_or_path: Hub id or folder of the target model.
         trust_remote_code: Run code that comes with it.
         local_files_only: Download nothing.
 
@@ -201,7 +201,7 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False,
 
 
 def pick_device(device: str | torch.device = "auto") -> torch.device:
-    """`auto` is the first GPU where there is one, the CPU otherwise.
+    """Resolve a device; `auto` is the first GPU, or the CPU.
 
     Raises:
         LoadError: There is no such device here.
@@ -215,7 +215,7 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
 
 
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """`auto` is bf16 on a GPU and fp32 on a CPU, where bf16 is rarely faster.
+    """Resolve a dtype; `auto` is bf16 on a GPU and fp32 on a CPU, where bf16 is rarely faster.
 
     Raises:
         LoadError: Not the name of a floating-point dtype.

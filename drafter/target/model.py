@@ -1,7 +1,7 @@
-"""The base: any decoder-only softmax-attention causal LM of transformers, its own modeling code unforked.
+"""The target model: any decoder-only softmax-attention causal LM of transformers, its modeling code unforked.
 
-An executor runs its forwards. `self_check` proves at load that the model heeds masks and positions, and that a faster
-executor gives the numbers that the model's own code gives.
+Proofs at load show that the model respects masks and positions, and that a faster executor gives the numbers of the
+model's own code.
 """
 
 from __future__ import annotations
@@ -40,24 +40,22 @@ _log = logging.getLogger(__name__)
 
 
 class BaseModel:
-    """A frozen base LM that verifies draft trees.
+    """A frozen target model that verifies draft trees.
 
     Args:
         model: A transformers causal LM, on its device(s).
         name: Hub id or path; goes into draft heads' configuration.
-        native: Whether the native executor runs it where that can be; otherwise the model's own code does.
+        native: Use the native executor where it can run the model; otherwise the model's own code runs.
 
     Attributes:
         decoder: The model without its LM head.
         layers: The decoder's layers, and the hidden states between them.
-        dtype: Of the hidden states.
         max_positions: Longest sequence that it decodes as the model by itself would; None if its configuration does not
             say.
-        fingerprint: Tells bases apart by all of their tensors, but not in which precision they are loaded; see
-            `drafter.target.architecture`.
+        fingerprint: Hash of all tensors, the same in every precision; see `drafter.target.architecture`.
 
     Raises:
-        LoadError: The model cannot be decoded by trees; the message names it and the reason.
+        LoadError: The model cannot verify draft trees; the message names it and the reason.
     """
 
     def __init__(self, model: Any, name: str = "", *, native: bool = True) -> None:
@@ -69,7 +67,7 @@ class BaseModel:
             )
         self.model = model.eval().requires_grad_(False)
         if model.device.type == "cuda":
-            # It makes a plan for every new shape, which takes longer than most prompts; other kernels take masks, too.
+            # cuDNN plans each new shape, which takes longer than most prompts; the other kernels take masks, too.
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.config = model.config.get_text_config(decoder=True)
         self._head: nn.Module = model.get_output_embeddings()
@@ -88,13 +86,13 @@ class BaseModel:
         self._prove_long_texts()
         if native:
             self._executor = self._native() or self._model_code
-        # The native executor has weights of its own. What is left is the LM head, which draft heads call.
+        # The native executor has weights of its own. Only the LM head is left to prepack: draft heads call it.
         prepack(self.model if self._executor is self._model_code else self._head)
         self._sizes = [model.config.model_type, self.config.num_hidden_layers, self.hidden_size, self.vocab_size]
         self.fingerprint = fingerprint(self.model, self._sizes)
 
     def _prove_long_texts(self) -> None:
-        """Prove on a small copy what no short text shows: windows, chunks, and all else that depends on the length.
+        """Prove on a small copy what short texts do not show: windows, chunks, all that depends on the length.
 
         Raises:
             LoadError: The copy gives other logits, or cannot be made of a model whose configuration names a window.
@@ -104,7 +102,7 @@ class BaseModel:
         listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
         try:
             copy = small_copy(self.model, self.max_positions)
-        except Exception as error:  # whatever a model's code raises for sizes that it was not made for
+        except Exception as error:  # a model's code may raise anything for sizes that it was not made for
             if not (windows := [name for name in lengths if names_window(name)]):
                 _log.debug("%s has no small copy: %s", self.name, error)
                 return
@@ -118,7 +116,7 @@ class BaseModel:
             raise LoadError(f"{error}; so it is with texts longer than {listed}, tried on a small copy") from error
 
     def _native(self) -> Executor | None:
-        """The native executor, if it can run this model and agrees with the model's own code."""
+        """Return the native executor if it can run this model and agrees with the model's own code."""
         try:
             native = NativeDecoder(read_llama_like(self.model, self.decoder, self.config))
         except NotLlamaLikeError as reason:
@@ -132,22 +130,20 @@ class BaseModel:
             return None
         return native
 
-    # ---- what it is
-
     def has_fingerprint(self, given: str) -> bool:
-        """Return whether `given` is this base's fingerprint, in the present scheme or in that of earlier releases."""
+        """Compare with this model's fingerprint, in the present scheme or in that of earlier releases."""
         if is_of_first_scheme(given):
             return given == first_fingerprint(self.model, self._embedding.weight, self._sizes)  # type: ignore[arg-type]
         return given == self.fingerprint
 
     @property
     def device(self) -> torch.device:
-        """Where token ids go and logits come from."""
+        """Device that takes token ids and returns logits."""
         return self._embedding.weight.device  # type: ignore[return-value]
 
     @property
     def devices(self) -> set[torch.device]:
-        """All that it lies on."""
+        """All devices of the weights."""
         return {parameter.device for parameter in self.model.parameters()}
 
     @property
@@ -162,43 +158,41 @@ class BaseModel:
 
     @property
     def kv_bytes_per_token(self) -> list[int]:
-        """Bytes of keys and values of a position in each layer that has any."""
+        """Bytes of keys and values per position of each layer that caches any."""
         return [shape.bytes_per_token for shape in self._layer_shapes if shape is not None]
 
     @property
     def copies_of_kv(self) -> int:
-        """How many copies of a layer's keys and values attention over trees makes; 0 where it reads them in place.
+        """Copies of a layer's keys and values that attention over trees makes; 0 where it reads them in place.
 
-        A copy of blocks where rows grow is not counted; see `PagedKVCache`.
+        The copy of blocks in a `PagedKVCache` is not counted.
         """
         groups = query_groups(self.config)
         return 0 if self._executor is not self._model_code or groups == self._model_code.query_groups else groups
 
     @property
     def num_layers(self) -> int:
-        """L, the number of its layers."""
+        """L, the number of layers."""
         return int(self.config.num_hidden_layers)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a sequence, as `generate` sees them."""
+        """End-of-sequence tokens, as `generate` sees them."""
         eos = self.model.generation_config.eos_token_id
         eos = self.config.eos_token_id if eos is None else eos
         return frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
 
     @property
     def generation_settings(self) -> dict[str, Any]:
-        """Settings of `generate` that came with the model; see `drafter.generation_defaults`."""
+        """Generation settings that came with the model; see `drafter.generation_defaults`."""
         return self.model.generation_config.to_dict()  # type: ignore[no-any-return]
 
-    # ---- what draft heads borrow
-
     def embed(self, tokens: Tensor) -> Tensor:
-        """Frozen token embeddings `[..., d]` of `tokens` `[...]`."""
+        """Return the frozen token embeddings `[..., d]` of `tokens` `[...]`."""
         return self._embedding(tokens)  # type: ignore[no-any-return]
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        """Frozen LM head: logits `[..., V]` of `hidden` `[..., d]`."""
+        """Return the frozen LM head's logits `[..., V]` of `hidden` `[..., d]`."""
         weight = self._head.weight
         assert isinstance(weight, Tensor)
         logits: Tensor = self._head(hidden.to(weight.device)).to(hidden.device)
@@ -215,19 +209,17 @@ class BaseModel:
         """`[V]` bias of the frozen LM head, if it has one."""
         return getattr(self._head, "bias", None)
 
-    # ---- forwards
-
     def leave_native(self) -> None:
-        """Run by the model's own code from now on, which alone can be compiled."""
+        """Switch to the model's own code, the only executor that can be compiled."""
         self._executor = self._model_code
 
     def compile(self) -> None:
-        """Run by the model's own code from now on, compiled; see `compiled`."""
+        """Switch to the model's own code and compile it; see `compiled`."""
         self.leave_native()
         self._model_code.compile()
 
     def allow_packing(self) -> bool:
-        """Make `verify` ready for packed trees, and say whether it is: some models have attention of their own."""
+        """Prepare `verify` for packed trees; return False for a model with attention of its own."""
         if self._executor is not self._model_code:
             return True
         if self.model.config._attn_implementation == "sdpa" and self.model._can_set_attn_implementation():
@@ -239,7 +231,7 @@ class BaseModel:
         return bool(self.model.config._attn_implementation == TREE_ATTENTION)
 
     def _read_in_parts(self) -> None:
-        """Read committed positions to each row's own length, if something does here and gives the same numbers."""
+        """Read committed positions to each row's own length, if a kernel here does and gives the same numbers."""
         attend, code = prefix_attention_on(self.device, self.dtype), self._model_code
         if attend is None or not code.whole or len(self.devices) > 1 or None in self._layer_shapes:
             return
@@ -249,27 +241,27 @@ class BaseModel:
 
     @property
     def reads_to_length(self) -> bool:
-        """Whether all layers read each tree's committed positions to their end, wherever `TreeNodes.kv_length` is.
+        """True if all layers read each row's committed positions to their end, whatever `TreeNodes.kv_length` is.
 
-        It is so in a cache whose rows have memory of their own.
+        It holds for a cache whose rows have memory of their own.
         """
         code = self._model_code
         every = len(code.whole) == self.config.num_hidden_layers
         return self._executor is code and code.prefix_attention is not None and every
 
     def _attend(self, implementation: str, groups: int) -> None:
-        """Let the model's layers call an attention of transformers, with masks for `groups` heads to a KV head."""
+        """Select an attention of transformers, with masks for `groups` query heads per KV head."""
         self.model.set_attn_implementation(implementation)
         self._model_code.query_groups, self._model_code.packs = groups, implementation == TREE_ATTENTION
 
     def new_cache(self, slots: int, length: int, memory: int | None = None) -> KVCache:
-        """A KV cache for `slots` rows of up to `length` positions.
+        """Allocate a KV cache for `slots` rows of up to `length` positions.
 
         Args:
             slots: Rows.
             length: Positions of a row.
-            memory: Bytes that it may take at most; if this is less than all rows of full length take, rows take memory
-                as they grow. By default there is memory for all.
+            memory: Largest size in bytes. If all rows of full length need more, rows take blocks as they grow. By
+                default there is memory for all.
 
         Raises:
             LoadError: A device has no room for it, or `memory` does not hold one row.
@@ -293,7 +285,7 @@ class BaseModel:
         return PagedKVCache(self._layer_shapes, slots, length, self.device, blocks)
 
     def _refuse_too_large(self, sizes: dict[torch.device, int], positions: int, what: str) -> None:
-        """Raise `LoadError` if a device has no room for so many positions, each of so many bytes there."""
+        """Raise `LoadError` if a device lacks room for `positions`; `sizes` are bytes per position."""
         for device, size in sizes.items():
             free, wanted = devices.free_bytes(device), size * positions
             if free is not None and wanted > free:
@@ -310,14 +302,14 @@ class BaseModel:
         starts: Sequence[int] = (0,),
         hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,),
     ) -> Tensor:
-        """Run prompts, or pieces of them, into slots in one forward; return their hidden states `[ΣP, K · d]`.
+        """Run prompts, or chunks of them, into slots in one forward; return their hidden states `[ΣP, K · d]`.
 
         Args:
-            cache: Holds the committed positions on which each prompt follows.
-            slot: Where the first one goes to; the others follow it.
-            prompts: Each `[P]`, at least one token; several only where `allow_packing` says so.
+            cache: Holds the committed positions before each prompt.
+            slot: Slot of the first prompt; the others follow it.
+            prompts: Each `[P]`, at least one token; several only after `allow_packing` returned True.
             starts: Position of each one's first token.
-            hidden_layers: Which K hidden states to return; see `DecoderLayers.take`.
+            hidden_layers: K hidden states to return; see `DecoderLayers.take`.
         """
         return self._executor.prefill(cache, slot, prompts, starts, hidden_layers)
 
@@ -329,7 +321,7 @@ class BaseModel:
         start: int = 0,
         hidden_layers: tuple[int, ...] = (LM_HEAD_INPUT,),
     ) -> tuple[Tensor, Tensor]:
-        """Run the last piece of one prompt; return the logits `[1, V]` after it and its hidden states `[P, K · d]`."""
+        """Run the last chunk of one prompt; return the logits `[1, V]` after it and its hidden states `[P, K · d]`."""
         return self._executor.prefill_last(cache, slot, prompt, start, hidden_layers)
 
     def verify(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
@@ -337,22 +329,18 @@ class BaseModel:
 
         Args:
             cache: Holds the committed positions of each row.
-            nodes: With a `packing` only where `allow_packing` says so.
+            nodes: With a `packing` only after `allow_packing` returned True.
 
         Returns:
             Logits `[B, N, V]` and hidden states `[B, N, K · d]`, both by node id.
         """
-        # A copy, because what is compiled is of one layout, and a tree's leading part has another.
+        # Copied, because compiled code expects one memory layout, and a slice of a larger tree has another.
         depths = nodes.depths.clone(memory_format=torch.contiguous_format)
         return self._executor.verify(cache, replace(nodes, depths=depths))
 
     @torch.no_grad()
     def read_early(self, tokens: Tensor, layers: int) -> Tensor:
-        """Run only the first layers over known texts, and the final norm, without a cache.
-
-        Args:
-            tokens: `[B, L]`, padded on the right.
-            layers: How many of the first layers to run.
+        """Run the first `layers` layers and the final norm over texts `[B, L]`, padded on the right, without a cache.
 
         Returns:
             The LM head's input `[B, L, d]`.
@@ -360,7 +348,7 @@ class BaseModel:
         return self._model_code.read_early(tokens, layers)
 
     def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int, first: int = 0) -> Tensor:
-        """Run only the first layers over tree nodes, and the final norm.
+        """Run only the first layers and the final norm over tree nodes.
 
         The nodes' KV of these layers goes behind the committed positions, where the next `verify` overwrites it. A tree
         can so be run in parts: nodes before `first` have their KV there already.
@@ -368,8 +356,8 @@ class BaseModel:
         Args:
             cache: Holds the committed positions of each row.
             nodes: All nodes; a `packing` is of those from `first` on.
-            layers: How many of the first layers to run.
-            first: Only nodes from this one on are run.
+            layers: Number of layers to run.
+            first: First node to run.
 
         Returns:
             The LM head's input `[B, N - first, d]`.

@@ -1,4 +1,4 @@
-"""The base's forward compiled by torch.compile: the same sums in fewer operations."""
+"""The target model's forward by its own code, unforked, optionally compiled: any model, device and precision."""
 
 from __future__ import annotations
 
@@ -28,15 +28,11 @@ from drafter.target.packing import Packing
 F = TypeVar("F", bound=Callable[..., Any])
 
 _VARIANTS = 64
-"""Compiled variants that are kept. Each size of engine in a process has its own; past the limit they run uncompiled."""
+"""Compiled variants kept, over all engine sizes in a process; past the limit they run uncompiled."""
 
 
 def compiled(forward: F) -> F:
-    """Compile a forward for this machine.
-
-    The first call for one row and for several, of one node and of several, compiles for a while; a compiler's error is
-    raised there.
-    """
+    """Compile a forward. Compilation, and its errors, come at the first calls for one and several rows and nodes."""
     options: dict[str, Any] = {}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options["recompile_limit"] = _VARIANTS
@@ -45,31 +41,28 @@ def compiled(forward: F) -> F:
     return torch.compile(forward, dynamic=True, **options)  # type: ignore[return-value]
 
 
-# ---- The base's forward by the model's own code, unforked: any model, any device, any precision.
-
 _LARGEST_TREE = 128
-"""More nodes than this are a piece of a prompt, whose mask is larger than the KV cache that folding saves."""
+"""Larger trees are chunks of a prompt, whose mask is larger than the KV cache that folding saves."""
 _USUAL_TREE = 32
-"""Nodes of a tree for which a compiled forward shares out a row's positions, as it is the same for all trees."""
+"""Tree size for which a compiled forward splits a row's positions, as one variant serves all trees."""
 Forward = Callable[[KVCache, TreeNodes], tuple[Tensor, Tensor]]
 
 
 class ModelCode:
-    """Calls a transformers model. See `Executor`.
+    """`Executor` that calls a transformers model.
 
     Args:
         model: The causal LM, on its device(s).
         decoder: The model without its LM head.
         layers: The decoder's.
-        config: Of the decoder.
-        device: Where token ids go, and what is read comes back to.
+        config: The decoder's.
+        device: Device of token ids and results.
 
     Attributes:
-        query_groups: How many query heads share a KV head in the masks that the layers get; see `tree_attention`.
-        prefix_attention: What reads the committed positions of trees' rows in the layers that see all of them; None
-            where attention is masked.
-        whole: Those layers.
-        packs: Whether the layers take packed nodes.
+        query_groups: Query heads per KV head in the masks that the layers get; see `tree_attention`.
+        prefix_attention: Kernel that reads committed positions in `whole` layers; None where attention is masked.
+        whole: Layers without window or chunks.
+        packs: The layers take packed nodes.
     """
 
     def __init__(
@@ -91,11 +84,10 @@ class ModelCode:
         self._verify: Forward = self._run
 
     def compile(self) -> None:
-        """Compile the forward of `verify`; see `compiled`."""
         self._verify = compiled(self._run)
 
     def verify(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
-        """Run tree nodes, with a `packing` only where `BaseModel.allow_packing` says so; see `Executor.verify`."""
+        """Run tree nodes, with a `packing` only after `BaseModel.allow_packing` returns True; see `Executor.verify`."""
         self._layers.watch(nodes.hidden_layers)
         return self._verify(cache, nodes)
 
@@ -107,7 +99,7 @@ class ModelCode:
         starts: Sequence[int],
         hidden_layers: tuple[int, ...],
     ) -> Tensor:
-        """Run prompts, several only where `BaseModel.allow_packing` says so; see `Executor.prefill`."""
+        """Run prompts, several only after `BaseModel.allow_packing` returned True; see `Executor.prefill`."""
         self._layers.watch(hidden_layers)
         # The decoder without its LM head: these logits are never needed.
         last = self._decoder(**self._prompt_inputs(cache, slot, prompts, starts)).last_hidden_state
@@ -116,7 +108,6 @@ class ModelCode:
     def prefill_last(
         self, cache: KVCache, slot: int, prompt: Tensor, start: int, hidden_layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Run the last piece of one prompt; see `Executor.prefill_last`."""
         self._layers.watch(hidden_layers)
         found: list[Tensor] = []
         # The model hands out what its LM head makes of these, and may do something to the logits after that.
@@ -129,7 +120,6 @@ class ModelCode:
         return logits[0, -1:].to(self._device), self._layers.take(hidden_layers, found[0], self._device)[0]
 
     def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int, first: int) -> Tensor:
-        """Run only the first layers, and the final norm; see `BaseModel.exit_early`."""
         packing = nodes.packing if self.packs else None
         with self._layers.only_first(layers):
             inputs = self._inputs(cache, 0, replace(nodes, packing=packing), first=first)
@@ -137,13 +127,12 @@ class ModelCode:
         return last if packing is None else packing.unpack(last)
 
     def read_early(self, tokens: Tensor, layers: int) -> Tensor:
-        """Run only the first layers over texts, and the final norm; see `BaseModel.read_early`."""
         with self._layers.only_first(layers):
             last: Tensor = self._decoder(input_ids=tokens, use_cache=False).last_hidden_state
         return last.to(self._device)
 
     def forget_head_input(self) -> None:
-        """Drop what was kept of a call of the LM head that was none of ours."""
+        """Drop the head input kept from an LM head call outside of a forward."""
         self._head_input = None
 
     def _run(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
@@ -157,7 +146,7 @@ class ModelCode:
     def _prompt_inputs(
         self, cache: KVCache, slot: int, prompts: Sequence[Tensor], starts: Sequence[int]
     ) -> dict[str, Any]:
-        """Of prompts as trees without branches."""
+        """Treat prompts as trees without branches."""
         counts = [len(prompt) for prompt in prompts]
         rows, longest, device = len(counts), max(counts), self._device
         tokens = nn.utils.rnn.pad_sequence(list(prompts), batch_first=True)
@@ -169,7 +158,7 @@ class ModelCode:
         return self._inputs(cache, slot, TreeNodes(tokens, lengths, depths, ancestors, kv_length, packing))
 
     def _tree_inputs(self, cache: KVCache, nodes: TreeNodes) -> dict[str, Any]:
-        """Of trees: in two parts where something reads committed positions to their own length."""
+        """Read in two parts where a kernel reads committed positions to their own length."""
         attend, rows = self.prefix_attention, len(nodes.tokens)
         # Blocks are not in order, a tree larger than these has no mask for query heads that share a KV head, and the
         # keys of nodes that were run before are in the cache alone.
@@ -196,7 +185,7 @@ class ModelCode:
     def _inputs(
         self, cache: KVCache, slot: int, nodes: TreeNodes, committed: CommittedLayers | None = None, first: int = 0
     ) -> dict[str, Any]:
-        """What the model takes for the nodes from `first` on; those before have been run."""
+        """Return the model's inputs for the nodes from `first` on; those before have been run."""
         tokens, lengths, packing = nodes.tokens[:, first:], nodes.lengths[:, None], nodes.packing
         groups = self.query_groups if tokens.shape[1] <= _LARGEST_TREE else 1
         masks = {
@@ -225,10 +214,7 @@ class ModelCode:
     def _mask(
         self, nodes: TreeNodes, window: int | None, chunk: int | None, groups: int, first: int, *, in_parts: bool
     ) -> Tensor:
-        """The mask `[B, 1, G · N, S]` of one kind of attention for the N nodes from `first` on.
-
-        S is N for attention that reads in two parts.
-        """
+        """Return the mask `[B, 1, G · N, S]` of the N nodes from `first` on; S is N where attention is in two parts."""
         if in_parts and window is None and chunk is None:
             if nodes.tokens.shape[1] == 1:
                 return nodes.ancestors[:, None]  # nobody reads it, but without one the model would make its own

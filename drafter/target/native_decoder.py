@@ -1,4 +1,4 @@
-"""Reading a Llama-like decoder of transformers: which models are one, and where their weights are."""
+"""Forwards of Llama-like models on a CPU by our own C++ code: the same numbers up to rounding, much faster."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from drafter.target.forward import LM_HEAD_INPUT, TreeNodes
 from drafter.target.kv_cache import KVCache
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Model types of transformers that have this structure: RMSNorm, rotary positions, grouped queries, gated SiLU."""
+"""Model types of transformers with this structure: RMSNorm, rotary positions, grouped queries, gated SiLU."""
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
-"""Kinds of rotary positions whose frequencies do not depend on the text's length."""
+"""Rotary embeddings whose frequencies do not depend on the text's length."""
 
 
 class NotLlamaLikeError(Exception):
-    """A model has another structure; the message says what differs."""
+    """The model has another structure; the message says what differs."""
 
 
 class Linear(NamedTuple):
-    """Weights `[outputs, inputs]` and bias `[outputs]` of linear layers with the same input, one after another."""
+    """Stacked weights `[outputs, inputs]` and bias `[outputs]` of linear layers with the same input."""
 
     weight: Tensor
     bias: Tensor | None
@@ -35,7 +35,7 @@ class Linear(NamedTuple):
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """Weights of one layer; `query_norm` and `key_norm` `[D]` are of models that norm their heads."""
+    """Weights of one layer; `query_norm` and `key_norm` `[D]` only in models that norm their heads."""
 
     attention_norm: Tensor
     mlp_norm: Tensor
@@ -49,16 +49,15 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class LlamaLike:
-    """A decoder's weights, fp32 on a CPU, and its sizes.
+    """Weights of a decoder, fp32 on a CPU, and its sizes.
 
     Args:
-        layers: From the first to the last.
         embedding: `[V, d]`.
         final_norm: `[d]`.
         head: `[V, d]` LM head.
-        rotary: Gives cosines and sines `[1, P, D]` for an input and positions `[1, P]`.
+        rotary: Maps an input and positions `[1, P]` to cosines and sines `[1, P, D]`.
         heads: H query heads.
-        kv_heads: H' heads of keys and values.
+        kv_heads: H' KV heads.
         head_size: D.
         epsilon: Of the norms.
         scale: Factor of the attention scores.
@@ -84,12 +83,7 @@ class LlamaLike:
 
 
 def read_llama_like(model: Any, decoder: Any, config: Any) -> LlamaLike:
-    """Read a model.
-
-    Args:
-        model: The causal LM.
-        decoder: The model without its LM head.
-        config: Of the decoder.
+    """Read a causal LM whose decoder, the model without LM head, is `decoder` with configuration `config`.
 
     Raises:
         NotLlamaLikeError: It has another structure, or is not in fp32 on a CPU.
@@ -153,7 +147,7 @@ def _weight(module: Any, name: str) -> Tensor | None:
 
 
 def _joined(*layers: Any) -> Linear:
-    """Return linear layers with the same input as one.
+    """Stack linear layers with the same input.
 
     Raises:
         NotLlamaLikeError: One of them is not a linear layer, or some have a bias and others do not.
@@ -170,10 +164,6 @@ def _joined(*layers: Any) -> Linear:
     return Linear(weight, torch.cat([bias.detach() for bias in biases]))
 
 
-# ---- A Llama-like base's forward on a CPU by our own C++ code: the same numbers up to rounding, in a fraction of
-# the time.
-
-
 @dataclass(frozen=True)
 class _Texts:
     """The nodes of B rows.
@@ -184,7 +174,7 @@ class _Texts:
         lengths: `[B]` positions before the nodes.
         depths: `[B, N]`.
         ancestors: `[B, N, N]`, or None if each row is a chain.
-        which: `[M]` nodes that are computed, as places in `[B * N]`.
+        which: `[M]` nodes to compute, as indices in `[B * N]`.
     """
 
     slot: int
@@ -199,14 +189,11 @@ Addresses = tuple["ctypes.Array[Pointer]", "ctypes.Array[Pointer]"]
 
 
 class NativeDecoder:
-    """Runs a Llama-like decoder. See `Executor`.
-
-    Args:
-        decoder: Its weights.
+    """`Executor` for a Llama-like decoder.
 
     Raises:
         BuildError: The library cannot be compiled here.
-        NotLlamaLikeError: Its heads are of a size that the library does not have.
+        NotLlamaLikeError: The library does not support its head size.
     """
 
     def __init__(self, decoder: LlamaLike) -> None:
@@ -245,7 +232,6 @@ class NativeDecoder:
         self._caches: WeakKeyDictionary[KVCache, Addresses] = WeakKeyDictionary()
 
     def verify(self, cache: KVCache, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
-        """Run tree nodes; see `Executor.verify`."""
         rows, size = nodes.tokens.shape
         which = torch.arange(rows * size) if nodes.packing is None else nodes.packing.nodes
         logits = _floats(rows, size, self._vocabulary)
@@ -265,7 +251,6 @@ class NativeDecoder:
         starts: Sequence[int],
         hidden_layers: tuple[int, ...],
     ) -> Tensor:
-        """Run prompts; see `Executor.prefill`."""
         counts = torch.tensor([len(prompt) for prompt in prompts])
         size = int(counts.max())
         which = (torch.arange(size) < counts[:, None]).flatten().nonzero()[:, 0]
@@ -279,7 +264,6 @@ class NativeDecoder:
     def prefill_last(
         self, cache: KVCache, slot: int, prompt: Tensor, start: int, hidden_layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Run the last piece of a prompt; see `Executor.prefill_last`."""
         size = len(prompt)
         which, logits = torch.arange(size), _floats(size, self._vocabulary)
         hidden = _floats(size, len(hidden_layers) * self._hidden)
@@ -288,7 +272,6 @@ class NativeDecoder:
         return logits[-1:], hidden
 
     def exit_early(self, cache: KVCache, nodes: TreeNodes, layers: int, first: int) -> Tensor:
-        """Run only the first layers, and the final norm; see `BaseModel.exit_early`."""
         rows, size = nodes.tokens.shape
         fresh = size - first
         new = torch.arange(rows * fresh) if nodes.packing is None else nodes.packing.nodes
@@ -309,8 +292,6 @@ class NativeDecoder:
         layers: int | None = None,
     ) -> None:
         """Run texts; fill `hidden` `[B, N, K · d]`, and `logits` `[B, N, V]` of the nodes from `which[logits_from]` on.
-
-        Only the first `layers` are run if a number is given.
 
         Raises:
             IndexError: A node lies outside the cache, or a token outside the vocabulary.
@@ -350,7 +331,7 @@ class NativeDecoder:
             raise IndexError("a node lies outside the KV cache, or a token outside the vocabulary")
 
     def _addresses(self, cache: KVCache) -> Addresses:
-        """Return where each layer's keys are, and its values."""
+        """Return the addresses of each layer's keys, and of its values."""
         if cache not in self._caches:
             layers = cache.layers()
             self._caches[cache] = (
@@ -360,7 +341,6 @@ class NativeDecoder:
         return self._caches[cache]
 
     def _prepare_positions(self, count: int) -> None:
-        """Have cosines and sines of `count` positions."""
         if count > self._struct.positions:
             self._rotations = self._decoder.rotations(count)
             self._struct.cosines, self._struct.sines = (part.data_ptr() for part in self._rotations)
@@ -368,5 +348,5 @@ class NativeDecoder:
 
 
 def _floats(*shape: int) -> Tensor:
-    """Room for numbers of the library's type, whatever is the default: a load in another thread changes that one."""
+    # Not the default dtype: a load in another thread changes it.
     return torch.empty(shape, dtype=torch.float32)

@@ -17,7 +17,7 @@ from drafter import devices
 
 @dataclass(frozen=True)
 class Packing:
-    """Which nodes of `[B, N]` there are, and where.
+    """Index of the nodes of `[B, N]` that are not padding.
 
     Args:
         nodes: `[M]` those that are there, row after row, as places in the flattened `[B * N]`.
@@ -41,9 +41,9 @@ class Packing:
         return Packing(devices.send(packing.nodes, device), devices.send(packing.places, device))
 
     def pack(self, values: Tensor) -> Tensor:
-        """`[1, M, ...]` of `[B, N, ...]`."""
+        """Pack `[B, N, ...]` to `[1, M, ...]`."""
         return values.flatten(0, 1).index_select(0, self.nodes)[None]
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """`[B, N, ...]` of `[1, M, ...]`; what is in nodes that are not there means nothing."""
+        """Unpack `[1, M, ...]` to `[B, N, ...]`; padding is undefined."""
         return packed[0].index_select(0, self.places.flatten()).unflatten(0, self.places.shape)  # type: ignore[no-any-return]

@@ -15,9 +15,9 @@ from drafter.target.kv_cache import KVCache, LayerShape, Places
 BLOCK = 32
 """Positions of a block."""
 _ZEROS, _STRAY = 0, 1
-"""Blocks of nobody: what is read where a slot has no block, always zero, and what is written there."""
+"""Reserved blocks: always zero, read where a slot has no block; and a sink for writes there."""
 SPARE = 2
-"""How many these are."""
+"""Number of reserved blocks."""
 
 
 class PagedKVCache(KVCache):

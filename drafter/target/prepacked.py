@@ -1,12 +1,12 @@
-"""Linear layers on a CPU whose weights are laid out once for the fastest kernel.
+"""CPU linear layers whose weights are laid out once for the fastest kernel.
 
-Decoding and verification multiply a few rows by a matrix, and such a product takes as long as reading the weights.
-Which kernel comes closest to that depends on the processor and on the shape of the matrix: MKL, which PyTorch calls,
-may reorder the weights in every call, and other libraries may take longer to call than a small product takes. So the
-ways to compute a product are timed on the actual weights, once for each shape in a process.
+Decoding and verification multiply a few rows by a matrix, which takes as long as reading the weights. The fastest
+kernel depends on the processor and the matrix's shape: MKL, which PyTorch calls, may reorder the weights in every call,
+and other libraries may have more call overhead than a small product takes. So all kernels are timed on the actual
+weights, once for each shape in a process.
 
-Most fp32 weights come from a checkpoint of half precision. Such weights may be read as fp16 if that loses nothing: they
-are multiplied by a power of two, and the product is divided by it. Sums and activations are fp32.
+Most fp32 weights come from a half-precision checkpoint. They are read as fp16 where that loses nothing, scaled by a
+power of two; sums and activations are fp32.
 """
 
 from __future__ import annotations
@@ -27,30 +27,29 @@ from drafter.devices import free_bytes
 _MEMORY_SHARE = 0.5
 """Largest share of the free memory that copies of the weights may take."""
 _FEW = 32
-"""Largest number of rows for which a product takes about as long as reading its weights."""
+"""Largest number of rows for which a product is bound by reading its weights."""
 _TIMED_FEW, _TIMED_MANY = (1, 5, 17), (96,)
-"""Numbers of rows whose products are timed: for few rows, and for many."""
+"""Numbers of rows that are timed: few, and many."""
 _TIMED_WEIGHTS = 1 << 22
-"""Number of weights that are timed in turn, so that they do not stay in a core's cache; a model's weights do not."""
+"""Weights that are timed in turn, so that they do not stay in a core's cache; a model's do not, either."""
 _REPEATS, _ENOUGH = 5, 0.05
-"""A product is timed this often, or until it has taken this many seconds. The least time counts, because other work on
-the machine can only add to it."""
+"""A product is timed this often, or for this many seconds. The minimum counts, as other load can only add to it."""
 _SMALL = 1 << 14
-"""A matrix of fewer weights is left as it is, because there is nothing to gain."""
+"""Smaller matrices are left as they are: there is nothing to gain."""
 _WORTH = 1.05
-"""Weights are laid out again only if that is faster by this factor."""
+"""Speedup from which weights are laid out again."""
 _HALF_EXPONENT = 15
-"""Exponent of the largest weight in fp16. It is high, so that small weights are exact, too."""
+"""Exponent of the largest weight in fp16; high, so that small weights are exact, too."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """One way to multiply rows by the weights of a layer.
+    """A kernel bound to the weights of a layer.
 
     Args:
-        of: From rows `[..., in_features]` to `[..., out_features]`.
+        of: Maps rows `[..., in_features]` to `[..., out_features]`.
         own: The weights `[out_features, in_features]` if PyTorch's own operator multiplies.
-        halved: Whether the weights are read as fp16.
+        halved: The weights are read as fp16.
     """
 
     of: Callable[[Tensor], Tensor]
@@ -59,11 +58,11 @@ class Product:
 
 
 Way = Callable[[Tensor, Tensor | None], Product]
-"""Makes the product of weights and bias."""
+"""Binds a kernel to weights and bias."""
 
 
 class PrepackedLinear(nn.Linear):
-    """A linear layer that `prepack` has laid out. With gradients or autocast it computes as PyTorch does."""
+    """A linear layer laid out by `prepack`. With gradients or autocast it computes as PyTorch does."""
 
     few: Product
     many: Product
@@ -73,7 +72,6 @@ class PrepackedLinear(nn.Linear):
     """Key of this layer in the table that compiled code uses."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return `[..., out_features]` for `[..., in_features]`."""
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or input.dim() < 2 or not input.numel():
             return super().forward(input)
         if torch.compiler.is_compiling():
@@ -91,7 +89,7 @@ class PrepackedLinear(nn.Linear):
 
 @torch.no_grad()
 def prepack(module: nn.Module) -> None:
-    """Lay out the weights of all linear layers in `module` that are on a CPU and in float32.
+    """Lay out the weights of all fp32 linear layers on a CPU in `module`.
 
     This takes up to twice the memory of the weights. If too little memory is free, the layers stay as they are.
     """
@@ -112,7 +110,7 @@ def prepack(module: nn.Module) -> None:
 
 @contextmanager
 def as_loaded(module: nn.Module) -> Iterator[None]:
-    """Within a `with` block, let the linear layers in `module` compute as if they had not been prepacked."""
+    """Undo prepacking of the linear layers in `module` within a `with` block."""
     layers = [layer for layer in module.modules() if type(layer) is PrepackedLinear]
     for layer in layers:
         layer.__class__ = nn.Linear  # type: ignore[assignment]
@@ -124,14 +122,14 @@ def as_loaded(module: nn.Module) -> Iterator[None]:
 
 
 def halved_weights(module: nn.Module) -> int:
-    """Return the number of weights in `module` that a step reads as fp16 instead of fp32."""
+    """Count the weights in `module` that a step reads as fp16 instead of fp32."""
     return sum(
         layer.weight.numel() for layer in module.modules() if isinstance(layer, PrepackedLinear) and layer.few.halved
     )
 
 
 def _is_to_do(layer: nn.Linear) -> bool:
-    """Return whether a layer is PyTorch's own, not quantised, or has changed since it was prepacked."""
+    """Return whether a layer is PyTorch's own fp32 one on a CPU, or has changed since it was prepacked."""
     if isinstance(layer, PrepackedLinear):
         return layer.weight._version != layer.version
     if type(layer) is not nn.Linear or type(layer.weight) not in (nn.Parameter, Tensor):
@@ -149,9 +147,6 @@ def _lay_out(layer: nn.Linear, for_few: Way, for_many: Way) -> None:
     _layers[layer.number] = layer  # type: ignore[assignment,index]
 
 
-# ---- ways to compute a product
-
-
 def _as_it_is(weight: Tensor, bias: Tensor | None) -> Product:
     return Product(lambda rows: F.linear(rows, weight, bias), own=weight)
 
@@ -167,7 +162,7 @@ def _by_onednn(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def _by_half(weight: Tensor, bias: Tensor | None) -> Product:
-    """Multiply with FBGEMM by weights in fp16. The weights must fit; see `_fits_half`."""
+    """Multiply with FBGEMM by fp16 weights, which must be exact; see `_fits_half`."""
     scale = _half_scale(weight)
     packed = torch.ops.quantized.linear_prepack_fp16(weight * scale, None if bias is None else bias * scale)
     return Product(
@@ -188,9 +183,6 @@ def _fits_half(weight: Tensor) -> bool:
     return torch.equal(scaled.half().float(), scaled)
 
 
-# ---- which of them is the fastest
-
-
 @dataclass(frozen=True)
 class _Kind:
     """Layers that share the fastest ways to multiply."""
@@ -208,7 +200,7 @@ def _kind(layer: nn.Linear) -> _Kind:
 
 
 def _fastest_ways(kind: _Kind, layers: Sequence[nn.Linear]) -> tuple[Way, Way]:
-    """Return the fastest ways for few rows and for many: those with the least sum of times relative to the best."""
+    """Return the kernels for few and for many rows with the least sum of times relative to the best."""
     if kind.inputs * kind.outputs < _SMALL:
         return _as_it_is, _as_it_is
     layers = layers[: max(1, _TIMED_WEIGHTS // layers[0].weight.numel())]
@@ -225,7 +217,7 @@ def _fastest_ways(kind: _Kind, layers: Sequence[nn.Linear]) -> tuple[Way, Way]:
 
 
 def _seconds(products: Sequence[Product], rows: Tensor) -> float:
-    """Return the least time of all products, one after another."""
+    """Return the minimum time of all products, one after another."""
     times: list[float] = []
     while len(times) < _REPEATS and sum(times) < _ENOUGH:
         start = time.perf_counter()
@@ -235,10 +227,10 @@ def _seconds(products: Sequence[Product], rows: Tensor) -> float:
     return min(times)
 
 
-# Ways that were found are kept, so that all models in a process are computed alike.
+# Kept, so that all models in a process are computed alike.
 _fastest: dict[_Kind, tuple[Way, Way]] = {}
 
-# Compiled code cannot call a Python function such as a product. It calls an operator that finds the layer by number.
+# Compiled code cannot call a Python function such as a product, so it calls an operator that finds the layer by number.
 _numbers = count()
 _layers: WeakValueDictionary[int, PrepackedLinear] = WeakValueDictionary()
 _library = torch.library.Library("drafter", "DEF")

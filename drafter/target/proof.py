@@ -1,4 +1,4 @@
-"""The proof at load: a base decodes by trees only if a few tokens come out as the model's own way has them."""
+"""Proof at load that tree decoding gives the same logits as the model's own way, on a few tokens."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from drafter.target.kv_cache import KVCache, LayerShape
 from drafter.target.packing import Packing
 
 _MODEL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
-"""What a model's code may raise when it is run in a way that it does not know."""
+"""Errors that a model's code may raise when called in an unsupported way."""
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.1
-"""Largest difference of logits, relative to the largest logit, in fp32 and in half precision."""
+"""Largest difference of logits ÷ the largest logit, in fp32 and in half precision."""
 _PROMPTS, _STEPS = (11, 26), 4
-"""Tokens of two prompts, and of what follows each: the second is longer than two windows of `PASSED` tokens."""
+"""Lengths of two prompts, and of the continuation of each. The second is longer than two windows of `PASSED` tokens."""
 _TREE, _PATH = (-1, 0, 0, 2, 2), (0, 2, 4)
-"""Parents of the nodes of the proof's trees, and the true continuation in them: before each of its nodes is a decoy."""
+"""Parents in the proof's trees, and the path of the true continuation; a decoy precedes each of its nodes."""
 _LONG = 520
 """Tokens of a text that is long enough to be read in several parts."""
 
 
 class Candidate(Protocol):
-    """A model that is to be a base: what the proof runs of it. See `BaseModel`."""
+    """Interface of a model under proof; see `BaseModel`."""
 
     model: Any
     config: Any
@@ -53,12 +53,12 @@ class Candidate(Protocol):
 
 @dataclass(frozen=True)
 class PlainRun:
-    """Two texts run the model's own way, each by itself.
+    """Reference: two texts run the model's own way, each by itself.
 
     Args:
-        texts: `[P + 4]` the tokens of each.
-        logits: `[P + 4, V]` after each of them.
-        layer_shapes: What each layer caches; None for a layer that caches nothing.
+        texts: `[P + 4]` tokens of each.
+        logits: `[P + 4, V]` of each.
+        layer_shapes: Cached shape of each layer; None for a layer that caches nothing.
     """
 
     texts: list[Tensor]
@@ -68,7 +68,7 @@ class PlainRun:
 
 @torch.inference_mode()
 def run_plainly(base: Candidate) -> PlainRun:
-    """Run two texts of different lengths as the model would by itself.
+    """Run two texts of different lengths the model's own way.
 
     Raises:
         LoadError: The model does not run with a cache.
@@ -91,7 +91,7 @@ def run_plainly(base: Candidate) -> PlainRun:
 
 
 def _logits_and_layers(base: Candidate, texts: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
-    """Return the logits `[P, V]` of each text, and what a model's layers have cached."""
+    """Return the logits `[P, V]` of each text, and the cache's layers."""
     logits = []
     for text in texts:
         plain = base.model(input_ids=text[None], past_key_values=DynamicCache(config=base.config), use_cache=True)
@@ -103,9 +103,8 @@ def _logits_and_layers(base: Candidate, texts: Sequence[Tensor]) -> tuple[list[T
 def prove_tree_decoding(base: Candidate, plain: PlainRun) -> None:
     """Run the same texts as the engine does, and refuse the model if the logits differ.
 
-    Two rows of different lengths are prefilled and verified together, by a draft tree and then plainly, and a slot
-    between them is free. In each tree a decoy node stands before the true continuation, so that a model that ignores
-    the mask or the positions is found out.
+    Two rows of different lengths, with a free slot between them, are prefilled and verified together, by a draft tree
+    and then plainly. Decoys before the true continuation expose a model that ignores the mask or the positions.
 
     Raises:
         LoadError: The model does not run with a tree mask and a slot cache, or gives other logits.
@@ -127,10 +126,7 @@ def prove_tree_decoding(base: Candidate, plain: PlainRun) -> None:
 
 
 def _run_as_engine(base: Candidate, texts: list[Tensor]) -> tuple[list[Tensor], set[int]]:
-    """Return logits `[5, V]` after the last tokens of each text, and the widths of the hidden states.
-
-    The first text is in slot 0, the second one in slot 2.
-    """
+    """Return the last logits `[5, V]` of each text, in slots 0 and 2, and the widths of the hidden states."""
     slots, device = (0, 2), base.device
     prompts = [len(text) - _STEPS for text in texts]
     cache = base.new_cache(3, max(prompts) + _STEPS + len(_TREE))
@@ -175,11 +171,11 @@ def _run_as_engine(base: Candidate, texts: list[Tensor]) -> tuple[list[Tensor], 
 
 @torch.inference_mode()
 def attention_agrees(base: Candidate, change: Callable[[], None]) -> bool:
-    """Whether two trees, and two prompts, of three and two tokens are the same before and after a change of attention.
+    """Compare two trees, and two prompts, of three and two tokens before and after a change of attention.
 
     Args:
-        base: The base, which can pack trees and prompts after the change.
-        change: Makes it.
+        base: Model that can pack trees and prompts after the change.
+        change: Makes the change.
     """
     tokens = torch.arange(1, 7, device=base.device).view(2, 3) * 7919 % base.vocab_size
     lengths = torch.tensor([0, 1], device=base.device)
@@ -190,7 +186,7 @@ def attention_agrees(base: Candidate, change: Callable[[], None]) -> bool:
     prompts, starts = [tokens[0], tokens[1, :2]], [0, 1]
 
     def trees(packing: Packing | None) -> list[Tensor]:
-        # In a cache of its own, so that it cannot find what another one has written.
+        # In a new cache, so that no earlier run's states can be found there.
         found = base.verify(base.new_cache(2, 8), TreeNodes(tokens, lengths, depths, ancestors, 4, packing))
         return [part[real] for part in found]
 
@@ -208,12 +204,7 @@ def attention_agrees(base: Candidate, change: Callable[[], None]) -> bool:
 
 @torch.inference_mode()
 def trees_agree(base: Candidate, change: Callable[[], None]) -> bool:
-    """Whether trees, and single nodes, behind a long text, a short one and none are the same before and after a change.
-
-    Args:
-        base: The base.
-        change: Of attention; makes it.
-    """
+    """Compare trees, and single nodes, behind a long, short and empty text before and after a change of attention."""
     long = min(_LONG, (base.max_positions or 2 * _LONG) // 2)
     ids = torch.arange(1, long + 19, device=base.device) * 7919 % base.vocab_size
     lengths = torch.tensor([long, 6, 0], device=base.device)
@@ -244,7 +235,7 @@ def trees_agree(base: Candidate, change: Callable[[], None]) -> bool:
 
 @torch.inference_mode()
 def executors_agree(base: Candidate, one: Executor, other: Executor) -> bool:
-    """Whether two executors give the same numbers for two prompts, a draft tree behind each, and the prompts' ends.
+    """Compare two executors on two prompts, a draft tree behind each, and the prompts' ends.
 
     The tokens are spread over the vocabulary, and the texts are long enough that positions matter.
     """

@@ -1,9 +1,8 @@
 """A small random copy of a model: its class and settings, but narrow, with few layers and short windows.
 
-What a model's code does past a window, a chunk or any other number of tokens in its configuration cannot be tried on
-the model itself, where that may be tens of thousands of tokens. On the copy a dozen tokens pass all of them. No list of
-names says which numbers these are: all become small, except for those that are known to be sizes, and these become
-small in proportion.
+Behaviour past a window or chunk of tens of thousands of tokens cannot be tried on the model itself; on the copy a dozen
+tokens pass them all. Every number of the configuration becomes small, as no list says which are lengths; known sizes
+shrink in proportion.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ import torch
 from drafter.target.architecture import transformers_loading
 
 PASSED = 12
-"""Numbers up to this are left as they are: a text of three dozen tokens is past them, and past twice as many."""
+"""Larger numbers shrink: a text of three dozen tokens is past twice as many."""
 _NUMBER = 8
-"""What larger numbers become that are no sizes."""
+"""Replaces larger numbers that are not sizes."""
 _WIDTH, _HEADS, _KV_HEADS, _VOCABULARY, _POSITIONS, _LAYERS = 32, 4, 2, 97, 256, 8
 _ENDLESS = 1 << 62
 _STANDARD_DEVIATION = 0.15
-"""Of the weights: attention is then so uneven that a wrong mask changes the logits."""
+"""Of the weights: makes attention so uneven that a wrong mask changes the logits."""
 
 _WIDTHS = re.compile(
     r"^(hidden_size|d_model|n_embd|emb_dim|embedding_(dim|size)|(in|out)put_embedding_size|word_embed_proj_dim)$"
@@ -56,7 +55,7 @@ _LARGEST = (
     (_HEAD_COUNTS, _HEADS),
     (_CHOSEN_EXPERTS, 2),
 )
-"""What sizes of a copy are at most."""
+"""Upper bounds of a copy's sizes."""
 _SIZES = (
     *(_WIDTHS, _LAYER_COUNTS, _KV_HEAD_COUNTS, _HEAD_COUNTS, _VOCABULARIES, _POSITION_COUNTS, _CHOSEN_EXPERTS),
     *(_EXPERT_GROUPS, _TOKENS, _SHARED_LAYERS, _FACTORS, _OTHER_SIZES),
@@ -64,11 +63,11 @@ _SIZES = (
 
 
 def lengths_beyond(config: Any, longest: int | None) -> dict[str, int]:
-    """Numbers of a decoder's configuration, however deep in it, that may be lengths, and that short texts do not pass.
+    """Return possible lengths in a decoder's configuration, nested ones too, that short texts do not reach.
 
     Args:
-        config: Of the decoder.
-        longest: Tokens of the longest text; one that is not shorter is no matter.
+        config: The decoder's.
+        longest: Tokens of the longest text; numbers from there on are left out.
     """
     return {
         name: number
@@ -78,32 +77,22 @@ def lengths_beyond(config: Any, longest: int | None) -> dict[str, int]:
 
 
 def names_window(name: str) -> bool:
-    """Whether a number of this name is sure to be a length: how far a token sees."""
+    """Return whether a number of this name is certainly a length, such as a window."""
     return _WINDOWS.search(name) is not None
 
 
 def small_copy(model: Any, longest: int | None) -> Any:
-    """Build the copy of a model, on the CPU and in float32.
-
-    Args:
-        model: The model.
-        longest: As in `lengths_beyond`.
+    """Build the copy of a model, on the CPU and in float32; `longest` as in `lengths_beyond`.
 
     Raises:
-        Exception: The model's class does not take the small configuration, and says so in a way of its own.
+        Exception: Any error of the model's class, if it does not take the small configuration.
     """
     attention = "eager" if model.config._attn_implementation == "eager" else "sdpa"
     return random_model(type(model), small_config(model.config, longest), attention)
 
 
 def random_model(kind: Any, config: Any, attention: str = "sdpa") -> Any:
-    """Build a model of class `kind` whose random weights are the same each time.
-
-    Args:
-        kind: The class.
-        config: Its configuration.
-        attention: transformers' name of an attention; `eager` where the class has no other.
-    """
+    """Build a model of class `kind` with reproducible random weights, with eager attention if it has no other."""
     with transformers_loading(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
@@ -119,12 +108,7 @@ def random_model(kind: Any, config: Any, attention: str = "sdpa") -> Any:
 
 
 def small_config(config: Any, longest: int | None) -> Any:
-    """Return a copy of a configuration, and of those inside it, in which sizes and lengths are small.
-
-    Args:
-        config: The configuration of a whole model.
-        longest: As in `lengths_beyond`.
-    """
+    """Copy a whole model's configuration, and those inside it, with small sizes and lengths."""
     made = copy.deepcopy(config)
     inside = [getattr(made, name, None) for name in getattr(made, "sub_configs", None) or {}]
     for part in [made, *(part for part in inside if part is not None)]:
@@ -151,7 +135,7 @@ def _shrink(config: Any, longest: int) -> None:
 
 
 def _kept_layers(config: Any, layers: int) -> list[int]:
-    """Return two layers, or the first of each kind, where the configuration says by lists what each layer is."""
+    """Return two layers, or the first of each kind, where the configuration lists each layer's kind."""
     lists = [one for one in vars(config).values() if isinstance(one, list | tuple) and len(one) == layers]
     first: dict[str, int] = {}
     for layer in range(layers):
@@ -165,7 +149,7 @@ def _kept_layers(config: Any, layers: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Proportions:
-    """Query heads that a decoder has, layers that its copy has, and tokens of the longest text."""
+    """Query heads of the decoder, layers of its copy, and tokens of the longest text."""
 
     heads: int | None
     layers: int
