@@ -233,7 +233,6 @@ def _evaluate_block(
     results: dict[str, Any],
     folder: Path,
 ) -> None:
-    """Measure a block, add it to the results, and write and print these."""
     verifiers, left_out = _usable(config, block.temperature)
     print(block.title, file=sys.stderr, flush=True)
     for reason in left_out:
@@ -256,7 +255,6 @@ def _evaluate_block(
 
 
 def _identity(config: EvaluateConfig, questions: Mapping[str, Sequence[Question]]) -> dict[str, Any]:
-    """All that blocks of one file have in common."""
     assert config.scorer is not None
     file, verifiers = scorer_file(config.scorer), config.lenient_verifiers()
     heads: dict[str, str] = {}
@@ -280,12 +278,10 @@ def _identity(config: EvaluateConfig, questions: Mapping[str, Sequence[Question]
 
 
 def _digest(questions: Sequence[Question]) -> str:
-    """Tells sets of questions apart by all that they hold."""
     return hashlib.sha256(json.dumps([dict(one.columns) for one in questions]).encode()).hexdigest()[:16]
 
 
 def _open_results(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """Read what an earlier submission has measured, or begin anew."""
     file = folder / RESULTS_FILE
     if not file.exists():
         return {"identity": identity, "environment": {}, "blocks": []}
@@ -314,7 +310,6 @@ def _same_environment(folder: Path, earlier: dict[str, Any], here: dict[str, Any
 
 
 def _usable(config: EvaluateConfig, temperature: float) -> tuple[list[VerifierSettings], list[str]]:
-    """The verifiers that take a temperature; and why the others do not."""
     found: list[VerifierSettings] = []
     left_out: list[str] = []
     for one in config.lenient_verifiers():
@@ -338,7 +333,6 @@ def _measured(
     scorer: Scorer,
     ask: Ask,
 ) -> list[VerifierFigures]:
-    """The figures of exact decoding and of all settings that are tried, each verifier's from the strictest."""
     try:
         tokenizer = load_tokenizer(model_name(config.model), trust_remote_code=config.loading.trust_remote_code)
         requests = [
@@ -384,7 +378,6 @@ def _to_try(
 
 
 def _kept_lines(config: EvaluateConfig, found: Sequence[VerifierFigures], kept: Sequence[VerifierFigures]) -> list[str]:
-    """Say which settings keep enough."""
     if config.keep is None:
         return []
     lines = []

@@ -226,7 +226,6 @@ def _message(message: Any, path: str) -> dict[str, Any]:
 
 
 def _text(content: Any, path: str) -> str:
-    """Return a message's content: text, or text parts, which become lines."""
     if isinstance(content, str):
         return content
     if content is None:
@@ -436,7 +435,6 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def _validated(kind: type[AnyBody], body: dict[str, Any]) -> AnyBody:
-    """Return a body whose parameters are known, supported and of the right type."""
     if not isinstance(body, dict):
         raise bad_request("The body of the request is not a JSON object.", None, "invalid_type")
     given = {name: value for name, value in body.items() if value is not None}
@@ -468,7 +466,6 @@ def _asks_for_something(option: str, value: Any) -> bool:
 
 
 def _refusal(error: ValidationError) -> OpenAIError:
-    """Return the first of pydantic's complaints in OpenAI's words."""
     first = error.errors(include_url=False)[0]
     path = _path(first["loc"])
     if first["type"] == "missing":

@@ -186,7 +186,6 @@ def compare(against: str, run: Mapping[str, Any], rows: RowSummary, drawn: Seque
 def _differences(
     run: Mapping[str, Any], rows: RowSummary, other_run: Mapping[str, Any], other_rows: RowSummary
 ) -> list[str]:
-    """Return what makes two costs differ besides drafting."""
     found = []
     if other_rows.counts.num_spec_steps:
         found.append(f"The other output is not plain decoding: its drafter was {other_run['config']['drafter']}")

@@ -332,7 +332,6 @@ def _dataset(folder: Location) -> pyarrow.dataset.Dataset:
 
 
 def _batches(dataset: pyarrow.dataset.Dataset, columns: list[str]) -> Iterator[pa.Table]:
-    """Yield tables of at least `_BATCH_ROWS` rows (the last may be smaller), with the file of each row as `_file`."""
     held: list[pa.RecordBatch] = []
     for tagged in dataset.scanner(columns=columns, batch_size=_BATCH_ROWS).scan_batches():
         batch = tagged.record_batch

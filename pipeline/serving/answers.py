@@ -303,7 +303,6 @@ class Answers:
                 reader.cancel()
 
     async def _read(self, index: int, handle: Handle, arrived: asyncio.Queue[Arrival]) -> None:
-        """Put all that comes of a choice into the queue, its end or error last."""
         outcome = asyncio.ensure_future(handle.outcome())
         try:
             async for deltas in handle.arrivals():
@@ -367,7 +366,6 @@ class Answers:
 
 
 def _characters(prompts: Sequence[Prompt]) -> int:
-    """Return about how many characters there are to encode."""
     count = 0
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -378,13 +376,11 @@ def _characters(prompts: Sequence[Prompt]) -> int:
 
 
 def _messages(text: str) -> Iterator[str]:
-    """Yield a text in parts that one message can have."""
     for start in range(0, len(text), _LARGEST_MESSAGE):
         yield text[start : start + _LARGEST_MESSAGE]
 
 
 async def _written(pieces: Iterator[str]) -> str:
-    """Return a long answer's text. While it is written, everybody else has this process for most of the time."""
     text: list[str] = []
     while True:
         begun = time.monotonic()

@@ -169,7 +169,6 @@ def _learner_spec(config: ApplicationConfig) -> LearnerSpec | None:
 
 
 def _learner(spec: LearnerSpec, config: ApplicationConfig) -> serve.Application:
-    """Return the deployment that keeps the learner, which takes what it needs of the cluster itself."""
     deployment = serve.deployment(
         LearnerKeeper,
         name="Learner",
@@ -183,7 +182,6 @@ def _learner(spec: LearnerSpec, config: ApplicationConfig) -> serve.Application:
 def _engines(
     config: ApplicationConfig, drafter: str, name: str, share: ActorResources, learns: LearnerSpec | None = None
 ) -> serve.Application:
-    """Return the deployment of one model."""
     limits, replicas, slots = config.limits, config.replicas, config.engine.slots
     most = replicas.max or replicas.min
     scaled: dict[str, Any] = {"num_replicas": replicas.min}

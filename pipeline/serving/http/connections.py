@@ -188,7 +188,6 @@ class Connections:
             self.cut(self._dearest(connection), "crowded")
 
     def _dearest(self, newcomer: _Connection) -> _Connection:
-        """Return the connection to cut for a newcomer: whoever sends a request at once is to be answered."""
         owing = next(iter(self._owing))
         if owing is not newcomer:
             return owing

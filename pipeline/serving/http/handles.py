@@ -183,8 +183,6 @@ def metrics_page(snapshots: Sequence[tuple[dict[str, str], Sequence[Metric]]]) -
 
 
 class _Merged:
-    """Collects one family of each name, with the samples of all replicas."""
-
     def __init__(self, snapshots: Sequence[tuple[dict[str, str], Sequence[Metric]]]) -> None:
         self._snapshots = snapshots
 

@@ -94,7 +94,6 @@ def _some(entries: Iterable[str], complaint: str) -> list[str]:
 
 
 def _lines(file: str, name: str) -> list[str]:
-    """Return the lines of a file of keys, without comments; errors call it `name`."""
     try:
         text = Path(file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
