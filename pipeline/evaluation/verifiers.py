@@ -1,4 +1,4 @@
-"""Requests decoded under several verifiers, by an actor; the driver scores what comes and says what to try next."""
+"""Measures verifiers against exact decoding: an actor decodes, the driver scores and chooses the next settings."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class VerifierMeasurement:
         return self._trials.run(settings)
 
 
-# ---- What verifiers gain and cost: an actor decodes, and the driver scores.
+# Scoring.
 
 
 class ScoredVerifiers:
@@ -149,7 +149,7 @@ class ScoredVerifiers:
         return run, scores_of(self._rows, run.token_ids, run.texts, self._scorer)
 
 
-# ---- Verifiers measured side by side on questions whose answers are scored: β, γ and utility beside exact decoding.
+# Side-by-side evaluation on scored questions: β, γ and utility relative to exact decoding.
 
 RESULTS_FILE = "verifiers.json"
 
@@ -174,7 +174,6 @@ class Block:
 
     @property
     def title(self) -> str:
-        """It in words."""
         return (
             f"{self.questions}, {self.drafter}, {self.nodes} draft nodes, batch {self.batch}, "
             f"temperature {self.temperature:g}"
@@ -359,7 +358,7 @@ def _measured(
 def _tried(
     verifier: VerifierSettings, scored: ScoredVerifiers, keep: float | None, depth: int
 ) -> list[VerifierFigures]:
-    """The figures of a verifier's grid, and of what the search tries after it if some utility is to be kept."""
+    """Return the figures of a verifier's grid and of the search after it, if some utility is to be kept."""
     found: list[VerifierFigures] = []
     for settings in _to_try(verifier, found, keep, depth):
         found.append(scored.measure(settings))
