@@ -74,7 +74,6 @@ def open_corpus(config: CacheConfig) -> Corpus:
 
 
 def _is_output(config: CacheConfig) -> bool:
-    """Return whether the input is the output of a generation job, whose tokens are then this model's."""
     output = OutputFolder(locate(config.input))
     if output.run_file.type != fs.FileType.File or output.data.type != fs.FileType.Directory:
         return False

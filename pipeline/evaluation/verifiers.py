@@ -1,4 +1,4 @@
-"""Requests decoded under several verifiers, by an actor; the driver scores what comes and says what to try next."""
+"""Measures verifiers against exact decoding: an actor decodes, the driver scores and chooses the next settings."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class VerifierMeasurement:
         return self._trials.run(settings)
 
 
-# ---- What verifiers gain and cost: an actor decodes, and the driver scores.
+# Scoring.
 
 
 class ScoredVerifiers:
@@ -149,7 +149,7 @@ class ScoredVerifiers:
         return run, scores_of(self._rows, run.token_ids, run.texts, self._scorer)
 
 
-# ---- Verifiers measured side by side on questions whose answers are scored: β, γ and utility beside exact decoding.
+# Side-by-side evaluation on scored questions: β, γ and utility relative to exact decoding.
 
 RESULTS_FILE = "verifiers.json"
 
@@ -174,7 +174,6 @@ class Block:
 
     @property
     def title(self) -> str:
-        """It in words."""
         return (
             f"{self.questions}, {self.drafter}, {self.nodes} draft nodes, batch {self.batch}, "
             f"temperature {self.temperature:g}"
@@ -233,7 +232,6 @@ def _evaluate_block(
     results: dict[str, Any],
     folder: Path,
 ) -> None:
-    """Measure a block, add it to the results, and write and print these."""
     verifiers, left_out = _usable(config, block.temperature)
     print(block.title, file=sys.stderr, flush=True)
     for reason in left_out:
@@ -256,7 +254,6 @@ def _evaluate_block(
 
 
 def _identity(config: EvaluateConfig, questions: Mapping[str, Sequence[Question]]) -> dict[str, Any]:
-    """All that blocks of one file have in common."""
     assert config.scorer is not None
     file, verifiers = scorer_file(config.scorer), config.lenient_verifiers()
     heads: dict[str, str] = {}
@@ -280,12 +277,10 @@ def _identity(config: EvaluateConfig, questions: Mapping[str, Sequence[Question]
 
 
 def _digest(questions: Sequence[Question]) -> str:
-    """Tells sets of questions apart by all that they hold."""
     return hashlib.sha256(json.dumps([dict(one.columns) for one in questions]).encode()).hexdigest()[:16]
 
 
 def _open_results(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """Read what an earlier submission has measured, or begin anew."""
     file = folder / RESULTS_FILE
     if not file.exists():
         return {"identity": identity, "environment": {}, "blocks": []}
@@ -314,7 +309,6 @@ def _same_environment(folder: Path, earlier: dict[str, Any], here: dict[str, Any
 
 
 def _usable(config: EvaluateConfig, temperature: float) -> tuple[list[VerifierSettings], list[str]]:
-    """The verifiers that take a temperature; and why the others do not."""
     found: list[VerifierSettings] = []
     left_out: list[str] = []
     for one in config.lenient_verifiers():
@@ -338,7 +332,6 @@ def _measured(
     scorer: Scorer,
     ask: Ask,
 ) -> list[VerifierFigures]:
-    """The figures of exact decoding and of all settings that are tried, each verifier's from the strictest."""
     try:
         tokenizer = load_tokenizer(model_name(config.model), trust_remote_code=config.loading.trust_remote_code)
         requests = [
@@ -365,7 +358,7 @@ def _measured(
 def _tried(
     verifier: VerifierSettings, scored: ScoredVerifiers, keep: float | None, depth: int
 ) -> list[VerifierFigures]:
-    """The figures of a verifier's grid, and of what the search tries after it if some utility is to be kept."""
+    """Return the figures of a verifier's grid and of the search after it, if some utility is to be kept."""
     found: list[VerifierFigures] = []
     for settings in _to_try(verifier, found, keep, depth):
         found.append(scored.measure(settings))
@@ -384,7 +377,6 @@ def _to_try(
 
 
 def _kept_lines(config: EvaluateConfig, found: Sequence[VerifierFigures], kept: Sequence[VerifierFigures]) -> list[str]:
-    """Say which settings keep enough."""
     if config.keep is None:
         return []
     lines = []

@@ -304,5 +304,4 @@ def long_answer(
 
 
 def _open(value: dict[str, Any]) -> str:
-    """Return the JSON text of an object that goes on."""
     return to_json(value)[:-1] + ("," if value else "")

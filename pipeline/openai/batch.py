@@ -99,5 +99,4 @@ def _line(
 
 
 def _name(custom_id: str, created: int) -> str:
-    """Return a name that the same line of the same job always has."""
     return hashlib.blake2b(f"{created}:{custom_id}".encode(), digest_size=12).hexdigest()

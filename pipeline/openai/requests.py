@@ -1,7 +1,4 @@
-"""JSON as the standard has it: Python alone would read and write NaN and infinities, which others refuse.
-
-Bodies of requests are read here, whether they come to the endpoint or as a line of a batch.
-"""
+"""Parses and validates request bodies, of the endpoint and of batch files, as strict JSON (no NaN, no infinities)."""
 
 from __future__ import annotations
 
@@ -63,7 +60,7 @@ def _reason(error: Exception) -> str:
             return "it has a number that cannot be read"
 
 
-# ---- OpenAI's shape of an error.
+# Errors in OpenAI's shape.
 
 NOT_FINITE = "not_finite"
 """Code of the error for a model that overflows; asked again, it would overflow again."""
@@ -87,18 +84,15 @@ class OpenAIError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, Any]:
-        """Return the body of the HTTP response."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def bad_request(message: str, param: str | None, code: str) -> OpenAIError:
-    """Return the error for a mistake in a request's body."""
     return OpenAIError(400, message, param, code)
 
 
 def missing(param: str) -> OpenAIError:
-    """Return the error for a parameter that must be there."""
     return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
 
 
@@ -109,7 +103,7 @@ def not_finite() -> OpenAIError:
 
 
 def shown(value: Any) -> str:
-    """Return a value of a request as a message quotes it: JSON, and its beginning if it is long."""
+    """Return a value as JSON, clipped for a message."""
     text = ""
     for piece in _IN_PIECES.iterencode(value[: _LONGEST_SHOWN + 1] if isinstance(value, str) else value):
         text += piece
@@ -119,11 +113,10 @@ def shown(value: Any) -> str:
 
 
 def clipped(text: str) -> str:
-    """Return a text, or its beginning if it is long."""
     return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 1] + "…"
 
 
-# ---- What a body asks for, checked and in the engine's terms.
+# Parsed requests.
 
 Messages = list[dict[str, Any]]
 Prompt = str | list[int] | Messages
@@ -152,12 +145,11 @@ class ParsedRequest:
 
     @property
     def choices(self) -> int:
-        """Number of texts to generate: `n` of the first prompt, then `n` of the next."""
+        """Number of texts to generate, grouped by prompt: `n` of the first, then `n` of the next."""
         return self.n * len(self.prompts)
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the answer has log-probabilities."""
         return self.settings.get("logprobs") is not None
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
@@ -174,11 +166,10 @@ class ParsedRequest:
 
 
 def is_messages(prompt: Prompt) -> TypeIs[Messages]:
-    """Return whether a prompt is chat messages."""
     return isinstance(prompt, list) and isinstance(prompt[0], dict)
 
 
-# ---- What is to be continued: the messages of a chat, and the prompts of a text completion.
+# Messages and prompts.
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles as a chat template knows them; `developer` is OpenAI's newer name for `system`."""
@@ -226,7 +217,6 @@ def _message(message: Any, path: str) -> dict[str, Any]:
 
 
 def _text(content: Any, path: str) -> str:
-    """Return a message's content: text, or text parts, which become lines."""
     if isinstance(content, str):
         return content
     if content is None:
@@ -268,7 +258,7 @@ def _is_tokens(value: Any) -> bool:
     )
 
 
-# ---- What the body of a chat or text completion asks of the engine.
+# Bodies of chat and text completions.
 
 _SEEDS = 2**63
 MOST_STOPS = 4
@@ -436,7 +426,6 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def _validated(kind: type[AnyBody], body: dict[str, Any]) -> AnyBody:
-    """Return a body whose parameters are known, supported and of the right type."""
     if not isinstance(body, dict):
         raise bad_request("The body of the request is not a JSON object.", None, "invalid_type")
     given = {name: value for name, value in body.items() if value is not None}
@@ -468,7 +457,6 @@ def _asks_for_something(option: str, value: Any) -> bool:
 
 
 def _refusal(error: ValidationError) -> OpenAIError:
-    """Return the first of pydantic's complaints in OpenAI's words."""
     first = error.errors(include_url=False)[0]
     path = _path(first["loc"])
     if first["type"] == "missing":

@@ -199,12 +199,10 @@ def tokens_of(
 
 
 def _left(row: RepeatedRow, place: int) -> int:
-    """Tokens that may still follow the one in a place of a row's answer."""
     return row.request.sampling.over().max_new_tokens - place - 1
 
 
 def _as_row(row: RepeatedRow, one: Rejection, place: int, ends: frozenset[int]) -> dict[str, Any]:
-    """A row of `REJECTION_TYPE`."""
     stops = frozenset() if row.request.sampling.ignore_eos else ends
     return {
         "request_id": row.request.request_id,

@@ -1,4 +1,4 @@
-"""What an output cost, from what its submissions noted in `status.json`; or why that is not known."""
+"""Reads an output's `run.json` and `status.json`, its cost, and compares it with another output."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def cost_of(submissions: Sequence[Mapping[str, Any]], rows: int, tokens: int) ->
     return Cost(unit, seconds, generating, generated, tokens, tuple(devices))
 
 
-# ---- What an output has besides its rows: `run.json` and `status.json`, and what it cost by these.
+# Files besides the rows.
 
 
 def open_output(uri: str) -> OutputFolder:
@@ -186,7 +186,6 @@ def compare(against: str, run: Mapping[str, Any], rows: RowSummary, drawn: Seque
 def _differences(
     run: Mapping[str, Any], rows: RowSummary, other_run: Mapping[str, Any], other_rows: RowSummary
 ) -> list[str]:
-    """Return what makes two costs differ besides drafting."""
     found = []
     if other_rows.counts.num_spec_steps:
         found.append(f"The other output is not plain decoding: its drafter was {other_run['config']['drafter']}")

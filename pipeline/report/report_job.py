@@ -57,7 +57,6 @@ def report(config: ReportConfig) -> None:
 
 
 def _rows(config: ReportConfig, output: OutputFolder, run: Mapping[str, Any]) -> tuple[RowSummary, str]:
-    """Return what the rows say, and what they are grouped by."""
     dataset = open_rows(output)
     column = config.category or (CATEGORY if CATEGORY in dataset.schema.names else None)
     # A row's name begins with its file only where no column names the rows.

@@ -1,4 +1,4 @@
-"""A row's text as its decode steps: each a run of accepted draft tokens, then the base's own token."""
+"""Reads an output's rows: sums, the slowest rows, random samples, and their decode steps."""
 
 from __future__ import annotations
 
@@ -40,13 +40,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Step:
-    """What one decode step added to the text.
+    """One decode step of a row.
 
     Args:
-        number: The step's place, from 1.
-        accepted: How many draft tokens it accepted.
-        runs: Their text.
-        own: Text of the base's own token after them; empty where the row ended before it.
+        number: From 1.
+        own: Text of the target model's own token; empty where the row ended before it.
     """
 
     number: int
@@ -332,7 +330,6 @@ def _dataset(folder: Location) -> pyarrow.dataset.Dataset:
 
 
 def _batches(dataset: pyarrow.dataset.Dataset, columns: list[str]) -> Iterator[pa.Table]:
-    """Yield tables of at least `_BATCH_ROWS` rows (the last may be smaller), with the file of each row as `_file`."""
     held: list[pa.RecordBatch] = []
     for tagged in dataset.scanner(columns=columns, batch_size=_BATCH_ROWS).scan_batches():
         batch = tagged.record_batch

@@ -1,4 +1,4 @@
-"""What one replica counts for Prometheus."""
+"""Turns calls into engine requests and generated tokens into answers; counts both for Prometheus."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _LENGTHS = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0)
 
 
 class ReplicaMetrics:
-    """Counts how a replica's requests end; what its engine counts is added when somebody asks."""
+    """Counts how a replica's requests end; adds the engine's counters at each scrape."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -87,7 +87,6 @@ class ReplicaMetrics:
         )
 
     def finished(self, generation: Generation) -> None:
-        """Count a request that was generated to its end."""
         counts, timing = generation.counts, generation.timing
         self._requests.labels(generation.finish_reason).inc()
         self._prompt_tokens.inc(generation.prompt_tokens)
@@ -102,16 +101,9 @@ class ReplicaMetrics:
                 self._per_token.observe((timing.total - timing.first_token) / (len(generation.token_ids) - 1))
 
     def failed(self, error: str) -> None:
-        """Count a request that ended with an error of the class `error`."""
         self._failures.labels(error).inc()
 
     def snapshot(self, replica: str, state: EngineState) -> Snapshot:
-        """Return all metrics.
-
-        Args:
-            replica: The replica's name.
-            state: Its engine's state.
-        """
         stages = CounterMetricFamily("drafter_stage_seconds", "Seconds in each stage of a step.", labels=["stage"])
         for stage, seconds in state.stage_seconds.items():
             stages.add_metric([stage], seconds)
@@ -138,27 +130,28 @@ class ReplicaMetrics:
         return Snapshot(replica, [*engine, *self._registry.collect()])
 
 
-# ---- Calls become requests of an engine, and what it generates becomes answers. No Ray, no HTTP.
+# Answers: no Ray, no HTTP.
 
 _STALLED_SECONDS = 300.0
-"""A step that takes longer than this hangs."""
+"""Seconds after which a step counts as hung."""
 _EVENTS_PER_SECOND = 30.0 * (os.cpu_count() or 1)
-"""Most events of all streams together. On its way to a client an event wakes a dozen threads, and where the engine
-computes on the same cores each of them stops it: more events would cost it more time than it needs for the tokens."""
+"""Most events of all streams together. Each event wakes a dozen threads and, on shared cores, interrupts the engine:
+more events would cost more time than the tokens take.
+"""
 
 logger = logging.getLogger("ray.serve")
 
 _LARGEST_MESSAGE = 1 << 19
 """Characters of a reply. Ray Serve's messages may have up to 4 MiB, and a character up to four bytes."""
 _LARGE_PROMPT = 32 << 10
-"""Characters from which on a prompt is encoded when those before it are, and not beside them."""
+"""Prompts from this many characters on are encoded one at a time."""
 _MESSAGE = 64
 """Characters that are as much work as a message by itself."""
 _REST = 3.0
 """Pause between two pieces of a long answer, for each second that a piece took."""
 
 Arrival = tuple[int, TokenDelta | Generation | Exception]
-"""What came of a choice: its index, and the tokens of a step, its end, or an error."""
+"""Output of a choice: its index, and the tokens of a step, its end, or an error."""
 
 
 class Answers:
@@ -202,7 +195,7 @@ class Answers:
         """Check that the engine can answer.
 
         Raises:
-            EngineError: It has failed, or hangs.
+            EngineError: It has failed or hangs.
         """
         engine = self._lm.engine
         if engine.failure is not None:
@@ -218,15 +211,6 @@ class Answers:
         logprobs_of: LogprobsOf,
         chunks: type[Chunks],
     ) -> AsyncIterator[Reply]:
-        """Answer a call.
-
-        Args:
-            call: The call.
-            kind: What the answer's id begins with.
-            respond: Makes the body of an answer that is not streamed.
-            logprobs_of: Makes its log-probabilities.
-            chunks: Makes the events of one that is.
-        """
         handles: list[Handle] = []
         sent = False
         name, created = f"{kind}-{uuid.uuid4().hex}", int(time.time())
@@ -263,13 +247,7 @@ class Answers:
                 handle.cancel()
 
     async def _stream(self, chunks: Chunks, handles: list[Handle], *, apart: bool) -> AsyncIterator[str]:
-        """Yield the events of all choices as they come; those that are there together are sent together.
-
-        Args:
-            chunks: Makes the events.
-            handles: The choices.
-            apart: Whether events are much work, which is then done in another thread.
-        """
+        """Yield the events of all choices as they come, batched where several are ready."""
         arrived: asyncio.Queue[Arrival] = asyncio.Queue()
         readers = [asyncio.create_task(self._read(index, handle, arrived)) for index, handle in enumerate(handles)]
         finished: dict[int, Generation] = {}
@@ -303,7 +281,6 @@ class Answers:
                 reader.cancel()
 
     async def _read(self, index: int, handle: Handle, arrived: asyncio.Queue[Arrival]) -> None:
-        """Put all that comes of a choice into the queue, its end or error last."""
         outcome = asyncio.ensure_future(handle.outcome())
         try:
             async for deltas in handle.arrivals():
@@ -367,7 +344,6 @@ class Answers:
 
 
 def _characters(prompts: Sequence[Prompt]) -> int:
-    """Return about how many characters there are to encode."""
     count = 0
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -378,13 +354,11 @@ def _characters(prompts: Sequence[Prompt]) -> int:
 
 
 def _messages(text: str) -> Iterator[str]:
-    """Yield a text in parts that one message can have."""
     for start in range(0, len(text), _LARGEST_MESSAGE):
         yield text[start : start + _LARGEST_MESSAGE]
 
 
 async def _written(pieces: Iterator[str]) -> str:
-    """Return a long answer's text. While it is written, everybody else has this process for most of the time."""
     text: list[str] = []
     while True:
         begun = time.monotonic()

@@ -1,6 +1,5 @@
-"""The Serve application: an ingress that speaks HTTP, replicas with an engine each, and a learner where a head learns.
-
-`build` is what a file for `serve deploy` imports; see `examples/serve.yaml`.
+"""The Serve application: an HTTP ingress, one engine per replica, and a learner where a head learns. A file for
+`serve deploy` imports `build`; see `examples/serve.yaml`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from pipeline.settings import ResourcesConfig
 PLAIN = "plain"
 """Suffix of the name of a model that is served without a drafter."""
 _INGRESS_REQUESTS = 10_000
-"""The ingress takes what comes: too many requests are refused by the replicas, in OpenAI's words."""
+"""Unlimited, because replicas refuse excess requests themselves, with OpenAI's errors."""
 _HEALTH_SECONDS = 2.0
 
 
@@ -88,7 +87,7 @@ class Ingress:
         keep_to_this_machine()
 
     def end(self) -> None:
-        """Wait no longer for clients that do not read, because the endpoint is being taken down."""
+        """Stop waiting for clients that do not read, because the endpoint is shutting down."""
         self._connections.end()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -109,11 +108,10 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 
 def application(config: ApplicationConfig, cluster: Cluster, *, loopback: bool) -> serve.Application:
-    """Return the application, its replicas cut to the cluster's size.
+    """Return the application, with replicas sized to the cluster.
 
     Args:
-        config: What is served; `keys` as `settle` returned it.
-        cluster: Where it is to run.
+        config: Settings; `keys` as `settle` returned it.
         loopback: Whether Ray Serve listens on a loopback address.
 
     Raises:
@@ -169,7 +167,6 @@ def _learner_spec(config: ApplicationConfig) -> LearnerSpec | None:
 
 
 def _learner(spec: LearnerSpec, config: ApplicationConfig) -> serve.Application:
-    """Return the deployment that keeps the learner, which takes what it needs of the cluster itself."""
     deployment = serve.deployment(
         LearnerKeeper,
         name="Learner",
@@ -183,7 +180,6 @@ def _learner(spec: LearnerSpec, config: ApplicationConfig) -> serve.Application:
 def _engines(
     config: ApplicationConfig, drafter: str, name: str, share: ActorResources, learns: LearnerSpec | None = None
 ) -> serve.Application:
-    """Return the deployment of one model."""
     limits, replicas, slots = config.limits, config.replicas, config.engine.slots
     most = replicas.max or replicas.min
     scaled: dict[str, Any] = {"num_replicas": replicas.min}

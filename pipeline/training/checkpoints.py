@@ -1,4 +1,4 @@
-"""Everything that a training step changes."""
+"""The state that a training step changes, and its checkpoints."""
 
 from __future__ import annotations
 

@@ -209,7 +209,6 @@ def execute(
 
 
 def _trainer(task: WorkerTask, resources: ActorResources) -> TorchTrainer:
-    """Return Ray Train's trainer of the job."""
     config, folder = task.config, task.folder
     return TorchTrainer(
         train_worker,
@@ -239,7 +238,6 @@ def have_cuda(resources: ActorResources) -> bool:
 
 
 def _reason(failure: Exception) -> str:
-    """Say in one line what stopped the workers."""
     causes = getattr(failure, "worker_failures", None) or {0: getattr(failure, "controller_failure", failure)}
     rank, cause = next(iter(causes.items()))
     cause = getattr(cause, "_base_exc", cause)

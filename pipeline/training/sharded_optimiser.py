@@ -162,7 +162,6 @@ class ShardedOptimiser:
 
 
 def _shape(parameter: nn.Parameter) -> torch.Size:
-    """Return the shape of the whole parameter, which may be partitioned."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 

@@ -175,7 +175,6 @@ def _read(staged: StagedTexts, visit: Visit, mine: Share) -> pa.Table:
 
 
 def _steps(visit: Visit, table: pa.Table, settings: TrainingSettings, mine: Share) -> Iterator[StepTexts]:
-    """Yield a worker's texts of the steps of one visit, in order."""
     lengths = table["tokens"].combine_chunks().value_lengths().to_pylist()
     steps = steps_of(lengths, settings.texts_per_step, settings.seed, visit.epoch, visit.part)
     for number, step in enumerate(steps[visit.skip : visit.skip + visit.steps], start=visit.first_step):

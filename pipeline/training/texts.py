@@ -101,7 +101,6 @@ def _read_run(uri: str, output: OutputFolder) -> dict[str, Any]:
 
 
 def _rows(filesystem: fs.FileSystem, path: str) -> int:
-    """Check a file's columns and return its number of rows."""
     if parquet_rows(Location(filesystem, path)) is None:
         raise pa.ArrowInvalid(f"{path} is damaged")
     with filesystem.open_input_file(path) as stream:
@@ -300,7 +299,6 @@ def count_answers(table: pa.Table, vocab_size: int) -> NDArray[np.int64]:
 
 
 def _read(data: Sequence[DistilledTexts], max_length: int, vocab_size: int, seed: int) -> Any:
-    """Return a dataset of all rows as `key_texts` makes them, materialised on the cluster."""
     whole = None
     for one in data:
         paths = [path for path, _ in one.files]
@@ -361,14 +359,12 @@ _SCHEMA = pa.schema(
 
 
 def _hash(seed: int, name: str, tokens: Sequence[int]) -> int:
-    """Return a hash of 63 bits."""
     digest = hashlib.blake2b(f"{seed}/{name}/".encode(), digest_size=8)
     digest.update(np.asarray(tokens, np.int64).tobytes())
     return int.from_bytes(digest.digest(), "big") >> 1
 
 
 def _table(rows: Any) -> pa.Table:
-    """Fetch a dataset's rows, in order."""
     tables = [table for table in ray.get(rows.to_arrow_refs()) if table.num_rows]
     return pa.concat_tables(tables) if tables else _SCHEMA.empty_table()
 

@@ -82,7 +82,6 @@ def _tokenizer(model: str) -> Any:
 
 
 def _summary(found: Comparison, config: CompareConfig) -> list[str]:
-    """What was found, in lines."""
     lines = [f"{found.rows:,} rows in both outputs, {found.identical:,} of them with the same tokens"]
     if found.only_first or found.only_second:
         lines.append(f"{found.only_first:,} rows only in {config.first}, {found.only_second:,} only in {config.second}")

@@ -1,4 +1,4 @@
-"""Server-sent events over HTTP."""
+"""The FastAPI application: routes, keys, limits, server-sent events, and errors in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -31,12 +31,9 @@ from pipeline.serving.messages import Call, Failure, unavailable
 
 
 class EventStream(Response):
-    """Sends an answer as it comes.
+    """Streams an answer as server-sent events.
 
-    When the client leaves, Ray Serve cancels the task that runs this, wherever it waits; the replica is told at once.
-
-    Args:
-        answer: An answer whose first reply is not a failure.
+    When the client disconnects, Ray Serve cancels the task that runs this, and the replica is told at once.
     """
 
     media_type = "text/event-stream"
@@ -47,7 +44,6 @@ class EventStream(Response):
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for events in self._answer:
@@ -57,10 +53,10 @@ class EventStream(Response):
             self._answer.cancel()
 
 
-# ---- The endpoint's HTTP: routes, keys, limits, and errors in OpenAI's shape.
+# Routes.
 
 _LARGE_BODY = 32 << 10
-"""Bytes from which on a body is understood in another thread, one such body after the other."""
+"""Bodies from this many bytes on are parsed in another thread, one at a time."""
 
 logger = logging.getLogger("ray.serve")
 
@@ -76,11 +72,9 @@ def create_app(
     """Return the application.
 
     Args:
-        engines: Who answers.
-        connections: Of its clients; has the limits and the keys.
-        loopback: Whether only this machine can connect; then requests for other hosts are refused.
-        agreement: Whose requests a head may learn from; by default nobody's.
-        learner: Learns from them; None where no head learns.
+        loopback: Whether only this machine can connect; requests for other hosts are then refused.
+        agreement: API keys that opted in to training on their requests; default: none.
+        learner: None where no head learns.
     """
     digests, limits = connections.digests, connections.limits
     app = FastAPI(

@@ -1,8 +1,4 @@
-"""The `Host` header where only this machine can connect.
-
-A web page may have its own name resolve to 127.0.0.1, and then its scripts may read what they ask of this machine. The
-browser still names the page's host, by which such requests are known.
-"""
+"""Connection limits, `Host` checks and body reading of the HTTP server."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ _HOST = re.compile(r"(?:\[(?P<ipv6>[^\]]+)\]|(?P<name>[^:]+))(?::\d+)?")
 
 
 def names_loopback(hosts: Sequence[str]) -> bool:
-    """Return whether a request's `Host` headers are one, and name this machine's loopback address, with any port."""
+    """Return whether there is exactly one `Host` header and it names a loopback address, with any port."""
     found = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
     if found is None:
         return False
@@ -42,17 +38,15 @@ def names_loopback(hosts: Sequence[str]) -> bool:
 
 
 class LoopbackHosts:
-    """Refuses requests that were meant for another host.
+    """Refuses requests meant for another host.
 
-    Args:
-        app: Answers the others.
+    A web page can have its own name resolve to 127.0.0.1 (DNS rebinding); the browser still sends that name as `Host`.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
         if scope["type"] == "http" and not names_loopback(hosts := Headers(scope=scope).getlist("host")):
             told = OpenAIError(
                 421,
@@ -65,22 +59,17 @@ class LoopbackHosts:
             await self._app(scope, receive, send)
 
 
-# ---- A request's body: read up to a limit, and only if it is JSON.
+# Reading a request's body.
 
 DISCARDED = 16
-"""A body of up to this many times the limit is read to its end and thrown away, because many clients read the answer
-only then. For a larger one the connection is cut."""
+"""Bodies up to this many times the limit are read and discarded, because many clients read the answer only then."""
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Return the body of a request that says it is JSON.
-
-    Args:
-        request: The request.
-        limit: Most bytes that it may have.
+    """Return the body of a JSON request of at most `limit` bytes.
 
     Raises:
-        OpenAIError: 413 for more bytes, 415 for another kind of content, 408 if the rest of it does not come.
+        OpenAIError: 413 for more bytes, 415 for another content type, 408 if the rest of it does not come.
     """
     # A web page may have a browser post any other kind of content to any address, this machine's own among them.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -102,7 +91,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-# ---- The budget of a client's connection: bytes, seconds and turns, before its key is known and after.
+# Per-connection limits on bytes, seconds and turns.
 
 Reason = Literal["crowded", "late", "refused", "slow", "unread"]
 """Why a connection was cut: there were too many; a request did not come, was no request or too large; an answer took
@@ -161,12 +150,12 @@ class Connections:
         return Limited
 
     def state(self) -> dict[str, int] | None:
-        """Return how many connections there are, for people; None where something else listens: Serve's own proxy."""
+        """Return the connection counts for `/health`; None behind Serve's own proxy."""
         unread = sum(connection.is_unread for connection in self._open)
         return {"open": len(self._open), "unread": unread} if self._listening else None
 
     def families(self) -> list[Metric]:
-        """Return the same for Prometheus, and how many were cut."""
+        """Return the connection counts and the number of cut connections for Prometheus."""
         state = self.state()
         if state is None:
             return []
@@ -188,7 +177,6 @@ class Connections:
             self.cut(self._dearest(connection), "crowded")
 
     def _dearest(self, newcomer: _Connection) -> _Connection:
-        """Return the connection to cut for a newcomer: whoever sends a request at once is to be answered."""
         owing = next(iter(self._owing))
         if owing is not newcomer:
             return owing
@@ -196,27 +184,27 @@ class Connections:
         return self.turns.last or next(one for one in self._open if one.is_guest)
 
     def owes(self, connection: _Connection, owing: bool) -> None:
-        """Note whether a connection that is open waits for its client: for a request, or until an answer is read."""
+        """Note whether an open connection waits for its client: for a request, or until an answer is read."""
         if not owing:
             self._owing.pop(connection, None)
         elif connection in self._open:
             self._owing.setdefault(connection)
 
     def cut(self, connection: _Connection, reason: Reason) -> None:
-        """Close a connection at once, whatever is still to be sent."""
+        """Close a connection at once and drop unsent data."""
         if connection in self._open:
             self.cuts[reason] += 1
             self.remove(connection)  # it is lost a little later, and another may come before that
             connection.transport.abort()
 
     def remove(self, connection: _Connection) -> None:
-        """Remove a connection; nothing happens if it is gone already."""
+        """Remove a connection, if present."""
         self._open.pop(connection, None)
         self._owing.pop(connection, None)
         self.turns.forget(connection)
 
     def end(self) -> None:
-        """Wait no longer for clients that do not read, because the server is to end."""
+        """Stop waiting for clients that do not read, because the server is shutting down."""
         self.patience = min(self.patience, _LAST_SECONDS)
         for connection in [one for one in self._open if one.is_unread]:
             self.cut(connection, "unread")
@@ -250,7 +238,6 @@ class _Connection(HttpToolsProtocol):
 
     @property
     def is_unread(self) -> bool:
-        """Whether an answer waits for the client to read."""
         return "unread" in self._waits
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""The endpoint's learner as the ingress sees it: asked what it does."""
+"""Handles by which the ingress calls the learner and the replicas."""
 
 from __future__ import annotations
 
@@ -28,17 +28,13 @@ logger = logging.getLogger("ray.serve")
 
 
 class LearnerHandle:
-    """Asks the deployment that keeps the learner.
-
-    Args:
-        handle: Its handle.
-    """
+    """Calls the deployment of the learner."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
 
     async def report(self) -> LearningReport | None:
-        """Return what the learner does; None where nobody can say."""
+        """Return the learner's report; None if it is unavailable."""
         try:
             return await asyncio.wait_for(self._handle.report.remote(), _REPORT_SECONDS)
         except Exception as error:  # whatever it is: Ray Serve starts it again, and nothing depends on it
@@ -46,29 +42,25 @@ class LearnerHandle:
             return None
 
 
-# ---- The replicas as the ingress sees them: ask one for an answer, ask all for their metrics.
+# Handles of the replicas.
 
 Method = Literal["chat", "completions"]
 _TRIES = 3
-"""Replicas that are asked before a request is given up: one that died before it replied loses nothing, because another
-gives the same answer."""
+"""Replicas tried before a request fails. A replica that dies before its first reply loses nothing: another one gives
+the same answer.
+"""
 _SNAPSHOT_SECONDS = 5.0
 
 
 class Answer:
-    """What a replica replies, as it comes.
-
-    Args:
-        first: Its first reply.
-        rest: Its replies after that.
-    """
+    """Replies of a replica, streamed."""
 
     def __init__(self, first: Reply, rest: DeploymentResponseGenerator) -> None:
         self.first = first
         self._rest = rest
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        """Yield the events of a stream; the last one is an error if the replica dies on the way."""
+        """Yield the events of a stream; the last one is an error if the replica dies meanwhile."""
         try:
             async for events in self._parts():
                 yield events
@@ -79,7 +71,7 @@ class Answer:
         """Return the body of an answer that is not streamed.
 
         Raises:
-            OpenAIError: The replica has died on the way.
+            OpenAIError: The replica died meanwhile.
         """
         try:
             return "".join([part async for part in self._parts()])
@@ -97,16 +89,12 @@ class Answer:
             raise interrupted() from error
 
     def cancel(self) -> None:
-        """Free what the answer holds in the replica; nothing happens if it is complete."""
+        """Free what the answer holds in the replica, unless it is complete."""
         self._rest.cancel()
 
 
 class Engines:
-    """Deployments of engines, by the name that clients call their model.
-
-    Args:
-        handles: The deployments' handles.
-    """
+    """Deployments of engines, by model name."""
 
     def __init__(self, handles: Mapping[str, DeploymentHandle]) -> None:
         self._asked: asyncio.Task[dict[str, list[Snapshot]]] | None = None
@@ -115,18 +103,17 @@ class Engines:
 
     @property
     def names(self) -> list[str]:
-        """The models' names."""
         return list(self._handles)
 
     def called(self, name: str) -> str | None:
-        """Return the name of the model that a client means, who may also send its folder's path; None for none."""
+        """Return the name of the model that a client means by a name or a folder's path; None for no match."""
         return next((one for one in (name, name.rpartition("/")[2]) if one in self.names), None)
 
     async def ask(self, method: Method, call: Call) -> Answer:
-        """Have a replica answer, and wait for its first reply.
+        """Send a request to a replica and wait for its first reply.
 
         Raises:
-            OpenAIError: There is no room, or no replica that works.
+            OpenAIError: No free slot, or no working replica.
         """
         handle = self._handles[call.request.model].options(stream=True, method_name=method)
         for _ in range(_TRIES):
@@ -145,9 +132,9 @@ class Engines:
         raise unavailable()
 
     async def snapshots(self) -> dict[str, list[Snapshot]]:
-        """Return the metrics of all replicas that answer, by the name of their model.
+        """Return the metrics of all replicas that answer, by model name.
 
-        Who asks while they are being asked shares their answer: whoever may ask, replicas have one such call at a time.
+        Concurrent callers share one call, so that replicas never have more than one.
         """
         if self._asked is None or self._asked.done():
             self._asked = asyncio.create_task(self._all_snapshots())
@@ -168,14 +155,14 @@ class Engines:
         return found
 
 
-# ---- The metrics of all replicas as one page for Prometheus, which any ingress can give.
+# Prometheus metrics of all replicas; any ingress can serve them.
 
 
 def metrics_page(snapshots: Sequence[tuple[dict[str, str], Sequence[Metric]]]) -> bytes:
-    """Return the metrics of replicas, and of a learner, in Prometheus's text format.
+    """Return the metrics of replicas and of a learner in Prometheus's text format.
 
     Args:
-        snapshots: What each says, with the labels that tell it from others.
+        snapshots: The metrics of each, with the labels that distinguish it.
     """
     registry = CollectorRegistry()
     registry.register(_Merged(snapshots))
@@ -183,8 +170,6 @@ def metrics_page(snapshots: Sequence[tuple[dict[str, str], Sequence[Metric]]]) -
 
 
 class _Merged:
-    """Collects one family of each name, with the samples of all replicas."""
-
     def __init__(self, snapshots: Sequence[tuple[dict[str, str], Sequence[Metric]]]) -> None:
         self._snapshots = snapshots
 
@@ -202,13 +187,13 @@ class _Merged:
         yield from merged.values()
 
 
-# ---- Ray Serve's direct ingress, for a cluster that is started for the endpoint alone: the ingress listens itself.
+# Direct ingress of Ray Serve: on a dedicated cluster the ingress itself listens.
 
 
 def short_ways(port: int) -> dict[str, str]:
-    """Return environment variables that have the ingress listen on `port`, with no proxy in front of it.
+    """Return environment variables that have the ingress listen on `port`, without a proxy.
 
-    They must be set before Ray is started and Ray Serve is imported. Serve's own proxy then needs another port.
+    Set them before Ray starts and Ray Serve is imported. Serve's own proxy then needs another port.
     """
     return {
         # Ingress and replicas talk to each other directly, without a thread between them.
@@ -225,10 +210,10 @@ def short_ways(port: int) -> dict[str, str]:
 
 
 def keep_to_this_machine() -> None:
-    """Have Ray (2.60) keep this replica's port for other replicas to the loopback address, where its node has that.
+    """Bind this replica's port for other replicas to the loopback address, if its node has that (Ray 2.60).
 
-    The port asks for the token, but listens on all addresses. Each replica's constructor calls this, before Ray
-    opens it.
+    The port asks for the token but listens on all addresses. Call this in each replica's constructor, before Ray opens
+    it.
     """
     from ray.serve._private import replica
 

@@ -1,4 +1,4 @@
-"""Bearer keys: who may ask. Only their digests are kept, so no log, message or dump can show a key."""
+"""Bearer keys. Only digests are kept, so that no log, message or dump can show a key."""
 
 from __future__ import annotations
 
@@ -86,7 +86,6 @@ def _digests(keys: Iterable[str]) -> tuple[bytes, ...]:
 
 
 def _some(entries: Iterable[str], complaint: str) -> list[str]:
-    """Return the entries that are not blank; there must be at least one."""
     found = [entry.strip() for entry in entries if entry.strip()]
     if not found:
         raise InputError(complaint)
@@ -94,7 +93,6 @@ def _some(entries: Iterable[str], complaint: str) -> list[str]:
 
 
 def _lines(file: str, name: str) -> list[str]:
-    """Return the lines of a file of keys, without comments; errors call it `name`."""
     try:
         text = Path(file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

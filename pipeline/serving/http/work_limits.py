@@ -1,7 +1,5 @@
 """Limits on the work that clients cause: turns at a limited rate, and large work one piece at a time with rests.
-
-Both keep an event loop and a machine's cores free for requests that cost little. Neither refuses anything: who causes
-much work waits for it.
+Nothing is refused; expensive work waits.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ class Turns(Generic[Holder]):
 
     @property
     def last(self) -> Holder | None:
-        """Who has come last of those that wait."""
         return next(reversed(self._waiting), None)
 
     def take(self, holder: Holder) -> asyncio.Future[bool]:
@@ -47,7 +44,6 @@ class Turns(Generic[Holder]):
         return turn
 
     def forget(self, holder: Holder) -> None:
-        """Take a holder out of the queue; nothing happens if it is not there."""
         turn = self._waiting.pop(holder, None)
         if turn is not None and not turn.done():
             turn.set_result(False)
@@ -83,7 +79,6 @@ class LargeWork:
     async def run(
         self, work: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
     ) -> Result:
-        """Return what `work` returns, or raise what it raises."""
 
         def rested() -> Result:
             time.sleep(max(self._rested - time.monotonic(), 0))
