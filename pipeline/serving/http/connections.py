@@ -346,6 +346,9 @@ class _Connection(HttpToolsProtocol):
         """Answer a request: a guest's at its turn, and another one's at its turn where it is refused."""
         budget, guest = self.budget, self._is_guests(scope)
         if guest and not await budget.turns.take(self):
+            # Uvicorn hears of a cut later, and until then would say to a transport that refuses it that the application
+            # gave no answer. `send` is a method of its record of this request.
+            send.__self__.disconnected = True
             self.transport.abort()
             return
         longest = budget.limits.seconds + budget.limits.receive_seconds
