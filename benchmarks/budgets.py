@@ -39,8 +39,9 @@ from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import BatchChoice
-from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
+from drafter.text.tokenizers import load_tokenizer
 
 RECORD_FILE, TABLE_FILE = "budgets.json", "budgets.md"
 BATCHES = (1, 4, 16, 64)

@@ -31,8 +31,9 @@ from drafter.evaluation.results import write_json
 from drafter.evaluation.tables import markdown_table
 from drafter.target.forward import TreeNodes
 from drafter.target.kv_cache import KVCache
-from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
+from drafter.text.tokenizers import load_tokenizer
 from drafter.training.targets import RegeneratedText
 
 DRAWS_FILE, TABLE_FILE = "draws.json", "draws.md"

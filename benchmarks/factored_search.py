@@ -36,8 +36,9 @@ from drafter.evaluation.tables import markdown_table
 from drafter.heads.checkpoint import load_head
 from drafter.heads.contract import DraftHead, Tree
 from drafter.heads.frame_head import last_tokens
-from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
+from drafter.text.tokenizers import load_tokenizer
 from drafter.training.simulated_walk import simulated_beta
 from drafter.training.step import base_hidden_states
 from drafter.training.targets import RegeneratedText, draft_batch

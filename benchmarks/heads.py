@@ -27,8 +27,9 @@ from drafter.evaluation.tables import markdown_table
 from drafter.heads.checkpoint import CONFIG_FILE, load_head
 from drafter.heads.contract import DraftHead
 from drafter.heads.registry import HEADS
-from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
+from drafter.text.tokenizers import load_tokenizer
 from drafter.training.simulated_walk import simulated_beta
 from drafter.training.targets import RegeneratedText
 

@@ -27,8 +27,9 @@ from drafter.evaluation.tables import markdown_table
 from drafter.heads.checkpoint import load_head
 from drafter.heads.registry import HEADS
 from drafter.requests import Request, SamplingParams
-from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
+from drafter.text.tokenizers import load_tokenizer
 
 ROWS = (1, 4, 16, 64, 256)
 HOST_FILE, TABLE_FILE = "host_work.json", "host_work.md"

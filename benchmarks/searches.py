@@ -33,9 +33,10 @@ from drafter.evaluation.tables import markdown_table
 from drafter.heads.checkpoint import load_head
 from drafter.heads.frame_head import last_tokens
 from drafter.heads.registry import HEADS
-from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from drafter.target.prepacked import prepack
+from drafter.text.tokenizers import load_tokenizer
 from drafter.training.step import base_hidden_states
 from drafter.training.targets import draft_batch
 

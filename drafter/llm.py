@@ -27,11 +27,11 @@ from drafter.engine.tap import LearningStart, RowTap
 from drafter.errors import LoadError, RequestError
 from drafter.generation_defaults import GenerationRule, described
 from drafter.requests import Generation, Request, SamplingParams
-from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
 from drafter.text.bounds import tokenise
 from drafter.text.chat import encode_chat
-from drafter.text.streaming import longest_token, refuse_endless
+from drafter.text.tokenizers import load_tokenizer, longest_token, refuse_endless
 
 logger = logging.getLogger(__name__)
 

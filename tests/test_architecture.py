@@ -145,3 +145,10 @@ def test_what_checks_counts_or_writes_does_without_torch() -> None:
     ]
     program = f"import sys, {', '.join(f'pipeline.{name}' for name in modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+def test_only_an_engine_imports_the_code_of_models() -> None:
+    """Neither a job's driver nor a worker that tokenises: it takes each ten seconds of a processor."""
+    model_code = ("transformers.modeling_utils", "torch._dynamo", "drafter.engine.engine")
+    program = f"import sys, pipeline.generate.submission; sys.exit(not sys.modules.keys().isdisjoint({model_code}))"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0

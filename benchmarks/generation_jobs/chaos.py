@@ -31,7 +31,7 @@ from drafter.evaluation.results import write_json
 from drafter.target.loading import load_base
 
 _QUESTIONS = Path(__file__).resolve().parents[2] / "data" / "gsm8k" / "train.jsonl"
-_ENGINE = "EngineActor"
+_ENGINE = "EngineProcess"
 """Part of the title of an engine's process."""
 _KEPT = {"data", "errors", "run.json", "status.json", "_staged", "_temporary"}
 """All that may be in the output of a finished job."""

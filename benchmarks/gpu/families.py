@@ -22,9 +22,10 @@ from drafter.engine.engine import Engine
 from drafter.evaluation.decoders import decode_all
 from drafter.evaluation.measurement import differing_tokens
 from drafter.requests import Request, SamplingParams
-from drafter.target.loading import load_tokenizer, pick_device
+from drafter.target.loading import pick_device
 from drafter.target.model import BaseModel
 from drafter.target.small_copy import random_model
+from drafter.text.tokenizers import load_tokenizer
 
 _VOCABULARY, _ROWS, _NODES = 512, 6, 8
 _COMMON: dict[str, Any] = {

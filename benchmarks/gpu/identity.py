@@ -15,8 +15,9 @@ from drafter.engine.engine import Engine
 from drafter.evaluation.decoders import decode_all
 from drafter.evaluation.measurement import differing_tokens
 from drafter.requests import Request, SamplingParams
-from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
+from drafter.text.tokenizers import load_tokenizer
 
 NODES = 16
 

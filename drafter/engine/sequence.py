@@ -15,11 +15,12 @@ import numpy as np
 
 from drafter.acceptance.contract import Verifier
 from drafter.drafters.contract import Ids
-from drafter.errors import NotFiniteError, PromptTooLongError, RequestError, RequestTimeoutError
+from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
 from drafter.requests import FinishReason, Generation, Request, SamplingParams, Timing, TokenDelta, TokenLogprob
 from drafter.statistics import DecodeCounts
 from drafter.target.model import BaseModel
-from drafter.text.streaming import Detokenizer, StopSearch, cut_at_stop, special_texts
+from drafter.text.streaming import Detokenizer, StopSearch, cut_at_stop
+from drafter.text.tokenizers import refuse_long, special_texts
 
 
 class Handle:
@@ -375,23 +376,6 @@ def refuse_unusable(request: Request, base: BaseModel, verifier: Verifier, max_l
         raise RequestError(f"logit_bias has token {beyond}, outside the vocabulary of {base.vocab_size}")
     if (beyond := max(request.sampling.stop_token_ids, default=0)) >= base.vocab_size:
         raise RequestError(f"stop_token_ids has token {beyond}, outside the vocabulary of {base.vocab_size}")
-
-
-def refuse_long(prompt_tokens: int, max_length: int) -> None:
-    """Refuse a prompt that leaves no room for output.
-
-    Args:
-        prompt_tokens: Its length.
-        max_length: Tokens that prompt and output may have together.
-
-    Raises:
-        PromptTooLongError: It leaves none.
-    """
-    if prompt_tokens >= max_length:
-        raise PromptTooLongError(
-            f"the prompt has {prompt_tokens} tokens, but prompt and output together may have {max_length}: "
-            "shorten the prompt or raise max_length"
-        )
 
 
 def new_sequence(handle: Handle, base: BaseModel, tokenizer: Any, verifier: Verifier, max_length: int) -> Sequence:

@@ -8,7 +8,6 @@ from pathlib import Path
 from drafter.evaluation.environment import machine
 from drafter.evaluation.measurement import STAGES
 from drafter.evaluation.plan import TRANSFORMERS, Arm
-from drafter.evaluation.plots import plots
 from drafter.evaluation.results import Cell, Figures, Results, figures
 from drafter.statistics import mean_acceptance_length
 
@@ -134,6 +133,8 @@ TABLE_FILE = "table.md"
 
 def write_report(results: Results, folder: Path) -> list[Path]:
     """Write `table.md` and the plots to `folder`. Return their paths."""
+    from drafter.evaluation.plots import plots  # late: who makes tables alone may have no matplotlib
+
     files = [folder / TABLE_FILE]
     files[0].write_text(page(results), encoding="utf-8")
     for name, figure in plots(results).items():

@@ -1,4 +1,4 @@
-"""Load a target model and its tokeniser from the hub or a local folder."""
+"""Load a target model from the hub or a local folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from drafter.errors import LoadError, first_line, one_line, shown
 from drafter.hub import hub_file, local_only, not_found
@@ -178,26 +178,6 @@ def require_data(name: str, model: PreTrainedModel) -> None:
 def _without_data(model: torch.nn.Module) -> str | None:
     tensors = chain(model.named_parameters(), model.named_buffers())
     return next((name for name, tensor in tensors if tensor.is_meta), None)
-
-
-def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False, local_files_only: bool = False) -> Any:
-    """Load the tokeniser of a target model.
-
-    Args:
-        name_or_path: Hub id or folder of the target model.
-        trust_remote_code: Run code that comes with it.
-        local_files_only: Download nothing.
-
-    Raises:
-        LoadError: There is none to load.
-    """
-    name = os.path.expanduser(name_or_path)
-    try:
-        return AutoTokenizer.from_pretrained(
-            name, trust_remote_code=trust_remote_code, local_files_only=local_files_only or local_only(name)
-        )
-    except Exception as error:  # tokenizers raises bare `Exception` for a damaged file
-        raise LoadError(f"no tokenizer at {name!r}: {first_line(error)}") from error
 
 
 def pick_device(device: str | torch.device = "auto") -> torch.device:

@@ -17,7 +17,7 @@ from typing import Any
 
 from drafter.errors import RequestError, one_line
 from drafter.text.bounds import bounded_template, refuse_panics, tokenise
-from drafter.text.streaming import longest_token, refuse_endless
+from drafter.text.tokenizers import longest_token, refuse_endless
 
 _ROLE = re.compile(r"[\w.-]+")
 _HARMLESS = "x"

@@ -1,14 +1,10 @@
-"""Incremental detokenisation, stop strings, and properties of a tokeniser's vocabulary."""
+"""Incremental detokenisation, and stop strings."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
-
-from drafter.errors import PromptTooLongError
 
 _INCOMPLETE = "\ufffd"
 _LONGEST_CHARACTER = 8
@@ -134,39 +130,3 @@ def _next(wanted: str, borders: Sequence[int], matched: int, character: str) -> 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
     """Return `text` up to the first stop string in it."""
     return text[: min((at for at in map(text.find, stop) if at >= 0), default=len(text))]
-
-
-_COMPOSED = 4
-"""Most characters that a tokeniser's normaliser composes to one, with few exceptions."""
-
-
-def vocabulary_digest(tokenizer: Any) -> str:
-    """Return 16 hex digits of a tokeniser's tokens and ids, added ones included. Equal digests mean equal token ids."""
-    entries = sorted((number, token) for token, number in tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]
-
-
-@lru_cache(maxsize=4)
-def longest_token(tokenizer: Any) -> int:
-    """Return the number of characters of a tokeniser's longest token."""
-    return max(map(len, tokenizer.get_vocab()))
-
-
-def refuse_endless(text: str, max_length: float, longest: int) -> None:
-    """Refuse a text that must be more than `max_length` tokens, as tokenising it would take minutes and gigabytes.
-
-    Raises:
-        PromptTooLongError: The text is too long.
-    """
-    if len(text) > max_length * longest * _COMPOSED:
-        raise PromptTooLongError(
-            f"the prompt has {len(text)} characters, but prompt and output together may have {max_length} tokens: "
-            "shorten the prompt or raise max_length"
-        )
-
-
-@lru_cache(maxsize=4)
-def special_texts(tokenizer: Any) -> dict[int, str]:
-    """Return the texts of a tokeniser's special tokens, which decoding leaves out."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {token: entry.content for token, entry in added.items() if entry.special}

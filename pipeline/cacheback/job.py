@@ -46,8 +46,7 @@ def make_table(config: CacheConfig) -> None:
         raise InputError(f"output {config.output} is a folder: name a file for the table")
     # Torch takes seconds to import: no check before waits for it.
     from drafter.methods.cacheback.frozen_table import Vocabulary
-    from drafter.target.loading import load_tokenizer
-    from drafter.text.streaming import vocabulary_digest
+    from drafter.text.tokenizers import load_tokenizer, vocabulary_digest
 
     try:
         tokenizer = load_tokenizer(model_name(config.model), trust_remote_code=config.trust_remote_code)

@@ -8,16 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineConfig
 from drafter.errors import LoadError, one_line
-from drafter.llm import SpeculativeLM
 from pipeline.learning.learner_spec import Beginning
 
 if TYPE_CHECKING:
-    from drafter.methods.learning.drafter import StartingHead
+    from drafter.llm import SpeculativeLM
+    from drafter.methods.learning.settings import StartingHead
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,8 @@ class EngineSpec:
         Raises:
             LoadError: The models cannot be loaded.
         """
+        import torch  # late, as in `_load`: a driver makes the specification, and loads nothing
+
         torch.set_num_threads(self.threads)
         if self.learning is None:
             return self._load(None, on_stage)
@@ -58,6 +58,9 @@ class EngineSpec:
                 return self._load(self.learning.start, on_stage)
 
     def _load(self, start: StartingHead | None, on_stage: Callable[[str], None] | None) -> SpeculativeLM:
+        from drafter.llm import SpeculativeLM
+        from drafter.methods.learning.drafter import Learning
+
         drafter = self.drafter
         if start is not None and start.folder is not None and drafter != "auto":
             drafter = start.folder  # the head alone, by where this process has it
@@ -67,7 +70,7 @@ class EngineSpec:
             config=self.config,
             isolated=self.isolated,
             verifier=self.verifier,
-            learning=start,
+            learning=None if start is None else Learning(start),
             on_stage=on_stage,
             **self.loading,
         )

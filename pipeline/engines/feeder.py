@@ -12,13 +12,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from drafter.engine.sequence import Handle
 from drafter.errors import NotFiniteError, RequestError, RequestTimeoutError
 from drafter.requests import Generation, Request
 from pipeline.engines.ledger import RowKey, RowOutcome
 from pipeline.errors import JobError, ProblemType, RowError
+
+if TYPE_CHECKING:  # a driver uses this module without an engine
+    from drafter.engine.sequence import Handle
 
 _PULSE_SECONDS = 0.01
 """Wait of the feeder while the engine is full, so that one ledger call covers several rows."""

@@ -9,7 +9,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +19,14 @@ import pyarrow.parquet
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from drafter.drafters.contract import Drafter
 from drafter.drafters.text_queue import Text, TextQueue
 from drafter.errors import one_line
 from drafter.requests import Generation, Request
 from pipeline.io.files import Location
 from pipeline.progress.watch import Pulse
+
+if TYPE_CHECKING:  # a driver uses this module without an engine
+    from drafter.drafters.contract import Drafter
 
 _COLUMNS = ("prompt_token_ids", "token_ids")
 

@@ -19,7 +19,8 @@ from drafter.evaluation.plan import Plan
 from drafter.evaluation.questions import Question, QuestionError, read_questions
 from drafter.evaluation.results import RESULTS_FILE, Cell, Results, Setting
 from drafter.evaluation.tables import speed_tables, write_report
-from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.loading import load_base
+from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.shares import ActorResources, share_out
 from pipeline.command_line import say

@@ -22,7 +22,8 @@ from drafter.methods.draft_models.measurement import (
     stack_table,
     write_stacks,
 )
-from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.loading import load_base
+from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.shares import share_out
 from pipeline.engines.models import head_fingerprints, model_name

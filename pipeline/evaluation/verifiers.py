@@ -36,7 +36,8 @@ from drafter.evaluation.verifiers import (
     verifier_grid,
 )
 from drafter.requests import Request, SamplingParams
-from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.loading import load_base
+from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.shares import ActorResources
 from pipeline.engines.models import (
     classifier_fingerprints,

@@ -117,8 +117,8 @@ def check_tokenizer(config: GenerateConfig, prompts: PromptSource) -> bool:
         InputError: It does not.
     """
     from drafter.errors import LoadError
-    from drafter.target.loading import load_tokenizer  # torch takes seconds to import: no check before waits for it
     from drafter.text.chat import reads_clock
+    from drafter.text.tokenizers import load_tokenizer  # torch takes seconds to import: no check before waits for it
 
     name = model_name(config.model)
     try:

@@ -14,7 +14,7 @@ import ray
 from pyarrow import fs
 
 from drafter.errors import one_line
-from drafter.target.loading import load_tokenizer
+from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.ray_cluster import beside_driver, connect, quiet_ray_data, takes
 from pipeline.cluster.shares import share_out
 from pipeline.engines.ledger import Ledger, LedgerCounts, SavedRow, delete_unfinished, read_unfinished, write_unfinished

@@ -14,7 +14,6 @@ from drafter.methods.learning.payoff import hopes
 from pipeline.cluster.shares import Cluster, Node
 from pipeline.errors import InputError
 from pipeline.learning.config import LearningConfig
-from pipeline.learning.learner_actor import LearnerActor
 from pipeline.learning.learner_spec import LearnerSpec
 from pipeline.learning.record import read_record
 from pipeline.progress.board import LearningReport, Progress
@@ -42,6 +41,9 @@ class WatchedLearner:
     """
 
     def __init__(self, spec: LearnerSpec, config: LearningConfig, name: str) -> None:
+        # Late, because most drivers start no learner, and it imports torch.
+        from pipeline.learning.learner_actor import LearnerActor
+
         options = {"num_cpus": config.cpus, "num_gpus": config.gpus, "max_restarts": _MOST_RESTARTS, "name": name}
         self._actor = ray.remote(**options)(LearnerActor).remote(spec)
         self.last = LearningReport()

@@ -12,8 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from drafter.errors import one_line
-from drafter.methods.learning.drafter import SHIPPED_OR_NEW, StartingHead
-from drafter.methods.learning.settings import LearnerSettings
+from drafter.methods.learning.settings import SHIPPED_OR_NEW, LearnerSettings, StartingHead
 from pipeline.io.files import Location
 from pipeline.learning.config import NEW, SHIPPED, LearningConfig
 from pipeline.output.folder import HEAD_CONFIG, OutputFolder

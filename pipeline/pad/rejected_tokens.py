@@ -23,7 +23,8 @@ from drafter.errors import one_line
 from drafter.evaluation.decoders import decode_all
 from drafter.methods.pad.classifier import PivotFeatures, published_layer
 from drafter.methods.pad.training import RecordingVerifier, Rejection
-from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.loading import load_base
+from drafter.text.tokenizers import load_tokenizer
 from pipeline.errors import InputError
 from pipeline.io.files import locate
 from pipeline.pad.rollouts import Label

@@ -17,7 +17,7 @@ from drafter.errors import LoadError, RequestError
 from drafter.evaluation.verifiers import VerifierFigures, utility_plot, utility_table, verifier_grid
 from drafter.methods.pad.classifier import BaseOfClassifier, save_classifier
 from drafter.methods.pad.training import Roc, roc, train_classifier
-from drafter.target.loading import load_tokenizer
+from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.shares import ActorResources, share_out
 from pipeline.engines.models import model_name

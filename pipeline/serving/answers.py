@@ -16,7 +16,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from drafter.engine.sequence import Handle, refuse_long
+from drafter.engine.sequence import Handle
 from drafter.errors import (
     EngineError,
     NotFiniteError,
@@ -29,6 +29,7 @@ from drafter.generation_defaults import sampling_defaults
 from drafter.llm import SpeculativeLM
 from drafter.requests import Generation, Request, TokenDelta
 from drafter.statistics import EngineState, mean_acceptance_length
+from drafter.text.tokenizers import refuse_long
 from pipeline.openai.answers import (
     FIELD,
     LogprobsOf,

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from drafter.acceptance.registry import make_verifier
 from drafter.errors import LoadError, one_line
-from drafter.target.loading import load_tokenizer
+from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.local_cluster import free_ports
 from pipeline.cluster.ray_cluster import connect, will_start
 from pipeline.command_line import say

@@ -15,7 +15,7 @@ from typing import Any
 
 from drafter.errors import LoadError, one_line
 from drafter.heads.unpickle import convert_file
-from drafter.target.loading import load_tokenizer
+from drafter.text.tokenizers import load_tokenizer
 from pipeline.errors import InputError, JobError
 from recipes.paper.paper_config import HERE, RANDOM, SMOLLM2, BaseConfig
 

@@ -15,7 +15,7 @@ import yaml
 
 from drafter.errors import one_line
 from drafter.evaluation.questions import QuestionError, read_questions
-from drafter.target.loading import load_tokenizer
+from drafter.text.tokenizers import load_tokenizer
 from pipeline.errors import InputError
 from pipeline.io.files import locate
 from recipes.paper.paper_config import PromptFile, PromptsConfig, in_repository

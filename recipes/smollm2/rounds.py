@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow.parquet
 import yaml
 
-from drafter.target.loading import load_tokenizer
+from drafter.text.tokenizers import load_tokenizer
 from recipes.smollm2.magpie import choose, opening
 
 HERE = Path(__file__).parent

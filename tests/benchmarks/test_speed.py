@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks import costs, products, speed
 from drafter.embedded import EMBEDDED_BASE
-from drafter.target.loading import load_tokenizer
 from drafter.target.model import BaseModel
+from drafter.text.tokenizers import load_tokenizer
 
 
 def cell(way: str, turn: int, seconds: float, outputs: list[list[int]], beta: float | None = None) -> speed.Cell:

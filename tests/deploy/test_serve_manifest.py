@@ -77,10 +77,13 @@ class Deployed:
     def wait(self) -> dict[str, Any]:
         """Wait until the deployment has come to an end; return what Ray Serve says of the application."""
 
+        address, token = (self.environment[f"RAY_{name}"] for name in ("API_SERVER_ADDRESS", "AUTH_TOKEN"))
+        address += "/api/serve/applications/"
+
         def ended() -> dict[str, Any] | None:
             # What `serve status` prints, without a process for each look.
-            said = httpx2.get(f"{self.cluster.jobs_address}/api/serve/applications/", timeout=PATIENCE).json()
-            found: dict[str, Any] = said["applications"]["drafter"]
+            said = httpx2.get(address, headers={"Authorization": f"Bearer {token}"}, timeout=PATIENCE)
+            found: dict[str, Any] = said.raise_for_status().json()["applications"]["drafter"]
             return found if found["status"] in ("RUNNING", "DEPLOY_FAILED") else None
 
         return wait_until(ended, "the deployment", pause=1)

@@ -18,8 +18,9 @@ from drafter.acceptance.settings import VerifierSettings
 from drafter.embedded import EMBEDDED_BASE
 from drafter.engine.sequence import Handle
 from drafter.llm import Prompt
-from drafter.methods.learning.drafter import StartingHead
+from drafter.methods.learning.drafter import Learning, load_start
 from drafter.methods.learning.rows import SampleTap
+from drafter.methods.learning.settings import StartingHead
 from drafter.methods.learning.training import weights_of
 from drafter.requests import TokenDelta
 from tests.support.models import random_model
@@ -190,11 +191,11 @@ def test_a_closed_engine_says_so() -> None:
 def test_learning_is_refused_where_it_could_not_learn_or_would_not_draft() -> None:
     lenient, start = VerifierSettings(name="typical"), StartingHead()
     with pytest.raises(LoadError, match="learns from what its base says itself"):
-        SpeculativeLM.from_pretrained(device="cpu", learning=start, verifier=lenient)
+        SpeculativeLM.from_pretrained(device="cpu", learning=Learning(start), verifier=lenient)
     with pytest.raises(LoadError, match="leave nodes at auto"):
-        SpeculativeLM.from_pretrained(device="cpu", learning=start, config=EngineConfig(nodes=8))
+        SpeculativeLM.from_pretrained(device="cpu", learning=Learning(start), config=EngineConfig(nodes=8))
     with pytest.raises(LoadError, match="has no head that could learn"):
-        SpeculativeLM.from_pretrained(device="cpu", drafter="ngram", learning=start)
+        SpeculativeLM.from_pretrained(device="cpu", drafter="ngram", learning=Learning(start))
 
 
 @pytest.mark.slow
@@ -202,12 +203,14 @@ def test_what_is_generated_is_learnt_from_and_new_weights_are_drafted_with(lm: S
     start, prompts = StartingHead("ctc"), [QUESTION, "A train goes 60 miles an hour.", "12 + 12 ="]
     expected = [one.token_ids for one in lm.generate(prompts, max_new_tokens=32)]
     config = EngineConfig(slots=2, nodes=8)
-    with SpeculativeLM.from_pretrained(drafter="ctc", device="cpu", learning=start, config=config) as learning:
+    with SpeculativeLM.from_pretrained(
+        drafter="ctc", device="cpu", learning=Learning(start), config=config
+    ) as learning:
         assert [one.token_ids for one in learning.generate(prompts, max_new_tokens=32)] == expected
         assert isinstance(learning.samples, SampleTap)
         samples = learning.samples.take(1 << 30)
         assert sorted(one.tokens.tolist()[one.prompt_length :] for one in samples) == sorted(expected)
-        learning.engine.drafter.offer(1, weights_of(start.load(lm.base)))
+        learning.engine.drafter.offer(1, weights_of(load_start(start, lm.base)))
         found = learning.generate(prompts, max_new_tokens=32)
         assert [one.token_ids for one in found] == expected
         assert [one.drafter_versions for one in found] == [[1]] * 3

@@ -11,7 +11,8 @@ from drafter.engine.config import EngineConfig
 from drafter.engine.engine import Engine
 from drafter.evaluation.decoders import engine_decoder
 from drafter.requests import Request, SamplingParams
-from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.loading import load_base
+from drafter.text.tokenizers import load_tokenizer
 
 
 def load(settings: Settings) -> Decode:

@@ -16,8 +16,7 @@ import torch
 from drafter.devices import send
 from drafter.drafters.contract import Ask, Committed, DraftContext, Drafter, DraftSpec, Ids, Loading, Loan
 from drafter.methods.cacheback.frozen_table import FrozenTable, Gram, Table, Vocabulary, load_table
-from drafter.target.loading import load_tokenizer
-from drafter.text.streaming import vocabulary_digest
+from drafter.text.tokenizers import load_tokenizer, vocabulary_digest
 from drafter.tree.token_tree import TokenTree, from_nodes
 
 

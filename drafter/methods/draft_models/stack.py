@@ -19,8 +19,9 @@ from drafter.drafters.names import kind_and_rest, merged_names, model_and_device
 from drafter.errors import LoadError
 from drafter.methods.draft_models.drafter import ModelDrafter
 from drafter.methods.draft_models.text_reader import TextReader, difference
-from drafter.target.loading import load_base, load_tokenizer, pick_device
+from drafter.target.loading import load_base, pick_device
 from drafter.target.model import BaseModel
+from drafter.text.tokenizers import load_tokenizer
 from drafter.tree.token_tree import TokenTree, from_nodes
 
 LOWER_NODES = 2

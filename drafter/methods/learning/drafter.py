@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from drafter.heads.checkpoint import load_head
 from drafter.heads.contract import DraftHead, Provenance
 from drafter.heads.registry import HEADS, new_head
 from drafter.methods.learning.rows import SampleTap
+from drafter.methods.learning.settings import SHIPPED_OR_NEW, StartingHead
 from drafter.methods.learning.training import check_weights, load_weights
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import PAD_TOKEN, TokenTree, root_only
@@ -35,56 +36,40 @@ LEARNT = "learnt"
 
 
 @dataclass(frozen=True)
-class StartingHead:
-    """A head by name, or the shape of a new one. Engines and learner must start from the same.
+class Learning:
+    """Makes `SpeculativeLM` draft with a head that learns from its rows."""
 
-    Args:
-        folder: A head's folder or hub id, or the algorithm of an embedded head; None for a new head.
-        algorithm: Kind of a new head.
-        settings: Fields of a new head's configuration; empty for those with which it learns fast.
-        seed: Of a new head's weights.
-        copied_from: Source of the folder if it is a copy; for provenance.
-    """
-
-    folder: str | None = None
-    algorithm: str = "ctc"
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
-    copied_from: str | None = None
-
-    @property
-    def drafts(self) -> bool:
-        """Whether it drafts before it has learned anything."""
-        return self.folder is not None
+    start: StartingHead
 
     def drafter(self, name: str, base: BaseModel, nodes: int, *, isolated: bool = False) -> Drafter:
         """Return a drafter whose head is replaced by better versions; see `load_learning_drafter`."""
-        return load_learning_drafter(name, base, nodes, self, isolated=isolated)
+        return load_learning_drafter(name, base, nodes, self.start, isolated=isolated)
 
     def tap(self) -> SampleTap:
         """Return what collects the rows to learn from."""
         return SampleTap()
 
-    def load(self, base: BaseModel) -> DraftHead:
-        """Return the head in evaluation mode, on the target model's device and in its dtype.
 
-        Raises:
-            LoadError: There is no such head or algorithm, it belongs to another target model, or a new one has a draft
-                vocabulary, which is chosen by texts that are not there yet.
-        """
-        if self.folder is not None:
-            embedded = EMBEDDED_HEADS / self.folder
-            return load_head(embedded if embedded.is_dir() else self.folder, base, HEADS)
-        if self.settings.get("draft_vocab_size") is not None:
-            raise LoadError(
-                f"draft head {self.algorithm!r}: a draft_vocab_size is chosen by how often tokens occur, and a head "
-                "that starts from nothing has no texts yet: leave it out, or start from a trained head that has one"
-            )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            head = new_head(self.algorithm, base, self.settings or _SETTINGS.get(self.algorithm, {}))
-        head.provenance = Provenance(base.name, base.fingerprint)
-        return head.to(base.device, base.dtype).eval().requires_grad_(False)
+def load_start(start: StartingHead, base: BaseModel) -> DraftHead:
+    """Return the starting head in evaluation mode, on the target model's device and in its dtype.
+
+    Raises:
+        LoadError: There is no such head or algorithm, it belongs to another target model, or a new one has a draft
+            vocabulary, which is chosen by texts that are not there yet.
+    """
+    if start.folder is not None:
+        embedded = EMBEDDED_HEADS / start.folder
+        return load_head(embedded if embedded.is_dir() else start.folder, base, HEADS)
+    if start.settings.get("draft_vocab_size") is not None:
+        raise LoadError(
+            f"draft head {start.algorithm!r}: a draft_vocab_size is chosen by how often tokens occur, and a head "
+            "that starts from nothing has no texts yet: leave it out, or start from a trained head that has one"
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(start.seed)
+        head = new_head(start.algorithm, base, start.settings or _SETTINGS.get(start.algorithm, {}))
+    head.provenance = Provenance(base.name, base.fingerprint)
+    return head.to(base.device, base.dtype).eval().requires_grad_(False)
 
 
 def version_of(head: DraftHead) -> int:
@@ -117,7 +102,7 @@ class ChangingHead(Drafter):
 
     def __init__(self, start: StartingHead, base: BaseModel, nodes: int, *, in_place: bool | None = None) -> None:
         self._base, self._nodes = base, nodes
-        head = start.load(base)
+        head = load_start(start, base)
         self._in_place = devices.is_asynchronous(base.device) if in_place is None else in_place
         # Decoding with a head changes its weights' layout, so later versions start from a copy.
         self._head = head if self._in_place else deepcopy(head)
@@ -237,8 +222,6 @@ def _gated(tree: TokenTree, gate: Tensor) -> TokenTree:
 
 LEARNT_MEMBERS = ("head", "+".join(HEAD_AND_TEXTS))
 """Members of `auto` that draft with a learning head."""
-SHIPPED_OR_NEW = "shipped"
-"""As `StartingHead.folder`: the head shipped for a target model, or a new one if there is none."""
 
 
 def found_start(start: StartingHead, base: BaseModel) -> StartingHead:

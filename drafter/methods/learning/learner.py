@@ -20,10 +20,10 @@ from drafter.errors import LoadError, TrainingError
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import DraftHead
 from drafter.methods.learning.contract import HeadVersion, RowSample
-from drafter.methods.learning.drafter import LEARNT, StartingHead, version_of
+from drafter.methods.learning.drafter import LEARNT, load_start, version_of
 from drafter.methods.learning.payoff import Evaluation
 from drafter.methods.learning.rows import LearningRows, micro_batches
-from drafter.methods.learning.settings import LearnerSettings
+from drafter.methods.learning.settings import LearnerSettings, StartingHead
 from drafter.methods.learning.training import AveragedTraining, load_weights, read_learner, weights_of, write_learner
 from drafter.target.model import BaseModel
 from drafter.training.simulated_walk import Walks, walked_batches
@@ -83,7 +83,7 @@ class Learner:
 
     def __init__(self, base: BaseModel, start: StartingHead, settings: LearnerSettings | None = None) -> None:
         self._base, self._start, self._settings = base, start, settings or LearnerSettings()
-        self._tried = start.load(base)  # measured in the target model's dtype, as engines draft
+        self._tried = load_start(start, base)  # measured in the target model's dtype, as engines draft
         self._head = _trainable(deepcopy(self._tried), base)
         self._training = AveragedTraining(base, self._head, self._settings)
         self._rows = LearningRows(self._settings)

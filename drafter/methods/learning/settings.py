@@ -1,9 +1,14 @@
-"""Settings of a learner."""
+"""Settings of a learner, and the head that it and the engines start from. A driver makes them, without torch."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SHIPPED_OR_NEW = "shipped"
+"""As `StartingHead.folder`: the head shipped for a target model, or a new one if there is none."""
 
 
 @dataclass(frozen=True)
@@ -64,3 +69,27 @@ class LearnerSettings:
             raise ValueError(f"learning_rate must be more than 0, not {self.learning_rate}")
         if not self.least_gain >= 1:
             raise ValueError(f"least_gain must be at least 1, not {self.least_gain}")
+
+
+@dataclass(frozen=True)
+class StartingHead:
+    """A head by name, or the shape of a new one. Engines and learner must start from the same.
+
+    Args:
+        folder: A head's folder or hub id, or the algorithm of an embedded head; None for a new head.
+        algorithm: Kind of a new head.
+        settings: Fields of a new head's configuration; empty for those with which it learns fast.
+        seed: Of a new head's weights.
+        copied_from: Source of the folder if it is a copy; for provenance.
+    """
+
+    folder: str | None = None
+    algorithm: str = "ctc"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    copied_from: str | None = None
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it drafts before it has learned anything."""
+        return self.folder is not None

@@ -20,8 +20,9 @@ from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.evaluation.decoders import decode_all
 from drafter.requests import Request, SamplingParams
-from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
+from drafter.text.tokenizers import load_tokenizer
 from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.shares import share_out
 from pipeline.engines.models import model_name

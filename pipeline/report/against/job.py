@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drafter.errors import LoadError, one_line
-from drafter.target.loading import load_tokenizer
+from drafter.text.tokenizers import load_tokenizer
 from pipeline.engines.models import model_name
 from pipeline.errors import InputError
 from pipeline.io.files import locate

@@ -20,7 +20,8 @@ from drafter.drafters.registry import TRAINING_FREE, load_drafter
 from drafter.methods.early_exit.drafter import ExitDrafter
 from drafter.methods.fly.long_chain import LongChainDrafter
 from drafter.methods.fly.verifier import FlyVerifier
-from drafter.methods.learning.drafter import ChangingHead, StartingHead
+from drafter.methods.learning.drafter import ChangingHead
+from drafter.methods.learning.settings import StartingHead
 from drafter.methods.ngram.drafter import NgramDrafter
 from drafter.methods.pad.classifier import BaseOfClassifier
 from drafter.methods.pad.verifier import PadVerifier

@@ -14,9 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from drafter.errors import LoadError
 from drafter.target.architecture import fingerprint, first_fingerprint
-from drafter.target.loading import load_base, load_tokenizer, pick_device, pick_dtype, require_data
+from drafter.target.loading import load_base, pick_device, pick_dtype, require_data
 from drafter.target.model import BaseModel
 from drafter.target.small_copy import lengths_beyond, small_config
+from drafter.text.tokenizers import load_tokenizer
 from tests.support.models import random_model
 
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from drafter.embedded import EMBEDDED_BASE
-from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.loading import load_base
+from drafter.text.tokenizers import load_tokenizer
 
 
 def test_a_tilde_is_the_users_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from drafter.errors import PromptTooLongError
-from drafter.text.streaming import refuse_endless
+from drafter.text.tokenizers import refuse_endless
 
 
 def test_a_text_that_cannot_be_short_enough_is_refused_before_it_is_tokenised() -> None:

@@ -21,8 +21,8 @@ from drafter.methods.cacheback.frozen_table import (
     table_bytes,
 )
 from drafter.requests import Request, SamplingParams
-from drafter.target.loading import load_base, load_tokenizer
-from drafter.text.streaming import vocabulary_digest
+from drafter.target.loading import load_base
+from drafter.text.tokenizers import load_tokenizer, vocabulary_digest
 from tests.support.models import run_engine
 
 VOCABULARY = Vocabulary("0123456789abcdef", 100)

@@ -29,8 +29,9 @@ from drafter.methods.draft_models.measurement import (
 )
 from drafter.methods.draft_models.planning import Expectation, Levels, expectation, expected_tokens, lowest, put_above
 from drafter.requests import Request
-from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.loading import load_base
 from drafter.target.model import BaseModel
+from drafter.text.tokenizers import load_tokenizer
 from tests.support.paths import ROOT
 
 MODEL = f"model:{EMBEDDED_BASE}"

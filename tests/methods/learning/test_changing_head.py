@@ -20,7 +20,8 @@ from drafter.engine.engine import Engine
 from drafter.errors import LoadError
 from drafter.heads.checkpoint import save_head
 from drafter.heads.contract import Provenance
-from drafter.methods.learning.drafter import LEARNT_MEMBERS, ChangingHead, StartingHead, load_learning_drafter
+from drafter.methods.learning.drafter import LEARNT_MEMBERS, ChangingHead, load_learning_drafter
+from drafter.methods.learning.settings import StartingHead
 from drafter.methods.learning.training import load_weights, weights_of
 from drafter.methods.memory.drafter import MemoryDrafter
 from drafter.methods.ngram.drafter import NgramDrafter

@@ -21,10 +21,10 @@ from drafter.errors import LoadError, TrainingError
 from drafter.heads.checkpoint import load_head
 from drafter.heads.registry import HEADS
 from drafter.methods.learning.contract import HeadVersion, RowSample
-from drafter.methods.learning.drafter import ChangingHead, StartingHead
+from drafter.methods.learning.drafter import ChangingHead, load_start
 from drafter.methods.learning.learner import Learner, Progress
 from drafter.methods.learning.rows import SampleTap, place_of
-from drafter.methods.learning.settings import LearnerSettings
+from drafter.methods.learning.settings import LearnerSettings, StartingHead
 from drafter.methods.learning.training import weights_of
 from drafter.requests import Request, SamplingParams
 from drafter.statistics import mean_acceptance_length, total
@@ -112,7 +112,7 @@ def test_beta_is_that_of_the_simulated_walk_over_the_held_out_rows() -> None:
     learner.add(rows("medusa"))
     version = work_until_published(learner)
     learner_rows = rows("medusa")
-    trained = start_of("medusa").load(base())
+    trained = load_start(start_of("medusa"), base())
     trained.load_state_dict(version.weights)
     held_out = [
         RegeneratedText(row.tokens.tolist(), row.prompt_length)
@@ -187,7 +187,7 @@ def test_a_loss_that_is_not_finite_discards_what_was_learnt(tmp_path: Path) -> N
     while not progress.discarded:
         progress = learner.work(0.0)
     assert learner.version is None
-    assert is_at(learner, tmp_path, weights_of(start_of("medusa").load(base())))
+    assert is_at(learner, tmp_path, weights_of(load_start(start_of("medusa"), base())))
 
 
 def test_after_a_loss_that_is_not_finite_the_last_good_version_goes_on(

@@ -12,8 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from drafter.methods.cacheback.frozen_table import FrozenTable, Vocabulary, load_table, read_metadata
-from drafter.target.loading import load_tokenizer
-from drafter.text.streaming import vocabulary_digest
+from drafter.text.tokenizers import load_tokenizer, vocabulary_digest
 from jobs.cache import main
 from pipeline.cacheback.config import CorpusConfig, parse_config
 from pipeline.errors import InputError

@@ -19,7 +19,7 @@ import pytest
 from drafter.requests import SamplingParams
 from pipeline.errors import ProblemType
 from pipeline.generate.row_requests import PromptSettings, row_seed
-from pipeline.generate.streaming import make_requests
+from pipeline.generate.tokenising import make_requests
 from pipeline.io.column_types import unify
 from pipeline.io.files import locate
 from pipeline.io.listing import list_input

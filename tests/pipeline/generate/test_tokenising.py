@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from drafter.requests import SamplingParams
 from pipeline.generate.row_requests import PromptSettings
-from pipeline.generate.streaming import make_requests
+from pipeline.generate.tokenising import make_requests
 from pipeline.io.prompt_source import PromptSource
 from pipeline.settings import ReadingConfig
 from pipeline.staging.rows import PROBLEM_TYPE

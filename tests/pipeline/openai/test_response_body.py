@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion
 from drafter.embedded import EMBEDDED_BASE
 from drafter.requests import Generation, TokenLogprob
 from drafter.statistics import DecodeCounts
-from drafter.target.loading import load_tokenizer
+from drafter.text.tokenizers import load_tokenizer
 from pipeline.openai.answers import chat_logprobs, chat_response, completion_logprobs, completion_response, token_text
 from pipeline.openai.requests import OpenAIError, ParsedRequest, to_json
 from pipeline.openai.stream_events import event

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from drafter import EngineConfig, SpeculativeLM
 from drafter.engine.tap import EndedRow
-from drafter.methods.learning.drafter import StartingHead
+from drafter.methods.learning.drafter import Learning
+from drafter.methods.learning.settings import StartingHead
 from pipeline.serving.answers import Answers
 from pipeline.serving.config import Agreement
 from tests.pipeline.serving.conftest import NAME
@@ -43,7 +44,7 @@ def learning(model: Path) -> Iterator[tuple[SpeculativeLM, Watched, str]]:
     """An engine whose rows are watched, and the address of an endpoint with it."""
     digests = [hashlib.sha256(key.encode()).digest() for key in (AGREED, OTHER)]
     config, tap = EngineConfig(slots=4), Watched()
-    with SpeculativeLM.from_pretrained(model, "auto", config=config, learning=StartingHead()) as lm:
+    with SpeculativeLM.from_pretrained(model, "auto", config=config, learning=Learning(StartingHead())) as lm:
         lm.engine._tap = tap
         answers = {NAME: Answers(lm, "replica", seconds=PATIENCE)}
         with served(answers, digests, agreement=Agreement(digests=tuple(digests[:1]))) as address:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.loading import load_base
 from drafter.text.chat import render_chat
+from drafter.text.tokenizers import load_tokenizer
 from pipeline.errors import InputError
 from recipes.paper import base_folder
 from recipes.paper.base_folder import prepare_base

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from drafter.llm import SpeculativeLM
 from drafter.requests import SamplingParams
-from drafter.target.loading import load_base, load_tokenizer
+from drafter.target.loading import load_base
+from drafter.text.tokenizers import load_tokenizer
 from pipeline.errors import InputError
 from recipes.smollm2 import dequantise
 from recipes.smollm2.__main__ import main

@@ -14,7 +14,7 @@ from benchmarks.peers.worker_process import WorkerProcess
 from benchmarks.peers.workers.protocol import Settings, Work
 from benchmarks.speed import prompts_of
 from drafter.embedded import EMBEDDED_BASE
-from drafter.target.loading import load_tokenizer
+from drafter.text.tokenizers import load_tokenizer
 from tests.support.paths import ROOT
 
 OWN = [one for one in contenders(["transformers"], "ctc") if one.environment is None]
