@@ -41,7 +41,8 @@ SCREEN = "screen.txt"
 """What the end of the demonstration printed, without colours: README shows it."""
 REPORT = "report.html"
 PLAIN, SPECULATIVE = "plain", "speculative"
-_ANSWERS = 3
+_ANSWERS, _SHOWN = 3, 160
+"""Answers that are printed, and how many characters of each."""
 _GAIN = 1.2
 """Where speculation is less than so many times as fast as plain decoding, the text says why that may be."""
 _BUSY = 2.0
@@ -193,15 +194,16 @@ def judgement(summary: dict[str, Any]) -> list[str]:
 
 
 def answer_text(answer: Example, *, colour: bool) -> str:
-    """Return an answer with the accepted draft tokens of each step marked, without the end-of-sequence token."""
+    """Return an answer's beginning with the accepted draft tokens of each step marked."""
     before, after = (_ACCEPTED, _END) if colour else ("[", "]")
-    left, text = len(answer.row["text"]), ""
+    length = len(answer.row["text"])  # without the end-of-sequence token
+    left, text = min(length, _SHOWN), ""
     for step in answer.steps:
         drafted = step.drafted[:left]
         own = step.own[: left - len(drafted)]
         left -= len(drafted) + len(own)
         text += f"{before}{drafted}{after}{own}" if drafted else own
-    return text
+    return text + " …" * (length > _SHOWN)
 
 
 def closing(output: Path, model: str | None) -> list[str]:

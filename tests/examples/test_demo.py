@@ -66,6 +66,11 @@ def test_accepted_draft_tokens_are_marked_and_the_end_token_is_left_out() -> Non
     assert answer_text(ANSWER, colour=True) == "\033[32m a b\033[0m c d\033[32m e\033[0m"
 
 
+def test_a_long_answer_is_cut() -> None:
+    steps = [Step(number, 1, (Run("a"),), "b") for number in range(100)]
+    assert answer_text(Example({"text": "ab" * 100}, "", steps), colour=False) == "[a]b" * 80 + " …"
+
+
 def test_the_screen_shows_both_rates_and_their_ratio() -> None:
     counts = DecodeCounts(num_output_tokens=5, num_decode_steps=2, acceptance_histogram=[1, 0, 1])
     lines = screen(SUMMARY, counts, [ANSWER], colour=False)
