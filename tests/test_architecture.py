@@ -140,6 +140,7 @@ def test_what_checks_counts_or_writes_does_without_torch() -> None:
         "generate.job",
         "output.part_files",
         "progress.board",
+        "serving.http.ingress",
         "staging.staging",
         "training.board",
     ]

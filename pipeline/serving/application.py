@@ -4,14 +4,10 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from fastapi import FastAPI
 from ray import serve
-from ray.serve.handle import DeploymentHandle
 
 from drafter.acceptance.settings import VerifierSettings
 from drafter.engine.config import EngineConfig
@@ -19,16 +15,13 @@ from pipeline.cluster.ray_cluster import connect
 from pipeline.cluster.shares import HELPER_CPUS, ActorResources, Cluster, share_out
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.engines.models import model_name
-from pipeline.errors import InputError
 from pipeline.io.files import locate
 from pipeline.learning.job_learner import beside_learner
 from pipeline.learning.learner_spec import LearnerSpec, beginning, learner_spec
 from pipeline.output.folder import OutputFolder
-from pipeline.serving.config import ApplicationConfig, LimitsConfig, ServingLearning, parse_application, read_agreement
-from pipeline.serving.http.app import create_app
-from pipeline.serving.http.connections import Connections
-from pipeline.serving.http.handles import Engines, LearnerHandle, before_listening, keep_to_this_machine
-from pipeline.serving.http.keys import KeyRule, read_keys, settle
+from pipeline.serving.config import ApplicationConfig, parse_application
+from pipeline.serving.http.ingress import Ingress
+from pipeline.serving.http.keys import settle
 from pipeline.serving.replica import EngineReplica, LearnerKeeper
 from pipeline.settings import ResourcesConfig
 
@@ -37,61 +30,6 @@ PLAIN = "plain"
 _INGRESS_REQUESTS = 10_000
 """Unlimited, because replicas refuse excess requests themselves, with OpenAI's errors."""
 _HEALTH_SECONDS = 2.0
-
-
-@serve.ingress()
-class Ingress:
-    """Speaks HTTP; holds no model.
-
-    The keys are read here, in the process that checks them, from its own environment and disk: another machine may
-    build the application, and may have no keys.
-
-    Args:
-        engines: Handles of the replicas, by the name of their model.
-        keys_file: File of keys on this machine; None for no file.
-        rule: Whether clients need a key.
-        limits: What clients may ask for.
-        loopback: Whether Ray Serve listens on a loopback address.
-        learning: Whose requests a head may learn from.
-        learner: Handle of its keeper; None where no head learns.
-
-    Raises:
-        InputError: The keys cannot be used, or a key is needed and there is none.
-    """
-
-    def __init__(
-        self,
-        engines: Mapping[str, DeploymentHandle],
-        keys_file: str | None,
-        rule: KeyRule,
-        limits: LimitsConfig,
-        *,
-        loopback: bool,
-        learning: ServingLearning,
-        learner: DeploymentHandle | None,
-    ):
-        try:
-            digests = read_keys(keys_file, rule)
-            agreement = read_agreement(learning, digests)
-        except InputError as error:
-            raise InputError(f"{error} (the ingress runs on {socket.gethostname()})") from None
-        self._connections = Connections(limits, digests)
-        self._app = create_app(
-            Engines(engines),
-            self._connections,
-            loopback=loopback,
-            agreement=agreement,
-            learner=None if learner is None else LearnerHandle(learner),
-        )
-        before_listening(self._connections)
-        keep_to_this_machine()
-
-    def end(self) -> None:
-        """Stop waiting for clients that do not read, because the endpoint is shutting down."""
-        self._connections.end()
-
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        return self._app
 
 
 def build(args: dict[str, Any]) -> serve.Application:
