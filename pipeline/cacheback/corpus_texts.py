@@ -1,4 +1,4 @@
-"""The texts of a corpus as token ids, whatever its rows hold."""
+"""Reads a corpus of texts, chats or token ids as token ids."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from pipeline.output.run_file import read_run
 _ROWS = 512
 """Rows that are tokenised together."""
 _GENERATED = "token_ids"
-"""Column of an output of jobs.generate."""
 
 Kind = Literal["text", "messages", "tokens"]
 _USUAL: tuple[tuple[str, Kind], ...] = (
@@ -32,18 +31,16 @@ _USUAL: tuple[tuple[str, Kind], ...] = (
     ("messages", "messages"),
     (_GENERATED, "tokens"),
 )
-"""Columns that are looked for where none is named."""
+"""Columns to look for where none is named."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Where texts are.
+    """Files and the column with their texts.
 
     Args:
-        listing: The files.
-        column: Their column with the texts.
-        kind: What the column holds.
-        limit: Rows at most.
+        kind: Content of the column.
+        limit: Most rows.
     """
 
     listing: InputListing
@@ -53,7 +50,7 @@ class Corpus:
 
 
 def open_corpus(config: CacheConfig) -> Corpus:
-    """Find the files of a corpus and where the texts are in them.
+    """Find the files of a corpus and their column of texts.
 
     Raises:
         InputError: There are none, or they are token ids that another model has generated.
@@ -111,8 +108,7 @@ def token_texts(corpus: Corpus, tokenizer: Any, vocab_size: int) -> Iterator[lis
     """Yield the token ids of each row's text, or None for a row without one.
 
     Args:
-        corpus: The texts.
-        tokenizer: Of the base.
+        tokenizer: Of the target model.
         vocab_size: Token ids are below it.
 
     Raises:

@@ -34,8 +34,8 @@ from pipeline.generate.config import LoadingConfig
 from pipeline.settings import ResourcesConfig
 
 Item = Results | list[Cell] | Progress | str
-"""What the task yields: what it does until it is ready, results without cells, then the cells
-of each setting together, and progress."""
+"""Items of the task: status lines until it is ready, results without cells, then the cells of each setting, and
+progress."""
 
 _LINE_SECONDS = 5.0
 
@@ -44,7 +44,6 @@ def evaluate(config: EvaluateConfig, command: str) -> None:
     """Run a job to its end.
 
     Args:
-        config: What to measure.
         command: The command line to repeat it, for the record.
 
     Raises:
@@ -76,7 +75,7 @@ def evaluate(config: EvaluateConfig, command: str) -> None:
 
 
 def open_output(folder: Path) -> Results | None:
-    """Create the output folder. Return what an earlier submission has measured; None if there is nothing.
+    """Create the output folder. Return the results of an earlier submission; None if there are none.
 
     Raises:
         InputError: The folder cannot be created, or the earlier results cannot be read.
@@ -131,18 +130,15 @@ def measure(
     """Load the models and measure. Runs on a worker.
 
     Args:
-        model: Hub id or folder of the base.
-        loading: How the base is loaded.
-        plan: What to measure.
+        model: Hub id or folder of the target model.
         questions: Sets of questions by name.
         files: File of each set, for the record.
         command: The command line, for the record.
         done: Settings that are not measured again.
-        threads: CPU threads.
 
     Raises:
         LoadError: A model cannot be loaded.
-        QuestionError: The questions do not fit the base or the plan.
+        QuestionError: The questions do not fit the target model or the plan.
     """
     torch.set_num_threads(threads)
     yield f"loading the model {model}"
