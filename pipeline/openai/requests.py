@@ -445,7 +445,7 @@ def _validated(kind: type[AnyBody], body: dict[str, Any]) -> AnyBody:
 
 
 def _asks_for_something(option: str, value: Any) -> bool:
-    """Whether an option of `stream_options` is set to a value with an effect."""
+    """Return whether an option of `stream_options` is set to a value with an effect."""
     return value is not None and not (option == "include_obfuscation" and value is False)
 
 
