@@ -53,9 +53,6 @@ none either."""
 def read_generation_file(folder: Path, name: str) -> dict[str, Any]:
     """Return the settings in a model's folder; empty without such a file.
 
-    Args:
-        name: The model's name, for messages.
-
     Raises:
         LoadError: The file is not a JSON object.
     """
@@ -72,11 +69,9 @@ def read_generation_file(folder: Path, name: str) -> dict[str, Any]:
 
 
 def sampling_defaults(settings: Mapping[str, Any], name: str, *, drawn: bool = False) -> ResolvedSampling:
-    """Return the sampling defaults of requests.
+    """Return the sampling defaults of requests, by the settings of the model.
 
     Args:
-        settings: Those of the model.
-        name: The model's name, for messages.
         drawn: Whether requests sample by default, as OpenAI's do, at a temperature of 1 or the model's. Otherwise they
             are greedy, unless the settings have `do_sample`, as in transformers' `generate`.
 

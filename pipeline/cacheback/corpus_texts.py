@@ -36,12 +36,7 @@ _USUAL: tuple[tuple[str, Kind], ...] = (
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files and the column with their texts.
-
-    Args:
-        kind: Content of the column.
-        limit: Most rows.
-    """
+    """Files and the column with their texts; at most `limit` rows are read."""
 
     listing: InputListing
     column: str
@@ -107,13 +102,9 @@ def _usual_column(listing: InputListing) -> tuple[str, Kind]:
 def token_texts(corpus: Corpus, tokenizer: Any, vocab_size: int) -> Iterator[list[int] | None]:
     """Yield the token ids of each row's text, or None for a row without one.
 
-    Args:
-        tokenizer: Of the target model.
-        vocab_size: Token ids are below it.
-
     Raises:
-        InputError: A file cannot be read or lacks the column, chats have no template, or token ids are another
-            tokeniser's.
+        InputError: A file cannot be read or lacks the column, chats have no template, or token ids are not below
+            `vocab_size`.
     """
     if corpus.kind == "messages" and tokenizer.chat_template is None:
         raise InputError("the model has no chat template: set reading.text_column to a column of texts")

@@ -41,10 +41,7 @@ _LINE_SECONDS = 5.0
 
 
 def evaluate(config: EvaluateConfig, command: str) -> None:
-    """Run a job to its end.
-
-    Args:
-        command: The command line to repeat it, for the record.
+    """Run a job to its end; `command` is kept for the record.
 
     Raises:
         InputError: The configuration, the questions, the models or the output cannot be used.
@@ -127,14 +124,7 @@ def measure(
     done: frozenset[Setting],
     threads: int,
 ) -> Iterator[Item]:
-    """Load the models and measure. Runs on a worker.
-
-    Args:
-        model: Hub id or folder of the target model.
-        questions: Sets of questions by name.
-        files: File of each set, for the record.
-        command: The command line, for the record.
-        done: Settings that are not measured again.
+    """Load the models and measure all settings but those in `done`. Runs on a worker.
 
     Raises:
         LoadError: A model cannot be loaded.

@@ -23,11 +23,7 @@ def measuring(
     """Run an actor on the cluster for as long as the context lasts; yields the function that asks it.
 
     Asking raises `InputError` where the actor raises one of the `mistakes`, and `JobError` where it fails otherwise.
-
-    Args:
-        kind: The actor's class, whose constructor must not fail.
-        arguments: For the constructor.
-        mistakes: Errors that the input is to blame for.
+    The actor's constructor must not fail.
     """
     options = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_restarts": 0}
     actor = ray.remote(**options)(kind).remote(*arguments)
@@ -52,10 +48,6 @@ def measured(
     mistakes: tuple[type[Exception], ...],
 ) -> Iterator[Item]:
     """Yield what `measure` yields, run as a task on the cluster.
-
-    Args:
-        arguments: For `measure`.
-        mistakes: Errors that the input is to blame for.
 
     Raises:
         InputError: The task raised one of the `mistakes`.

@@ -34,10 +34,7 @@ from pipeline.settings import ResourcesConfig
 
 
 def plan(config: PlanConfig, command: str) -> None:
-    """Run a job to its end.
-
-    Args:
-        command: The command line to repeat it, for the record.
+    """Run a job to its end; `command` is kept for the record.
 
     Raises:
         InputError: The configuration, the questions, the models or the output cannot be used.

@@ -53,13 +53,7 @@ from pipeline.report.against.scorers import Scorer, make_scorer, scorer_file, sc
 
 
 class VerifierMeasurement:
-    """Actor that holds the target model. Call `load`, then `begin`, then `run` for each verifier.
-
-    Args:
-        model: Hub id or folder of the target model.
-        loading: Further arguments of `load_base`.
-        threads: CPU threads.
-    """
+    """Actor that holds the target model. Call `load`, then `begin`, then `run` for each verifier."""
 
     def __init__(self, model: str, loading: Mapping[str, Any], threads: int) -> None:
         self._model, self._loading, self._threads = model, loading, threads
@@ -67,9 +61,6 @@ class VerifierMeasurement:
 
     def load(self, command: str) -> dict[str, Any]:
         """Load the target model, and return the record of the environment.
-
-        Args:
-            command: The command line, for the record.
 
         Raises:
             LoadError: It cannot be loaded.
@@ -81,11 +72,7 @@ class VerifierMeasurement:
         return environment(self._base, command)
 
     def begin(self, drafter: str, engine: Mapping[str, Any], requests: Sequence[Request], rounds: int) -> int:
-        """Prepare to decode `requests`, and return the most draft tokens on a path.
-
-        Args:
-            engine: See `EngineSettings`.
-            rounds: How often everything is timed.
+        """Prepare to decode `requests`, each `rounds` times, and return the most draft tokens on a path.
 
         Raises:
             LoadError: The drafter cannot be loaded.
@@ -114,9 +101,6 @@ class ScoredVerifiers:
 
     Args:
         rows: The requests' rows, in their order; see `scores_of`.
-
-    Attributes:
-        exact: The figures of exact decoding.
 
     Raises:
         InputError: The scorer cannot score an answer.
@@ -174,12 +158,6 @@ def evaluate_verifiers(
     resources: ActorResources,
 ) -> None:
     """Measure all blocks, one after another, except those that an earlier submission has measured.
-
-    Args:
-        questions: Sets of questions by name.
-        command: The command line, for the record.
-        folder: Output.
-        resources: Resources of a measurement.
 
     Raises:
         InputError: A question has several turns, models or verifiers cannot be used, or the output is another's.

@@ -110,7 +110,6 @@ def chat_response(
         generations: One for each choice, in order.
         name: The answer's `id`.
         created: Seconds since 1970.
-        token_text: For log-probabilities.
 
     Raises:
         OpenAIError: A log-probability is not a number.
@@ -166,9 +165,7 @@ def usage(generations: Sequence[Generation], n: int = 1) -> dict[str, Any]:
     """Return the token counts. A prompt counts once, whatever its number of choices.
 
     Draft tokens stand where OpenAI counts those of a predicted output: rejected ones were verified for nothing.
-
-    Args:
-        generations: `n` of each prompt, one prompt after the other.
+    `generations` has `n` of each prompt, one prompt after the other.
     """
     prompt = sum(generation.prompt_tokens for generation in generations[::n])
     output = sum(len(generation.token_ids) for generation in generations)
@@ -213,11 +210,8 @@ def chat_logprobs(
 def completion_logprobs(
     logprobs: Sequence[TokenLogprob] | None, token_text: TokenText, offset: int = 0
 ) -> dict[str, Any] | None:
-    """Return log-probabilities as a choice of a text completion, or a chunk of one, has them.
-
-    Args:
-        logprobs: Of each token; None where they were not asked for.
-        offset: Start of the chunk in the choice's text, in characters.
+    """Return log-probabilities as a choice of a text completion, or a chunk that begins at `offset` in its text, has
+    them.
 
     Raises:
         OpenAIError: One is not a number.
@@ -263,11 +257,7 @@ _SLICE = 64
 def long_answer(
     body: dict[str, Any], generations: Sequence[Generation], logprobs_of: LogprobsOf, token_text: TokenText
 ) -> Iterator[str]:
-    """Yield the pieces of an answer's JSON text.
-
-    Args:
-        body: The answer, without log-probabilities.
-        generations: One for each of its choices, with log-probabilities.
+    """Yield the pieces of an answer's JSON text: of `body`, with the log-probabilities of each choice's generation.
 
     Raises:
         OpenAIError: A log-probability is not a number.

@@ -23,10 +23,7 @@ _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 
 def parse_line(line: Mapping[str, Any]) -> ParsedRequest:
-    """Parse a line's request.
-
-    Args:
-        line: Its `LINE_FIELDS`; the body as JSON text.
+    """Parse a line's `LINE_FIELDS`, of which the body is JSON text.
 
     Raises:
         OpenAIError: It is not a request that can be answered.
@@ -50,14 +47,8 @@ def parse_line(line: Mapping[str, Any]) -> ParsedRequest:
 def answer_line(
     line: Mapping[str, Any], generations: Sequence[Generation], created: int, token_text: TokenText
 ) -> dict[str, Any]:
-    """Return the line that answers a request, or the error line of a response that cannot be formatted.
-
-    Args:
-        line: The request's; see `parse_line`.
-        generations: One for each choice.
-        created: Seconds since 1970.
-        token_text: See `chat_response`.
-    """
+    """Return the line that answers a request, or the error line of a response that cannot be formatted; see
+    `chat_response`."""
     request, name = parse_line(line), _name(line["custom_id"], created)
     try:
         if line["url"] == _CHAT:
@@ -78,13 +69,8 @@ def refusal_line(custom_id: str, created: int, error: OpenAIError) -> dict[str, 
 
 
 def failure_line(custom_id: str | None, place: str, created: int, code: str, message: str) -> dict[str, Any]:
-    """Return the line for input that is not a request, or for a request that was given up.
-
-    Args:
-        custom_id: None where the line has none.
-        place: The line's place in the input.
-        created: Seconds since 1970.
-    """
+    """Return the line for input that is not a request, or was given up. Without a `custom_id` its place in the input
+    names it."""
     name = _name(place if custom_id is None else custom_id, created)
     return _line(custom_id, name, None, {"code": code, "message": message})
 

@@ -75,7 +75,6 @@ class OpenAIError(Exception):
     Args:
         status: HTTP status; 400 for a mistake in the request.
         param: The wrong parameter, as a path such as `messages[0].content`; None for the request as a whole.
-        code: OpenAI's name for this kind of error.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -127,8 +126,6 @@ class ParsedRequest:
     Args:
         prompts: One prompt, or several for a text completion with a list of prompts.
         settings: The fields of `SamplingParams` that the body sets.
-        n: Choices of each prompt.
-        include_usage: Whether a stream ends with the usage.
     """
 
     model: str
@@ -385,10 +382,7 @@ class Body(BaseModel):
         return found
 
     def request(self, prompts: tuple[Prompt, ...], settings: dict[str, Any]) -> ParsedRequest:
-        """Return the parsed request.
-
-        Args:
-            settings: The fields of `SamplingParams` that the body sets.
+        """Return the parsed request; `settings` are the fields of `SamplingParams` that the body sets.
 
         Raises:
             OpenAIError: `stream_options` are set without `stream`.

@@ -45,7 +45,6 @@ class Chunks(ABC):
     Args:
         name: The answer's `id`.
         created: Seconds since 1970.
-        token_text: For log-probabilities.
         speculation: Whether each chunk has draft statistics; see `pipeline.openai.answers`.
     """
 

@@ -22,10 +22,7 @@ from pipeline.report.against.scorers import make_scorer, scorer_file
 
 
 def pivots(config: PivotsConfig, command: str) -> None:
-    """Run a job to its end.
-
-    Args:
-        command: The command line to repeat it, for the record.
+    """Run a job to its end; `command` is kept for the record.
 
     Raises:
         InputError: The configuration, the input, the models or the output cannot be used.

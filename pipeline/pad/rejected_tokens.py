@@ -59,13 +59,7 @@ def is_held_out(name: str, share: float) -> bool:
 
 
 def labelled(tokens: pa.Table, labels: Sequence[Label], held_out: float) -> pa.Table:
-    """Join tokens with their labels, without the long prefixes.
-
-    Args:
-        tokens: Rows of `REJECTION_TYPE`.
-        labels: Labels of some of them.
-        held_out: Share of held-out prompts.
-    """
+    """Join tokens, rows of `REJECTION_TYPE` without their long prefixes, with the labels of some of them."""
     table = tokens.take([label.number for label in labels]).drop_columns(["prefix", "left"])
     names = table["request_id"].to_pylist()
     columns = {
@@ -117,13 +111,7 @@ features."""
 
 @dataclass(frozen=True)
 class BaseFacts:
-    """The target model, as far as a classifier must know it.
-
-    Args:
-        name: Hub id or folder.
-        fingerprint: See `drafter.target.architecture`.
-        layer: The layer whose output is in `hidden`.
-    """
+    """The target model, as far as a classifier must know it; `layer` is the layer whose output is in `hidden`."""
 
     name: str
     fingerprint: str
@@ -139,12 +127,9 @@ def rejected_tokens(
     most: int,
     threads: int,
 ) -> Iterator[BaseFacts | tuple[int, pa.Table]]:
-    """Yield the target model's facts, then for each batch the number of finished rows and the batch's rejected tokens.
+    """Decode rows once more; yield the target model's facts, then for each batch its finished rows and rejected tokens.
 
     Args:
-        model: Hub id or folder of the target model.
-        loading: Further arguments of `load_base`.
-        engine: See `EngineSettings`.
         rows: Rows with the answers of exact decoding.
         most: Most rejected tokens of a row.
 
@@ -172,15 +157,10 @@ def rejected_tokens(
 def tokens_of(
     rows: Sequence[RepeatedRow], noted: Sequence[Rejection], ends: frozenset[int], most: int
 ) -> Iterator[dict[str, Any]]:
-    """Assign rejections to rows, and draw some of each row.
+    """Assign rejections to rows, and draw at most `most` of each row.
 
-    A rejection is a row's if its text continues as the row does, with the target model's choice after it. The draw
-    depends on names and positions, so it is the same each time.
-
-    Args:
-        noted: Rejections of all rows, and perhaps of texts outside of them.
-        ends: Tokens that end a text.
-        most: Most rejections of a row.
+    A rejection is a row's if its text continues as the row does, with the target model's choice after it; others are
+    ignored. The draw depends on names and positions, so it is the same each time.
     """
     by_prompt: dict[tuple[int, ...], list[RepeatedRow]] = defaultdict(list)
     for row in rows:

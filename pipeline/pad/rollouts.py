@@ -33,10 +33,6 @@ def refuse_own_settings(rows: Iterable[RepeatedRow], job: SamplingParams) -> Non
     Continuations are requests of one job, and an OpenAI body cannot express all settings of a row: it has no
     `ignore_eos`, and fewer stop strings.
 
-    Args:
-        rows: Rows of the answers.
-        job: The settings of all continuations.
-
     Raises:
         InputError: A row has settings of its own.
     """
@@ -53,13 +49,10 @@ def refuse_own_settings(rows: Iterable[RepeatedRow], job: SamplingParams) -> Non
 
 
 def requests_of(tokens: Iterable[Mapping[str, Any]], rollouts: int, temperature: float) -> Iterator[str]:
-    """Yield lines of an OpenAI batch: for each token a text that continues with it, and one that continues without.
+    """Yield lines of an OpenAI batch: for each rejected token a text that continues with it, and one that continues
+    without.
 
     A token that ends the text needs no continuation.
-
-    Args:
-        tokens: Rows of `REJECTION_TYPE`.
-        rollouts: Continuations of each text.
     """
     for number, token in enumerate(tokens):
         for side in SIDES:
@@ -79,15 +72,7 @@ def requests_of(tokens: Iterable[Mapping[str, Any]], rollouts: int, temperature:
 
 @dataclass(frozen=True)
 class Label:
-    """Effect of a rejected token on answers.
-
-    Args:
-        number: Index of the token in its file.
-        utility_with: Mean utility of the answers with it.
-        utility_without: Mean utility of those without.
-        rollouts_with: Number of scored answers with it.
-        rollouts_without: Number without.
-    """
+    """Mean utility of answers with a rejected token and without it; `number` is the token's index in its file."""
 
     number: int
     utility_with: float
@@ -102,11 +87,7 @@ class Label:
 
 
 def continuations_by_side(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, Side], list[NDArray[np.int32]]]:
-    """Return all continuations by token and side. They are arrays, because all are in memory at once.
-
-    Args:
-        rows: Rows of the generation job that answered `requests_of`.
-    """
+    """Return all answers to `requests_of` by token and side. They are arrays, because all are in memory at once."""
     found: dict[tuple[int, Side], list[NDArray[np.int32]]] = defaultdict(list)
     for row in rows:
         number, _, side = row["custom_id"].partition("-")
@@ -128,8 +109,6 @@ def labels_of(
         tokens: Rows of `REJECTION_TYPE`; `prefix`, `left` and `hidden` are not read.
         continuations: See `continuations_by_side`.
         answers: Rows of exact decoding, by name.
-        decode: Detokenizes.
-        stop: Strings that end a text.
 
     Raises:
         InputError: The scorer cannot score an answer, or gives a negative score.

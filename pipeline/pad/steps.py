@@ -50,10 +50,8 @@ class PivotResults:
     """Results of the job.
 
     Args:
-        labels: Number of labelled tokens.
-        pivots: Number of pivots among them.
-        held_out: Number of them that the classifier has not learned from.
-        roc: On those; None where they are all alike.
+        held_out: Number of labelled tokens that the classifier has not learned from.
+        roc: On held-out tokens; None where they are all alike.
         curve: Exact decoding, and `pad` at rising σ, on the held-out prompts.
         where: Hardware, versions and command line.
     """
@@ -194,11 +192,7 @@ class PivotSteps:
         return table, base
 
     def learn(self, labels: pa.Table, base: BaseFacts, command: str) -> PivotResults:
-        """Train and save the classifier, and measure it on held-out prompts.
-
-        Args:
-            labels: See `labelled`.
-            command: The command line, for the record.
+        """Train and save the classifier, and measure it on held-out prompts; `labels` come from `labelled`.
 
         Raises:
             InputError: The models cannot be loaded.

@@ -70,11 +70,8 @@ def shares(title: str, along: str, values: list[tuple[str, float]]) -> Chart:
 
 
 def rates_over_time(by_second: Mapping[int, tuple[int, int]]) -> Chart | None:
-    """Return a chart of new tokens a second, of the rows finished in equal intervals; None without rows.
-
-    Args:
-        by_second: (rows, tokens) finished, by second of the Unix epoch.
-    """
+    """Chart new tokens a second, of the rows finished in equal intervals; None without rows. See
+    `RowSummary.by_second`."""
     if not by_second:
         return None
     first, last = min(by_second), max(by_second)

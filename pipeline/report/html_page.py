@@ -25,10 +25,8 @@ class Report:
 
     Args:
         name: Folder or URI of the output.
-        run: Its `run.json`.
         status: Its `status.json`; empty if there is none.
         cost: Its cost, or the reason why it is unknown.
-        against: Another output to compare with.
         category: Meaning of the groups, in words.
         not_shown: Sentences on what cannot be shown of the examples.
         learning: The learner's record, or the reason why there is none; None where learning was off.

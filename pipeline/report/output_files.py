@@ -48,13 +48,7 @@ class Cost:
 
 
 def cost_of(submissions: Sequence[Mapping[str, Any]], rows: int, tokens: int) -> Cost | str:
-    """Return the cost of an output, or the reason why it is unknown.
-
-    Args:
-        submissions: As in `status.json`.
-        rows: Rows of the output, errors included.
-        tokens: New tokens of the output.
-    """
+    """Return the cost of an output, or the reason why it is unknown; `rows` includes errors."""
     if not submissions:
         return "status.json, which says how long the engines ran, is missing"
     if tokens == 0:
@@ -129,7 +123,6 @@ class Comparison:
 
     Args:
         name: Folder or URI of the other output.
-        cost: Its cost, or the reason why it is unknown.
         same_tokens: Compared rows with the same tokens in both.
         compared: Rows drawn from both and compared token by token.
         differences: Other differences, because of which drafting alone does not explain the costs; sentences.
@@ -144,12 +137,7 @@ class Comparison:
 
 
 def compare(against: str, run: Mapping[str, Any], rows: RowSummary, drawn: Sequence[Mapping[str, Any]]) -> Comparison:
-    """Compare an output with another one.
-
-    Args:
-        against: Folder or URI of the other output.
-        run: This output's `run.json`.
-        drawn: Rows drawn from this output. The other output draws the same ones if it has them.
+    """Compare an output with another one, token by token on the drawn rows that both have.
 
     Raises:
         InputError: The other output cannot be used.

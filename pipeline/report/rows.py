@@ -27,11 +27,7 @@ from pipeline.output.folder import OutputFolder
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive draft tokens of a step that were accepted for the same reason.
-
-    Args:
-        lenient: Whether the target model would have chosen other tokens.
-    """
+    """Consecutive draft tokens of a step; `lenient` if the target model would have chosen others."""
 
     text: str
     lenient: bool = False
@@ -39,12 +35,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Step:
-    """One decode step of a row.
-
-    Args:
-        number: From 1.
-        own: Text of the target model's own token; empty where the row ended before it.
-    """
+    """A decode step of a row; `own` is the target model's own token, empty where the row ended before it."""
 
     number: int
     accepted: int
@@ -62,7 +53,6 @@ def steps_of(
     """Split a row's tokens into decode steps.
 
     Args:
-        pieces: Text of each token.
         per_step_accepted: Accepted draft tokens of each step; the step added one token more.
         lenient_positions: Positions of tokens that the target model would not have chosen.
     """
@@ -108,11 +98,7 @@ class Example:
 
 
 def make_examples(rows: Sequence[Mapping[str, Any]], model: str) -> tuple[list[Example], list[str]]:
-    """Return rows with their steps, and sentences on what cannot be shown of them.
-
-    Args:
-        model: Target model, whose tokenizer gives the texts; it is not downloaded.
-    """
+    """Return rows with their steps, and sentences on what cannot be shown. The model's tokenizer is not downloaded."""
     tokenizer, missing = None, []
     try:
         tokenizer = load_tokenizer(model, local_files_only=True)
@@ -150,11 +136,7 @@ _MOST_CATEGORIES = 10_000
 
 @dataclass
 class Category:
-    """The rows of one category.
-
-    Args:
-        counts: Sums of their speculation counts, without the histogram.
-    """
+    """Sums over the rows of one category, without the histogram."""
 
     rows: int = 0
     counts: DecodeCounts = field(default_factory=DecodeCounts)
@@ -177,13 +159,11 @@ class RowSummary:
     """Totals over the finished rows.
 
     Args:
-        prompt_tokens: Tokens of their prompts.
         lenient_tokens: Accepted tokens that the target model would not have chosen.
         groups: The rows by category; empty where there are no categories.
         by_second: (rows, tokens) finished in each second of the Unix epoch.
         slowest: Slowest rows, slowest first.
-        drawn: Names of randomly drawn rows. The draw depends on names alone, so outputs of the same input draw the same
-            rows.
+        drawn: Names of randomly drawn rows. Depends on names alone, so outputs of the same input draw the same rows.
         files: File of each drawn row, by name.
     """
 
@@ -225,14 +205,11 @@ def unreadable(output: OutputFolder, error: Exception) -> InputError:
 def read_rows(
     dataset: pyarrow.dataset.Dataset, category: str | None, by_file: bool, slowest: int, drawn: int
 ) -> RowSummary:
-    """Read all finished rows.
+    """Read all finished rows; keep the `slowest` slowest ones, and draw `drawn` at random.
 
     Args:
-        dataset: From `open_rows`.
         category: Column to group by.
         by_file: Without a `category`, group by the input file that begins a row's name.
-        slowest: Number of slowest rows to keep.
-        drawn: Number of rows to draw at random.
 
     Raises:
         InputError: There is no such column, or it has too many values.
@@ -272,12 +249,7 @@ def read_full(output: OutputFolder, rows: RowSummary) -> list[dict[str, Any]]:
 
 @dataclass
 class ErrorSummary:
-    """The rows that failed.
-
-    Args:
-        kinds: Number of rows by type of error.
-        examples: Some rows of each type.
-    """
+    """Number of failed rows, in all and by type of error, and some rows of each type."""
 
     rows: int = 0
     kinds: Counter[str] = field(default_factory=Counter)

@@ -66,10 +66,7 @@ def serve_until_signal(config: ServeConfig) -> None:
 
 
 def start(config: ServeConfig, *, own_cluster: bool) -> None:
-    """Start the endpoint, and wait until it answers.
-
-    Args:
-        own_cluster: Whether to start a cluster for the endpoint alone, as there is none to join.
+    """Start the endpoint, and wait until it answers; with `own_cluster` on a cluster of its own.
 
     Raises:
         InputError: The address, the keys or the models cannot be used.

@@ -15,12 +15,7 @@ _RETRY_SECONDS = 1
 
 @dataclass(frozen=True)
 class Call:
-    """A request on its way to a replica.
-
-    Args:
-        speculation: Whether the answer has draft statistics.
-        may_teach: Whether its client agreed that a head learns from it.
-    """
+    """A request on its way to a replica; `may_teach` if its client agreed that a head learns from it."""
 
     request: ParsedRequest
     speculation: bool
@@ -56,11 +51,7 @@ Reply = str | Failure
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A replica's metrics at one moment.
-
-    Args:
-        families: All its metrics, without a label that names the replica.
-    """
+    """A replica's metrics at one moment, without a label that names the replica."""
 
     replica: str
     families: list[Metric]

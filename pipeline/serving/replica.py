@@ -22,12 +22,11 @@ from pipeline.serving.http.handles import keep_to_this_machine
 
 
 class EngineReplica(Answers):
-    """One engine in a process of its own.
+    """One engine in a process of its own, with as many threads as the replica has cores.
 
     Ray Serve calls `check_health` periodically, and replaces a replica where it raises.
 
     Args:
-        spec: What to load; the engine gets as many threads as the replica has cores.
         seconds: Longest time of a request.
         special_tokens: Whether the text of a special token in a message is that token.
     """

@@ -38,11 +38,7 @@ class TrainingBoard:
         return lines
 
     def refuse(self, of_input: bool, message: str) -> None:
-        """Record that the run cannot go on and that a retry would not help.
-
-        Args:
-            of_input: Whether the configuration or the data is at fault.
-        """
+        """Record that a retry would not help; `of_input` if the configuration or the data is at fault."""
         self._refusal = self._refusal or (of_input, message)
 
     def refusal(self) -> tuple[bool, str] | None:
@@ -90,11 +86,7 @@ class TrainingDisplay:
 
 
 def progress_line(record: Record, steps: int) -> str:
-    """Format a logged step or an evaluation for the user.
-
-    Args:
-        steps: Steps of the whole run.
-    """
+    """Format a logged step or an evaluation for the user; `steps` is the length of the whole run."""
     place = f"step {record['step']:>{len(str(steps))}}/{steps}"
     if "beta" in record:
         betas = ", ".join(f"{beta:.3f} at {nodes}" for nodes, beta in record["beta"].items())

@@ -27,10 +27,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class TrainingState:
-    """A head and its optimiser after some steps, gathered from all workers.
+    """A head and its optimiser after `steps` steps, gathered from all workers.
 
     Args:
-        steps: Number of steps taken.
         weights: The head's weights by name, in float32, and its draft vocabulary, on the CPU.
         moments: AdamW's moments by name of the moment and name of the parameter.
     """
@@ -50,11 +49,7 @@ Show = Callable[[str], object]
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run between two steps.
-
-    Args:
-        records: Metrics of the steps and evaluations so far.
-    """
+    """A run between two steps, with the metrics so far."""
 
     state: TrainingState
     records: list[Record]
@@ -65,8 +60,6 @@ def report(saved: SavedRun | None, step: int, folder: Location, board: Any) -> N
 
     Args:
         saved: The run on the first worker; None on the others.
-        step: Number of steps taken.
-        board: A `TrainingBoard` actor, which is told if the disk is full.
     """
 
     def keep(made: Checkpoint, name: str) -> Checkpoint:
@@ -124,7 +117,6 @@ def restore(folder: Location, is_first: bool, agree: Callable[[str | None], str 
     Args:
         is_first: Whether this is the first worker, which chooses.
         agree: Broadcasts the first worker's argument to all workers.
-        show: Shows the user a line about a damaged checkpoint.
     """
     saved, chosen = None, None
     for name in reversed(complete(folder)) if is_first else ():
@@ -167,11 +159,8 @@ def tidy(folder: Location, kept: int) -> None:
 def go_back(folder: Location, chosen_by: str) -> int | None:
     """Delete the checkpoints from the best head's step on, so that training makes a damaged best head again.
 
-    Args:
-        chosen_by: Number of draft tokens at which the best head has the highest β.
-
-    Returns:
-        The best head's step; None if no checkpoint has an evaluation.
+    Return that step; None if no checkpoint has an evaluation. The best head has the highest β at `chosen_by` draft
+    tokens.
     """
     for name in reversed(complete(folder)):
         try:

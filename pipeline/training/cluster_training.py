@@ -41,10 +41,8 @@ class Texts:
     """The distilled texts of a job.
 
     Args:
-        data: Texts to train on.
         held_out: Texts for β; None if they are some of `data`.
         base_fingerprints: Fingerprints of the target model that generated the texts; see `same_base`.
-        vocab_size: Vocabulary size of the target model.
     """
 
     data: Sequence[DistilledTexts]
@@ -57,9 +55,7 @@ def run(config: TrainConfig, model: str, texts: Texts, folder: TrainingFolder, m
     """Stage the texts unless an earlier submission did, train from the last checkpoint, and print a summary.
 
     Args:
-        model: Hub id or folder of the target model.
-        folder: The job's output.
-        meant: Everything that decides which head comes out; see `pipeline.training.job.meaning`.
+        meant: See `pipeline.training.job.meaning`.
 
     Raises:
         InputError: The texts, the target model, the head or the cluster cannot be used.
@@ -133,11 +129,7 @@ def finished(folder: TrainingFolder) -> bool:
 
 
 def prepare_checkpoints(folder: TrainingFolder, chosen_by: str) -> None:
-    """Keep only the checkpoints to resume from.
-
-    Args:
-        chosen_by: Number of draft tokens at which the best head has the highest β.
-    """
+    """Keep only the checkpoints to resume from."""
     tidy(folder.checkpoints, _CHECKPOINTS_KEPT)
     if not folder.has_head():
         best = go_back(folder.checkpoints, chosen_by)

@@ -39,9 +39,7 @@ def store_hidden(
 
     Args:
         base: The target model, not partitioned.
-        settings: Give the precision.
         layers: Layers of the hidden states; see `training_layers`.
-        show: Shows the user a line about the size of the store.
     """
     missing = [part for part in staged.parts if not _is_stored(staged, part)]
     if rank == 0 and missing:

@@ -61,9 +61,7 @@ def meaning(
 ) -> dict[str, Any]:
     """Return everything that decides which head comes out; workers, ZeRO stages and checkpoints do not.
 
-    Args:
-        held_out: Texts for β; None if they are some of `data`.
-        model: Fingerprint of the target model.
+    `model` is the target model's fingerprint.
     """
     return {
         "data": [one.meaning for one in data],

@@ -27,8 +27,7 @@ Record = dict[str, Any]
 class MetricsLog:
     """Writes the metrics of a run. The whole file is written every few seconds, so no line is truncated or doubled.
 
-    Args:
-        records: Records of earlier steps, from the checkpoint that the run resumes from.
+    A resumed run begins with the `records` of its checkpoint.
 
     Raises:
         OSError: A file cannot be written, for instance because the disk is full. All methods raise it.

@@ -46,9 +46,7 @@ class _Root(nn.Module):
 class ShardedOptimiser:
     """`Optimiser` for all workers of a process group together. Each worker calls every method.
 
-    Args:
-        step_of: Target model and head; the head has the weights of `state`.
-        state: State to resume from; None for a new run.
+    To resume, give a `state`, whose weights the head already has.
     """
 
     def __init__(

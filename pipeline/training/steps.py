@@ -25,14 +25,8 @@ _LENGTH_NOISE = 0.1
 
 @dataclass(frozen=True)
 class Visit:
-    """Consecutive steps of a run that come from one part.
-
-    Args:
-        part: Index of the part.
-        epoch: From 0.
-        first_step: Number of the first step in the run, from 0.
-        skip: The part's steps in this epoch before the first.
-    """
+    """Consecutive steps from one part; `skip` counts the part's steps in this epoch before the first. Numbers begin at
+    0."""
 
     part: int
     epoch: int
@@ -42,11 +36,7 @@ class Visit:
 
 
 def visits(rows: Sequence[int], texts_per_step: int, seed: int, done: int, steps: int) -> Iterator[Visit]:
-    """Yield the visits that make a run's steps `done … steps - 1`.
-
-    Args:
-        rows: Number of texts of each part; at least one part fills a step.
-    """
+    """Yield the visits of a run's steps `done … steps - 1`. At least one of the parts, of `rows` texts, fills a step."""
     whole = [count // texts_per_step for count in rows]
     epoch, left = divmod(done, sum(whole))
     while done < steps:
@@ -64,9 +54,7 @@ def visits(rows: Sequence[int], texts_per_step: int, seed: int, done: int, steps
 def steps_of(lengths: Sequence[int], texts_per_step: int, seed: int, epoch: int, part: int) -> list[list[int]]:
     """Return the steps of a part in an epoch: indices of texts of similar length, shortest first.
 
-    Args:
-        lengths: Number of tokens of each text.
-        texts_per_step: Texts of a step; a rest that does not fill a step is not used in this epoch.
+    Texts that do not fill a step are not used in this epoch.
     """
     rng = random.Random(f"{seed}/{epoch}/{part}")
     texts = rng.sample(range(len(lengths)), len(lengths) // texts_per_step * texts_per_step)
@@ -81,12 +69,9 @@ def steps_of(lengths: Sequence[int], texts_per_step: int, seed: int, epoch: int,
 
 
 def share(places: int, micro_batches: int, rank: int, workers: int) -> list[list[int]]:
-    """Return a worker's places in a step, for each micro-batch.
+    """Return a worker's places in a step of `places` texts, for each micro-batch.
 
     A micro-batch takes consecutive places, so its texts are of similar length. Within it the workers take turns.
-
-    Args:
-        places: Number of texts of the step.
     """
     bounds = [places * micro // micro_batches for micro in range(micro_batches + 1)]
     return [list(range(low + rank, high, workers)) for low, high in pairwise(bounds)]
@@ -97,11 +82,7 @@ def share(places: int, micro_batches: int, rank: int, workers: int) -> list[list
 
 @dataclass(frozen=True)
 class Share:
-    """A worker's share of each step.
-
-    Args:
-        hidden: Whether the texts come with their stored hidden states.
-    """
+    """A worker's share of each step; `hidden` if the texts come with their stored hidden states."""
 
     rank: int
     workers: int
@@ -111,11 +92,7 @@ class Share:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A worker's texts of one micro-batch, at least one.
-
-    Args:
-        places: Place of each text in the whole step.
-    """
+    """A worker's texts of one micro-batch, at least one, and their places in the whole step."""
 
     texts: list[RegeneratedText]
     places: list[int]
@@ -123,12 +100,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepTexts:
-    """A worker's texts of one step.
-
-    Args:
-        step: Number of the step in the run, from 0.
-        tokens: Number of tokens of all workers' texts.
-    """
+    """A worker's texts of one step (from 0); `tokens` counts those of all workers' texts."""
 
     step: int
     tokens: int

@@ -36,13 +36,7 @@ COLUMNS = ("request_id", "prompt_token_ids", "token_ids")
 
 @dataclass(frozen=True)
 class DistilledTexts:
-    """The output of one distillation.
-
-    Args:
-        uri: Its location as the configuration names it.
-        files: Path and size of its Parquet files.
-        base_fingerprint: `BaseModel.fingerprint` of the target model that generated the texts.
-    """
+    """The output of one distillation: path and size of each Parquet file, and its target model's fingerprint."""
 
     uri: str
     filesystem: fs.FileSystem
@@ -148,7 +142,6 @@ class TextCounts:
 
     Args:
         texts: Texts to train on.
-        tokens: Their tokens.
         targets: Their tokens that the target model generated.
         held_out: Texts for β.
         unusable: Rows without a prompt or without an answer.
@@ -165,10 +158,8 @@ class TextCounts:
 class StagedTexts:
     """The staged texts of a job.
 
-    Args:
-        folder: Holds a file for each part and one of held-out texts, with columns `tokens` and `prompt_length`, and a
-            file of token counts in the answers to train on.
-        parts: Files of the texts to train on.
+    `folder` holds a file for each part and one of held-out texts, with columns `tokens` and `prompt_length`, and a file
+    of token counts in the answers to train on.
     """
 
     folder: Location
@@ -226,14 +217,7 @@ def stage_texts(
     texts_per_step: int,
     seed: int,
 ) -> StagedTexts:
-    """Stage texts on the cluster's workers.
-
-    Args:
-        data: Texts to train on.
-        held_out: Texts for β; None takes some of `data`.
-        folder: Output of the staging.
-        vocab_size: Vocabulary size of the target model.
-        texts_per_step: Texts of a step; a part holds many steps.
+    """Stage texts on the cluster's workers. Without `held_out` texts for β, some prompts of `data` are held out.
 
     Raises:
         InputError: There are token ids beyond the vocabulary, or too few texts.

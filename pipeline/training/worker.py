@@ -38,12 +38,9 @@ class WorkerTask:
     """The driver's task for each worker of a job.
 
     Args:
-        model: Hub id or folder of the target model.
         base_fingerprints: Fingerprints of the target model that generated the texts; see `same_base`.
-        folder: The job's output.
         provenance: Training record that is stored with the head.
         board: A `TrainingBoard` actor.
-        threads: CPU threads of the worker.
     """
 
     config: TrainConfig
@@ -62,9 +59,7 @@ class WorkerTask:
 class RunRecorder:
     """Writes metrics, progress lines and the best head so far, on the first worker.
 
-    Args:
-        head: The head in training. Its kind and configuration are read; its weights may be partitioned.
-        records: Metrics of earlier steps.
+    The weights of `head` may be partitioned; only its kind and configuration are read.
     """
 
     def __init__(self, task: WorkerTask, head: DraftHead, base: BaseModel, records: Sequence[Record]) -> None:
@@ -74,11 +69,7 @@ class RunRecorder:
         self._tokens, self._since = 0, time.monotonic()
 
     def log(self, done: StepDone, tokens: int) -> None:
-        """Record a step if it is due.
-
-        Args:
-            tokens: Tokens of all workers' texts since the run started or resumed.
-        """
+        """Record a step if it is due; `tokens` are those of all workers since the run started or resumed."""
         config = self._task.config
         if done.step % config.log_every and done.step != config.training.steps:
             return
@@ -98,13 +89,7 @@ class RunRecorder:
         )
 
     def evaluated(self, step: int, beta: Mapping[int, float], state: TrainingState) -> None:
-        """Record an evaluation, and save the head if its β is the highest so far.
-
-        Args:
-            step: Number of steps taken.
-            beta: Held-out β by number of draft tokens.
-            state: The run after that step.
-        """
+        """Record an evaluation, β by number of draft tokens, and save the head if its β is the highest so far."""
         self._record({"step": step, "beta": {str(nodes): one for nodes, one in beta.items()}, "time": time.time()})
         evaluations = [
             {"step": record["step"], "beta": record["beta"]} for record in self.metrics.records if "beta" in record
@@ -207,13 +192,7 @@ def load_task_base(task: WorkerTask, device: torch.device) -> BaseModel:
 
 @dataclass
 class BatchFeed:
-    """Makes a worker's batches from its texts as they arrive.
-
-    Args:
-        depth: Targets of an anchor.
-        steps: The texts of each step.
-        tokens: Tokens of all workers' texts in the steps so far.
-    """
+    """Makes a worker's batches from its texts as they arrive; `tokens` counts those of all workers so far."""
 
     task: WorkerTask
     depth: int

@@ -39,12 +39,7 @@ from pipeline.settings import ResourcesConfig
 
 @dataclass(frozen=True)
 class Choice:
-    """A token at a position of a text.
-
-    Args:
-        token: None where the text has ended.
-        logit: The target model's logit; None where there is no token.
-    """
+    """A token at a position of a text, and the target model's logit; None where the text has ended."""
 
     token: int | None
     text: str
@@ -53,13 +48,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class AuditDifference:
-    """A row that differs from plain decoding.
-
-    Args:
-        place: Position of the first token that differs.
-        said: Choice of the output there.
-        plain: Choice of plain decoding there.
-    """
+    """A row that differs from plain decoding at token `place`: the output's choice there, and plain decoding's."""
 
     name: str
     place: int
@@ -78,9 +67,6 @@ def plain_differences(
     """Generate rows by plain decoding, and yield where they differ.
 
     Args:
-        model: Hub id or folder of the target model.
-        loading: Further arguments of `load_base`.
-        engine: See `EngineSettings`.
         fingerprint: Of the target model that made the output; None where unknown.
 
     Raises:
@@ -135,11 +121,8 @@ class RepeatedRow:
 
 
 def rows_to_repeat(output: OutputFolder, run: Mapping[str, Any], share: float) -> Iterator[RepeatedRow]:
-    """Draw at least one row of an output. The draw depends on names alone, so each audit draws the same rows.
-
-    Args:
-        run: The output's `run.json`.
-        share: Share of its finished rows.
+    """Draw a share of an output's rows, at least one. The draw depends on names alone, so each audit draws the same
+    rows.
 
     Raises:
         InputError: The rows cannot be read.
@@ -178,12 +161,7 @@ def _sampling(row: dict[str, Any], defaults: SamplingParams, column: str) -> Sam
 
 @dataclass(frozen=True)
 class Audit:
-    """Result of an audit.
-
-    Args:
-        rows: Number of repeated rows.
-        differences: One for each of them that differs.
-    """
+    """Result of an audit: the number of repeated rows, and the differences."""
 
     rows: int
     differences: list[AuditDifference]

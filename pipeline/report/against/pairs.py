@@ -21,12 +21,7 @@ from pipeline.report.rows import open_rows, unreadable
 
 @dataclass(frozen=True)
 class Span:
-    """A run of tokens of one of two sequences.
-
-    Args:
-        stop: Position after the last token.
-        differs: Whether the other sequence lacks them.
-    """
+    """Tokens `start … stop - 1` of one of two sequences; `differs` where the other sequence lacks them."""
 
     start: int
     stop: int
@@ -58,10 +53,7 @@ _BATCH_ROWS = 1024
 
 
 def rows_of(output: OutputFolder, columns: Sequence[str] | None) -> Iterator[Row]:
-    """Read an output's finished rows, in the order of its parts.
-
-    Args:
-        columns: Columns to read; None for all.
+    """Read an output's finished rows, in the order of its parts; `columns` None reads all.
 
     Raises:
         InputError: There are none, or they cannot be read.
@@ -82,9 +74,7 @@ def rows_of(output: OutputFolder, columns: Sequence[str] | None) -> Iterator[Row
 class RowPairs:
     """Pairs of rows with the same `request_id`. Outputs of the same input have the same order, or nearly.
 
-    Args:
-        only_first: Rows that `second` lacks, by name; complete once all pairs have been taken.
-        only_second: Rows that `first` lacks.
+    Once all pairs have been taken, `only_first` and `only_second` have the rows, by name, that the other output lacks.
     """
 
     first: Iterator[Row]
@@ -109,12 +99,7 @@ class RowPairs:
 
 @dataclass(frozen=True)
 class DifferingRow:
-    """A row whose tokens differ between two outputs.
-
-    Args:
-        place: Position of the first token that differs.
-        scores: Utilities of the two; None without a scorer.
-    """
+    """A row whose tokens differ from `place` on, with its utilities in both outputs; None without a scorer."""
 
     first: Row
     second: Row
@@ -152,12 +137,8 @@ class Comparison:
 
 
 def compare_rows(first: Iterator[Row], second: Iterator[Row], scorer: Scorer | None, examples: int) -> Comparison:
-    """Compare the rows of two outputs; only a few of them are in memory.
-
-    Args:
-        first: Rows with `request_id`, `token_ids` and the columns that the scorer reads.
-        second: Rows of the other output.
-        examples: Number of differing rows to keep.
+    """Compare two outputs' rows, which have `request_id`, `token_ids` and the scorer's columns. Few of them are in
+    memory.
 
     Raises:
         InputError: The scorer cannot score a row.

@@ -81,7 +81,6 @@ def scores_of(
 
     Args:
         rows: Rows with `request_id` and all that the scorer reads beside the answer.
-        token_ids: The answers' tokens, in the order of the rows.
 
     Raises:
         InputError: The scorer cannot score an answer.

@@ -164,13 +164,7 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def _body(
     kind: type[Body], models: Sequence[str], limits: LimitsConfig, **properties: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the schema of a request's body: pydantic's own, with what pydantic cannot say.
-
-    Args:
-        kind: The class that checks the body.
-        models: Names of models that may be asked for.
-        properties: Schemas of properties that are checked elsewhere.
-    """
+    """Schema of a request's body: pydantic's own, with `properties` and other rules that are checked elsewhere."""
     schema = kind.model_json_schema()
     definitions = schema.pop("$defs")
     given: dict[str, Any] = schema["properties"] | properties
