@@ -42,7 +42,7 @@ class Pause:
         self.left = self.failures = 0
 
 
-# ---- A budget that adapts: draft and verify as many nodes as give the most tokens per second, or none.
+# The adaptive budget: as many draft nodes as give the most tokens per second, or none.
 
 _PACE = 0.03
 """Weight of the newest step in the averages. One row accepts now none of a tree and now all of it."""

@@ -104,7 +104,7 @@ class Budget(Protocol):
         """Hear that a member drafts with other weights from now on: what it brings is to be found out again."""
 
 
-# ---- A fixed number of draft nodes, for comparisons and for who knows what pays.
+# A fixed number of draft nodes.
 
 
 class FixedBudget:

@@ -246,7 +246,7 @@ def read_prompt_end(base: BaseModel, state: BatchState, slot: int, span: slice) 
     return logits[None], hidden[None, -1:]
 
 
-# ---- Who waits, who enters, who is decoded, and in which slot: the one place that changes it.
+# Assigns sequences to slots. Nothing else changes the assignment.
 
 
 class Scheduler:

@@ -34,8 +34,7 @@ from pipeline.generate.config import LoadingConfig
 from pipeline.settings import ResourcesConfig
 
 Item = Results | list[Cell] | Progress | str
-"""Items of the task: status lines until it is ready, results without cells, then the cells of each setting, and
-progress."""
+"""Items of the task: status lines, results without cells, then the cells of each setting, and progress."""
 
 _LINE_SECONDS = 5.0
 

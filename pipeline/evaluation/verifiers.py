@@ -259,8 +259,7 @@ def _open_results(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def _same_environment(folder: Path, earlier: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
-    """Return the environment of the file's blocks, after checking that the next block's agrees; `here` before the first
-    block."""
+    """Return the environment of the file's blocks, or `here` before the first; refuse to mix different ones."""
     if not earlier:
         return here
     before, now = comparable(earlier), comparable(here)

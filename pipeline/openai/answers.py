@@ -50,8 +50,7 @@ def generation_statistics(generation: Generation) -> dict[str, Any]:
 
 
 def lossless_mark(*generations: Generation) -> dict[str, Any]:
-    """Return the mark of an answer whose tokens may differ from plain decoding's, empty for others. Every such answer
-    has it."""
+    """Return the mark of every answer whose tokens may differ from plain decoding's; empty for others."""
     marked = [generation for generation in generations if not generation.lossless]
     if not marked:
         return {}
@@ -210,8 +209,7 @@ def chat_logprobs(
 def completion_logprobs(
     logprobs: Sequence[TokenLogprob] | None, token_text: TokenText, offset: int = 0
 ) -> dict[str, Any] | None:
-    """Return log-probabilities as a choice of a text completion, or a chunk that begins at `offset` in its text, has
-    them.
+    """Return log-probabilities of a text completion's choice, or of a chunk that begins at `offset` in its text.
 
     Raises:
         OpenAIError: One is not a number.

@@ -47,8 +47,7 @@ def parse_line(line: Mapping[str, Any]) -> ParsedRequest:
 def answer_line(
     line: Mapping[str, Any], generations: Sequence[Generation], created: int, token_text: TokenText
 ) -> dict[str, Any]:
-    """Return the line that answers a request, or the error line of a response that cannot be formatted; see
-    `chat_response`."""
+    """Return the line that answers a request, or an error line for numbers that are not finite; see `chat_response`."""
     request, name = parse_line(line), _name(line["custom_id"], created)
     try:
         if line["url"] == _CHAT:
@@ -69,8 +68,7 @@ def refusal_line(custom_id: str, created: int, error: OpenAIError) -> dict[str, 
 
 
 def failure_line(custom_id: str | None, place: str, created: int, code: str, message: str) -> dict[str, Any]:
-    """Return the line for input that is not a request, or was given up. Without a `custom_id` its place in the input
-    names it."""
+    """Return the line for input that is not a request, or was given up; named by `place` without a `custom_id`."""
     name = _name(place if custom_id is None else custom_id, created)
     return _line(custom_id, name, None, {"code": code, "message": message})
 

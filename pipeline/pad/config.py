@@ -25,7 +25,7 @@ class PivotsConfig:
         target: Column with the right answer, for a built-in scorer.
         model: Target model: hub id or folder; by default the embedded demonstration model.
         drafter: Drafter whose rejected tokens are labelled; as `jobs.generate` takes it.
-        tokens_per_prompt: Rejected tokens of each prompt that are labelled, drawn by their places.
+        tokens_per_prompt: Rejected tokens of each prompt that are labelled, drawn by their positions.
         rollouts: Answers that are generated with a rejected token, and as many without.
         temperature: Their temperature.
         held_out: Share of the prompts that the classifier does not learn from; it is measured on them.
@@ -35,7 +35,7 @@ class PivotsConfig:
         sampling: How the target model answers, and where its answers end. Rows may have only a temperature, a seed and
             a number of tokens of their own.
         engine: How much an engine does at once.
-        resources: What of the cluster the job takes.
+        resources: The job's share of the cluster.
         writing: How rows are written.
     """
 

@@ -49,8 +49,7 @@ def refuse_own_settings(rows: Iterable[RepeatedRow], job: SamplingParams) -> Non
 
 
 def requests_of(tokens: Iterable[Mapping[str, Any]], rollouts: int, temperature: float) -> Iterator[str]:
-    """Yield lines of an OpenAI batch: for each rejected token a text that continues with it, and one that continues
-    without.
+    """Yield lines of an OpenAI batch: texts that continue with each rejected token, and with the target model's choice.
 
     A token that ends the text needs no continuation.
     """

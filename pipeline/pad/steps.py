@@ -109,9 +109,6 @@ def roc_plot(found: Roc) -> Figure:
     return figure
 
 
-# Steps.
-
-
 class PivotSteps:
     """The job's steps between and after its generation jobs."""
 

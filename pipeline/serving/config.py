@@ -71,10 +71,10 @@ class ServingLearning(LearningConfig):
     """A draft head that learns from the requests of clients who agreed to that.
 
     Args:
-        agreed: Whose requests are learnt from: `none`; `all`, where every client has agreed; or a file with the keys of
-            those who have, one on each line, to be found where the ingress runs.
-        folder: Where the head and all that learning needs to go on is kept: a folder of this endpoint's own, or a URI,
-            that the same place is behind on every machine.
+        agreed: Clients whose requests are learnt from: `none`; `all`, where every client has agreed; or a file with the
+            keys of those who have, one on each line, on the machine where the ingress runs.
+        folder: Folder or URI for the head and the state that learning resumes from: this endpoint's own, and the same
+            on every machine.
     """
 
     agreed: str = NOBODY
@@ -105,14 +105,14 @@ class LimitsConfig:
     """Limits on clients' requests.
 
     Args:
-        queue: Requests that may wait for a slot of a replica; further ones are told to try again later.
+        queue: Requests that may wait for a slot of a replica; further ones are refused with status 429.
         choices: Texts that one request may ask for: its prompts times its `n`.
         body_bytes: Largest body of a request, in bytes.
         connections: Connections that may be open; for a further one, that which has waited for its client the longest
             is closed. Like `receive_seconds` it holds where `jobs.serve` starts the cluster itself; Ray Serve's own
             proxy, which listens on others, has no such limits.
-        receive_seconds: Longest time in which a request may come, once it has begun, in which a connection may begin
-            one, and for which a client may leave an answer unread.
+        receive_seconds: Longest time for receiving a request, for a connection to begin one, and for a client to leave
+            an answer unread.
         seconds: Longest time a request may take; then it ends with an error. An update waits that long for open
             streams.
     """

@@ -36,7 +36,7 @@ class Visit:
 
 
 def visits(rows: Sequence[int], texts_per_step: int, seed: int, done: int, steps: int) -> Iterator[Visit]:
-    """Yield the visits of a run's steps `done … steps - 1`. At least one of the parts, of `rows` texts, fills a step."""
+    """Yield the visits of a run's steps `done … steps - 1`. At least one part, of `rows` texts, fills a step."""
     whole = [count // texts_per_step for count in rows]
     epoch, left = divmod(done, sum(whole))
     while done < steps:

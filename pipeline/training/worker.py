@@ -109,9 +109,6 @@ class RunRecorder:
         self._task.board.show.remote(progress_line(record, self._task.config.training.steps))
 
 
-# Training.
-
-
 def run(task: WorkerTask) -> None:
     """Train from the last checkpoint to the last step.
 

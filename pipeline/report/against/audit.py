@@ -156,9 +156,6 @@ def _sampling(row: dict[str, Any], defaults: SamplingParams, column: str) -> Sam
     return replace(settings, seed=row["seed"], logprobs=None)
 
 
-# The audit.
-
-
 @dataclass(frozen=True)
 class Audit:
     """Result of an audit: the number of repeated rows, and the differences."""

@@ -94,9 +94,6 @@ class RowPairs:
                     yield self.only_first.pop(name), self.only_second.pop(name)
 
 
-# The comparison.
-
-
 @dataclass(frozen=True)
 class DifferingRow:
     """A row whose tokens differ from `place` on, with its utilities in both outputs; None without a scorer."""
