@@ -70,8 +70,7 @@ def shares(title: str, along: str, values: list[tuple[str, float]]) -> Chart:
 
 
 def rates_over_time(by_second: Mapping[int, tuple[int, int]]) -> Chart | None:
-    """Chart new tokens a second, of the rows finished in equal intervals; None without rows. See
-    `RowSummary.by_second`."""
+    """Chart new tokens a second over equal intervals, by `RowSummary.by_second`; None without rows."""
     if not by_second:
         return None
     first, last = min(by_second), max(by_second)

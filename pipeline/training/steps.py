@@ -25,8 +25,7 @@ _LENGTH_NOISE = 0.1
 
 @dataclass(frozen=True)
 class Visit:
-    """Consecutive steps from one part; `skip` counts the part's steps in this epoch before the first. Numbers begin at
-    0."""
+    """Consecutive steps from one part; `skip` counts its steps in this epoch before them. Numbers begin at 0."""
 
     part: int
     epoch: int

@@ -121,8 +121,7 @@ class RepeatedRow:
 
 
 def rows_to_repeat(output: OutputFolder, run: Mapping[str, Any], share: float) -> Iterator[RepeatedRow]:
-    """Draw a share of an output's rows, at least one. The draw depends on names alone, so each audit draws the same
-    rows.
+    """Draw a share of an output's rows, at least one. Depends on names alone, so each audit draws the same rows.
 
     Raises:
         InputError: The rows cannot be read.

@@ -96,7 +96,7 @@ class RowPairs:
 
 @dataclass(frozen=True)
 class DifferingRow:
-    """A row whose tokens differ from `place` on, with its utilities in both outputs; None without a scorer."""
+    """A row whose tokens first differ at `place`, with its utilities in both outputs; None without a scorer."""
 
     first: Row
     second: Row
