@@ -1,7 +1,7 @@
 """Sampling settings that come with a model, in its `generation_config.json`.
 
-As in transformers and vLLM they are the defaults of what a request leaves out. What the engine cannot do is refused by
-name: to leave it out would give other tokens without a word.
+As in transformers and vLLM they are the defaults of a request. Settings that the engine does not support are errors:
+ignoring them would silently give other tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from drafter.errors import LoadError, RequestError, first_line, shown
 from drafter.requests import ResolvedSampling
 
 GenerationRule = Literal["auto", "ignore"]
-"""Whether sampling settings that come with a model count."""
+"""`auto` uses sampling settings that come with a model, `ignore` does not."""
 GENERATION_FILE = "generation_config.json"
 _TAKEN = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -46,16 +46,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "typical_p": (1,),
     "watermarking_config": (),
 }
-"""Settings that change the tokens of a decoder-only model and that the engine has not, with the values that ask for
-nothing; so does null."""
+"""Unsupported settings that change the tokens of a decoder-only model, with the values that have no effect; null has
+none either."""
 
 
 def read_generation_file(folder: Path, name: str) -> dict[str, Any]:
-    """Return the settings in a model's folder; none where it has no such file.
-
-    Args:
-        folder: The folder.
-        name: Of the model, for messages.
+    """Return the settings in a model's folder; empty without such a file.
 
     Raises:
         LoadError: The file is not a JSON object.
@@ -73,16 +69,14 @@ def read_generation_file(folder: Path, name: str) -> dict[str, Any]:
 
 
 def sampling_defaults(settings: Mapping[str, Any], name: str, *, drawn: bool = False) -> ResolvedSampling:
-    """Return what requests decode by where they say nothing.
+    """Return the sampling defaults of requests, by the settings of the model.
 
     Args:
-        settings: Those of the model.
-        name: The model's name, for messages.
-        drawn: Whether requests are drawn unless they say otherwise, as OpenAI's are, at a temperature of 1 or the
-            model's. Otherwise they are greedy, unless the settings have `do_sample`, as in transformers' `generate`.
+        drawn: Whether requests sample by default, as OpenAI's do, at a temperature of 1 or the model's. Otherwise they
+            are greedy, unless the settings have `do_sample`, as in transformers' `generate`.
 
     Raises:
-        LoadError: The settings ask for what the engine cannot do, or have a value that it does not take.
+        LoadError: A setting is not supported, or has a value that the engine does not take.
     """
     override = f"set generation_config to ignore to decode without the model's {GENERATION_FILE}"
     for setting, neutral in _NEUTRAL.items():
@@ -104,7 +98,7 @@ def sampling_defaults(settings: Mapping[str, Any], name: str, *, drawn: bool = F
 
 
 def described(settings: Mapping[str, Any], name: str) -> str | None:
-    """Say in a line which defaults come with a model; None where none do."""
+    """Return a line about a model's defaults; None where it has none."""
     given = _taken(settings)
     if settings.get("do_sample") is True:
         given = {"do_sample": True, **given}

@@ -1,8 +1,8 @@
-"""Large memory on the host: for weights in huge pages where the system has them, for a KV cache only as it is written.
+"""Large host memory: weights in huge pages where the system has them, and KV caches that take memory only as written.
 
-A step of a small batch is as fast as the weights are read. With pages of 4 KiB the processor looks up an address for
-every few lines, and does not read ahead across a page. Of a KV cache little is in use, in many places: huge pages, or
-zeros that are written, would make the system provide all of it at the start.
+A step of a small batch is bound by reading the weights. With pages of 4 KiB the processor looks up an address for every
+few cache lines, and does not prefetch across pages. A KV cache is sparsely used: huge pages, or writing zeros, would
+make the system provide all of it at the start.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ _log = logging.getLogger(__name__)
 _HUGE = 2 << 20
 """Bytes of a huge page."""
 _CHUNK = 64 << 20
-"""Bytes that are asked of the system at a time. What is not touched takes no memory."""
+"""Bytes requested from the system at a time. Untouched pages take no memory."""
 _LINE = 64
-"""Bytes of a line of the processor's caches, where each piece begins."""
+"""Bytes of a cache line, to which pieces are aligned."""
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros that take memory where they are written, and not before."""
+    """Return zeros that take memory only where they are written."""
     size = math.prod(shape) * dtype.itemsize
     return torch.frombuffer(_mapped(max(size, 1)), dtype=torch.uint8, count=size).view(dtype).view(shape)
 
 
 class Pieces:
-    """Gives out pieces of memory that lie together, so that small ones have huge pages, too; safe from any thread."""
+    """Allocates pieces of shared chunks, so that small ones have huge pages, too. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size: int) -> Tensor:
-        """Return zeros `[size]` uint8. The memory goes back to the system with the last of its neighbours."""
+        """Return zeros `[size]` uint8. The system gets the memory back once no piece of its chunk is left."""
         whole = -(-size // _LINE) * _LINE
         with self._lock:
             if whole > len(self._rest):

@@ -12,7 +12,7 @@ from drafter.errors import first_line
 
 _PATIENCE_SECONDS = 5.0
 _KNOWN_SECONDS = 60.0
-"""How long an answer holds: a process that lives for long must notice that the network is back."""
+"""Lifetime of a cached probe: a long-lived process must notice that the network is back."""
 
 
 def hub_answers() -> bool:

@@ -1,8 +1,8 @@
 """Methods: packages that add drafters, draft heads, verifiers and published layouts to the core.
 
-A method's package has an object `METHOD`. Those of this project stand in `drafter.methods`; one of a third party is
-named by an entry point of the group `drafter.methods`. The core imports no method, so that a folder of
-`drafter/methods` can be deleted, and what it adds is then unknown.
+A method's package has an object `METHOD`. This project's methods are in `drafter.methods`; those of third parties are
+entry points of the group `drafter.methods`. The core imports no method, so any folder of `drafter/methods` can be
+deleted, and its names are then unknown.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Kind = Literal["drafters", "families", "heads", "verifiers", "layouts"]
 
 @dataclass(frozen=True)
 class Method:
-    """The names that a method adds. Each value is a reference `package.module:name`, imported when it is asked for.
+    """The names that a method adds. Each value is a reference `package.module:name`, imported on use.
 
     Args:
         drafters: Drafter `NAME`: a function of a `Loading` that returns a `Drafter`.
@@ -40,7 +40,7 @@ class Method:
 
 @cache
 def methods() -> Mapping[str, Method]:
-    """Return all methods by name. A method of this project needs no entry point, so that a bare checkout has it too."""
+    """Return all methods by name. This project's own need no entry points, so a bare checkout has them too."""
     own = pkgutil.resolve_name(GROUP)
     found: dict[str, Method] = {
         one.name: pkgutil.resolve_name(f"{GROUP}.{one.name}:METHOD") for one in pkgutil.iter_modules(own.__path__)
@@ -52,12 +52,12 @@ def methods() -> Mapping[str, Method]:
 
 
 def names(kind: Kind) -> list[str]:
-    """Return the names that methods add, without importing what they stand for."""
+    """Return the names that methods add, without importing anything."""
     return [name for method in methods().values() for name in getattr(method, kind)]
 
 
 def resolved(kind: Kind) -> dict[str, Any]:
-    """Return what methods add, by name. Its modules are imported."""
+    """Import what methods add, and return it by name."""
     return {
         name: pkgutil.resolve_name(reference)
         for method in methods().values()

@@ -8,7 +8,7 @@ from typing import Literal
 ProblemType = Literal[
     "BadRow", "BadRequest", "BadPrompt", "BadSampling", "Refused", "TimedOut", "NotFinite", "EngineDied"
 ]
-"""Why a row cannot be generated.
+"""Reasons for which a row cannot be generated.
 
 `BadRow`: invalid record. `BadRequest`: invalid line of an OpenAI batch. `BadPrompt`: invalid prompt. `BadSampling`:
 invalid settings of its own. `Refused`: refused by the engine. `TimedOut`: exceeded its time limit. `NotFinite`: the
@@ -43,7 +43,7 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class RowProblem:
-    """Why a row goes to `errors/`.
+    """A row's entry in `errors/`.
 
     Args:
         input: The row as in the file, where it is no record and has no columns to keep it.

@@ -1,4 +1,4 @@
-"""What fails again and again is tried ever more rarely: the pause before each try is longer than the one before."""
+"""Adapts the number of draft tokens to what pays, and retries with exponential back-off where drafting does not."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Pause:
         self.left = self.failures = 0
 
 
-# ---- A budget that adapts: draft and verify as many nodes as give the most tokens per second, or none.
+# The adaptive budget: as many draft nodes as give the most tokens per second, or none.
 
 _PACE = 0.03
 """Weight of the newest step in the averages. One row accepts now none of a tree and now all of it."""
@@ -62,7 +62,8 @@ _COLD = 2
 _TRUST = 8
 """Plain steps for which what was measured at start counts."""
 _MOST = 2.0
-"""How far one step's latency may seem to be off: something else may have stopped the process."""
+"""Largest ratio of a step's time to its expected latency, either way, that counts: something else may have stopped the
+process."""
 _LOOKS = 0.015
 """Share of the time that may be lost by trying drafting again where it did not pay."""
 _LONGEST_PAUSE = 4096
@@ -76,14 +77,14 @@ def steps_to_see(trees: int, rows: int) -> int:
 
 @dataclass
 class _Band:
-    """What is known of steps of about the same number of rows.
+    """Estimates for steps of about the same number of rows.
 
     Args:
         gain: `[M]` accepted tokens a row that the drafter promises of each number of nodes.
         costs: Of steps of the measured batch size.
-        slower: `[M]` how many times its latency by the table a step of each number of nodes takes.
-        promised: Average of what recent trees promised, in accepted tokens a row; 0 before the first one.
-        came_true: Average of what they brought.
+        slower: `[M]` time of a step of each number of nodes ÷ its latency by the table.
+        promised: EMA of the accepted tokens a row that recent trees promised; 0 before the first one.
+        came_true: EMA of the accepted tokens that they brought.
         seen: Drafted steps since the start or the last pause, in which the text has gone on.
         lost: Seconds that those of these before drafting could be given up took beyond what plain decoding takes for as
             many tokens.
@@ -169,7 +170,7 @@ class AdaptiveBudget:
         return True
 
     def plan(self, load: StepLoad) -> Ask:
-        """What to draft in a step: the best number of nodes but none, outside of pauses."""
+        """Ask for the best number of draft nodes above 0; for none during pauses and runs of plain steps."""
         self.enter(load)
         band = self._band(load.rows)
         if band.pause.left or band.run:
@@ -231,11 +232,11 @@ class AdaptiveBudget:
         sums.add(step.rows, int((step.verified > 0).sum()), seconds, plain, timed=timed, plain=False)
 
     def verdict(self, rows: int) -> Verdict | None:
-        """Whether drafting pays in steps of `rows` rows, as it was last decided; None if it never was."""
+        """Last decision whether drafting pays in steps of `rows` rows; None before the first."""
         return self._band(rows).verdict
 
     def choices(self) -> tuple[BatchChoice, ...]:
-        """What was chosen at each batch size that has been seen; see `Budget.choices`."""
+        """Choices at each batch size that has been seen; see `Budget.choices`."""
         return tuple(
             BatchChoice(int(rows), "", 0, (), band.verdict, replace(band.sums))
             for rows, band in zip(self.table.batches, self._bands, strict=True)
@@ -269,7 +270,7 @@ class AdaptiveBudget:
         return float(self._seconds(self._band(load.rows), load)[self._nodes.searchsorted(nodes)])
 
     def drafts(self, rows: int) -> bool:
-        """Whether the next step of `rows` rows is no pause."""
+        """True if the next step of `rows` rows is outside of a pause."""
         return not self._band(rows).pause.left
 
     def look_again(self, rows: int) -> None:
@@ -306,7 +307,7 @@ class AdaptiveBudget:
         band.pause.begin(max(steps, steps_to_see(_TRIED_TREES, load.rows)), _LONGEST_PAUSE)
 
     def _verdict(self, band: _Band, load: StepLoad) -> Verdict:
-        """What each draft token of the best tree costs and brings. Drafting pays where a step's rate is above plain
+        """Cost and gain of each draft token of the best tree. Drafting pays where a step's rate is above plain
         decoding's, (1 + gain) / (1 + cost) > 1."""
         tokens, seconds = self._tokens(band), self._seconds(band, load)
         best = 1 + int((tokens / seconds)[1:].argmax())
@@ -336,6 +337,6 @@ class AdaptiveBudget:
 
 
 def _correction(taken: StepSeconds, expected: float, pace: float) -> float:
-    """How many times its latency a step is to be taken to last from now on."""
+    """Factor on a step's estimated latency, by an EMA of weight `pace`."""
     ratio = (taken.drafting + taken.rest) / expected
     return 1 + pace * (min(max(ratio, 1 / _MOST), _MOST) - 1)

@@ -80,7 +80,7 @@ class ChoosingBudget:
         ]
 
     def plan(self, load: StepLoad) -> Ask:
-        """What to draft in a step, and who drafts it."""
+        """Choose the drafter and the number of draft nodes of a step."""
         band = self._band(load.rows)
         if not band.entered:
             self._enter(band, load)
@@ -197,7 +197,7 @@ class ChoosingBudget:
         band.pauses[member].begin(steps, _LONGEST_PAUSE)
 
     def _hopeless(self, band: _Band, step: StepObservation) -> bool:
-        """Whether the member that is tried is already seen to be much slower than the one that drafts."""
+        """True if the member on trial is already seen to be much slower than the one that drafts."""
         if band.trial is None or band.trial == band.leader or band.steps * step.rows < _HOPELESS_TREES:
             return False
         rate = self._budgets[band.leader].best(step.load)[0]

@@ -14,12 +14,12 @@ from drafter.statistics import BatchChoice
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 Choosing = Literal["greedy", "drawn", "filtered"]
-"""How tokens are chosen: the likeliest ones; drawn, or after penalties or biases; or with top-k or top-p, too."""
+"""Choice of tokens: greedy; sampled, or after penalties or biases; or with top-k or top-p, too."""
 
 
 @dataclass(frozen=True)
 class StepLoad:
-    """What a step's time follows from, beside its draft nodes.
+    """Factors of a step's time beside its draft nodes.
 
     Args:
         rows: B.
@@ -34,10 +34,10 @@ class StepLoad:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Where the seconds of a step went.
+    """Seconds of a step's parts.
 
     Args:
-        reading: What the drafter read of texts that it had not followed; that comes once for each text.
+        reading: Prefill of the drafter: once for each text.
         drafting: The draft.
         rest: All else.
     """
@@ -49,15 +49,15 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class StepObservation:
-    """What a budget can learn from a step of B rows.
+    """A finished step of B rows, for a budget to learn from.
 
     Args:
-        load: What the time followed from, its B rows among it.
+        load: Factors of its time, its B rows among them.
         asked: Draft nodes that were asked for, a row; 0 for a plain step.
         promised: `[B, asked]` log prefix probabilities of the drafted nodes, falling; -inf in padding.
         log_probs: `[B, N]` those of the nodes that were verified, the leading ones of each row; -inf in padding.
         accepted: `[B, N]` bool: whether each of them became output.
-        seconds: Where the time went; None where the host does not know.
+        seconds: None where the host does not know.
         member: `Ask.member`.
         emitted: New tokens of all rows; None where no row ended, so that they are a row's accepted ones and one more.
     """
@@ -92,19 +92,19 @@ class Budget(Protocol):
     """Decides what speculation may cost. All that it learns it learns in `observe` and `renewed`."""
 
     def plan(self, load: StepLoad) -> Ask:
-        """What to draft in a step; no nodes for plain decoding."""
+        """Return the draft nodes to ask for in a step; none for plain decoding."""
 
     def observe(self, step: StepObservation) -> None:
         """Learn from a step. Comes after every step, drafted or not."""
 
     def choices(self) -> tuple[BatchChoice, ...]:
-        """What was chosen by batch size, and why; nothing where nothing is chosen. May be asked from any thread."""
+        """Return the choices by batch size with their reasons; empty where nothing is chosen. Thread-safe."""
 
     def renewed(self, member: int) -> None:
         """Hear that a member drafts with other weights from now on: what it brings is to be found out again."""
 
 
-# ---- A fixed number of draft nodes, for comparisons and for who knows what pays.
+# A fixed number of draft nodes.
 
 
 class FixedBudget:

@@ -1,4 +1,4 @@
-"""What steps cost on this machine, by rows and draft nodes: measured at start, because no two machines are alike."""
+"""Latencies of steps by rows and draft nodes, measured on this machine at start."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class LatencyTable:
         return verify, draft
 
     def costs(self, rows: int) -> StepCosts:
-        """What steps of `rows` rows cost, whatever their texts and sampling."""
+        """Return the seconds of steps of `rows` rows, for all text lengths and kinds of sampling."""
         choice = {name: float(np.interp(rows, self.batches, column)) for name, column in self.choosing.items()}
         longer = None if self.longer is None else rows * self.longer
         return StepCosts(np.add(*self.at(rows)), self.length, longer, choice, self.choices)

@@ -65,7 +65,7 @@ class Admission:
             self._on_progress()
 
     def _may_read(self) -> bool:
-        """Whether the step may take on more of the prompts that wait."""
+        """Return whether the step may take on more of the prompts that wait."""
         watched = any(sequence.handle.streams for sequence in self._scheduler.active)
         return not watched or self.prefilled_tokens - self._read_before < self._chunk
 

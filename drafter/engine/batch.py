@@ -1,4 +1,4 @@
-"""What the device holds of the sequences under way: texts, KV cache, hidden states and sampling settings, by slot.
+"""The device's state of the active sequences: texts, KV cache, hidden states and sampling settings, by slot.
 
 Nothing here knows of requests, and nothing waits for a GPU.
 """
@@ -72,7 +72,7 @@ class BatchState:
     # ---- what is in the slots
 
     def has_room(self, length: int, rows: int) -> bool:
-        """Whether there is memory for a text of `length` tokens beside `rows` sequences that will grow."""
+        """Return whether there is memory for a text of `length` tokens beside `rows` growing sequences."""
         return self.cache.has_room(length + self._step_positions, rows)
 
     def reserve(self, slot: int, length: int) -> bool:
@@ -152,7 +152,7 @@ class BatchState:
 
     @property
     def mode(self) -> SamplingMode:
-        """What sampling needs for the sequences of now."""
+        """Sampling operations that the current sequences need."""
         self._look_at_expected()
         return self._mode
 
@@ -176,12 +176,12 @@ class BatchState:
     # ---- what the stages of a step read and write
 
     def context(self, known: list[int], ahead: int = 0) -> DraftContext:
-        """What the drafter may look at, of as many slots as there are lengths `known`; see `DraftContext`."""
+        """Return the drafter's view of the first slots, one for each length in `known`; see `DraftContext`."""
         rows = slice(0, len(known))
         return DraftContext(self.tokens[rows], self._hidden_of(rows), self.lengths[rows], known, ahead)
 
     def load(self, known: list[int]) -> StepLoad:
-        """What the time of a step of as many slots as there are lengths `known` follows from."""
+        """Return the load of a step over the first slots, one for each length in `known`."""
         mode = self.mode
         choosing: Choosing = "drawn"
         if mode.likeliest:
@@ -196,7 +196,7 @@ class BatchState:
         return DraftContext(self.tokens[some], self._hidden_of(some), self.lengths[some], [], bound=bound)
 
     def row_sampling(self, rows: slice) -> RowSampling:
-        """What a verifier needs to know of these slots to choose their tokens."""
+        """Return the sampling settings and texts of these slots, for a verifier."""
         return RowSampling(self.sampling, rows, self.mode, self.tokens[rows], self.lengths[rows])
 
     def store_hidden(self, slot: int, piece: slice, hidden: Tensor) -> None:

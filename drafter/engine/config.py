@@ -1,4 +1,4 @@
-"""How much an engine does at once."""
+"""Settings of an engine."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ DEFAULT_MAX_LENGTH = 2048
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What a person sets of an engine; the jobs and the endpoint have the same settings.
+    """A user's settings of an engine; the jobs and the endpoint share them.
 
     Args:
         slots: Requests decoded together.
         max_length: Most prompt and output tokens of a request; by default the base's own limit, at most 2,048.
         nodes: Draft nodes verified a step; `auto` adapts to what pays on the machine.
-        compile: Compile the base's forward with torch.compile: a minute or two at start, less where it was done
-            before, for faster steps.
+        compile: Compile the base's forward with torch.compile: a minute or two at start, less where it was done before,
+            for faster steps.
         kv_gib: GiB that the KV cache may take: rows then take memory as they grow, and more `slots` are worth having
             than would fit at full length. By default every slot has memory for `max_length` tokens.
 

@@ -23,12 +23,12 @@ from drafter.engine.step import StepOutcome
 _LOG = logging.getLogger(__name__)
 _LEAST_KV = 64
 _Kind = tuple[SamplingMode, bool]
-"""What sampling needs, and whether there are drafts."""
+"""Sampling operations, and whether there are drafts."""
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """What the host decides about a step. Steps of one shape run the same kernels on the same buffers.
+    """The host's decisions on a step. Steps of one shape run the same kernels on the same buffers.
 
     Args:
         rows: Slots `0..rows-1` are decoded; the last of them may be empty.
@@ -200,7 +200,7 @@ class _CudaRecorder:
 
 
 def _first(error: BaseException) -> BaseException:
-    """What went wrong first: while CUDA ends a recording that has failed it says so again, and less well."""
+    """Return the first error: after a failed recording CUDA reports it again, less precisely."""
     while error.__context__ is not None:
         error = error.__context__
     return error

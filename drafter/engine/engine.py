@@ -145,7 +145,7 @@ class Engine:
         return handle
 
     def state(self) -> EngineState:
-        """What it is doing and has done. Figures may be a step apart."""
+        """Return the engine's counters. They may be a step apart."""
         memory = self.drafter.memory
         return EngineState(
             active=len(self.scheduler.in_slots),
@@ -168,12 +168,12 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to decode and nothing waiting."""
+        """True if no sequence is active or waiting."""
         return not self.scheduler.in_slots and not self.flights and not self.scheduler.waiting
 
     @property
     def failure(self) -> EngineError | None:
-        """Why it decodes no more; None while it does."""
+        """The error that stopped decoding; None while the engine works."""
         return self.scheduler.waiting.closed
 
     @property

@@ -1,6 +1,6 @@
-"""What an engine will need of a device's memory, item by item, before any of it is taken.
+"""Plans an engine's device memory, item by item, before any of it is taken.
 
-A GPU has as much memory as it has: who asks for too many slots should hear of it at the start, and how many would fit.
+Too many slots for a GPU's memory are refused at start, with a number that would fit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RECORDED = 4 << 20
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """What decides how much memory an engine takes beside the base's weights.
+    """Sizes that determine an engine's memory beside the target model's weights.
 
     Args:
         slots: Sequences decoded together.
@@ -111,7 +111,7 @@ def slot_length(max_length: int, nodes: int, depth: int) -> int:
 
 
 def plan_memory(sizes: EngineSizes) -> MemoryPlan:
-    """What an engine of these sizes takes beside the base's weights."""
+    """Return the memory of an engine of these sizes beside the target model's weights."""
     positions, tree = sizes.slots * sizes.length, sizes.slots * (sizes.nodes + 1)
     cache = sizes.kv * positions
     if sizes.kv_limit is not None:
@@ -140,7 +140,7 @@ def plan_memory(sizes: EngineSizes) -> MemoryPlan:
 
 
 def what_would_fit(sizes: EngineSizes, free: int) -> str:
-    """How to make sizes that need more than `free` bytes fit, by any one of them, in words."""
+    """Advise on single changes that make sizes fit into `free` bytes."""
     found = []
     for name, low in (("slots", 1), ("max_length", 2), ("nodes", 0)):
 

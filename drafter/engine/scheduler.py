@@ -1,8 +1,8 @@
-"""How many sequences may be in slots together after memory has run out: half as many, then more again, one by one.
+"""Limits the active sequences after memory has run out: additive increase, multiplicative decrease (Chiu and Jain
+1989).
 
-That is additive increase and multiplicative decrease (Chiu and Jain 1989), as where many share a line. What did not fit
-once may fit later: texts are shorter, or sample in another way. Each time that it does not, the next try is put off for
-twice as long, because a try that fails costs the prompts of half of the sequences.
+The limit is halved, then raised one by one: later texts may be shorter, or sample in another way. Each failure doubles
+the wait before the next try, because a failed try costs the prompts of half of the sequences.
 """
 
 from __future__ import annotations
@@ -133,12 +133,12 @@ class WaitingQueue:
         return waiting
 
 
-# ---- Which prompts the next forward reads, and how much of each; what another sequence has read already is copied.
+# Chunks of prompts for the next forward; a prefix that an active sequence shares is copied.
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What the next forward reads of one sequence that enters.
+    """Tokens of one entering sequence that the next forward reads.
 
     Args:
         start: First token.
@@ -159,10 +159,10 @@ class Piece:
 
 
 def next_pieces(entering: Several[Sequence], active: Several[Sequence], chunk: int) -> list[Piece]:
-    """What the next forward reads of the first sequences that enter; an empty piece of one that has been read.
+    """Return the chunks of the first entering sequences for the next forward; empty for a sequence that has been read.
 
-    What an active sequence begins with is copied from there, and a prompt waits for one that has more than half of it.
-    A sequence that is streamed has a forward of its own, as its first token comes with it.
+    A prefix shared with an active sequence is copied from there, and a prompt waits for one that has more than half of
+    it. A streamed sequence has a forward of its own, as its first token comes with it.
 
     Args:
         entering: Those that enter, in order; at least one.
@@ -204,7 +204,7 @@ class Beginnings:
         self._count += 1
 
     def longest_shared(self, sequence: Sequence) -> tuple[int, int]:
-        """Which of them begins with most of what `sequence` does, and how many tokens that is; 0 if hardly any.
+        """Return the sequence with the longest common prefix, and its length in tokens; 0 if it is too short.
 
         Keys, values and hidden states of a position follow from the tokens up to it alone, in every kind of attention.
         The last token of either is not counted: as long as it is pending, there is nothing of it to copy.
@@ -218,7 +218,7 @@ class Beginnings:
 
 
 def common_prefix(first: Ids, second: Ids) -> int:
-    """How many tokens two texts have in common from the start."""
+    """Return the length of the longest common prefix."""
     size = min(len(first), len(second))
     differs = first[:size] != second[:size]
     return int(differs.argmax()) if differs.any() else size
@@ -246,7 +246,7 @@ def read_prompt_end(base: BaseModel, state: BatchState, slot: int, span: slice) 
     return logits[None], hidden[None, -1:]
 
 
-# ---- Who waits, who enters, who is decoded, and in which slot: the one place that changes it.
+# Assigns sequences to slots. Nothing else changes the assignment.
 
 
 class Scheduler:

@@ -49,7 +49,7 @@ class Handle:
 
     @property
     def streams(self) -> bool:
-        """Whether tokens are handed out as they come."""
+        """True if tokens are handed out as they come."""
         return self._deltas is not None
 
     def result(self, timeout: float | None = None) -> Generation:
@@ -78,7 +78,7 @@ class Handle:
             self._on_cancel()
 
     def unwanted(self, now: float) -> bool:
-        """Whether it is cancelled, or out of time at `now` (monotonic seconds)."""
+        """Return whether it is cancelled, or out of time at `now` (monotonic seconds)."""
         return self.cancelled or now >= self.deadline
 
     def __iter__(self) -> Iterator[TokenDelta]:
@@ -94,7 +94,7 @@ class Handle:
                 yield delta
 
     async def arrivals(self) -> AsyncIterator[list[TokenDelta]]:
-        """What has come since one last asked. Who asks seldom gets more at once, and is not woken in between."""
+        """Yield new tokens in batches. A slow consumer gets larger batches, not more wake-ups."""
         deltas, loop, arrived = self._streamed(), asyncio.get_running_loop(), asyncio.Event()
         while True:
             arrived.clear()
@@ -203,7 +203,7 @@ class Sequence:
 
     @property
     def sampling(self) -> SamplingParams:
-        """How its tokens are chosen."""
+        """Its sampling settings."""
         return self.handle.request.sampling
 
     @property
@@ -218,7 +218,7 @@ class Sequence:
 
     @property
     def ended(self) -> bool:
-        """Whether its caller has the result."""
+        """True if its caller has the result."""
         return self.handle.future.done()
 
     def enter(self) -> None:

@@ -1,4 +1,4 @@
-"""What a step tells the host: packed on the device into as few tensors as can be, and unpacked where it is read."""
+"""Outcome of a step: packed on the device into as few tensors as possible, and unpacked on the host."""
 
 from __future__ import annotations
 
@@ -284,7 +284,8 @@ class DeviceStep:
         return self.accept(Verified(tree, tree.ancestors(0), 0, logits, hidden), slice(slot, slot + 1))
 
     def wanted_logprobs(self, rows: slice) -> dict[int, int]:
-        """Which of `rows`, counted from their first, want how many log-probabilities."""
+        """Return the number of log-probabilities by row, for those of `rows` that want any; indices count from the
+        first."""
         return {
             slot - rows.start: count for slot, count in self.state.logprobs.items() if rows.start <= slot < rows.stop
         }

@@ -15,7 +15,7 @@ from drafter.target.model import BaseModel
 
 @dataclass(frozen=True)
 class EndedRow:
-    """What an engine knows of a row that has just ended.
+    """A row that has just ended.
 
     Args:
         request_id: The caller's name for it.
@@ -36,10 +36,10 @@ class EndedRow:
 
 
 class RowTap(Protocol):
-    """Where an engine hands out rows. Both methods are called on the engine's thread and must not wait."""
+    """Receives an engine's ended rows. Both methods are called on the engine's thread and must not wait."""
 
     def wants(self, row: EndedRow, nbytes: int) -> bool:
-        """Whether to hand out a row whose hidden states take `nbytes` bytes; if not, nothing is copied."""
+        """Return whether to hand out a row whose hidden states take `nbytes` bytes; if not, nothing is copied."""
 
     def put(self, row: EndedRow, hidden: Tensor | None, arrived: torch.cuda.Event | None) -> None:
         """Take a row.
@@ -52,7 +52,7 @@ class RowTap(Protocol):
 
 
 class LearningStart(Protocol):
-    """What a drafter begins with that learns from rows while it drafts."""
+    """Initial state of a drafter that learns from rows while it drafts."""
 
     def drafter(self, name: str, base: BaseModel, nodes: int, *, isolated: bool = False) -> Drafter:
         """Return the drafter, by the name that users give.

@@ -1,4 +1,4 @@
-"""Whether an engine fits into its device's memory: planned before any is taken, tried before the first request."""
+"""Checks before the first request that an engine fits into its device's memory, and measures its latencies."""
 
 from __future__ import annotations
 
@@ -114,12 +114,12 @@ def try_dearest_step(step: DeviceStep, plan: MemoryPlan) -> None:
     state.forget()
 
 
-# ---- What longer texts, and tokens that are drawn, add to the latencies that steps are planned by: measured at start.
+# How context length and sampling add to a step's latency.
 
 _FAR = 4096
 """Committed tokens of a long text, where there is room for so many."""
 _RUNS = 3
-"""How often a step is timed. The least time counts."""
+"""Number of timed runs of a step. The least time counts."""
 _SAMPLED: dict[Choosing, SamplingParams] = {
     "drawn": SamplingParams(temperature=1.0),
     "filtered": SamplingParams(temperature=1.0, top_k=50, top_p=0.95),
@@ -223,14 +223,14 @@ def _least_seconds(step: DeviceStep, graphs: StepGraphs | None, work: Callable[[
     return min(devices.timed(step.base.device, work)[1] for _ in range(_RUNS))
 
 
-# ---- What an engine does before its first request: compile the base, and measure what steps cost on this machine.
+# Compilation, and latencies of steps.
 
 _PROBED_LENGTH = 256
 """Committed tokens of the sequences whose steps are timed."""
 _DRAFT_RUNS = 2
-"""How often a draft is timed: the first run may do what only a first run must."""
+"""Number of timed runs of a draft: the first run includes one-time work."""
 _PROBED_TEXT, _PROBED_TEXTS = 24, 16
-"""How many of these the base generates itself, in how many different texts."""
+"""Tokens of these that the target model generates itself, and number of different texts."""
 
 
 @torch.inference_mode()

@@ -60,7 +60,7 @@ def _digest(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """What tells apart processors for which `-march=native` means different instructions."""
+    """Return a description that differs for processors with different instructions under `-march=native`."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

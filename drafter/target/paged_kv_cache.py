@@ -59,7 +59,7 @@ class PagedKVCache(KVCache):
         return True
 
     def has_room(self, positions: int, rows: int) -> bool:
-        """Whether a new row may hold so many positions, and a block is left for each of the `rows` there are."""
+        """Return whether a new row may hold so many positions, and a block is left for each of the `rows` there are."""
         return blocks_of(min(positions, self.length)) + rows <= len(self._free)
 
     def release(self, slot: int) -> None:

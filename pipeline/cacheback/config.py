@@ -1,4 +1,4 @@
-"""The configuration of a job that makes a table of n-grams, and its command line."""
+"""Configuration and command line of the job that makes a table of n-grams."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pipeline.errors import InputError
 
 @dataclass(frozen=True)
 class CorpusConfig:
-    """Which texts are counted.
+    """The texts to count.
 
     Args:
         format: Format of the input files; `auto` goes by their names.
-        split: Which split of a Hugging Face dataset, such as `train`; by default the only one.
-        subset: Which subset of a Hugging Face dataset; by default the only one, or `default`.
+        split: Split of a Hugging Face dataset, such as `train`; by default the only one.
+        subset: Subset of a Hugging Face dataset; by default the only one, or `default`.
         text_column: Column of texts. By default, of an output of jobs.generate the generated tokens are counted, and of
             anything else the first column of `text`, `prompt`, `messages` and `token_ids` that there is.
         messages_column: Column of chats: a list of {role, content}, or that list as JSON text.
@@ -49,11 +49,11 @@ class CacheConfig:
     Args:
         input: The corpus: a file, a folder, a pattern, a URI, or the output of a job of jobs.generate.
         output: File for the table.
-        model: Base model, whose tokeniser's ids the table has: hub id or folder; by default the embedded one.
+        model: Target model, whose tokeniser's ids the table has: hub id or folder; by default the embedded one.
         trust_remote_code: Run code that comes with the tokeniser.
         reading: Which texts are counted.
-        leaders: Tokens that the table has followers of, at most: the most frequent ones.
-        followers: Followers of a token at most: the most frequent ones. Each is three tokens.
+        leaders: Largest number of tokens with followers in the table; the most frequent ones are kept.
+        followers: Largest number of followers of a token; the most frequent ones are kept. Each is three tokens.
     """
 
     input: str
@@ -87,7 +87,7 @@ such a job. The table belongs to the tokeniser of --model.
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> CacheConfig:
-    """Read the configuration from a command line; see `command_line.parse`."""
+    """Parse the job's command line; see `command_line.parse`."""
     return parse(
         CacheConfig, make_parser(CacheConfig, "jobs.cache", "--input PATH --output FILE", _DESCRIPTION), arguments
     )

@@ -1,4 +1,4 @@
-"""The texts of a corpus as token ids, whatever its rows hold."""
+"""Reads a corpus of texts, chats or token ids as token ids."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from pipeline.output.run_file import read_run
 _ROWS = 512
 """Rows that are tokenised together."""
 _GENERATED = "token_ids"
-"""Column of an output of jobs.generate."""
 
 Kind = Literal["text", "messages", "tokens"]
 _USUAL: tuple[tuple[str, Kind], ...] = (
@@ -32,19 +31,12 @@ _USUAL: tuple[tuple[str, Kind], ...] = (
     ("messages", "messages"),
     (_GENERATED, "tokens"),
 )
-"""Columns that are looked for where none is named."""
+"""Columns to look for where none is named."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Where texts are.
-
-    Args:
-        listing: The files.
-        column: Their column with the texts.
-        kind: What the column holds.
-        limit: Rows at most.
-    """
+    """Files and the column with their texts; at most `limit` rows are read."""
 
     listing: InputListing
     column: str
@@ -53,7 +45,7 @@ class Corpus:
 
 
 def open_corpus(config: CacheConfig) -> Corpus:
-    """Find the files of a corpus and where the texts are in them.
+    """Find the files of a corpus and their column of texts.
 
     Raises:
         InputError: There are none, or they are token ids that another model has generated.
@@ -110,14 +102,9 @@ def _usual_column(listing: InputListing) -> tuple[str, Kind]:
 def token_texts(corpus: Corpus, tokenizer: Any, vocab_size: int) -> Iterator[list[int] | None]:
     """Yield the token ids of each row's text, or None for a row without one.
 
-    Args:
-        corpus: The texts.
-        tokenizer: Of the base.
-        vocab_size: Token ids are below it.
-
     Raises:
-        InputError: A file cannot be read or lacks the column, chats have no template, or token ids are another
-            tokeniser's.
+        InputError: A file cannot be read or lacks the column, chats have no template, or token ids are not below
+            `vocab_size`.
     """
     if corpus.kind == "messages" and tokenizer.chat_template is None:
         raise InputError("the model has no chat template: set reading.text_column to a column of texts")

@@ -1,4 +1,4 @@
-"""The job that makes a table of n-grams: from the texts of a corpus to a file that appears as a whole."""
+"""Counts the n-grams of a corpus into a table; the file appears as a whole."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_table(config: CacheConfig) -> None:
     output = locate(config.output)
     if output.type == fs.FileType.Directory:
         raise InputError(f"output {config.output} is a folder: name a file for the table")
-    # Torch takes seconds to import: no check before waits for it.
+    # Torch takes seconds to import: check the rest first.
     from drafter.methods.cacheback.frozen_table import Vocabulary
     from drafter.text.tokenizers import load_tokenizer, vocabulary_digest
 
@@ -90,7 +90,7 @@ def write_table(
     vocabulary: Any,
     meaning: dict[str, Any],
 ) -> None:
-    """Count, and write the table with where it comes from.
+    """Count, and write the table with its provenance.
 
     Raises:
         InputError: There is no text to count.

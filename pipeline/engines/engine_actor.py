@@ -46,7 +46,7 @@ class Stepping(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether it has nothing to do."""
+        """True if it has nothing to do."""
 
 
 def watch(engine: Stepping, seconds: float, stuck: Callable[[], None]) -> threading.Thread:

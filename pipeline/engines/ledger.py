@@ -62,7 +62,7 @@ class PartRecord:
 
     @property
     def complete(self) -> bool:
-        """Whether all rows have an outcome, so that only the commit is missing."""
+        """True if all rows have an outcome, so that only the commit is missing."""
         return len(self.outcomes) == self.wanted
 
 

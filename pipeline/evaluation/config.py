@@ -1,4 +1,4 @@
-"""The configuration of an evaluation job."""
+"""Configurations and command lines of the evaluation and planning jobs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EvaluateConfig:
 
     Args:
         output: Folder for the results. It is new, empty, or the output of an earlier submission of the same job.
-        model: Base model, as a hub id or folder; by default the embedded demonstration model.
+        model: Target model, as a hub id or folder; by default the embedded demonstration model.
         drafters: One or a list, as `jobs.generate` takes them: draft heads' folders, `ctc`, `ngram`, `ctc+ngram`. By
             default the embedded heads for the embedded model, and `ngram` for any other.
         trees: One or a list. `exact` is the best trie under the drafter's distributions, `static` the published fixed
@@ -38,7 +38,7 @@ class EvaluateConfig:
         samples: Answers to each question, each with a seed of its own, above temperature 0.
         rounds: How often everything is timed.
         max_new_tokens: Longest answer.
-        compile: Compile the base's forward, as `engine.compile` of `jobs.generate` does.
+        compile: Compile the target model's forward, as `engine.compile` of `jobs.generate` does.
         transformers: Measure `transformers.generate` as well, which may take several times as long as any other arm.
         verifiers: One or a list: verifiers to measure beside exact decoding instead of trees: `fly`, `typical`, and
             `pad:classifier=FOLDER`. A setting such as `fly:theta=0.3,window=4` is measured alone, otherwise several.
@@ -95,7 +95,7 @@ class EvaluateConfig:
             raise InputError(str(error)) from error
 
     def lenient_verifiers(self) -> tuple[VerifierSettings, ...]:
-        """Return the verifiers that are measured.
+        """Return the verifiers to measure.
 
         Raises:
             InputError: A name or a setting is unknown.
@@ -124,7 +124,7 @@ class EvaluateConfig:
 
 
 def named_verifier(text: str) -> VerifierSettings:
-    """Return the settings of a lenient verifier that are written as `NAME` or `NAME:setting=value,setting=value`.
+    """Parse a lenient verifier's settings, `NAME` or `NAME:setting=value,setting=value`.
 
     Raises:
         InputError: There is no such verifier or setting, or the value is no number.
@@ -147,7 +147,7 @@ def named_verifier(text: str) -> VerifierSettings:
 
 
 def embedded_heads() -> tuple[str, ...]:
-    """Return the names of the embedded base's draft heads."""
+    """Return the names of the embedded model's draft heads."""
     return tuple(sorted(folder.name for folder in EMBEDDED_HEADS.iterdir() if (folder / "config.json").is_file()))
 
 
@@ -171,11 +171,11 @@ again to resume the job where it stopped.
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> EvaluateConfig:
-    """Return the evaluation that a command line asks for; see `command_line.parse`."""
+    """Parse an evaluation's command line; see `command_line.parse`."""
     return parse(EvaluateConfig, make_parser(EvaluateConfig, "jobs.evaluate", "--output DIR", _DESCRIPTION), arguments)
 
 
-# ---- The configuration of a planning job.
+# Planning.
 
 
 @dataclass(frozen=True)
@@ -186,15 +186,15 @@ class PlanConfig:
         output: Folder for the results; what an earlier plan has written there is replaced.
         drafters: A list of drafters that may be levels of a stack: `model:` and a model's folder or hub id; or, as the
             lowest level alone, `cacheback`, `ngram`, `memory`, or several of these joined by `+`.
-        model: Base model, as a hub id or folder; by default the embedded demonstration model.
+        model: Target model, as a hub id or folder; by default the embedded demonstration model.
         questions: A sample of the job's prompts: JSON lines, as `jobs.evaluate` takes them.
         questions_per_file: Number of questions to take, spread evenly over the file; null takes all. The plan rests on
-            every other one; what it expects is compared with what the others take.
-        nodes: Draft tokens that the base verifies in a step; by default as many as can pay on the device.
+            every other one; its prediction is compared with a measurement on the others.
+        nodes: Draft tokens that the target model verifies in a step; by default as many as can pay on the device.
         batch: Number of requests decoded together.
         temperature: Sampling temperature.
         max_new_tokens: Longest answer.
-        loading: How the base is loaded.
+        loading: How the target model is loaded.
         gpus: Number of GPUs to use; by default 1 where there are any.
     """
 
@@ -235,5 +235,5 @@ The job prints what it compared, and writes it to --output: stacks.json and stac
 
 
 def parse_plan(arguments: Sequence[str] | None = None) -> PlanConfig:
-    """Return the plan that a command line asks for; see `command_line.parse`."""
+    """Parse a plan's command line; see `command_line.parse`."""
     return parse(PlanConfig, make_parser(PlanConfig, "jobs.plan", "--output DIR", _PLAN_DESCRIPTION), arguments)

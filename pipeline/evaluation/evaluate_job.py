@@ -34,18 +34,13 @@ from pipeline.generate.config import LoadingConfig
 from pipeline.settings import ResourcesConfig
 
 Item = Results | list[Cell] | Progress | str
-"""What the task yields: what it does until it is ready, results without cells, then the cells
-of each setting together, and progress."""
+"""Items of the task: status lines, results without cells, then the cells of each setting, and progress."""
 
 _LINE_SECONDS = 5.0
 
 
 def evaluate(config: EvaluateConfig, command: str) -> None:
-    """Run a job to its end.
-
-    Args:
-        config: What to measure.
-        command: The command line to repeat it, for the record.
+    """Run a job to its end; `command` is kept for the record.
 
     Raises:
         InputError: The configuration, the questions, the models or the output cannot be used.
@@ -76,7 +71,7 @@ def evaluate(config: EvaluateConfig, command: str) -> None:
 
 
 def open_output(folder: Path) -> Results | None:
-    """Create the output folder. Return what an earlier submission has measured; None if there is nothing.
+    """Create the output folder. Return the results of an earlier submission; None if there are none.
 
     Raises:
         InputError: The folder cannot be created, or the earlier results cannot be read.
@@ -128,21 +123,11 @@ def measure(
     done: frozenset[Setting],
     threads: int,
 ) -> Iterator[Item]:
-    """Load the models and measure. Runs on a worker.
-
-    Args:
-        model: Hub id or folder of the base.
-        loading: How the base is loaded.
-        plan: What to measure.
-        questions: Sets of questions by name.
-        files: File of each set, for the record.
-        command: The command line, for the record.
-        done: Settings that are not measured again.
-        threads: CPU threads.
+    """Load the models and measure all settings but those in `done`. Runs on a worker.
 
     Raises:
         LoadError: A model cannot be loaded.
-        QuestionError: The questions do not fit the base or the plan.
+        QuestionError: The questions do not fit the target model or the plan.
     """
     torch.set_num_threads(threads)
     yield f"loading the model {model}"

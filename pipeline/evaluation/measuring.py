@@ -1,4 +1,4 @@
-"""An actor that measures what it is asked to, one thing after another, where what comes decides what is asked next."""
+"""Runs measurements on the cluster: as an actor that is asked step by step, or as one task that streams results."""
 
 from __future__ import annotations
 
@@ -13,22 +13,17 @@ from pipeline.cluster.shares import ActorResources
 from pipeline.errors import InputError, JobError
 
 Ask = Callable[..., Any]
-"""Calls a method of the actor by its name, with arguments, and returns what it returns."""
+"""Calls a method of the actor by its name, with arguments, and returns its result."""
 
 
 @contextmanager
 def measuring(
     resources: ActorResources, kind: type, *arguments: Any, mistakes: tuple[type[Exception], ...]
 ) -> Iterator[Ask]:
-    """Run an actor on the cluster for as long as the context lasts, and give what asks it.
+    """Run an actor on the cluster for as long as the context lasts; yields the function that asks it.
 
     Asking raises `InputError` where the actor raises one of the `mistakes`, and `JobError` where it fails otherwise.
-
-    Args:
-        resources: What the actor takes.
-        kind: Its class, whose constructor does nothing that may fail.
-        arguments: For the constructor.
-        mistakes: Its errors that are the input's.
+    The actor's constructor must not fail.
     """
     options = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_restarts": 0}
     actor = ray.remote(**options)(kind).remote(*arguments)
@@ -43,8 +38,6 @@ def measuring(
         ray.kill(actor)
 
 
-# ---- One Ray task that measures, and hands out what it has measured as it comes.
-
 Item = TypeVar("Item")
 
 
@@ -55,12 +48,6 @@ def measured(
     mistakes: tuple[type[Exception], ...],
 ) -> Iterator[Item]:
     """Yield what `measure` yields, run as a task on the cluster.
-
-    Args:
-        resources: What the task takes.
-        measure: Runs on a worker.
-        arguments: For it.
-        mistakes: Its errors that are the input's.
 
     Raises:
         InputError: The task raised one of the `mistakes`.
@@ -74,13 +61,10 @@ def measured(
 
 @contextmanager
 def as_job_errors(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Turn what Ray raises into the job's errors.
-
-    Args:
-        mistakes: Errors of what runs on the worker that are the input's.
+    """Turn Ray's errors into the job's.
 
     Raises:
-        InputError: It raised one of the `mistakes`.
+        InputError: The worker raised one of the `mistakes`.
         JobError: It failed otherwise.
     """
     try:

@@ -34,11 +34,7 @@ from pipeline.settings import ResourcesConfig
 
 
 def plan(config: PlanConfig, command: str) -> None:
-    """Run a job to its end.
-
-    Args:
-        config: What to plan.
-        command: The command line to repeat it, for the record.
+    """Run a job to its end; `command` is kept for the record.
 
     Raises:
         InputError: The configuration, the questions, the models or the output cannot be used.
@@ -53,7 +49,7 @@ def plan(config: PlanConfig, command: str) -> None:
             f"questions {config.questions}: a plan needs at least 2, one to measure on and one to try it on"
         )
     for name in config.drafters:
-        head_fingerprints(config.model, name)  # a mistake in a name is found before anything is loaded
+        head_fingerprints(config.model, name)  # check names before anything is loaded
     folder = Path(config.output).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,11 +74,11 @@ def plan(config: PlanConfig, command: str) -> None:
 def measure_stacks(
     config: PlanConfig, questions: Sequence[Question], command: str, threads: int
 ) -> Iterator[str | tuple[Comparison, dict[str, Any]]]:
-    """Load the models, and measure; yield what is measured next, then the result and where it was found.
+    """Load the models and measure; yield status lines, then the result and its environment.
 
     Raises:
         LoadError: A model cannot be loaded.
-        QuestionError: The questions do not fit the base.
+        QuestionError: The questions do not fit the target model.
     """
     torch.set_num_threads(threads)
     model = model_name(config.model)

@@ -53,23 +53,14 @@ from pipeline.report.against.scorers import Scorer, make_scorer, scorer_file, sc
 
 
 class VerifierMeasurement:
-    """Holds the base for as long as it lives. Call `load`, then `begin`, then `run` for each verifier.
-
-    Args:
-        model: Hub id or folder of the base.
-        loading: How it is loaded: further arguments of `load_base`.
-        threads: CPU threads.
-    """
+    """Actor that holds the target model. Call `load`, then `begin`, then `run` for each verifier."""
 
     def __init__(self, model: str, loading: Mapping[str, Any], threads: int) -> None:
         self._model, self._loading, self._threads = model, loading, threads
         self._trials: VerifierTrials | None = None
 
     def load(self, command: str) -> dict[str, Any]:
-        """Load the base, and return where this is.
-
-        Args:
-            command: The command line, for the record.
+        """Load the target model, and return the record of the environment.
 
         Raises:
             LoadError: It cannot be loaded.
@@ -81,18 +72,12 @@ class VerifierMeasurement:
         return environment(self._base, command)
 
     def begin(self, drafter: str, engine: Mapping[str, Any], requests: Sequence[Request], rounds: int) -> int:
-        """Take up requests, and return how many draft tokens a path has at most.
-
-        Args:
-            drafter: Name of the drafter.
-            engine: The engine's settings; see `EngineSettings`.
-            requests: What to decode.
-            rounds: How often everything is timed.
+        """Prepare to decode `requests`, each `rounds` times, and return the most draft tokens on a path.
 
         Raises:
             LoadError: The drafter cannot be loaded.
         """
-        self._trials = None  # the engine before gives its memory back
+        self._trials = None  # frees the previous engine's memory
         base, config = self._base, EngineConfig(**engine)
         nodes = useful_nodes(base.device) if config.nodes == "auto" else config.nodes
         self._trials = VerifierTrials(
@@ -101,29 +86,21 @@ class VerifierMeasurement:
         return self._trials.depth
 
     def run(self, settings: VerifierSettings) -> VerifierRun:
-        """Return what comes of the requests under a verifier.
+        """Decode the requests under a verifier.
 
         Raises:
-            LoadError: The verifier does not fit the base or the drafter.
+            LoadError: The verifier does not fit the target model or the drafter.
             RequestError: It does not take the requests' settings.
         """
         assert self._trials is not None
         return self._trials.run(settings)
 
 
-# Scoring.
-
-
 class ScoredVerifiers:
-    """Measures verifiers on requests that a `VerifierMeasurement` has taken up. Exact decoding is measured at once.
+    """Measures verifiers on the requests of a `VerifierMeasurement`. Exact decoding is measured at once.
 
     Args:
-        ask: Asks the measurement.
-        rows: What was asked, in the order of the requests; see `scores_of`.
-        scorer: Says what an answer is worth.
-
-    Attributes:
-        exact: The figures of exact decoding.
+        rows: The requests' rows, in their order; see `scores_of`.
 
     Raises:
         InputError: The scorer cannot score an answer.
@@ -157,15 +134,7 @@ RESULTS_FILE = "verifiers.json"
 
 @dataclass(frozen=True)
 class Block:
-    """Where verifiers stand side by side.
-
-    Args:
-        questions: Name of the set.
-        drafter: Name of the drafter.
-        nodes: Draft nodes of a step.
-        batch: Requests decoded together.
-        temperature: Sampling temperature.
-    """
+    """A combination of settings under which all verifiers are compared."""
 
     questions: str
     drafter: str
@@ -188,14 +157,7 @@ def evaluate_verifiers(
     folder: Path,
     resources: ActorResources,
 ) -> None:
-    """Measure all blocks, one after another; those that an earlier submission has measured are left.
-
-    Args:
-        config: What to measure.
-        questions: Sets of questions by name.
-        command: The command line, for the record.
-        folder: Output.
-        resources: What a measurement takes.
+    """Measure all blocks, one after another, except those that an earlier submission has measured.
 
     Raises:
         InputError: A question has several turns, models or verifiers cannot be used, or the output is another's.
@@ -246,7 +208,7 @@ def _evaluate_block(
         "kept": [one.as_dict() for one in kept],
     }
     results["blocks"].append(measured_block)
-    # The plot comes first: what is in the results is not measured again, and a kill in between would lose it.
+    # The plot comes first: a block in the results is not measured again, and a kill in between would lose its plot.
     plot = folder / f"utility_by_beta_{len(results['blocks'])}.png"
     utility_plot(found, kept).savefig(plot, dpi=150)
     write_json(folder / RESULTS_FILE, results)
@@ -297,7 +259,7 @@ def _open_results(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def _same_environment(folder: Path, earlier: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
-    """Return the record of a file's blocks, with which the next block's must agree; before the first it is empty."""
+    """Return the environment of the file's blocks, or `here` before the first; refuse to mix different ones."""
     if not earlier:
         return here
     before, now = comparable(earlier), comparable(here)
@@ -371,7 +333,7 @@ def _tried(
 def _to_try(
     verifier: VerifierSettings, found: Sequence[VerifierFigures], keep: float | None, depth: int
 ) -> Iterator[VerifierSettings]:
-    """Yield settings one by one; `found` has the figures of those before."""
+    """Yield settings one by one; the caller appends the figures of each to `found` before asking for the next."""
     yield from verifier_grid(verifier)
     while keep is not None and (settings := next_setting(verifier, found, keep, depth)) is not None:
         yield settings

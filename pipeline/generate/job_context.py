@@ -51,7 +51,7 @@ class JobContext:
 
     @property
     def several(self) -> bool:
-        """Whether an input row may become several, named `ID#0`, `ID#1`, …."""
+        """True if an input row may become several, named `ID#0`, `ID#1`, …."""
         return self.prompts.kind == "openai" or self.config.reading.samples > 1
 
     def engine_facts(self) -> dict[str, Any]:

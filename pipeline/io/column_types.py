@@ -257,7 +257,7 @@ def _common_type(one: pa.DataType, other: pa.DataType, *, exact: bool) -> pa.Dat
 
 
 def _differ_in_kind(one: pa.DataType, other: pa.DataType) -> bool:
-    """Whether pyarrow's common type loses or reinterprets values."""
+    """Return whether pyarrow's common type loses or reinterprets values."""
     if pa.types.is_integer(one) and pa.types.is_integer(other):
         unsigned = [pa.types.is_unsigned_integer(kind) for kind in (one, other)]
         return pa.uint64() in (one, other) and not all(unsigned)

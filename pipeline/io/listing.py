@@ -232,7 +232,7 @@ class InputListing:
 
     @property
     def of_json(self) -> bool:
-        """Whether the files hold JSON; all of an input's files have one format."""
+        """True if the files hold JSON; all of an input's files have one format."""
         return any(file.format == "jsonl" for file in self.files)
 
 

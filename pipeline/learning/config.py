@@ -54,12 +54,12 @@ class LearningConfig:
 
     @property
     def yields(self) -> bool:
-        """Whether the learner's threads take only what other processes leave."""
+        """True if the learner's threads take only what other processes leave."""
         return not self.cpus and not self.gpus
 
     @property
     def shares(self) -> bool:
-        """Whether engines also use the learner's cores or its GPU."""
+        """True if engines also use the learner's cores or its GPU."""
         return self.yields or 0 < self.gpus < 1
 
     def check_beside(self, drafter: str, verifier: VerifierSettings, engine: EngineSettings) -> None:

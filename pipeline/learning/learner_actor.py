@@ -177,7 +177,7 @@ class LearnerActor:
         self._save_record()
 
     def _has_published(self) -> bool:
-        """Whether an earlier process in this submission has published; engines may not have heard of it."""
+        """Return whether an earlier process in this submission has published; engines may not have heard of it."""
         return self._spec.beginning.saved is None and self._spec.output.learner_state.exists
 
     def _load(self, folder: str) -> tuple[Learner, bool]:

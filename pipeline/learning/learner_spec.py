@@ -127,7 +127,7 @@ def put_head(here: Path, folder: Location) -> None:
 
 
 def _is_whole(folder: Location) -> bool:
-    """Whether there is a readable head. A damaged one costs its training, not the job."""
+    """Return whether there is a readable head. A damaged one costs its training, not the job."""
     if not any(info.base_name == HEAD_CONFIG for info in folder.children()):
         return False
     try:

@@ -1,1 +1,1 @@
-"""OpenAI's request and response bodies: what a body asks of the engine, and how its answer is put. No Ray, no HTTP."""
+"""OpenAI's request and response bodies, translated to and from the engine's types. No Ray, no HTTP."""

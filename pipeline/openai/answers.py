@@ -1,8 +1,8 @@
-"""An extension of OpenAI's schema: what became of the draft. It is in answers only where it was asked for.
+"""Response bodies in OpenAI's schema, with an extension on draft statistics.
 
-A body asks with `"speculation": true` (`extra_body` of OpenAI's Python client). The answer then has `speculation`
-beside the fields of OpenAI's schema: in a chunk of a stream, what its step did; in the last chunk of a choice, and for
-each choice of an answer that is not streamed, the statistics of the whole.
+A body asks for it with `"speculation": true` (`extra_body` of OpenAI's Python client). The answer then has a field
+`speculation`: in a chunk of a stream the statistics of its step; in the last chunk of a choice, and in each choice of
+an answer that is not streamed, the statistics of the whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FIELD = "speculation"
 
 
 def wants_speculation(body: Any) -> bool:
-    """Take the extension out of a body, and return whether it was asked for.
+    """Remove the extension from a body, and return whether it was asked for.
 
     Raises:
         OpenAIError: It is neither true nor false.
@@ -33,7 +33,7 @@ def wants_speculation(body: Any) -> bool:
 
 
 def step_statistics(delta: TokenDelta) -> dict[str, Any]:
-    """Return what one decode step did: its new tokens, and how many of them were drafted."""
+    """Return the number of new tokens of a decode step, and how many of them were drafted."""
     return {"tokens": len(delta.token_ids), "accepted": delta.accepted}
 
 
@@ -50,10 +50,7 @@ def generation_statistics(generation: Generation) -> dict[str, Any]:
 
 
 def lossless_mark(*generations: Generation) -> dict[str, Any]:
-    """Return the mark of an answer whose tokens may differ from plain decoding's; nothing for any other.
-
-    It is in every such answer, asked for or not.
-    """
+    """Return the mark of every answer whose tokens may differ from plain decoding's; empty for others."""
     marked = [generation for generation in generations if not generation.lossless]
     if not marked:
         return {}
@@ -61,14 +58,13 @@ def lossless_mark(*generations: Generation) -> dict[str, Any]:
     return {"lossless": False, "verifier": marked[0].verifier, "lenient_tokens": lenient}
 
 
-# ---- The bodies of answers: what was generated, in OpenAI's schema.
+# Bodies.
 
 TokenText = Callable[[int], str]
-"""Gives the text of a token by itself; bytes of half a character are surrogates, as Python's `surrogateescape` has
-them."""
+"""Gives the text of a single token. Bytes of a partial character are surrogates, as in Python's `surrogateescape`."""
 _HALVES = re.compile("[\udc80-\udcff]")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-"""A token for a byte in vocabularies of SentencePiece."""
+"""A byte token in vocabularies of SentencePiece."""
 _PRINTED_BYTES = (*range(33, 127), *range(161, 173), *range(174, 256))
 _BYTES = {chr(byte): byte for byte in _PRINTED_BYTES} | {
     chr(256 + place): byte for place, byte in enumerate(sorted(set(range(256)) - set(_PRINTED_BYTES)))
@@ -81,9 +77,9 @@ _IMPOSSIBLE = -9999.0
 def token_text(tokenizer: Any, token: int) -> str:
     """Return the text of a token inside a text, which may begin with a space; see `TokenText`.
 
-    Where the vocabulary does not say which bytes a token of half a character has, `\ufffd` stands for it.
+    `\ufffd` stands for a partial character whose bytes the vocabulary does not tell.
     """
-    # Tokenisers that put words together leave out the space before the first one, so the second one tells.
+    # Some tokenisers leave out the space before the first word, so the second token tells.
     once, twice = (str(tokenizer.decode([token] * times, clean_up_tokenization_spaces=False)) for times in (1, 2))
     text = twice[len(once) :]
     if "\ufffd" not in text:
@@ -93,14 +89,14 @@ def token_text(tokenizer: Any, token: int) -> str:
 
 
 def _vocabulary_bytes(entry: str) -> bytes | None:
-    """Return the bytes of an entry of a vocabulary; None where it is not written as bytes are."""
+    """Bytes of a vocabulary entry; None where it is not written in bytes."""
     if found := _BYTE_TOKEN.fullmatch(entry):
         return bytes([int(found[1], 16)])
     return bytes(_BYTES[character] for character in entry) if all(one in _BYTES for one in entry) else None
 
 
 def _shown(text: str) -> str:
-    """Return a token's text without the bytes of half characters, which no JSON has; it is as long."""
+    """Replace the bytes of partial characters, which JSON cannot have. The length stays the same."""
     return _HALVES.sub("\ufffd", text)
 
 
@@ -110,11 +106,9 @@ def chat_response(
     """Return the body that answers a request to `/v1/chat/completions`.
 
     Args:
-        request: What was asked for; the answer names the same model.
         generations: One for each choice, in order.
         name: The answer's `id`.
         created: Seconds since 1970.
-        token_text: Used where log-probabilities were asked for.
 
     Raises:
         OpenAIError: A log-probability is not a number.
@@ -167,14 +161,10 @@ def _response(
 
 
 def usage(generations: Sequence[Generation], n: int = 1) -> dict[str, Any]:
-    """Return the numbers of tokens that went in and came out.
+    """Return the token counts. A prompt counts once, whatever its number of choices.
 
-    A prompt counts once, whatever its number of choices. Draft tokens stand where OpenAI has those of a predicted
-    output: accepted ones are part of the text, rejected ones were verified for nothing.
-
-    Args:
-        generations: `n` of each prompt, one prompt after the other.
-        n: Choices of a prompt.
+    Draft tokens stand where OpenAI counts those of a predicted output: rejected ones were verified for nothing.
+    `generations` has `n` of each prompt, one prompt after the other.
     """
     prompt = sum(generation.prompt_tokens for generation in generations[::n])
     output = sum(len(generation.token_ids) for generation in generations)
@@ -219,12 +209,7 @@ def chat_logprobs(
 def completion_logprobs(
     logprobs: Sequence[TokenLogprob] | None, token_text: TokenText, offset: int = 0
 ) -> dict[str, Any] | None:
-    """Return log-probabilities as a choice of a text completion, or a chunk of one, has them.
-
-    Args:
-        logprobs: Of each token; None where they were not asked for.
-        token_text: Gives their texts.
-        offset: Where in the choice's text the chunk begins.
+    """Return log-probabilities of a text completion's choice, or of a chunk that begins at `offset` in its text.
 
     Raises:
         OpenAIError: One is not a number.
@@ -250,7 +235,7 @@ def _number(logprob: float) -> float:
     """Return a log-probability as JSON can have it.
 
     Raises:
-        OpenAIError: It is not a number, because the base's forward has overflowed.
+        OpenAIError: It is not a number, because the target model's forward has overflowed.
     """
     if logprob == -math.inf:
         return _IMPOSSIBLE
@@ -259,10 +244,10 @@ def _number(logprob: float) -> float:
     return logprob
 
 
-# ---- An answer with log-probabilities, written piece by piece: as a whole it may be a hundred megabytes of JSON.
+# An answer with log-probabilities is written in pieces: it may be a hundred megabytes of JSON.
 
 LogprobsOf = Callable[[Sequence[TokenLogprob], TokenText, int], dict[str, Any] | None]
-"""Gives the log-probabilities of some tokens as a choice has them; the number says where in its text they begin."""
+"""Formats the log-probabilities of some tokens for a choice; the number is their offset in its text."""
 _SLICE = 64
 """Tokens of a piece, which takes a few milliseconds at most."""
 
@@ -270,13 +255,7 @@ _SLICE = 64
 def long_answer(
     body: dict[str, Any], generations: Sequence[Generation], logprobs_of: LogprobsOf, token_text: TokenText
 ) -> Iterator[str]:
-    """Yield the pieces of an answer's JSON text.
-
-    Args:
-        body: The answer, without log-probabilities.
-        generations: One for each of its choices, with log-probabilities.
-        logprobs_of: Puts them in the answer's schema.
-        token_text: Gives the texts of tokens.
+    """Yield the pieces of an answer's JSON text: of `body`, with the log-probabilities of each choice's generation.
 
     Raises:
         OpenAIError: A log-probability is not a number.

@@ -1,4 +1,4 @@
-"""OpenAI's batch format: a request a line, and an answer or an error a line."""
+"""OpenAI's batch format: JSON lines of requests, and of answers or errors."""
 
 from __future__ import annotations
 
@@ -19,15 +19,11 @@ from pipeline.openai.requests import (
 )
 
 LINE_FIELDS = ("custom_id", "method", "url", "body")
-"""Fields of a line."""
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 
 def parse_line(line: Mapping[str, Any]) -> ParsedRequest:
-    """Return what a line asks for.
-
-    Args:
-        line: Its `LINE_FIELDS`; the body as JSON text.
+    """Parse a line's `LINE_FIELDS`, of which the body is JSON text.
 
     Raises:
         OpenAIError: It is not a request that can be answered.
@@ -51,14 +47,7 @@ def parse_line(line: Mapping[str, Any]) -> ParsedRequest:
 def answer_line(
     line: Mapping[str, Any], generations: Sequence[Generation], created: int, token_text: TokenText
 ) -> dict[str, Any]:
-    """Return the line that answers a request, or says why what was generated is no answer.
-
-    Args:
-        line: The request's; see `parse_line`.
-        generations: One for each choice.
-        created: Seconds since 1970.
-        token_text: See `chat_response`.
-    """
+    """Return the line that answers a request, or an error line for numbers that are not finite; see `chat_response`."""
     request, name = parse_line(line), _name(line["custom_id"], created)
     try:
         if line["url"] == _CHAT:
@@ -79,15 +68,7 @@ def refusal_line(custom_id: str, created: int, error: OpenAIError) -> dict[str, 
 
 
 def failure_line(custom_id: str | None, place: str, created: int, code: str, message: str) -> dict[str, Any]:
-    """Return the line for what is not a request, or was given up.
-
-    Args:
-        custom_id: None where the line has none.
-        place: The line's place in the input.
-        created: Seconds since 1970.
-        code: What kind of failure.
-        message: What happened.
-    """
+    """Return the line for input that is not a request, or was given up; named by `place` without a `custom_id`."""
     name = _name(place if custom_id is None else custom_id, created)
     return _line(custom_id, name, None, {"code": code, "message": message})
 

@@ -24,7 +24,7 @@ def to_json(value: Any) -> str:
 
 
 def parse_json(body: bytes) -> Any:
-    """Return what JSON says, as the standard has it: UTF-8, no NaN or infinities, and text that can be encoded.
+    """Parse standard JSON: UTF-8, no NaN or infinities, and only text that can be encoded.
 
     Raises:
         OpenAIError: 400, it is not JSON.
@@ -39,7 +39,7 @@ def parse_json(body: bytes) -> Any:
 
 
 def _number(text: str) -> float | int:
-    """Return a number; a whole one is an integer, because JSON does not tell 1.0 from 1 and some clients write 1.0."""
+    """Whole numbers become integers, because JSON does not tell 1.0 from 1 and some clients write 1.0."""
     value = float(text)
     return int(value) if value.is_integer() else value
 
@@ -60,23 +60,21 @@ def _reason(error: Exception) -> str:
             return "it has a number that cannot be read"
 
 
-# Errors in OpenAI's shape.
+# Errors in OpenAI's format.
 
 NOT_FINITE = "not_finite"
-"""Code of the error for a model that overflows; asked again, it would overflow again."""
+"""Code of the error for a model that overflows; a retry would overflow again."""
 _LONGEST_SHOWN = 80
 """Characters of a value that a message quotes."""
 _IN_PIECES = json.JSONEncoder(ensure_ascii=False, default=str)
 
 
 class OpenAIError(Exception):
-    """A request that cannot be answered, in words that OpenAI's clients know.
+    """A request that cannot be answered, as an error that OpenAI's clients know.
 
     Args:
         status: HTTP status; 400 for a mistake in the request.
-        message: What is wrong, and with what.
-        param: The parameter that is wrong, as a path such as `messages[0].content`; None for the request as a whole.
-        code: OpenAI's name for this kind of error.
+        param: The wrong parameter, as a path such as `messages[0].content`; None for the request as a whole.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -97,7 +95,7 @@ def missing(param: str) -> OpenAIError:
 
 
 def not_finite() -> OpenAIError:
-    """Return the error for a request that the model computes no finite numbers for."""
+    """Return the error for a request on which the model's numbers overflow."""
     message = "The model's numbers are not finite for this request: its activations overflow."
     return OpenAIError(500, message, code=NOT_FINITE)
 
@@ -116,8 +114,6 @@ def clipped(text: str) -> str:
     return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 1] + "…"
 
 
-# Parsed requests.
-
 Messages = list[dict[str, Any]]
 Prompt = str | list[int] | Messages
 """A text, token ids, or chat messages."""
@@ -125,15 +121,11 @@ Prompt = str | list[int] | Messages
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """What a body asks for.
+    """A parsed request body.
 
     Args:
-        model: The model's name in the body.
-        prompts: What to continue: one prompt, or several for a text completion with a list of prompts.
-        settings: The fields of `SamplingParams` that the body decides; what it leaves out is not here.
-        n: Choices of each prompt.
-        stream: Whether tokens are sent as they come.
-        include_usage: Whether a stream ends with the usage.
+        prompts: One prompt, or several for a text completion with a list of prompts.
+        settings: The fields of `SamplingParams` that the body sets.
     """
 
     model: str
@@ -153,7 +145,7 @@ class ParsedRequest:
         return self.settings.get("logprobs") is not None
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
-        """Return the settings of one text: `defaults`, which draw, changed by what the body decides.
+        """Return the settings of one text: `defaults`, which sample, overridden by the body.
 
         Raises:
             OpenAIError: A value that the engine does not take.
@@ -175,17 +167,16 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 """Roles as a chat template knows them; `developer` is OpenAI's newer name for `system`."""
 _MESSAGE_FIELDS = {"role", "content", "name"}
 MOST_MESSAGES = 2048
-"""Messages of a chat. Each becomes several tokens, however empty it is."""
+"""Messages of a chat. Each becomes several tokens, even if it is empty."""
 _TOKENS = 2**31
 """Token ids are below this."""
 
 
 def chat_messages(messages: Any) -> Messages:
-    """Return messages as a chat template takes them: known roles, contents of text.
+    """Return messages in the form of chat templates: known roles, contents of text.
 
     Raises:
-        OpenAIError: They are no list of messages, or too many; or one has a field, a role or a content that is not
-            supported.
+        OpenAIError: They are no list of messages, or too many; or one has an unsupported field, role or content.
     """
     if not isinstance(messages, list):
         message = f"Invalid 'messages': it must be a list of messages, not {shown(messages)}."
@@ -289,11 +280,11 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""OpenAI's parameters that are not supported, each with the values that ask for nothing."""
+"""OpenAI's parameters that are not supported, with their harmless values."""
 
 
 def parse_chat(body: dict[str, Any]) -> ParsedRequest:
-    """Return what the body of a request to `/v1/chat/completions` asks for.
+    """Parse the body of a request to `/v1/chat/completions`.
 
     Raises:
         OpenAIError: A parameter is missing, unknown, not supported or wrong.
@@ -312,7 +303,7 @@ def parse_chat(body: dict[str, Any]) -> ParsedRequest:
 
 
 def parse_completion(body: dict[str, Any]) -> ParsedRequest:
-    """Return what the body of a request to `/v1/completions` asks for.
+    """Parse the body of a request to `/v1/completions`.
 
     Raises:
         OpenAIError: A parameter is missing, unknown, not supported or wrong.
@@ -333,7 +324,7 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """What the bodies of chat and text completions share; ranges are OpenAI's.
+    """Fields shared by the bodies of chat and text completions; ranges are OpenAI's.
 
     Pydantic checks single values only. It makes an error of each wrong value in a list or an object, which takes
     seconds and hundreds of megabytes for a megabyte: these are checked elsewhere, up to the first mistake.
@@ -359,14 +350,14 @@ class Body(BaseModel):
     stop_token_ids: Any = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    # These say whose request it is, and nothing about its answer.
+    # These identify the client and do not affect the answer.
     user: str | None = None
     metadata: Any = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields of `SamplingParams` that both kinds of body decide alike."""
+        """Return the fields of `SamplingParams` that both kinds of body set in the same way."""
         found: dict[str, Any] = {}
         for name in ("temperature", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids"):
             if getattr(self, name) is not None:
@@ -391,14 +382,10 @@ class Body(BaseModel):
         return found
 
     def request(self, prompts: tuple[Prompt, ...], settings: dict[str, Any]) -> ParsedRequest:
-        """Return what the body asks for.
-
-        Args:
-            prompts: What to continue.
-            settings: The fields of `SamplingParams` that the body decides.
+        """Return the parsed request; `settings` are the fields of `SamplingParams` that the body sets.
 
         Raises:
-            OpenAIError: The options of a stream are set, but no stream is asked for.
+            OpenAIError: `stream_options` are set without `stream`.
         """
         if self.stream_options is not None and not self.stream:
             raise _contradiction("'stream_options' needs 'stream' to be true.", "stream_options")
@@ -452,7 +439,7 @@ def _validated(kind: type[AnyBody], body: dict[str, Any]) -> AnyBody:
 
 
 def _asks_for_something(option: str, value: Any) -> bool:
-    """Return whether an option of `stream_options` is set to more than nothing."""
+    """Return whether an option of `stream_options` is set to a value with an effect."""
     return value is not None and not (option == "include_obfuscation" and value is False)
 
 

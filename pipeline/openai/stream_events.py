@@ -1,6 +1,6 @@
 """The events of a streamed answer, in OpenAI's schema.
 
-An event with text is one decode step: the accepted draft tokens, and the base's own token after them.
+An event with text is one decode step: the accepted draft tokens, and the target model's own token after them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def event(data: dict[str, Any]) -> str:
 
 
 def error_event(error: OpenAIError) -> str:
-    """Return the event that ends a stream that has failed."""
+    """Return the event that ends a failed stream."""
     return event(error.body())
 
 
@@ -43,11 +43,9 @@ class Chunks(ABC):
     """The chunks of one streamed answer, as server-sent events.
 
     Args:
-        request: What was asked for; the answer names the same model.
         name: The answer's `id`.
         created: Seconds since 1970.
-        token_text: Used where log-probabilities were asked for.
-        speculation: Whether each chunk says what became of the draft; see `pipeline.openai.answers`.
+        speculation: Whether each chunk has draft statistics; see `pipeline.openai.answers`.
     """
 
     kind: str
@@ -61,7 +59,7 @@ class Chunks(ABC):
 
     @abstractmethod
     def begin(self, index: int) -> str:
-        """Return what comes before the first text of choice `index`."""
+        """Return the event before the first text of choice `index`; may be empty."""
 
     @abstractmethod
     def _content(self, index: int, delta: TokenDelta) -> dict[str, Any]:

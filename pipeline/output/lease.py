@@ -42,7 +42,7 @@ class Holder:
 
     @property
     def known_dead(self) -> bool:
-        """Whether it ran on this host and has ended. A live process with its id may be another, and proves nothing."""
+        """True if it ran on this host and has ended. A live process with its id may be another, and proves nothing."""
         if self.host != socket.gethostname():
             return False
         try:
@@ -101,7 +101,7 @@ class Lease:
 
     @property
     def is_left(self) -> bool:
-        """Whether a submission works on the output, or has ended without releasing the lease."""
+        """True if a submission works on the output, or has ended without releasing the lease."""
         return self._file.exists or bool(self._partials())
 
     def _partials(self) -> list[Location]:

@@ -161,7 +161,7 @@ def _why_not(uri: str, run_file: Location, meant: dict[str, Any]) -> str | None:
 
 
 def _holds_nothing(found: Location) -> bool:
-    """Whether it may stem from a submission that ended before it wrote `run.json`."""
+    """Return whether it may stem from a submission that ended before it wrote `run.json`."""
     of_lease = found.name == LEASE_FILE or is_copy(found.name, LEASE_FILE)  # the caller's own, or that of a dead one
     of_run = is_copy(found.name, RUN_FILE)
     return of_lease or of_run or (found.type == fs.FileType.Directory and not found.children())

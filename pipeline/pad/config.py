@@ -1,4 +1,4 @@
-"""The configuration of the job that makes a classifier for `pad`, and its command line."""
+"""Configuration and command line of the job that trains a classifier for `pad`."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class PivotsConfig:
         scorer: What an answer is worth: `number`, `string`, `json`, or `FILE.py:function`; see `jobs.compare`. None is
             worth less than 0.
         target: Column with the right answer, for a built-in scorer.
-        model: Base model: hub id or folder; by default the embedded demonstration model.
-        drafter: Whose rejected tokens are labelled; as `jobs.generate` takes it.
-        tokens_per_prompt: Rejected tokens of each prompt that are labelled, drawn by their places.
+        model: Target model: hub id or folder; by default the embedded demonstration model.
+        drafter: Drafter whose rejected tokens are labelled; as `jobs.generate` takes it.
+        tokens_per_prompt: Rejected tokens of each prompt that are labelled, drawn by their positions.
         rollouts: Answers that are generated with a rejected token, and as many without.
         temperature: Their temperature.
         held_out: Share of the prompts that the classifier does not learn from; it is measured on them.
         rounds: How often the decoding of the held-out prompts is timed.
         reading: How rows become prompts.
         loading: How the models are loaded.
-        sampling: How the base answers, and where its answers end. Rows may have only a temperature, a seed and a number
-            of tokens of their own.
+        sampling: How the target model answers, and where its answers end. Rows may have only a temperature, a seed and
+            a number of tokens of their own.
         engine: How much an engine does at once.
-        resources: What of the cluster the job takes.
+        resources: The job's share of the cluster.
         writing: How rows are written.
     """
 
@@ -91,12 +91,7 @@ class PivotsConfig:
         )
 
     def continuations(self, lines: str, output: str) -> GenerateConfig:
-        """Return the generation job that continues texts: the requests of an OpenAI batch, which bring temperatures.
-
-        Args:
-            lines: The batch.
-            output: Folder for the results.
-        """
+        """Return the generation job that continues texts: the requests of an OpenAI batch, which bring temperatures."""
         reading = ReadingConfig(format="openai")
         sampling = replace(self.sampling, temperature=None, logprobs=None)
         return replace(self.answers(output), input=lines, reading=reading, sampling=sampling)
@@ -144,6 +139,6 @@ and plots: ROC, and utility against speed. Submitting the same command again goe
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> PivotsConfig:
-    """Read the configuration from a command line; see `command_line.parse`."""
+    """Parse the job's command line; see `command_line.parse`."""
     parser = make_parser(PivotsConfig, "jobs.pivots", "--input PATH --scorer NAME --output DIR", _DESCRIPTION, _COMMON)
     return parse(PivotsConfig, parser, arguments)

@@ -1,4 +1,4 @@
-"""The output folder of the job that makes a classifier for `pad`."""
+"""The output folder of the job that trains a classifier for `pad`."""
 
 from __future__ import annotations
 
@@ -13,22 +13,16 @@ from pipeline.output.folder import RUN_FILE
 
 @dataclass(frozen=True)
 class PivotsFolder:
-    """Where everything is.
-
-    Args:
-        path: The output that was asked for, on a local disk or one that all machines share.
-    """
+    """Locations of a job's files under `path`, which is on a local disk or one that all machines share."""
 
     path: Path
 
     @property
     def root(self) -> Location:
-        """The output."""
         return locate(str(self.path))
 
     @property
     def run_file(self) -> Location:
-        """What the job is, and whether it has finished."""
         return self.root / RUN_FILE
 
     @property
@@ -43,7 +37,7 @@ class PivotsFolder:
 
     @property
     def requests(self) -> Path:
-        """The texts that are continued: an OpenAI batch."""
+        """OpenAI batch of the texts to continue."""
         return self.path / "continuations.jsonl"
 
     @property
@@ -53,17 +47,16 @@ class PivotsFolder:
 
     @property
     def labels(self) -> Path:
-        """What each rejected token does to answers."""
+        """Rejected tokens with their effect on answers."""
         return self.path / "labels.parquet"
 
     @property
     def verifier(self) -> Path:
-        """The classifier."""
         return self.path / "verifier"
 
     @property
     def results(self) -> Path:
-        """What was found, as JSON."""
+        """Results as JSON."""
         return self.path / "pivots.json"
 
     def create(self) -> None:
@@ -78,8 +71,8 @@ class PivotsFolder:
             raise InputError(f"output {self.path} cannot be used: {one_line(error)}") from error
 
     def has_results(self) -> bool:
-        """Return whether rejected tokens have been found: all that comes after is made of them."""
+        """Return whether rejected tokens have been found; all later results derive from them."""
         return self.tokens.is_file()
 
     def forget_job(self) -> None:
-        """Delete nothing: what there may be is the answers' job, which knows whose it is."""
+        """Delete nothing: there may only be the answers' job, which checks its owner itself."""

@@ -1,8 +1,7 @@
-"""The entry of the job that makes a classifier for `pad`.
+"""Entry of the job that trains a classifier for `pad`, a chain of resumable steps.
 
-It is a chain of jobs, each of which goes on where it stopped: the base answers the prompts exactly; rejected tokens of
-the answers are noted; texts are continued with and without each of them; the continuations are scored; a classifier is
-trained; and held-out prompts are decoded under `pad`.
+The target model answers the prompts exactly; rejected draft tokens are recorded; texts are continued with and without
+each of them; the continuations are scored; a classifier is trained; held-out prompts are decoded under `pad`.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ from pipeline.report.against.scorers import make_scorer, scorer_file
 
 
 def pivots(config: PivotsConfig, command: str) -> None:
-    """Run a job to its end.
-
-    Args:
-        config: What to do.
-        command: The command line to repeat it, for the record.
+    """Run a job to its end; `command` is kept for the record.
 
     Raises:
         InputError: The configuration, the input, the models or the output cannot be used.
@@ -43,7 +38,7 @@ def pivots(config: PivotsConfig, command: str) -> None:
         return
     save_run(folder.run_file, asdict(config), meaning, state="running", command=command)
     generate(config.answers(str(folder.answers)))
-    # Torch and Ray take seconds to import: mistakes in the configuration are told before.
+    # Torch and Ray take seconds to import: report mistakes in the configuration before.
     from pipeline.pad.steps import PivotSteps
 
     steps = PivotSteps(config, folder, scorer)
@@ -90,7 +85,7 @@ def job_meaning(config: PivotsConfig) -> dict[str, Any]:
 
 
 def is_finished(folder: PivotsFolder) -> bool:
-    """Return whether an earlier submission came to the end, and all that it made is there."""
+    """Return whether an earlier submission finished and all its files are there."""
     if not folder.run_file.exists:
         return False
     made = (folder.labels, folder.results, folder.verifier / "config.json")

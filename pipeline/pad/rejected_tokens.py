@@ -1,4 +1,4 @@
-"""Rejected tokens and their labels as Parquet files, which appear as a whole."""
+"""Finds rejected draft tokens of finished rows by decoding them once more, and stores tokens and labels as Parquet."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _BASE = b"base"
 
 
 def write_table(table: pa.Table, file: Path, base: BaseFacts) -> None:
-    """Write tokens, and of which base they are."""
+    """Write tokens and the facts of their target model; the file appears as a whole."""
     described = table.replace_schema_metadata({_BASE: json.dumps(asdict(base))})
     with locate(str(file)).open_whole() as stream:
         pa.parquet.write_table(described, stream, compression="zstd")
 
 
 def read_table(file: Path) -> tuple[pa.Table, BaseFacts]:
-    """Read what `write_table` wrote.
+    """Read a file of `write_table`.
 
     Raises:
         InputError: It is damaged.
@@ -54,18 +54,12 @@ def read_table(file: Path) -> tuple[pa.Table, BaseFacts]:
 
 
 def is_held_out(name: str, share: float) -> bool:
-    """Whether a prompt is held out: by its name alone, so that all tokens of a prompt are on one side."""
+    """Return whether a prompt is held out. Depends on its name alone, so all its tokens are on one side."""
     return zlib.crc32(f"held out {name}".encode()) < share * 2**32
 
 
 def labelled(tokens: pa.Table, labels: Sequence[Label], held_out: float) -> pa.Table:
-    """Return the tokens that have labels, with them, without the long prefixes.
-
-    Args:
-        tokens: Rows of `REJECTION_TYPE`.
-        labels: Of some of them.
-        held_out: Share of the prompts that are.
-    """
+    """Join tokens, rows of `REJECTION_TYPE` without their long prefixes, with the labels of some of them."""
     table = tokens.take([label.number for label in labels]).drop_columns(["prefix", "left"])
     names = table["request_id"].to_pylist()
     columns = {
@@ -82,8 +76,8 @@ def labelled(tokens: pa.Table, labels: Sequence[Label], held_out: float) -> pa.T
 
 
 def features_of(labels: pa.Table) -> tuple[PivotFeatures, Tensor]:
-    """Return what a classifier sees of R labelled tokens, and `[R]` whether they are pivots."""
-    # Numbers of all rows at once: as Python's they would take eight times the memory.
+    """Return the classifier's features of R labelled tokens, and `[R]` whether they are pivots."""
+    # Arrays, not lists: Python's numbers would take eight times the memory.
     hidden = np.concatenate([chunk.flatten().to_numpy() for chunk in labels["hidden"].chunks]).reshape(len(labels), -1)
     entropy, probability, pivots = (
         torch.from_numpy(labels[name].to_numpy().copy()) for name in ("entropy", "probability", "pivot")
@@ -91,7 +85,7 @@ def features_of(labels: pa.Table) -> tuple[PivotFeatures, Tensor]:
     return PivotFeatures(torch.from_numpy(hidden), entropy, probability), pivots
 
 
-# ---- Rejected draft tokens of finished rows: the rows are decoded once more, exactly, and rejections are noted.
+# Search for rejected tokens.
 
 _ROWS_AT_ONCE = 256
 
@@ -110,19 +104,14 @@ REJECTION_TYPE = pa.schema(
         ("hidden", pa.list_(pa.float32())),
     ]
 )
-"""A row for each token: the row of the output and the place in its answer, tokens that may still follow, prompt and
-answer before it, the token and the base's own choice, whether each ends the text, and what a classifier sees."""
+"""A row for each token: the output's row and the position in its answer, tokens that may still follow, prompt and
+answer before it, the token and the target model's own choice, whether each ends the text, and the classifier's
+features."""
 
 
 @dataclass(frozen=True)
 class BaseFacts:
-    """The base, as far as a classifier must know it.
-
-    Args:
-        name: Hub id or folder.
-        fingerprint: See `drafter.target.architecture`.
-        layer: The layer whose output is in `hidden`.
-    """
+    """The target model, as far as a classifier must know it; `layer` is the layer whose output is in `hidden`."""
 
     name: str
     fingerprint: str
@@ -138,16 +127,11 @@ def rejected_tokens(
     most: int,
     threads: int,
 ) -> Iterator[BaseFacts | tuple[int, pa.Table]]:
-    """Yield what the base is, and then how many rows are done and the tokens found in the last of them.
+    """Decode rows once more; yield the target model's facts, then for each batch its finished rows and rejected tokens.
 
     Args:
-        model: Hub id or folder of the base.
-        drafter: Name of the drafter.
-        loading: How they are loaded: further arguments of `load_base`.
-        engine: The engine's settings; see `EngineSettings`.
-        rows: Rows, and the answers that exact decoding gave.
-        most: Rejected tokens of a row at most.
-        threads: CPU threads.
+        rows: Rows with the answers of exact decoding.
+        most: Most rejected tokens of a row.
 
     Raises:
         LoadError: A model cannot be loaded.
@@ -158,7 +142,7 @@ def rejected_tokens(
     layer = published_layer(base.num_layers)
     yield BaseFacts(base.name, base.fingerprint, layer)
     config = EngineConfig(**engine, max_queue=_ROWS_AT_ONCE)
-    # Drafts are wanted here even where they would not pay.
+    # Draft even where it does not pay.
     nodes = useful_nodes(base.device) if config.nodes == "auto" else config.nodes
     proposing = load_drafter(drafter, base, nodes)
     recorder = RecordingVerifier(layer)
@@ -173,16 +157,10 @@ def rejected_tokens(
 def tokens_of(
     rows: Sequence[RepeatedRow], noted: Sequence[Rejection], ends: frozenset[int], most: int
 ) -> Iterator[dict[str, Any]]:
-    """Give rejections to the rows that they are of, and draw some of each row.
+    """Assign rejections to rows, and draw at most `most` of each row.
 
-    A rejection is a row's if its text goes on like the row's, and after it the row has what the base chose. The draw
-    goes by names and places, and is the same each time.
-
-    Args:
-        rows: The rows.
-        noted: Rejections of all of them, and perhaps of texts that nobody has asked for.
-        ends: Tokens that end a text.
-        most: Rejections of a row at most.
+    A rejection is a row's if its text continues as the row does, with the target model's choice after it; others are
+    ignored. The draw depends on names and positions, so it is the same each time.
     """
     by_prompt: dict[tuple[int, ...], list[RepeatedRow]] = defaultdict(list)
     for row in rows:

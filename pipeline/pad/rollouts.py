@@ -1,4 +1,4 @@
-"""Continuations with and without each rejected token: as requests, and what they are worth."""
+"""Continuations with and without each rejected token: requests, and labels from their scores."""
 
 from __future__ import annotations
 
@@ -30,12 +30,8 @@ _OF_A_REQUEST = frozenset({"max_new_tokens", "temperature", "seed", "logprobs"})
 def refuse_own_settings(rows: Iterable[RepeatedRow], job: SamplingParams) -> None:
     """Refuse rows whose continuations would be made by other settings than their answers.
 
-    Continuations are requests of one job, and an OpenAI body cannot say all that a row can: it has no `ignore_eos`, and
-    fewer stop strings.
-
-    Args:
-        rows: Rows of the answers.
-        job: The settings of all continuations.
+    Continuations are requests of one job, and an OpenAI body cannot express all settings of a row: it has no
+    `ignore_eos`, and fewer stop strings.
 
     Raises:
         InputError: A row has settings of its own.
@@ -53,14 +49,9 @@ def refuse_own_settings(rows: Iterable[RepeatedRow], job: SamplingParams) -> Non
 
 
 def requests_of(tokens: Iterable[Mapping[str, Any]], rollouts: int, temperature: float) -> Iterator[str]:
-    """Yield lines of an OpenAI batch: for each token a text that goes on with it, and one that goes on without.
+    """Yield lines of an OpenAI batch: texts that continue with each rejected token, and with the target model's choice.
 
     A token that ends the text needs no continuation.
-
-    Args:
-        tokens: Rows of `REJECTION_TYPE`.
-        rollouts: Continuations of each text.
-        temperature: Their temperature.
     """
     for number, token in enumerate(tokens):
         for side in SIDES:
@@ -80,15 +71,7 @@ def requests_of(tokens: Iterable[Mapping[str, Any]], rollouts: int, temperature:
 
 @dataclass(frozen=True)
 class Label:
-    """What a rejected token does to answers.
-
-    Args:
-        number: Which token, in the order of their file.
-        utility_with: Mean utility of the answers with it.
-        utility_without: Mean utility of those without.
-        rollouts_with: How many answers with it were scored.
-        rollouts_without: How many without.
-    """
+    """Mean utility of answers with a rejected token and without it; `number` is the token's index in its file."""
 
     number: int
     utility_with: float
@@ -98,16 +81,12 @@ class Label:
 
     @property
     def pivot(self) -> bool:
-        """Whether it makes answers worse."""
+        """True if it makes answers worse."""
         return is_pivot(self.utility_with, self.utility_without)
 
 
 def continuations_by_side(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, Side], list[NDArray[np.int32]]]:
-    """Return the tokens of all continuations, by token and side, as arrays: all of them are in memory at once.
-
-    Args:
-        rows: Rows of the generation job that answered `requests_of`.
-    """
+    """Return all answers to `requests_of` by token and side. They are arrays, because all are in memory at once."""
     found: dict[tuple[int, Side], list[NDArray[np.int32]]] = defaultdict(list)
     for row in rows:
         number, _, side = row["custom_id"].partition("-")
@@ -129,12 +108,9 @@ def labels_of(
         tokens: Rows of `REJECTION_TYPE`; `prefix`, `left` and `hidden` are not read.
         continuations: See `continuations_by_side`.
         answers: Rows of exact decoding, by name.
-        scorer: Says what a row is worth.
-        decode: Makes a text of tokens.
-        stop: Strings that end a text.
 
     Raises:
-        InputError: The scorer cannot score an answer, or finds it worth less than nothing.
+        InputError: The scorer cannot score an answer, or gives a negative score.
     """
     for number, token in enumerate(tokens):
         answer = answers[token["request_id"]]

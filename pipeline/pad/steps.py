@@ -1,4 +1,4 @@
-"""What the job has found: the ROC of the classifier and the curve of utility against speed, as JSON, text and plots."""
+"""Steps of the `pad` job around its generation jobs, and its results: ROC, and utility against speed."""
 
 from __future__ import annotations
 
@@ -47,13 +47,11 @@ from pipeline.report.output_files import open_output, read_run_of
 
 @dataclass(frozen=True)
 class PivotResults:
-    """What has been found.
+    """Results of the job.
 
     Args:
-        labels: Labelled tokens.
-        pivots: How many of them are pivots.
-        held_out: How many of them the classifier has not learned from.
-        roc: On those; None where they are all alike.
+        held_out: Number of labelled tokens that the classifier has not learned from.
+        roc: On held-out tokens; None where they are all alike.
         curve: Exact decoding, and `pad` at rising σ, on the held-out prompts.
         where: Hardware, versions and command line.
     """
@@ -66,7 +64,7 @@ class PivotResults:
     where: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all as plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {
             "labels": self.labels,
             "pivots": self.pivots,
@@ -77,7 +75,7 @@ class PivotResults:
         }
 
     def lines(self) -> list[str]:
-        """Say it in lines."""
+        """Describe the results in lines."""
         area = "not known: they are all alike" if self.roc is None else f"{self.roc.area:.3f}"
         return [
             f"labels:   {self.labels:,} rejected tokens, {self.pivots:,} of them pivots",
@@ -88,7 +86,7 @@ class PivotResults:
         ]
 
     def write_plots(self, folder: Path) -> list[Path]:
-        """Draw the ROC and the curve as PNG files, and return these."""
+        """Draw the ROC and the curve as PNG files, and return their paths."""
         figures = {"utility_by_beta.png": utility_plot(self.curve)}
         if self.roc is not None:
             figures["roc.png"] = roc_plot(self.roc)
@@ -98,7 +96,7 @@ class PivotResults:
 
 
 def roc_plot(found: Roc) -> Figure:
-    """Plot pivots that are found over harmless tokens that are taken for pivots."""
+    """Plot the share of pivots that are found over that of harmless tokens taken for pivots."""
     figure = Figure(figsize=(4.5, 4.5), layout="constrained")
     panel = figure.subplots()
     wrong, right = [one.false_positives for one in found.points], [one.true_positives for one in found.points]
@@ -111,17 +109,8 @@ def roc_plot(found: Roc) -> Figure:
     return figure
 
 
-# ---- The steps of the job between and after its generation jobs.
-
-
 class PivotSteps:
-    """The steps.
-
-    Args:
-        config: The job.
-        folder: Its output.
-        scorer: Says what an answer is worth.
-    """
+    """The job's steps between and after its generation jobs."""
 
     def __init__(self, config: PivotsConfig, folder: PivotsFolder, scorer: Scorer) -> None:
         self._config, self._folder, self._scorer = config, folder, scorer
@@ -160,7 +149,7 @@ class PivotSteps:
         write_table(pa.concat_tables(found), self._folder.tokens, base)
 
     def write_requests(self) -> None:
-        """Write the texts that are to be continued."""
+        """Write the texts to continue."""
         tokens, _ = read_table(self._folder.tokens)
         batches = tokens.drop_columns(["hidden"]).to_batches(max_chunksize=1024)
         rows = (row for batch in batches for row in batch.to_pylist())
@@ -170,11 +159,11 @@ class PivotSteps:
                 stream.write(line.encode())
 
     def label(self) -> tuple[pa.Table, BaseFacts]:
-        """Score the continuations, and write and return the labels, and the base that they are of.
+        """Score the continuations, write the labels, and return them with the facts of the target model.
 
         Raises:
-            InputError: The scorer cannot score an answer or finds it worth less than nothing, there are too few labels,
-                or all are alike.
+            InputError: The scorer cannot score an answer or gives a negative score, there are too few labels, or all
+                are alike.
         """
         tokens, base = read_table(self._folder.tokens)
         answers = {row["request_id"]: row for row in rows_of(open_output(str(self._folder.answers)), None)}
@@ -200,12 +189,7 @@ class PivotSteps:
         return table, base
 
     def learn(self, labels: pa.Table, base: BaseFacts, command: str) -> PivotResults:
-        """Train and save the classifier, and measure it on held-out prompts.
-
-        Args:
-            labels: See `labelled`.
-            base: The base that they are of.
-            command: The command line, for the record.
+        """Train and save the classifier, and measure it on held-out prompts; `labels` come from `labelled`.
 
         Raises:
             InputError: The models cannot be loaded.
@@ -233,7 +217,7 @@ class PivotSteps:
         return PivotResults(labels.num_rows, training["pivots"], held_out.num_rows, found, curve, where)
 
     def _curve(self, command: str) -> tuple[dict[str, Any], list[VerifierFigures]]:
-        """Decode held-out prompts exactly and under `pad`; return where that is, and the figures."""
+        """Decode held-out prompts exactly and under `pad`; return the environment and the figures."""
         config, resources = self._config, self._resources()
         held_out = [row for row in self._answered() if is_held_out(row.request.request_id, config.held_out)]
         answers = {row["request_id"]: row for row in rows_of(open_output(str(self._folder.answers)), None)}

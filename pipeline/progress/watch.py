@@ -82,7 +82,7 @@ def rates(now: Progress) -> list[str]:
 
 
 def _has_room(stream: TextIO) -> bool:
-    """Whether a bar can be drawn: not without a terminal, nor on one of size 0, as in some containers."""
+    """Return whether a bar can be drawn: not without a terminal, nor on one of size 0, as in some containers."""
     return stream.isatty() and min(os.get_terminal_size(stream.fileno())) > 0
 
 

@@ -1,4 +1,4 @@
-"""Bar charts as data: bars, and round numbers on the scale beside them."""
+"""Bar charts as data: bars and the round numbers of the scale."""
 
 from __future__ import annotations
 
@@ -15,20 +15,14 @@ from pipeline.output.folder import OutputFolder
 
 _DAY = 86400
 _WIDTHS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, _DAY]
-"""Seconds that a bar may stand for."""
+"""Seconds that a bar may span."""
 _MOST_BARS = 90
 _TIME_MARKS = 6
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar.
-
-    Args:
-        label: What it stands for.
-        value: How high it is.
-        text: Its value as people read it.
-    """
+    """One bar; `text` is its value as people read it."""
 
     label: str
     value: float
@@ -40,10 +34,7 @@ class Chart:
     """Bars side by side, over a scale from 0.
 
     Args:
-        title: What is shown.
-        unit: Unit of the values.
-        along: What the bars stand for, from left to right.
-        bars: The bars.
+        along: Meaning of the horizontal axis.
         top: Upper end of the scale.
         ticks: (value, text) of the lines on the scale.
         marks: (share of the width, text) below the bars; empty to label each bar.
@@ -79,11 +70,7 @@ def shares(title: str, along: str, values: list[tuple[str, float]]) -> Chart:
 
 
 def rates_over_time(by_second: Mapping[int, tuple[int, int]]) -> Chart | None:
-    """Return a chart of new tokens a second, of the rows finished in equal stretches of time; None without rows.
-
-    Args:
-        by_second: (rows, tokens) finished, by second of the Unix epoch.
-    """
+    """Chart new tokens a second over equal intervals, by `RowSummary.by_second`; None without rows."""
     if not by_second:
         return None
     first, last = min(by_second), max(by_second)
@@ -98,7 +85,7 @@ def rates_over_time(by_second: Mapping[int, tuple[int, int]]) -> Chart | None:
     bars = []
     for index in range(number):
         start, end = begin + index * width, begin + (index + 1) * width
-        seconds = min(end, last + 1) - max(start, first)  # the first and the last stretch may be shorter
+        seconds = min(end, last + 1) - max(start, first)  # the first and the last interval may be shorter
         rate = per_second(tokens[index], seconds)
         bars.append(Bar(_moment(start, width, with_days), rate, f"{rate:,.0f} tokens/s, {rows[index]:,} rows"))
     ticks = scale(max(bar.value for bar in bars))
@@ -115,36 +102,30 @@ def rates_over_time(by_second: Mapping[int, tuple[int, int]]) -> Chart | None:
 
 
 def _bar_width(span: int) -> int:
-    """Return the seconds of a bar, such that bars for `span` seconds are not too many."""
+    """Seconds of a bar that give at most `_MOST_BARS` bars."""
     return next((width for width in _WIDTHS if span / width <= _MOST_BARS), _DAY * math.ceil(span / _DAY / _MOST_BARS))
 
 
 def _moment(second: int, width: int, with_day: bool) -> str:
-    """Return a second of the Unix epoch as a time of day, as exact as bars of `width` seconds need it."""
     form = "%H:%M:%S" if width < 60 else "%H:%M"
     return datetime.fromtimestamp(second, UTC).strftime(f"%d %b {form}" if with_day else form)
 
 
 def _span(seconds: int) -> str:
-    """Return a number of seconds in words, in the largest unit that it is a multiple of."""
+    """A number of seconds in words, in the largest unit that it is a multiple of."""
     for unit, name in ((_DAY, "day"), (3600, "hour"), (60, "minute")):
         if seconds % unit == 0:
             return name if seconds == unit else f"{seconds // unit} {name}s"
     return "second" if seconds == 1 else f"{seconds} seconds"
 
 
-# ---- What a head that learnt brought, over time: from an output's `learning.json`, with its versions marked.
+# Learning over time, from an output's `learning.json`, with the head's versions marked.
 
 _MOST_MARKS = 12
 
 
 def read_learning(output: OutputFolder, run: Mapping[str, Any]) -> LearningRecord | str | None:
-    """Return what a learner recorded, or why there is nothing; None where no head was to learn.
-
-    Args:
-        output: The output.
-        run: Its `run.json`.
-    """
+    """Return the learner's record, or the reason why there is none; None where learning was off."""
     if not output.learning_file.exists:
         said = run.get("learning")
         return f"No learner has recorded anything. It was {said['state']}: {said['reason']}." if said else None
@@ -155,7 +136,7 @@ def read_learning(output: OutputFolder, run: Mapping[str, Any]) -> LearningRecor
 
 
 def learning_charts(record: LearningRecord) -> list[Chart]:
-    """Return charts of acceptance length and tokens a second of all engines; none before anything was decoded."""
+    """Return charts of acceptance length and tokens a second of all engines; empty before anything was decoded."""
     moments = together(record.moments, _MOST_BARS)
     if not moments:
         return []

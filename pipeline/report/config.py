@@ -1,4 +1,4 @@
-"""The configuration of a report, and its command line."""
+"""Configuration and command line of the report job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ rows, and some rows step by step. The job may still be running, and its output m
   python -m jobs.report results
   python -m jobs.report results --against plain-results --page /tmp/report.html"""
 CATEGORY = "category"
-"""Column that rows are grouped by where no other is named."""
+"""Default column to group rows by."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The report as one HTML page: it runs no script, needs no network, and escapes every text from the rows."""
+"""Renders the report as one HTML page without scripts and network access; texts from the rows are escaped."""
 
 from __future__ import annotations
 
@@ -21,20 +21,15 @@ _LONGEST_TEXT = 2000
 
 @dataclass(frozen=True)
 class Report:
-    """All that the page shows.
+    """Data of the page.
 
     Args:
-        name: Where the output is.
-        run: Its `run.json`.
+        name: Folder or URI of the output.
         status: Its `status.json`; empty if there is none.
-        rows: What its rows say.
-        errors: What its errors say.
-        cost: What it cost, or why that is not known.
-        against: Another output to compare with.
-        category: What the rows are grouped by, in words.
-        examples: Some rows with their steps.
-        not_shown: What cannot be shown of the examples, and why.
-        learning: What a head has learnt from the rows, or why nothing is known; None where no head was to.
+        cost: Its cost, or the reason why it is unknown.
+        category: Meaning of the groups, in words.
+        not_shown: Sentences on what cannot be shown of the examples.
+        learning: The learner's record, or the reason why there is none; None where learning was off.
     """
 
     name: str
@@ -63,12 +58,12 @@ class Report:
 
     @property
     def speculation(self) -> Mapping[str, Any] | None:
-        """What drafting was worth, and why; see `speculation_record`. None in outputs of earlier releases."""
+        """Measured benefit of drafting; see `speculation_record`. None in outputs of earlier releases."""
         return self.status.get("speculation") or self.run.get("speculation")
 
     @property
     def old_choices(self) -> Sequence[Mapping[str, Any]]:
-        """Which drafter was chosen at each batch size, in outputs of earlier releases."""
+        """Drafter chosen at each batch size, in outputs of earlier releases."""
         return self.status.get("drafting") or self.run.get("drafting") or ()
 
     @property
@@ -87,17 +82,16 @@ class Report:
 
     @property
     def over_time(self) -> Chart | None:
-        """Chart of tokens a second."""
         return rates_over_time(self.rows.by_second)
 
     @property
     def learnt_over_time(self) -> list[Chart]:
-        """Charts of acceptance length and tokens a second, with the versions of a head that learnt."""
+        """Charts of acceptance length and tokens a second, with the head's versions marked."""
         return learning_charts(self.learning) if isinstance(self.learning, LearningRecord) else []
 
 
 def page_environment(*packages: str) -> Environment:
-    """Return what renders pages: every text is escaped, and every package's templates may use this one's style."""
+    """Return a Jinja environment that escapes all texts and adds this package's style to those of `packages`."""
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(package, ".") for package in (*packages, "pipeline.report")]),
         autoescape=True,
@@ -110,7 +104,6 @@ def page_environment(*packages: str) -> Environment:
 
 
 def render(report: Report) -> str:
-    """Return the page as HTML."""
     environment = page_environment()
     environment.filters |= {
         "acceptance_length": mean_acceptance_length,
@@ -122,16 +115,16 @@ def render(report: Report) -> str:
 
 
 def cut(text: str) -> str:
-    """Return a text; of a long one, the beginning."""
+    """Clip a long text, and say how much is missing."""
     left = len(text) - _LONGEST_TEXT
     return text if left <= 0 else f"{text[:_LONGEST_TEXT]}… ({left:,} more characters)"
 
 
 def lines_shown(text: str) -> str:
-    """Return a token's text with a visible mark at each line end; the template breaks the line after the last one."""
+    """Mark each line end of a token's text visibly; the template breaks the line after the last one."""
     return text.replace("\n", "↵\n").removesuffix("\n")
 
 
 def decimals(value: float) -> str:
-    """Return a number with three significant digits; of a large one, all digits before the point."""
+    """Format a number with three significant digits; from 100 on, with all digits before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""Reads an output's `run.json` and `status.json`, its cost, and compares it with another output."""
+"""Reads an output's `run.json` and `status.json`, computes its cost, and compares it with another output."""
 
 from __future__ import annotations
 
@@ -20,16 +20,14 @@ from pipeline.report.rows import RowSummary, open_rows, read_errors, read_full, 
 
 @dataclass(frozen=True)
 class Cost:
-    """What an output cost.
+    """The cost of an output.
 
     Args:
         unit: `GPU-seconds`, or `CPU-seconds` where there is no GPU.
-        seconds: How many of these: for that long engines held their share of the cluster. Loading and work that was
-            done twice are included.
-        generating: Seconds of wall-clock time in which rows were generated.
-        generated: New tokens that were generated in these, those of rows that were done twice included.
+        seconds: Time for which engines held their share of the cluster, in `unit`. Includes loading and repeated work.
+        generating: Wall-clock seconds in which rows were generated.
+        generated: New tokens generated in that time, including those of repeated rows.
         tokens: New tokens in the output.
-        devices: Names of the devices it ran on.
     """
 
     unit: str
@@ -41,23 +39,16 @@ class Cost:
 
     @property
     def per_thousand(self) -> float:
-        """GPU-seconds (or CPU-seconds) per thousand new tokens."""
         return 1000 * self.seconds / self.tokens
 
     @property
     def tokens_per_second(self) -> float | None:
-        """New tokens a second; None where it is not known for how long rows were generated. See `per_second`."""
+        """New tokens a second; None where the generation time is unknown. See `per_second`."""
         return per_second(self.generated, self.generating) if self.generating else None
 
 
 def cost_of(submissions: Sequence[Mapping[str, Any]], rows: int, tokens: int) -> Cost | str:
-    """Return the cost of an output, or why it is not known.
-
-    Args:
-        submissions: As in `status.json`.
-        rows: Rows of the output, errors included.
-        tokens: New tokens of the output.
-    """
+    """Return the cost of an output, or the reason why it is unknown; `rows` includes errors."""
     if not submissions:
         return "status.json, which says how long the engines ran, is missing"
     if tokens == 0:
@@ -72,9 +63,6 @@ def cost_of(submissions: Sequence[Mapping[str, Any]], rows: int, tokens: int) ->
     unit, seconds = ("GPU-seconds", gpu) if gpu else ("CPU-seconds", cpu)
     generating, generated = (sum(one[name] for one in submissions) for name in ("seconds", "tokens"))
     return Cost(unit, seconds, generating, generated, tokens, tuple(devices))
-
-
-# Files besides the rows.
 
 
 def open_output(uri: str) -> OutputFolder:
@@ -106,7 +94,7 @@ def read_run_of(output: OutputFolder) -> dict[str, Any]:
 
 
 def read_status(output: OutputFolder) -> dict[str, Any]:
-    """Return `status.json`; empty where there is none, or it is damaged."""
+    """Return `status.json`; empty where it is missing or damaged."""
     if output.status_file.type != fs.FileType.File:
         return {}
     try:
@@ -117,22 +105,16 @@ def read_status(output: OutputFolder) -> dict[str, Any]:
 
 
 def output_cost(status: Mapping[str, Any], rows: RowSummary, errors: int) -> Cost | str:
-    """Return what an output cost, or why that is not known.
-
-    Args:
-        status: Its `status.json`.
-        rows: What its rows say.
-        errors: How many errors it has.
-    """
+    """Return the cost of an output by its `status.json`, or the reason why it is unknown."""
     return cost_of(status.get("submissions", ()), rows.rows + errors, rows.counts.num_output_tokens)
 
 
-# ---- Another output beside this one: what it cost, whether its tokens are the same, and what else differs.
+# Comparison with another output.
 
 COMPARED_ROWS = 100
-"""Rows that are drawn from both outputs, to be compared token by token."""
+"""Rows drawn from both outputs for the comparison token by token."""
 _COMPARED = ("model", "loading", "sampling", "reading")
-"""What of two jobs' meanings is compared."""
+"""Keys of `meaning` in `run.json` that are compared."""
 
 
 @dataclass(frozen=True)
@@ -140,12 +122,10 @@ class Comparison:
     """Another output beside this one.
 
     Args:
-        name: Where it is.
-        rows: What its rows say.
-        cost: What it cost, or why that is not known.
-        same_tokens: How many of the compared rows have the same tokens in both.
-        compared: How many rows were drawn from both, and compared token by token.
-        differences: What else differs between the two, so that drafting alone does not explain the costs; sentences.
+        name: Folder or URI of the other output.
+        same_tokens: Compared rows with the same tokens in both.
+        compared: Rows drawn from both and compared token by token.
+        differences: Other differences, because of which drafting alone does not explain the costs; sentences.
     """
 
     name: str
@@ -157,13 +137,7 @@ class Comparison:
 
 
 def compare(against: str, run: Mapping[str, Any], rows: RowSummary, drawn: Sequence[Mapping[str, Any]]) -> Comparison:
-    """Compare an output with another one.
-
-    Args:
-        against: Folder or URI of the other output.
-        run: This output's `run.json`.
-        rows: What this output's rows say.
-        drawn: Rows drawn from this output; of the same rows, the other output has the same ones drawn.
+    """Compare an output with another one, token by token on the drawn rows that both have.
 
     Raises:
         InputError: The other output cannot be used.

@@ -1,4 +1,4 @@
-"""The report job's entry: reads an output, and writes one page."""
+"""Entry of the report job: reads an output and writes one page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads an output's rows: sums, the slowest rows, random samples, and their decode steps."""
+"""Reads an output's rows: totals, the slowest rows, a random sample, and their decode steps."""
 
 from __future__ import annotations
 
@@ -27,12 +27,7 @@ from pipeline.output.folder import OutputFolder
 
 @dataclass(frozen=True)
 class Run:
-    """Draft tokens one after another that a step accepted for the same reason.
-
-    Args:
-        text: Their text.
-        lenient: Whether the base would have chosen others.
-    """
+    """Consecutive draft tokens of a step; `lenient` if the target model would have chosen others."""
 
     text: str
     lenient: bool = False
@@ -40,12 +35,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Step:
-    """One decode step of a row.
-
-    Args:
-        number: From 1.
-        own: Text of the target model's own token; empty where the row ended before it.
-    """
+    """A decode step of a row; `own` is the target model's own token, empty where the row ended before it."""
 
     number: int
     accepted: int
@@ -54,19 +44,17 @@ class Step:
 
     @property
     def drafted(self) -> str:
-        """Text of the draft tokens."""
         return "".join(run.text for run in self.runs)
 
 
 def steps_of(
     pieces: Sequence[str], per_step_accepted: Sequence[int], lenient_positions: Collection[int] = ()
 ) -> list[Step]:
-    """Return a row's steps.
+    """Split a row's tokens into decode steps.
 
     Args:
-        pieces: The text of each of its tokens.
-        per_step_accepted: How many draft tokens each step accepted; it added one token more.
-        lenient_positions: Places of tokens that the base would not have chosen.
+        per_step_accepted: Accepted draft tokens of each step; the step added one token more.
+        lenient_positions: Positions of tokens that the target model would not have chosen.
     """
     lenient = set(lenient_positions)
     steps, start = [], 0
@@ -80,9 +68,9 @@ def steps_of(
 
 
 def text_pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
-    """Return each token's part of the text; the ids themselves where `tokenizer` is None.
+    """Return each token's part of the text, or the ids where `tokenizer` is None.
 
-    A character of several tokens belongs to the last of them. Special tokens have their names.
+    A character of several tokens belongs to the last of them. Special tokens show their names.
     """
     if tokenizer is None:
         return [f"{token} " for token in token_ids]
@@ -95,20 +83,14 @@ def text_pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
     ]
 
 
-# ---- Rows as the page shows them step by step.
+# Rows shown step by step.
 
 _STEPS = "per_step_accepted"
 
 
 @dataclass(frozen=True)
 class Example:
-    """A row with its steps.
-
-    Args:
-        row: All its columns.
-        prompt: What the model was given, as text.
-        steps: The decode steps that made its text.
-    """
+    """A row with all its columns, its prompt as text, and its decode steps."""
 
     row: Mapping[str, Any]
     prompt: str
@@ -116,12 +98,7 @@ class Example:
 
 
 def make_examples(rows: Sequence[Mapping[str, Any]], model: str) -> tuple[list[Example], list[str]]:
-    """Return rows with their steps, and sentences on what cannot be shown of them.
-
-    Args:
-        rows: The rows, with all their columns.
-        model: The base model, whose tokenizer gives the texts; it is not downloaded.
-    """
+    """Return rows with their steps, and sentences on what cannot be shown. The model's tokenizer is not downloaded."""
     tokenizer, missing = None, []
     try:
         tokenizer = load_tokenizer(model, local_files_only=True)
@@ -139,7 +116,7 @@ def make_examples(rows: Sequence[Mapping[str, Any]], model: str) -> tuple[list[E
     return examples, missing
 
 
-# ---- One pass over an output's rows: sums, the slowest rows, and some drawn at random.
+# The pass over all rows.
 
 _BATCH_ROWS = 1 << 16
 _COUNTS = ("num_output_tokens", "num_decode_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
@@ -159,12 +136,7 @@ _MOST_CATEGORIES = 10_000
 
 @dataclass
 class Category:
-    """The rows of one category.
-
-    Args:
-        rows: How many there are.
-        counts: Sums of their speculation counts, without the histogram.
-    """
+    """Sums over the rows of one category, without the histogram."""
 
     rows: int = 0
     counts: DecodeCounts = field(default_factory=DecodeCounts)
@@ -172,16 +144,7 @@ class Category:
 
 @dataclass(frozen=True)
 class RowTime:
-    """How long one row took.
-
-    Args:
-        seconds: How long it was in a slot.
-        request_id: Its name.
-        prompt_tokens: Tokens of its prompt.
-        tokens: New tokens.
-        steps: Decode steps.
-        finish_reason: Why it ended.
-    """
+    """Time and sizes of one row; `seconds` is the time it spent in a slot."""
 
     seconds: float
     request_id: str
@@ -193,20 +156,15 @@ class RowTime:
 
 @dataclass
 class RowSummary:
-    """What the pass over the finished rows found.
+    """Totals over the finished rows.
 
     Args:
-        rows: How many there are.
-        prompt_tokens: Tokens of their prompts.
-        lenient_tokens: Accepted tokens that the base would not have chosen.
-        counts: Sums of their speculation counts.
-        finish_reasons: How many ended for each reason.
+        lenient_tokens: Accepted tokens that the target model would not have chosen.
         groups: The rows by category; empty where there are no categories.
-        by_second: (rows, tokens) that were finished in each second of the Unix epoch.
-        slowest: The rows that took longest, longest first.
-        drawn: Names of rows drawn at random. The draw goes by the names alone, so that two outputs of the same rows
-            have the same ones drawn.
-        files: The file of each drawn row, by name.
+        by_second: (rows, tokens) finished in each second of the Unix epoch.
+        slowest: Slowest rows, slowest first.
+        drawn: Names of randomly drawn rows. Depends on names alone, so outputs of the same input draw the same rows.
+        files: File of each drawn row, by name.
     """
 
     rows: int = 0
@@ -239,7 +197,7 @@ def open_rows(output: OutputFolder) -> pyarrow.dataset.Dataset:
 
 
 def unreadable(output: OutputFolder, error: Exception) -> InputError:
-    """Return the error for files of finished rows that are damaged or cannot be read."""
+    """Return the error for files of finished rows that are damaged or unreadable."""
     why = f"{one_line(error)}; submit its job again"
     return InputError(f"output {output.root.path} has rows that cannot be read: {why}")
 
@@ -247,14 +205,11 @@ def unreadable(output: OutputFolder, error: Exception) -> InputError:
 def read_rows(
     dataset: pyarrow.dataset.Dataset, category: str | None, by_file: bool, slowest: int, drawn: int
 ) -> RowSummary:
-    """Read all finished rows.
+    """Read all finished rows; keep the `slowest` slowest ones, and draw `drawn` at random.
 
     Args:
-        dataset: From `open_rows`.
         category: Column to group by.
-        by_file: Without a `category`, whether to group by the input file that a row's name begins with.
-        slowest: How many of the slowest rows to keep.
-        drawn: How many rows to draw at random.
+        by_file: Without a `category`, group by the input file that begins a row's name.
 
     Raises:
         InputError: There is no such column, or it has too many values.
@@ -282,7 +237,7 @@ def read_rows(
 
 
 def read_full(output: OutputFolder, rows: RowSummary) -> list[dict[str, Any]]:
-    """Return the drawn rows with all their columns, in the order in which they were drawn."""
+    """Return the drawn rows with all their columns, in the order of the draw."""
     if not rows.drawn:
         return []
     files = list(dict.fromkeys(rows.files.values()))
@@ -294,13 +249,7 @@ def read_full(output: OutputFolder, rows: RowSummary) -> list[dict[str, Any]]:
 
 @dataclass
 class ErrorSummary:
-    """The rows that could not be generated.
-
-    Args:
-        rows: How many there are.
-        kinds: How many there are of each type of error.
-        examples: Some rows of each type.
-    """
+    """Number of failed rows, in all and by type of error, and some rows of each type."""
 
     rows: int = 0
     kinds: Counter[str] = field(default_factory=Counter)

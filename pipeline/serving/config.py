@@ -1,4 +1,4 @@
-"""Whose requests a head may learn from: clients who agreed, told by their keys. Without a word nobody has."""
+"""Configuration of the endpoint, and the clients' agreement to learning. Without their agreement no head learns."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ from pipeline.serving.http.keys import KeyRule, digests_in, may_ask
 
 @dataclass(frozen=True)
 class Agreement:
-    """Who has agreed.
+    """Clients that agreed to learning.
 
     Args:
-        everybody: Whether all clients have.
-        digests: Digests of the keys of those who have.
+        everybody: Whether all clients agreed.
+        digests: Digests of the keys of those who agreed.
     """
 
     everybody: bool = False
     digests: tuple[bytes, ...] = ()
 
     def covers(self, authorization: str | None) -> bool:
-        """Whether the sender of a request with this `Authorization` header has agreed."""
+        """Return whether the sender of a request with this `Authorization` header agreed."""
         return self.everybody or (bool(self.digests) and may_ask(authorization, self.digests))
 
 
 def read_agreement(learning: ServingLearning, digests: Sequence[bytes]) -> Agreement:
-    """Return who has agreed, by the configuration and a file of keys on this machine.
+    """Return who agreed, by the configuration and a file of keys on this machine.
 
     Args:
-        learning: The configuration.
         digests: Digests of all keys that the endpoint knows; none where it answers everybody.
 
     Raises:
@@ -62,7 +61,7 @@ def read_agreement(learning: ServingLearning, digests: Sequence[bytes]) -> Agree
     return Agreement(digests=found)
 
 
-# ---- The endpoint's settings `learning.*`: those of a job, whose text may be learnt from, and where the head is kept.
+# Settings `learning.*`: those of a job, whose text may be learnt from, and where the head is kept.
 
 NOBODY, EVERYBODY = "none", "all"
 
@@ -72,10 +71,10 @@ class ServingLearning(LearningConfig):
     """A draft head that learns from the requests of clients who agreed to that.
 
     Args:
-        agreed: Whose requests are learnt from: `none`; `all`, where every client has agreed; or a file with the keys of
-            those who have, one on each line, to be found where the ingress runs.
-        folder: Where the head and all that learning needs to go on is kept: a folder of this endpoint's own, or a URI,
-            that the same place is behind on every machine.
+        agreed: Clients whose requests are learnt from: `none`; `all`, where every client has agreed; or a file with the
+            keys of those who have, one on each line, on the machine where the ingress runs.
+        folder: Folder or URI for the head and the state that learning resumes from: this endpoint's own, and the same
+            on every machine.
     """
 
     agreed: str = NOBODY
@@ -98,22 +97,22 @@ class ServingLearning(LearningConfig):
             raise InputError("learning is enabled, but there is no folder for the head: set learning.folder")
 
 
-# ---- The configuration of the endpoint: of the application that is served, and of the server around it.
+# Settings of the application and of the server around it.
 
 
 @dataclass(frozen=True)
 class LimitsConfig:
-    """What clients may ask for.
+    """Limits on clients' requests.
 
     Args:
-        queue: Requests that may wait for a slot of a replica; further ones are told to try again later.
+        queue: Requests that may wait for a slot of a replica; further ones are refused with status 429.
         choices: Texts that one request may ask for: its prompts times its `n`.
         body_bytes: Largest body of a request, in bytes.
         connections: Connections that may be open; for a further one, that which has waited for its client the longest
             is closed. Like `receive_seconds` it holds where `jobs.serve` starts the cluster itself; Ray Serve's own
             proxy, which listens on others, has no such limits.
-        receive_seconds: Longest time in which a request may come, once it has begun, in which a connection may begin
-            one, and for which a client may leave an answer unread.
+        receive_seconds: Longest time for receiving a request, for a connection to begin one, and for a client to leave
+            an answer unread.
         seconds: Longest time a request may take; then it ends with an error. An update waits that long for open
             streams.
     """
@@ -134,7 +133,7 @@ class LimitsConfig:
 
 @dataclass(frozen=True)
 class ReplicasConfig:
-    """How many engines there are, and what each takes of the cluster.
+    """Number of engines, and the resources of each.
 
     Args:
         min: Fewest replicas.
@@ -156,22 +155,21 @@ class ReplicasConfig:
 
 
 def _default_engine() -> EngineSettings:
-    """Return the endpoint's own default: clients' requests are shorter than the rows of a job, and more at a time."""
+    """The endpoint has a default of its own: clients' requests are shorter than rows of a job, and more at a time."""
     return EngineSettings(slots=32)
 
 
 @dataclass(frozen=True)
 class ApplicationConfig:
-    """What is served: the `args` of the application in a file for Ray Serve.
+    """The served application: the `args` in a file for Ray Serve.
 
     Args:
-        model: Base model: hub id or folder; by default the embedded demonstration model.
+        model: Target model: hub id or folder; by default the embedded demonstration model.
         drafter: What proposes tokens: `none`, `ngram`, `memory`, `cacheback`, `exit:N`, a draft head's folder or hub
             id, `ctc` (the embedded head), `model:` and a draft model's, several joined by `+`, `long:N:DRAFTER`,
             `stack:LOWER>model:A`, or `auto`.
-        isolation: Draft no request from another one's text, as `memory` and `cacheback` would. Who may send many
-            requests can tell from how long answers take what others have been answered. Without it all clients must
-            trust each other.
+        isolation: Draft no request from another one's text, as `memory` and `cacheback` would. Response times would
+            leak it to clients who send many requests. Without isolation all clients must trust each other.
         verifier: Which draft tokens become output; by default those that plain decoding would give. Clients cannot
             choose it.
         learning: A draft head that learns from the requests of clients who agreed to that.
@@ -214,7 +212,7 @@ class ApplicationConfig:
 
     @property
     def served_name(self) -> str:
-        """What clients call the model."""
+        """Name by which clients call the model."""
         if self.name is not None or self.model is None:
             return self.name or "embedded"
         folder = Path(self.model).expanduser()
@@ -240,7 +238,7 @@ class ServeConfig(ApplicationConfig):
 
     @property
     def loopback(self) -> bool:
-        """Whether this machine alone can connect. A name other than localhost counts as reachable from elsewhere."""
+        """True if only this machine can connect. A name other than localhost counts as reachable from elsewhere."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -284,12 +282,12 @@ Joins the Ray cluster there is, or starts one here; ends in good order on Ctrl-C
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> ServeConfig:
-    """Return the endpoint that a command line asks for; see `command_line.parse`."""
+    """Parse the endpoint's command line; see `command_line.parse`."""
     return parse(ServeConfig, make_parser(ServeConfig, "jobs.serve", "", _DESCRIPTION, _COMMON), arguments)
 
 
 def parse_application(settings: Mapping[str, Any]) -> ApplicationConfig:
-    """Return the application that the `args` in a file for Ray Serve ask for.
+    """Return the application that the `args` in a file for Ray Serve describe.
 
     Raises:
         InputError: An unknown setting, or a value of the wrong type or out of range.

@@ -1,4 +1,4 @@
-"""The endpoint's entry: what is checked before a cluster is touched, and the server's life."""
+"""Entry of the endpoint: checks before a cluster is touched, start, and shutdown."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def serve_until_signal(config: ServeConfig) -> None:
     """
     config = replace(config, keys=settle(config.keys, config.keys_file, loopback=config.loopback))
     own_cluster = will_start()
-    if own_cluster:  # the ingress will run here, with the same keys: a mistake in them is told at once
+    if own_cluster:  # the ingress will run here, with the same keys: report a mistake in them at once
         read_agreement(config.learning, read_keys(config.keys_file, config.keys))
     say(f"looking at the model {config.model or 'embedded'}")
     check_models(config)
@@ -66,11 +66,7 @@ def serve_until_signal(config: ServeConfig) -> None:
 
 
 def start(config: ServeConfig, *, own_cluster: bool) -> None:
-    """Start the endpoint, and wait until it answers.
-
-    Args:
-        config: What is served, and where.
-        own_cluster: Whether there is no cluster to join, so that one is started for the endpoint alone.
+    """Start the endpoint, and wait until it answers; with `own_cluster` on a cluster of its own.
 
     Raises:
         InputError: The address, the keys or the models cannot be used.
@@ -103,27 +99,24 @@ def start(config: ServeConfig, *, own_cluster: bool) -> None:
 
 
 def learnt_from(learning: ServingLearning) -> str:
-    """Return whose requests a head learns from, for people."""
+    """Describe whose requests a head learns from."""
     if learning.agreed == EVERYBODY:
         return "the requests of all clients"
     return f"the requests of clients whose keys are in {learning.agreed}"
 
 
 def take_down(at_once: threading.Event) -> None:
-    """Take the endpoint's application down, and wait until its requests have ended.
+    """Take the endpoint's application down, and wait until its requests have ended or `at_once` is set.
 
-    Ray Serve stays: on a cluster that was there before, it may have applications of others. A cluster of the endpoint's
-    own ends with this process.
-
-    Args:
-        at_once: Ends the waiting once it is set.
+    Ray Serve keeps running: an existing cluster may have applications of others, and a cluster of the endpoint's own
+    ends with this process.
     """
     from ray import serve
 
     application = serve.status().applications.get(_NAME)
     if application is not None:
         if application.status == "RUNNING":
-            # Ray Serve's client of a handle reports an error if its loop ends before the process.
+            # Ray Serve's handle client reports an error if its loop ends before the process.
             loop = asyncio.new_event_loop()
             threading.Thread(target=loop.run_forever, daemon=True).start()
             try:
@@ -131,21 +124,21 @@ def take_down(at_once: threading.Event) -> None:
             except Exception as error:  # Ray raises bare ones
                 message = f"clients that do not read their answers may be waited for: {one_line(error)}"
                 print(message, file=sys.stderr, flush=True)
-        serve.delete(_NAME, _blocking=False)  # the other way gives up after a minute
+        serve.delete(_NAME, _blocking=False)  # blocking deletion would give up after a minute
     while _NAME in serve.status().applications and not at_once.wait(_POLL_SECONDS):
         pass
 
 
 async def _cut_unread() -> None:
-    """Tell the ingress to wait no longer for clients that do not read."""
+    """Tell the ingress to stop waiting for clients that do not read."""
     from ray import serve
 
-    # With the endpoint's own settings of Ray Serve a handle can only be used in an event loop.
+    # With the endpoint's settings of Ray Serve a handle works only in an event loop.
     await asyncio.wait_for(serve.get_deployment_handle("Ingress", _NAME).end.remote(), _ASK_SECONDS)
 
 
 def deployment_messages() -> str:
-    """Return what Ray Serve says of the endpoint's deployments: where one failed, with the traceback of its error."""
+    """Return Ray Serve's messages on the endpoint's deployments; that of a failed one has its traceback."""
     from ray import serve
 
     with suppress(Exception):  # there may be no application yet, and the error of the start is what counts
@@ -168,10 +161,10 @@ def check_port(config: ServeConfig) -> None:
 
 
 def check_address(host: str, port: int) -> None:
-    """Check that Ray Serve listens where it was told to: one that runs already stays where it is.
+    """Check that Ray Serve listens on this address: if it ran before, it keeps its own.
 
     Raises:
-        InputError: It listens elsewhere, where perhaps others can ask than was meant.
+        InputError: It listens elsewhere, perhaps reachable by others than meant.
     """
     from ray.serve.context import _get_global_client
 
@@ -184,7 +177,7 @@ def check_address(host: str, port: int) -> None:
 
 
 def check_models(config: ServeConfig) -> None:
-    """Check what can be checked of the models without loading them.
+    """Check the models as far as possible without loading them.
 
     Raises:
         InputError: They are not there, or are not models; there is no such verifier; or the folder of a head that

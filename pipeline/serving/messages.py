@@ -1,4 +1,4 @@
-"""What the ingress and the replicas say to each other."""
+"""Messages between the ingress and the replicas."""
 
 from __future__ import annotations
 
@@ -10,18 +10,12 @@ from prometheus_client.core import Metric
 from pipeline.openai.requests import NOT_FINITE, OpenAIError, ParsedRequest
 
 _RETRY_SECONDS = 1
-"""When to try again if there is no room, or a replica is being replaced."""
+"""`Retry-After` if there is no room, or a replica is being replaced."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A request on its way to a replica.
-
-    Args:
-        request: What was asked for.
-        speculation: Whether the answer says what became of the draft.
-        may_teach: Whether its client has agreed that a head learns from it.
-    """
+    """A request on its way to a replica; `may_teach` if its client agreed that a head learns from it."""
 
     request: ParsedRequest
     speculation: bool
@@ -30,13 +24,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no answer: what the client is told, and with which status. Nothing has been sent before it.
-
-    Args:
-        status: HTTP status.
-        body: JSON body, in OpenAI's shape.
-        headers: Further HTTP headers.
-    """
+    """HTTP error response, with a body in OpenAI's format. Nothing has been sent before it."""
 
     status: int
     body: dict[str, Any]
@@ -44,7 +32,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: OpenAIError) -> Failure:
-        """Return the failure that an error is, with the headers that go with its status."""
+        """Return an error's response, with the headers of its status."""
         headers = {}
         if error.status in (429, 503):
             headers["Retry-After"] = str(_RETRY_SECONDS)
@@ -63,12 +51,7 @@ Reply = str | Failure
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A replica's metrics at one moment.
-
-    Args:
-        replica: The replica's name.
-        families: All its metrics, without a label that names the replica.
-    """
+    """A replica's metrics at one moment, without a label that names the replica."""
 
     replica: str
     families: list[Metric]

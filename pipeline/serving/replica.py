@@ -1,4 +1,4 @@
-"""A replica: what Ray Serve starts, asks, and replaces when it is ill."""
+"""Ray Serve deployments that wrap one engine, and the endpoint's learner."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from pipeline.serving.http.handles import keep_to_this_machine
 
 
 class EngineReplica(Answers):
-    """One engine in a process of its own.
+    """One engine in a process of its own, with as many threads as the replica has cores.
 
-    Ray Serve calls `check_health` now and then, and replaces a replica where it raises.
+    Ray Serve calls `check_health` periodically, and replaces a replica where it raises.
 
     Args:
-        spec: What to load; the engine gets as many threads as the replica has cores.
-        seconds: How long a request may take.
+        seconds: Longest time of a request.
         special_tokens: Whether the text of a special token in a message is that token.
     """
 
@@ -42,7 +41,7 @@ class EngineReplica(Answers):
             LearningFeed(lm, find_own_learner).start()
 
 
-# ---- Keeps the endpoint's learner: what Ray Serve starts, asks, and replaces when it has ended.
+# The endpoint's learner.
 
 _ASK_SECONDS = 1.0
 _NAME_SECONDS = 0.2
@@ -55,12 +54,7 @@ def find_own_learner() -> Any | None:
 
 
 class LearnerKeeper:
-    """Starts the learner, and says what it does.
-
-    Args:
-        spec: What it loads.
-        config: What of the cluster it takes.
-    """
+    """Ray Serve deployment that starts the learner and reports on it."""
 
     def __init__(self, spec: LearnerSpec, config: LearningConfig) -> None:
         keep_to_this_machine()
@@ -69,11 +63,10 @@ class LearnerKeeper:
         self._pulse.start()
 
     def report(self) -> LearningReport:
-        """Return what the learner does."""
         return self._learner.last
 
     def _ask(self) -> None:
-        self._learner.ask(math.inf)  # nobody knows how much will be asked of an endpoint
+        self._learner.ask(math.inf)  # the amount of work ahead is unknown
 
     def __del__(self) -> None:
         """End the learner in good order; Ray Serve calls this as the endpoint is taken down."""
@@ -83,7 +76,7 @@ class LearnerKeeper:
 
 
 def _only_learner(spec: LearnerSpec, config: LearningConfig) -> WatchedLearner:
-    """Start a learner, and end the one that an update of the endpoint leaves: two must not write to one folder."""
+    """Start a learner, and end one that an update of the endpoint left: two must not write to one folder."""
     for _ in range(_TRIES):
         try:
             return WatchedLearner(spec, config, _name())

@@ -1,4 +1,4 @@
-"""Progress of a run: workers report to one small actor, and the driver shows what it holds."""
+"""Progress of a training run: workers report to one small actor, and the driver prints it."""
 
 from __future__ import annotations
 
@@ -30,21 +30,15 @@ class TrainingBoard:
         self._refusal: tuple[bool, str] | None = None
 
     def show(self, line: str) -> None:
-        """Add a line to show."""
         self._lines.append(line)
 
     def take(self) -> list[str]:
-        """Return the lines that were not taken yet."""
+        """Return and remove the lines."""
         lines, self._lines = self._lines, []
         return lines
 
     def refuse(self, of_input: bool, message: str) -> None:
-        """Note that the run cannot go on and that a retry would not help.
-
-        Args:
-            of_input: Whether the configuration or the data is at fault.
-            message: What is wrong.
-        """
+        """Record that a retry would not help; `of_input` if the configuration or the data is at fault."""
         self._refusal = self._refusal or (of_input, message)
 
     def refusal(self) -> tuple[bool, str] | None:
@@ -54,7 +48,7 @@ class TrainingBoard:
 
 @contextmanager
 def refusals(board: Any) -> Iterator[None]:
-    """Tell a board about errors that would come again. Ray Train takes them for crashes and restarts the worker."""
+    """Report errors that a retry would repeat. Ray Train takes them for crashes and restarts the worker."""
     try:
         yield
     except (InputError, LoadError, TrainingError) as error:
@@ -67,11 +61,7 @@ def refusals(board: Any) -> Iterator[None]:
 
 
 class TrainingDisplay:
-    """Prints a board's lines to stderr until the end of a `with` block.
-
-    Args:
-        board: A `TrainingBoard` actor.
-    """
+    """Prints the lines of a `TrainingBoard` actor to stderr until the end of a `with` block."""
 
     def __init__(self, board: Any) -> None:
         self._board = board
@@ -96,12 +86,7 @@ class TrainingDisplay:
 
 
 def progress_line(record: Record, steps: int) -> str:
-    """Return a record as a line for the user.
-
-    Args:
-        record: A logged step or an evaluation.
-        steps: Steps of the whole run.
-    """
+    """Format a logged step or an evaluation for the user; `steps` is the length of the whole run."""
     place = f"step {record['step']:>{len(str(steps))}}/{steps}"
     if "beta" in record:
         betas = ", ".join(f"{beta:.3f} at {nodes}" for nodes, beta in record["beta"].items())

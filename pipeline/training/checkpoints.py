@@ -1,4 +1,4 @@
-"""The state that a training step changes, and its checkpoints."""
+"""Checkpoints of a training run: weights, AdamW's moments and evaluations, as safetensors and JSON without pickles."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class TrainingState:
-    """A head and its optimiser after some steps, gathered from all workers.
+    """A head and its optimiser after `steps` steps, gathered from all workers.
 
     Args:
-        steps: Number of steps taken.
         weights: The head's weights by name, in float32, and its draft vocabulary, on the CPU.
         moments: AdamW's moments by name of the moment and name of the parameter.
     """
@@ -39,8 +38,6 @@ class TrainingState:
     weights: dict[str, Tensor]
     moments: dict[str, dict[str, Tensor]]
 
-
-# ---- Checkpoints: the head's weights, AdamW's moments and the evaluations, as safetensors and JSON without pickles.
 
 _TENSORS = "state.safetensors"
 _PROGRESS = "progress.json"
@@ -52,12 +49,7 @@ Show = Callable[[str], object]
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run between two steps.
-
-    Args:
-        state: Everything that a step changes.
-        records: Metrics of the steps and evaluations so far.
-    """
+    """A run between two steps, with the metrics so far."""
 
     state: TrainingState
     records: list[Record]
@@ -68,9 +60,6 @@ def report(saved: SavedRun | None, step: int, folder: Location, board: Any) -> N
 
     Args:
         saved: The run on the first worker; None on the others.
-        step: Number of steps taken.
-        folder: Where checkpoints are kept.
-        board: A `TrainingBoard` actor, which is told if the disk is full.
     """
 
     def keep(made: Checkpoint, name: str) -> Checkpoint:
@@ -92,7 +81,6 @@ def report(saved: SavedRun | None, step: int, folder: Location, board: Any) -> N
 
 
 def write(saved: SavedRun, folder: Path) -> None:
-    """Write a checkpoint to a local folder."""
     groups = {_WEIGHTS: saved.state.weights, **saved.state.moments}
     tensors = {f"{group}/{name}": value for group, some in groups.items() for name, value in some.items()}
     save_file(tensors, folder / _TENSORS)
@@ -101,7 +89,7 @@ def write(saved: SavedRun, folder: Path) -> None:
 
 
 def read(folder: Path) -> SavedRun:
-    """Read what `write` wrote.
+    """Read a checkpoint from a local folder.
 
     Raises:
         SafetensorError, ValueError, KeyError: A file is damaged.
@@ -116,7 +104,7 @@ def read(folder: Path) -> SavedRun:
 
 
 def upload(local: Path, target: Location) -> Checkpoint:
-    """Copy a checkpoint to where it is kept. The small progress file comes last and makes it complete."""
+    """Copy a checkpoint to `target`. The small progress file comes last and makes it complete."""
     target.make_folder()
     for name in (_TENSORS, _PROGRESS):
         (target / name).copy_from(local / name)
@@ -124,16 +112,11 @@ def upload(local: Path, target: Location) -> Checkpoint:
 
 
 def restore(folder: Location, is_first: bool, agree: Callable[[str | None], str | None], show: Show) -> SavedRun | None:
-    """Return the run to go on with: that of the newest checkpoint that can be read. All workers return the same one.
+    """Return the run of the newest readable checkpoint, the same on all workers; None for a new run.
 
     Args:
-        folder: Where checkpoints are kept.
         is_first: Whether this is the first worker, which chooses.
-        agree: Returns to all workers what the first one gives.
-        show: Shows the user a line about a checkpoint that is damaged.
-
-    Returns:
-        None for a new run.
+        agree: Broadcasts the first worker's argument to all workers.
     """
     saved, chosen = None, None
     for name in reversed(complete(folder)) if is_first else ():
@@ -155,21 +138,16 @@ def _load(folder: Location) -> SavedRun:
 
 
 def complete(folder: Location) -> list[str]:
-    """Return the names of the checkpoints in a folder whose last file is there, the oldest first."""
+    """Return the names of the complete checkpoints in a folder, oldest first."""
     names = [info.path.rpartition("/")[2] for info in folder.children()]
     return sorted(name for name in names if (folder / name / _PROGRESS).type == fs.FileType.File)
 
 
 def tidy(folder: Location, kept: int) -> None:
-    """Prepare a folder of checkpoints for another submission.
+    """Delete all but the `kept` newest checkpoints, and Ray Train's list of them, before another submission.
 
-    Ray Train's list of them is deleted: Ray refuses to start with one that is truncated, that another release of Ray
-    wrote, or that names a checkpoint which is gone. It deletes only what is on its list, so all but the newest
-    checkpoints are deleted here.
-
-    Args:
-        folder: Where checkpoints are kept.
-        kept: Number of the newest checkpoints to keep.
+    Ray refuses to start with a list that is truncated, that another release of Ray wrote, or that names a missing
+    checkpoint. It deletes only what is on its list, so older checkpoints are deleted here.
     """
     listed = folder / _SNAPSHOT
     if listed.type == fs.FileType.File:
@@ -179,16 +157,10 @@ def tidy(folder: Location, kept: int) -> None:
 
 
 def go_back(folder: Location, chosen_by: str) -> int | None:
-    """Delete the checkpoints that the best head was made before, so that a run goes on from an earlier one.
+    """Delete the checkpoints from the best head's step on, so that training makes a damaged best head again.
 
-    This makes the best head again, where its files are damaged.
-
-    Args:
-        folder: Where checkpoints are kept.
-        chosen_by: Number of draft nodes at which the best head has the highest β.
-
-    Returns:
-        The step that the best head was made at; None if no checkpoint knows of one.
+    Return that step; None if no checkpoint has an evaluation. The best head has the highest β at `chosen_by` draft
+    tokens.
     """
     for name in reversed(complete(folder)):
         try:
@@ -212,6 +184,6 @@ def checkpoint_name(step: int) -> str:
 
 
 def _delete(checkpoint: Location) -> None:
-    # The file that completes it goes first: a deletion that is interrupted leaves no checkpoint that seems complete.
+    # The completing file goes first, so that an interrupted deletion leaves no seemingly complete checkpoint.
     checkpoint.filesystem.delete_file((checkpoint / _PROGRESS).path)
     checkpoint.filesystem.delete_dir(checkpoint.path)

@@ -1,4 +1,4 @@
-"""The training job on the cluster: stage the texts, train, draw the metrics, print a summary."""
+"""Runs the training job on the cluster: stages the texts, trains, plots the metrics, prints a summary."""
 
 from __future__ import annotations
 
@@ -41,10 +41,8 @@ class Texts:
     """The distilled texts of a job.
 
     Args:
-        data: Texts to learn from.
-        held_out: Texts that β is measured on; None if they are some of `data`.
-        base_fingerprints: Fingerprints of the base that generated the texts; see `same_base`.
-        vocab_size: Size of the vocabulary of the head's base.
+        held_out: Texts for β; None if they are some of `data`.
+        base_fingerprints: Fingerprints of the target model that generated the texts; see `same_base`.
     """
 
     data: Sequence[DistilledTexts]
@@ -57,14 +55,10 @@ def run(config: TrainConfig, model: str, texts: Texts, folder: TrainingFolder, m
     """Stage the texts unless an earlier submission did, train from the last checkpoint, and print a summary.
 
     Args:
-        config: The job's configuration.
-        model: Hub id or folder of the base.
-        texts: The distilled texts.
-        folder: The job's output.
-        meant: What decides which head comes out; see `train_job.meaning`.
+        meant: See `pipeline.training.job.meaning`.
 
     Raises:
-        InputError: The texts, the base, the head or the cluster cannot be used.
+        InputError: The texts, the target model, the head or the cluster cannot be used.
         JobError: The job failed on the way.
         JobStopped: It was told to stop.
     """
@@ -87,10 +81,10 @@ def finish(
     meant: dict[str, Any],
     stopping: Stopping,
 ) -> None:
-    """Do what earlier submissions have left, and make again what is damaged; for the one that holds the lease.
+    """Do what earlier submissions left undone, and repair what is damaged. The caller holds the lease.
 
     Raises:
-        InputError: The texts, the base, the head or the cluster cannot be used.
+        InputError: The texts, the target model, the head or the cluster cannot be used.
         JobError: The job failed on the way.
     """
     facts: dict[str, Any] = {"base_fingerprints": list(texts.base_fingerprints)}
@@ -121,7 +115,7 @@ def finish(
 
 
 def finished(folder: TrainingFolder) -> bool:
-    """Return whether an earlier submission has finished the job, and nothing was taken away or damaged since."""
+    """Return whether an earlier submission finished the job and its files are whole."""
     if folder.run_file.type != fs.FileType.File:
         return False
     run = read_run(folder.run_file)
@@ -135,12 +129,7 @@ def finished(folder: TrainingFolder) -> bool:
 
 
 def prepare_checkpoints(folder: TrainingFolder, chosen_by: str) -> None:
-    """Leave the checkpoints that training can go on from.
-
-    Args:
-        folder: The job's output.
-        chosen_by: Number of draft nodes at which the best head has the highest β.
-    """
+    """Keep only the checkpoints to resume from."""
     tidy(folder.checkpoints, _CHECKPOINTS_KEPT)
     if not folder.has_head():
         best = go_back(folder.checkpoints, chosen_by)
@@ -152,7 +141,7 @@ def share_workers(config: WorkersConfig, cluster: Cluster) -> ActorResources:
     """Divide the cluster among the workers.
 
     Raises:
-        InputError: The cluster has too little for the fewest workers, and will not grow.
+        InputError: The cluster is too small for the fewest workers, and will not grow.
     """
     wanted = ResourcesConfig(config.fewest, config.most, config.gpus, config.cpus)
     return share_out(wanted, cluster, what="workers", settings="workers.{} or workers.number")
@@ -169,7 +158,7 @@ def execute(
     """Train, and show the progress.
 
     Raises:
-        InputError: The base or the head cannot be used.
+        InputError: The target model or the head cannot be used.
         JobError: Training failed, or cannot go on.
     """
     board = ray.remote(num_cpus=0)(TrainingBoard).remote()
@@ -231,7 +220,7 @@ def _trainer(task: WorkerTask, resources: ActorResources) -> TorchTrainer:
 
 
 def have_cuda(resources: ActorResources) -> bool:
-    """Return whether the workers' GPUs exist. On clusters for tests they are only counted."""
+    """Return whether the workers' GPUs exist. Clusters for tests only count them."""
     if not resources.gpus:
         return False
     return bool(ray.get(ray.remote(num_cpus=0, num_gpus=resources.gpus)(torch.cuda.is_available).remote()))
@@ -245,7 +234,7 @@ def _reason(failure: Exception) -> str:
 
 
 def draw(folder: TrainingFolder) -> None:
-    """Write the picture of the run's metrics."""
+    """Plot the run's metrics."""
     with tempfile.TemporaryDirectory() as name:
         picture = Path(name) / "training.png"
         plot_run(read_metrics(folder.metrics), picture)

@@ -1,4 +1,4 @@
-"""The configuration of a training job."""
+"""Configuration and command line of the training job."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pipeline.errors import InputError
 
 @dataclass(frozen=True)
 class TextsConfig:
-    """Which texts the head learns from.
+    """The texts to train on.
 
     Args:
         held_out: Output of another distillation to measure β on; by default some prompts of `data` are held out.
         held_out_texts: Number of texts that β is measured on; by default 64, or an eighth of the texts where these are
             fewer than 512.
         max_length: Tokens of a text; longer texts are cut.
-        store_hidden: Compute the base's hidden states once and store them, instead of computing them in each step. The
-            job shows their size first.
+        store_hidden: Compute the target model's hidden states once and store them, instead of computing them in each
+            step. The job shows their size first.
     """
 
     held_out: str | None = None
@@ -39,11 +39,11 @@ class TextsConfig:
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """How a step is divided.
+    """Division of a training step.
 
     Args:
         zero_stage: What is partitioned among the workers, as in DeepSpeed: 0 nothing, 1 the optimiser's state, 2 also
-            the gradients, 3 also the weights, the base's included.
+            the gradients, 3 also the weights, the target model's included.
         micro_batches: Number of parts of a step whose gradients are accumulated, which takes less memory.
     """
 
@@ -56,7 +56,7 @@ class ShardingConfig:
 
 @dataclass(frozen=True)
 class WorkersConfig:
-    """How much of the cluster the job uses, and how many failures it survives.
+    """The job's share of the cluster, and the failures that it survives.
 
     Args:
         number: Number of workers, or the fewest and the most. With a range there are as many as fit, and the number
@@ -64,8 +64,8 @@ class WorkersConfig:
         gpus: GPUs of a worker; by default 1 where there are GPUs, otherwise 0.
         cpus: CPU cores of a worker, and so its threads; by default 1 beside a GPU, otherwise an even share of all but
             half a core.
-        max_failures: How often training resumes from the last checkpoint after workers died. Nodes that are preempted
-            do not count.
+        max_failures: How often training resumes from the last checkpoint after workers died. Preempted nodes do not
+            count.
     """
 
     number: int | tuple[int, int] = 1
@@ -83,12 +83,10 @@ class WorkersConfig:
 
     @property
     def fewest(self) -> int:
-        """Least number of workers."""
         return self.number if isinstance(self.number, int) else self.number[0]
 
     @property
     def most(self) -> int:
-        """Largest number of workers."""
         return self.number if isinstance(self.number, int) else self.number[1]
 
 
@@ -99,11 +97,12 @@ class TrainConfig:
     Args:
         data: Output of `jobs.distill`, or a list of such outputs.
         output: Folder or URI for the head. It is new, empty, or the output of an earlier submission of the same job.
-        model: The base that generated the texts, as a hub id or folder; by default the embedded demonstration model.
-        trust_remote_code: Run modeling code that comes with the base.
+        model: The target model that generated the texts, as a hub id or folder; by default the embedded demonstration
+            model.
+        trust_remote_code: Run modeling code that comes with the target model.
         algorithm: Kind of draft head: `ctc`, `medusa`, `hydra`, `eagle3`, `specformer` or `exit`.
         head: Fields of the head's configuration, such as `{num_frames: 10, depth: 8}`. With `draft_vocab_size: 8192` it
-            drafts only the 8,192 tokens that are the most frequent in the answers, which is much cheaper if the base's
+            drafts only the 8,192 most frequent tokens of the answers, which is much cheaper if the target model's
             vocabulary is large.
         texts: Which texts the head learns from.
         training: How the head is trained.
@@ -144,7 +143,6 @@ class TrainConfig:
 
     @property
     def folders(self) -> list[str]:
-        """`data` as a list."""
         return [self.data] if isinstance(self.data, str) else list(self.data)
 
     @property
@@ -204,6 +202,6 @@ Submit the same command again to resume from the last checkpoint.
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> TrainConfig:
-    """Return the training job that a command line asks for; see `command_line.parse`."""
+    """Parse a training job's command line; see `command_line.parse`."""
     parser = make_parser(TrainConfig, "jobs.train", "--data DIR --output DIR", _DESCRIPTION, _COMMON)
     return parse(TrainConfig, parser, arguments)

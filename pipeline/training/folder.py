@@ -18,16 +18,12 @@ from pipeline.io.files import Location, make_folders
 from pipeline.output.folder import LEASE_FILE, RUN_FILE
 
 STAGED_TEXTS_LIST = "texts.json"
-"""Lists the staged texts. It is written last: where it is, staging is complete."""
+"""List of the staged texts. It is written last and completes the staging."""
 
 
 @dataclass(frozen=True)
 class TrainingFolder:
-    """Locations of a job's files.
-
-    Args:
-        root: The output folder that the configuration names.
-    """
+    """Locations of a job's files under `root`, its output folder."""
 
     root: Location
 
@@ -38,12 +34,12 @@ class TrainingFolder:
 
     @property
     def exported(self) -> Location:
-        """The same head in the layout of others, if it is asked for."""
+        """The same head in another project's layout, if asked for."""
         return self.root / "export"
 
     @property
     def metrics(self) -> Location:
-        """One line of JSON for each logged step and for each evaluation."""
+        """JSON lines: one for each logged step and each evaluation."""
         return self.root / "metrics.jsonl"
 
     @property
@@ -53,27 +49,23 @@ class TrainingFolder:
 
     @property
     def plot(self) -> Location:
-        """Picture of loss and β over the steps."""
+        """Plot of loss and β over the steps."""
         return self.root / "training.png"
 
     @property
     def staged(self) -> Location:
-        """The staged texts, which the workers read."""
         return self.root / "_staged"
 
     @property
     def checkpoints(self) -> Location:
-        """Checkpoints, which Ray Train keeps."""
         return self.root / "_checkpoints"
 
     @property
     def lease(self) -> Location:
-        """Says which submission works on the output."""
         return self.root / LEASE_FILE
 
     @property
     def run_file(self) -> Location:
-        """Configuration and state of the job."""
         return self.root / RUN_FILE
 
     def create(self) -> None:
@@ -90,18 +82,18 @@ class TrainingFolder:
         return saved or (self.head / WEIGHTS_FILE).type == fs.FileType.File
 
     def forget_job(self) -> None:
-        """Delete what a job without results has left, but `run.json`."""
+        """Delete the files of a job without results, except `run.json`."""
         self.staged.empty(first=STAGED_TEXTS_LIST)
         self.checkpoints.filesystem.delete_dir_contents(self.checkpoints.path, missing_dir_ok=True)
 
     def products(self) -> dict[str, int]:
-        """Return the sizes in bytes of the files that a run leaves to its user, by their names in the output."""
+        """Return the sizes in bytes of the user's files, by their names in the output."""
         found = [self.metrics.info, self.plot.info, *self.head.children(), *self.events.children()]
         files = [info for info in found if info.type == fs.FileType.File]
         return {info.path.removeprefix(f"{self.root.path}/"): info.size for info in files}
 
     def has_head(self) -> bool:
-        """Return whether there is a head whose files are whole."""
+        """Return whether there is a head with undamaged files."""
         config, weights = self.head / CONFIG_FILE, self.head / WEIGHTS_FILE
         try:
             json.loads(config.read_text())
@@ -116,7 +108,7 @@ class TrainingFolder:
 
         Raises:
             InputError: The folder cannot be created.
-            LoadError: The head is of a kind that the layout does not have.
+            LoadError: The layout does not have this kind of head.
         """
         make_folders(self.root, [self.exported], self.root)
         with tempfile.TemporaryDirectory() as name:

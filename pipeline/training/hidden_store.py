@@ -1,6 +1,6 @@
-"""The base's hidden states of all texts, stored beside the texts where reading them is cheaper than a forward.
+"""Stores the target model's hidden states of all texts where reading them is cheaper than a forward.
 
-They are many times larger than the texts. So they are stored only on request, after their size has been shown.
+They are many times larger than the texts, so they are stored only on request, after their size has been shown.
 """
 
 from __future__ import annotations
@@ -35,16 +35,11 @@ def store_hidden(
     workers: int,
     show: Callable[[str], None],
 ) -> None:
-    """Compute the parts that are missing or damaged, each worker its share, and wait until all parts are there.
+    """Compute this worker's share of the missing or damaged parts, and wait until all parts are there.
 
     Args:
-        base: The base, not partitioned.
-        staged: The texts.
-        settings: Give the precision.
-        layers: Which hidden states; see `training_layers`.
-        rank: Rank of this worker.
-        workers: Number of workers.
-        show: Shows the user a line about the size of the store.
+        base: The target model, not partitioned.
+        layers: Layers of the hidden states; see `training_layers`.
     """
     missing = [part for part in staged.parts if not _is_stored(staged, part)]
     if rank == 0 and missing:
@@ -82,7 +77,7 @@ def size_line(tokens: int, width: int, itemsize: int) -> str:
 def _states(
     base: BaseModel, texts: Sequence[Sequence[int]], settings: TrainingSettings, layers: tuple[int, ...]
 ) -> list[Tensor]:
-    """Return hidden states `[len(text), K · d]` of each text, as the training step would compute them."""
+    """Hidden states `[len(text), K · d]` of each text, as the training step would compute them."""
     found: dict[int, Tensor] = {}
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
     for first in range(0, len(order), _TEXTS_AT_ONCE):

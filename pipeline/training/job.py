@@ -59,13 +59,9 @@ def train(config: TrainConfig) -> None:
 def meaning(
     config: TrainConfig, data: Sequence[DistilledTexts], held_out: DistilledTexts | None, model: str
 ) -> dict[str, Any]:
-    """Return everything that decides which head comes out, unlike workers, ZeRO stages and checkpoints.
+    """Return everything that decides which head comes out; workers, ZeRO stages and checkpoints do not.
 
-    Args:
-        config: The job's configuration.
-        data: Texts to learn from.
-        held_out: Texts that β is measured on; None if they are some of `data`.
-        model: Fingerprint of the base.
+    `model` is the target model's fingerprint.
     """
     return {
         "data": [one.meaning for one in data],
@@ -80,10 +76,10 @@ def meaning(
 
 
 def check_head(config: TrainConfig, model: str) -> Any:
-    """Check the head's settings against the base's configuration, and return that of transformers.
+    """Check the head's settings against the target model's configuration, and return that configuration.
 
     Raises:
-        InputError: There is no such base, algorithm or setting, or a value is not allowed.
+        InputError: There is no such model, algorithm or setting, or a value is not allowed.
     """
     from transformers import AutoConfig
 

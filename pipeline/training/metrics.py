@@ -1,4 +1,4 @@
-"""Metrics of a run, as lines of JSON and for TensorBoard."""
+"""Metrics of a run, as JSON lines, TensorBoard events and a plot."""
 
 from __future__ import annotations
 
@@ -21,18 +21,13 @@ from pipeline.training.folder import TrainingFolder
 _FLUSH_SECONDS = 5.0
 
 Record = dict[str, Any]
-"""`step` and numbers by name. β is a dictionary: a number for each count of draft nodes."""
+"""`step` and numbers by name. β is a dictionary: a number for each count of draft tokens."""
 
 
 class MetricsLog:
     """Writes the metrics of a run. The whole file is written every few seconds, so no line is truncated or doubled.
 
-    Args:
-        folder: Output of the job.
-        records: Records of the steps that were taken before; they come from the checkpoint that the run goes on from.
-
-    Attributes:
-        records: All records so far.
+    A resumed run begins with the `records` of its checkpoint.
 
     Raises:
         OSError: A file cannot be written, for instance because the disk is full. All methods raise it.
@@ -52,7 +47,6 @@ class MetricsLog:
         self.flush()
 
     def add(self, record: Record) -> None:
-        """Log a record."""
         self._put(record)
         if time.monotonic() - self._written >= _FLUSH_SECONDS:
             self.flush()
@@ -63,7 +57,6 @@ class MetricsLog:
             self._events.write_event(Event(wall_time=record["time"], step=record["step"], summary=scalar(name, value)))
 
     def flush(self) -> None:
-        """Write all records."""
         self._folder.metrics.write_text("".join(json.dumps(record) + "\n" for record in self.records))
         self._events.flush()
         if not self._grows:
@@ -73,7 +66,7 @@ class MetricsLog:
 
 
 def read_metrics(file: Location) -> list[Record]:
-    """Return the records in a file that `MetricsLog` wrote."""
+    """Return the records in a file of `MetricsLog`."""
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
@@ -85,13 +78,11 @@ def _scalars(record: Record) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
-# ---- Picture of a run: loss and β over the steps.
-
 _SMOOTHING = 0.9
 
 
 def plot_run(records: Sequence[Record], file: Path) -> None:
-    """Draw the metrics of a run to a PNG file."""
+    """Plot the metrics of a run to a PNG file."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     loss_axes, beta_axes = figure.subplots(1, 2)
     steps = [record["step"] for record in records if "loss" in record]
@@ -110,7 +101,7 @@ def plot_run(records: Sequence[Record], file: Path) -> None:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Return the running mean with exponential weights, without bias at the start."""
+    """Return the exponential moving average, without bias at the start."""
     result, total, weight = [], 0.0, 0.0
     for value in values:
         total = _SMOOTHING * total + (1 - _SMOOTHING) * value

@@ -1,4 +1,4 @@
-"""The optimiser step under DeepSpeed: base and head are partitioned among the workers as the ZeRO stage says.
+"""The optimiser step under DeepSpeed: the ZeRO stage says how target model and head are partitioned among workers.
 
 Weights stay in fp32 and are the master weights; bf16 comes from autocast. So a checkpoint is the head's whole weights
 and AdamW's two moments, the same for every ZeRO stage and every number of workers.
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class _Root(nn.Module):
-    """Runs any function inside its forward, where ZeRO-3 gathers weights when they are needed."""
+    """Runs any function inside its forward, where ZeRO-3 gathers weights on demand."""
 
     def __init__(self, step_of: TrainingStep) -> None:
         super().__init__()
@@ -46,11 +46,7 @@ class _Root(nn.Module):
 class ShardedOptimiser:
     """`Optimiser` for all workers of a process group together. Each worker calls every method.
 
-    Args:
-        step_of: Base and head; the head has the weights of `state`.
-        settings: Learning rate and limits.
-        sharding: How a step is divided.
-        state: State after earlier steps, from which training goes on; None for a new run.
+    To resume, give a `state`, whose weights the head already has.
     """
 
     def __init__(
@@ -79,7 +75,7 @@ class ShardedOptimiser:
         )[0]
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run a function that reads weights. All workers run it alike."""
+        """Run a function that reads weights. All workers must call it alike."""
         (result,) = self._engine(lambda: (work(),))
         return result  # type: ignore[no-any-return]
 
@@ -121,7 +117,7 @@ class ShardedOptimiser:
         return float(norm) if norm is not None else 0.0
 
     def state(self) -> TrainingState:
-        """Gather the whole state. All workers take part."""
+        """Gather the whole state. All workers must call it."""
         buffers = self._step_of.head.state_dict().keys() - self._parameters.keys()
         weights = {name: self._whole(parameter) for name, parameter in self._parameters.items()}
         weights |= {name: self._step_of.head.get_buffer(name).to("cpu", copy=True) for name in sorted(buffers)}

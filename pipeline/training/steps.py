@@ -1,7 +1,7 @@
-"""Which texts come together in which step: a pure function of the seed.
+"""Assigns texts to training steps, as a pure function of the seed.
 
-Each epoch visits the parts in a new order. Within a part, each epoch groups texts of similar length into steps, so that
-little is padded, and takes these steps in a new order. A resumed run begins with the part of its next step.
+Each epoch visits the parts in a new order. Within a part, it groups texts of similar length into steps, which saves
+padding, and shuffles these steps. A resumed run begins with the part of its next step.
 """
 
 from __future__ import annotations
@@ -20,20 +20,12 @@ from pipeline.training.hidden_store import as_states, read_hidden
 from pipeline.training.texts import StagedTexts, read_part
 
 _LENGTH_NOISE = 0.1
-"""Relative noise on lengths, so that a step has other texts in every epoch."""
+"""Relative noise on lengths, so that each epoch groups the texts differently."""
 
 
 @dataclass(frozen=True)
 class Visit:
-    """Consecutive steps of a run that come from one part.
-
-    Args:
-        part: Index of the part.
-        epoch: Number of the epoch, from 0.
-        first_step: Number of the first step in the run, from 0.
-        skip: Steps of the part, in this epoch, that come before the first.
-        steps: Number of steps.
-    """
+    """Consecutive steps from one part; `skip` counts its steps in this epoch before them. Numbers begin at 0."""
 
     part: int
     epoch: int
@@ -43,15 +35,7 @@ class Visit:
 
 
 def visits(rows: Sequence[int], texts_per_step: int, seed: int, done: int, steps: int) -> Iterator[Visit]:
-    """Yield the visits that make a run's steps `done … steps - 1`.
-
-    Args:
-        rows: Number of texts of each part; at least one part fills a step.
-        texts_per_step: Texts of a step.
-        seed: Seed of the order.
-        done: Steps taken before.
-        steps: Steps of the whole run.
-    """
+    """Yield the visits of a run's steps `done … steps - 1`. At least one part, of `rows` texts, fills a step."""
     whole = [count // texts_per_step for count in rows]
     epoch, left = divmod(done, sum(whole))
     while done < steps:
@@ -69,12 +53,7 @@ def visits(rows: Sequence[int], texts_per_step: int, seed: int, done: int, steps
 def steps_of(lengths: Sequence[int], texts_per_step: int, seed: int, epoch: int, part: int) -> list[list[int]]:
     """Return the steps of a part in an epoch: indices of texts of similar length, shortest first.
 
-    Args:
-        lengths: Number of tokens of each text.
-        texts_per_step: Texts of a step. Texts that are left over are not used in this epoch.
-        seed: Seed of the order.
-        epoch: Number of the epoch, from 0.
-        part: Index of the part.
+    Texts that do not fill a step are not used in this epoch.
     """
     rng = random.Random(f"{seed}/{epoch}/{part}")
     texts = rng.sample(range(len(lengths)), len(lengths) // texts_per_step * texts_per_step)
@@ -89,33 +68,20 @@ def steps_of(lengths: Sequence[int], texts_per_step: int, seed: int, epoch: int,
 
 
 def share(places: int, micro_batches: int, rank: int, workers: int) -> list[list[int]]:
-    """Return the places in a step that a worker takes, for each micro-batch.
+    """Return a worker's places in a step of `places` texts, for each micro-batch.
 
     A micro-batch takes consecutive places, so its texts are of similar length. Within it the workers take turns.
-
-    Args:
-        places: Texts of the step.
-        micro_batches: Number of micro-batches.
-        rank: The worker.
-        workers: Number of workers.
     """
     bounds = [places * micro // micro_batches for micro in range(micro_batches + 1)]
     return [list(range(low + rank, high, workers)) for low, high in pairwise(bounds)]
 
 
-# ---- The texts of each step, read by the worker that learns from them.
+# Reading the texts.
 
 
 @dataclass(frozen=True)
 class Share:
-    """A worker's share of each step.
-
-    Args:
-        rank: Rank of the worker.
-        workers: Number of workers.
-        micro_batches: Number of micro-batches of a step.
-        hidden: Whether the texts come with their stored hidden states.
-    """
+    """A worker's share of each step; `hidden` if the texts come with their stored hidden states."""
 
     rank: int
     workers: int
@@ -125,12 +91,7 @@ class Share:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A worker's texts of one micro-batch.
-
-    Args:
-        texts: At least one text.
-        places: Place of each text in the whole step.
-    """
+    """A worker's texts of one micro-batch, at least one, and their places in the whole step."""
 
     texts: list[RegeneratedText]
     places: list[int]
@@ -138,13 +99,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepTexts:
-    """A worker's texts of one step.
-
-    Args:
-        step: Number of the step in the run, from 0.
-        tokens: Number of tokens of all workers' texts.
-        micro_batches: The micro-batches in order.
-    """
+    """A worker's texts of one step (from 0); `tokens` counts those of all workers' texts."""
 
     step: int
     tokens: int
@@ -168,7 +123,6 @@ def stream_steps(staged: StagedTexts, settings: TrainingSettings, mine: Share, d
 
 
 def _read(staged: StagedTexts, visit: Visit, mine: Share) -> pa.Table:
-    """Return the texts of a visit's part, with their hidden states where they are stored."""
     part = staged.parts[visit.part]
     table = read_part(staged.folder, part.name)
     return table.append_column("hidden", read_hidden(staged, part)) if mine.hidden else table

@@ -1,4 +1,4 @@
-"""Distilled texts: the output of `jobs.distill`, checked before a head learns from it."""
+"""Distilled texts: the output of `jobs.distill`, checked and staged before training."""
 
 from __future__ import annotations
 
@@ -32,19 +32,11 @@ from pipeline.training.config import TextsConfig
 from pipeline.training.folder import STAGED_TEXTS_LIST
 
 COLUMNS = ("request_id", "prompt_token_ids", "token_ids")
-"""Columns of a distilled row that are read."""
 
 
 @dataclass(frozen=True)
 class DistilledTexts:
-    """The output of one distillation.
-
-    Args:
-        uri: Its location as the configuration names it.
-        filesystem: Where its files are.
-        files: Path and size of its Parquet files.
-        base_fingerprint: `BaseModel.fingerprint` of the base that generated the texts.
-    """
+    """The output of one distillation: path and size of each Parquet file, and its target model's fingerprint."""
 
     uri: str
     filesystem: fs.FileSystem
@@ -91,7 +83,7 @@ def _read_run(uri: str, output: OutputFolder) -> dict[str, Any]:
         raise InputError(f"data {uri} is not finished: submit its distillation again")
     if not isinstance(base, str):
         raise InputError(f"data {uri} does not say which base made it: distil again into a new folder")
-    # An output from before verifiers were noted does not say it: there was only the exact one.
+    # Older outputs do not record a verifier: there was only the exact one.
     if run.get("lossless") is False:
         raise InputError(
             f"data {uri} was decoded by the verifier {run.get('verifier')!r}, which is not lossless: distil again with "
@@ -118,13 +110,13 @@ def _rows(filesystem: fs.FileSystem, path: str) -> int:
 
 
 def same_base(texts: Iterable[DistilledTexts]) -> tuple[str, ...]:
-    """Return the fingerprint of the base that generated all `texts`.
+    """Return the fingerprint of the target model that generated all `texts`.
 
-    There are two of them where texts of an earlier release, whose fingerprint is of an earlier scheme, come with newer
-    ones. Only the loaded base can tell whether both are its own.
+    Texts of earlier releases have fingerprints of an earlier scheme. Mixed with newer texts they give two fingerprints,
+    and only the loaded model can tell whether both are its own.
 
     Raises:
-        InputError: Different bases generated them.
+        InputError: Different models generated them.
     """
     by_base = {one.base_fingerprint: one.uri for one in texts}
     schemes = [base.rpartition("-")[0] for base in by_base]
@@ -134,26 +126,25 @@ def same_base(texts: Iterable[DistilledTexts]) -> tuple[str, ...]:
     return tuple(by_base)
 
 
-# ---- Distilled texts as Parquet parts, in a shuffled order that is deterministic.
+# Staging: Parquet parts in a shuffled but deterministic order.
 
 STEPS_PER_PART = 64
 """Least number of steps of a part. Texts of different parts never come together in a step."""
 _HELD_OUT, _COUNTS = "held-out", "token-counts"
 _USUAL_HELD_OUT = 64
 _LARGEST_SHARE = 8
-"""By default no more than one in so many texts is held out."""
+"""By default at most one in so many texts is held out."""
 
 
 @dataclass(frozen=True)
 class TextCounts:
-    """What became of the distilled rows.
+    """Counts of the staged texts.
 
     Args:
-        texts: Number of texts to learn from.
-        tokens: Number of their tokens.
-        targets: Number of their tokens that the base generated.
-        held_out: Number of texts that β is measured on.
-        unusable: Number of rows without a prompt or without an answer.
+        texts: Texts to train on.
+        targets: Their tokens that the target model generated.
+        held_out: Texts for β.
+        unusable: Rows without a prompt or without an answer.
     """
 
     texts: int
@@ -167,11 +158,8 @@ class TextCounts:
 class StagedTexts:
     """The staged texts of a job.
 
-    Args:
-        folder: Holds a file for each part and one of held-out texts, with columns `tokens` and `prompt_length`, and a
-            file of how often each token occurs in the answers to learn from.
-        parts: The files to learn from.
-        counts: What is in the files.
+    `folder` holds a file for each part and one of held-out texts, with columns `tokens` and `prompt_length`, and a file
+    of token counts in the answers to train on.
     """
 
     folder: Location
@@ -185,7 +173,7 @@ class StagedTexts:
 
     @classmethod
     def load(cls, folder: Location) -> StagedTexts | None:
-        """Return what an earlier submission staged; None if it did not complete the staging, or a file is damaged.
+        """Return what an earlier submission staged; None if its staging is incomplete or a file is damaged.
 
         Staging the same texts again gives the same parts.
         """
@@ -203,11 +191,11 @@ class StagedTexts:
         return cls(folder, parts, counts)
 
     def held_out(self) -> list[RegeneratedText]:
-        """Read the texts that β is measured on."""
+        """Read the texts for β."""
         return [RegeneratedText(**row) for row in read_part(self.folder, _HELD_OUT).to_pylist()]
 
     def token_counts(self) -> Tensor:
-        """Read how often each token occurs in the answers to learn from, `[V]` int64."""
+        """Read the frequency of each token in the answers to train on, `[V]` int64."""
         return torch.tensor(read_part(self.folder, _COUNTS)["count"].to_numpy())
 
     def coverage(self, size: int) -> float:
@@ -217,7 +205,6 @@ class StagedTexts:
 
 
 def read_part(folder: Location, name: str) -> pa.Table:
-    """Read a staged file."""
     return pa.parquet.read_table((folder / f"{name}.parquet").path, filesystem=folder.filesystem)
 
 
@@ -230,16 +217,7 @@ def stage_texts(
     texts_per_step: int,
     seed: int,
 ) -> StagedTexts:
-    """Stage texts on the cluster's workers.
-
-    Args:
-        data: Texts to learn from.
-        held_out: Texts that β is measured on; None takes some of `data`.
-        folder: Where the files go.
-        config: How many texts are held out, and how long a text may be.
-        vocab_size: Size of the base's vocabulary.
-        texts_per_step: Texts of a step; a part holds many steps.
-        seed: Seed of the order.
+    """Stage texts on the cluster's workers. Without `held_out` texts for β, some prompts of `data` are held out.
 
     Raises:
         InputError: There are token ids beyond the vocabulary, or too few texts.
@@ -286,12 +264,12 @@ def stage_texts(
 
 
 def usual_held_out(texts: int) -> int:
-    """Return how many of these texts are held out by default: an eighth, at least one and at most 64."""
+    """Return the default number of held-out texts: an eighth, at least one and at most 64."""
     return min(_USUAL_HELD_OUT, max(1, texts // _LARGEST_SHARE))
 
 
 def count_answers(table: pa.Table, vocab_size: int) -> NDArray[np.int64]:
-    """Return how often each token occurs in the answers, `[V]`, of texts with columns `tokens` and `prompt_length`."""
+    """Return the frequency of each token in the answers, `[V]`, of texts with columns `tokens` and `prompt_length`."""
     lengths = pa.compute.list_value_length(table["tokens"]).to_numpy()
     place = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
     answered = place >= np.repeat(table["prompt_length"].to_numpy(), lengths)
@@ -323,8 +301,8 @@ def key_texts(table: pa.Table, max_length: int, vocab_size: int, seed: int) -> p
 
     Returns:
         Columns `tokens` (prompt and answer), `prompt_length`, `key` (hash of the text), `prompt_key` (hash of its
-        prompt; −1 for a row with nothing to learn from) and `problem` (says that a token is beyond the vocabulary;
-        otherwise null).
+            prompt; −1 for a row with nothing to learn from) and `problem` (names a token beyond the vocabulary;
+            otherwise null).
     """
     rows: list[dict[str, Any]] = []
     for name, prompt, answer in zip(*(table[column].to_pylist() for column in COLUMNS), strict=True):

@@ -1,4 +1,4 @@
-"""The function that Ray Train runs on each worker. It is apart so that the driver does not import DeepSpeed."""
+"""Entry of a training worker. It is a module of its own so that the driver does not import DeepSpeed."""
 
 from __future__ import annotations
 

@@ -91,5 +91,5 @@ class StartingHead:
 
     @property
     def drafts(self) -> bool:
-        """Whether it drafts before it has learned anything."""
+        """True if it drafts before it has learned anything."""
         return self.folder is not None

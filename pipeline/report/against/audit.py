@@ -1,4 +1,4 @@
-"""Rows generated again without drafts, and where they differ from what an output says. Runs on a worker."""
+"""The audit: repeats rows of an exact output by plain decoding on a worker, and checks that the tokens are the same."""
 
 from __future__ import annotations
 
@@ -39,13 +39,7 @@ from pipeline.settings import ResourcesConfig
 
 @dataclass(frozen=True)
 class Choice:
-    """What a text has at a place.
-
-    Args:
-        token: The token; None where the text has ended.
-        text: It as text.
-        logit: The base's logit of it there; None where there is no token.
-    """
+    """A token at a position of a text, and the target model's logit; None where the text has ended."""
 
     token: int | None
     text: str
@@ -54,14 +48,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class AuditDifference:
-    """Where an output's row is not what plain decoding gives.
-
-    Args:
-        name: The row's name.
-        place: The first token that differs.
-        said: What the output has there.
-        plain: What plain decoding chooses there.
-    """
+    """A row that differs from plain decoding at token `place`: the output's choice there, and plain decoding's."""
 
     name: str
     place: int
@@ -80,15 +67,10 @@ def plain_differences(
     """Generate rows by plain decoding, and yield where they differ.
 
     Args:
-        model: Hub id or folder of the base.
-        loading: How it was loaded: further arguments of `load_base`.
-        engine: The engine's settings; see `EngineSettings`.
-        fingerprint: Of the base that made the output; None where it is not known.
-        rows: The rows.
-        threads: CPU threads.
+        fingerprint: Of the target model that made the output; None where unknown.
 
     Raises:
-        LoadError: The base cannot be loaded, or is another one.
+        LoadError: The target model cannot be loaded, or is another one.
     """
     torch.set_num_threads(threads)
     base = load_base(model, **loading)
@@ -110,7 +92,7 @@ def plain_differences(
 
 @torch.inference_mode()
 def _logits(base: BaseModel, tokens: Sequence[int]) -> Tensor:
-    """The base's logits `[V]` after a text, by one forward over it."""
+    """The target model's logits `[V]` after a text, by one forward."""
     text = torch.tensor(tokens, device=base.device)
     logits, _ = base.prefill_last(base.new_cache(1, len(tokens) + 1), 0, text)
     return logits[0].float().cpu()
@@ -123,33 +105,23 @@ def _choice(tokens: Sequence[int], place: int, logits: Tensor, tokenizer: Any) -
     return Choice(token, tokenizer.decode([token]), float(logits[token]))
 
 
-# ---- Which rows of an output are generated again, and what each of them asked for.
+# Selection of the rows, and their requests.
 
 _BATCH_COLUMNS = set(LINE_FIELDS)
-"""Rows with these are lines of an OpenAI batch, whose requests bring their own settings."""
+"""Columns of rows that come from an OpenAI batch; such requests bring their own settings."""
 _READ_COLUMNS = {"request_id", "prompt_token_ids", "token_ids", "seed"}
 
 
 @dataclass(frozen=True)
 class RepeatedRow:
-    """A row that is generated again.
-
-    Args:
-        request: What it asked for.
-        token_ids: What the output says came of it.
-    """
+    """A request to repeat, and the tokens that the output has for it."""
 
     request: Request
     token_ids: list[int]
 
 
 def rows_to_repeat(output: OutputFolder, run: Mapping[str, Any], share: float) -> Iterator[RepeatedRow]:
-    """Draw rows of an output by their names, at least one, so that each audit of it draws the same ones.
-
-    Args:
-        output: The output.
-        run: Its `run.json`.
-        share: Of its finished rows.
+    """Draw a share of an output's rows, at least one. Depends on names alone, so each audit draws the same rows.
 
     Raises:
         InputError: The rows cannot be read.
@@ -161,7 +133,7 @@ def rows_to_repeat(output: OutputFolder, run: Mapping[str, Any], share: float) -
         count = math.ceil(share * len(names))
         drawn = nsmallest(count, names, key=lambda name: (zlib.crc32(name.encode()), name))
         rows = dataset.to_table(
-            # Of the input's columns only those that say what a row asked for: others may hold what Python has not.
+            # Only the columns of requests: others may hold values that Python does not have.
             columns=[name for name in dataset.schema.names if name in {*_READ_COLUMNS, *_BATCH_COLUMNS, column}],
             filter=pc.field("request_id").isin(drawn),
         ).to_pylist(maps_as_pydicts="lossy")
@@ -174,36 +146,24 @@ def rows_to_repeat(output: OutputFolder, run: Mapping[str, Any], share: float) -
 
 
 def _sampling(row: dict[str, Any], defaults: SamplingParams, column: str) -> SamplingParams:
-    """The settings that a row was generated with; log-probabilities change no token and are left out."""
+    """The settings that a row was generated with. Log-probabilities change no token and are left out."""
     if row.keys() >= _BATCH_COLUMNS:
-        # Requests draw unless they say otherwise; outputs of earlier releases do not record that.
+        # Requests sample unless they say otherwise; outputs of earlier releases do not record that.
         settings = parse_line(row).sampling(replace(defaults, temperature=defaults.temperature or 1.0))
     else:
         settings = row_sampling(defaults, row["request_id"], row, column)
     return replace(settings, seed=row["seed"], logprobs=None)
 
 
-# ---- The audit: some rows of an exact output are generated again, plainly, and must have the same tokens.
-
-
 @dataclass(frozen=True)
 class Audit:
-    """What came of an audit.
-
-    Args:
-        rows: How many rows were generated again.
-        differences: One for each of them that differs.
-    """
+    """Result of an audit: the number of repeated rows, and the differences."""
 
     rows: int
     differences: list[AuditDifference]
 
     def lines(self, uri: str) -> Iterator[str]:
-        """Say it in lines.
-
-        Args:
-            uri: The output.
-        """
+        """Describe the audit of the output `uri` in lines."""
         same = self.rows - len(self.differences)
         yield f"{uri}: {self.rows:,} rows generated again by plain decoding, {same:,} of them with the same tokens"
         for one in self.differences:
@@ -212,14 +172,10 @@ class Audit:
 
 
 def audit(uri: str, share: float) -> Audit:
-    """Generate a share of an output's rows again, on the cluster's GPU if it has one.
-
-    Args:
-        uri: Folder or URI of the output.
-        share: Of its finished rows.
+    """Repeat a share of an output's rows, on the cluster's GPU if it has one.
 
     Raises:
-        InputError: The output is not exact, or cannot be read, or its base cannot be loaded.
+        InputError: The output is not exact, or cannot be read, or its target model cannot be loaded.
         JobError: The task failed.
     """
     output = open_output(uri)

@@ -1,4 +1,4 @@
-"""The configuration of a comparison, and its command line."""
+"""Configuration and command line of the comparison job."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class CompareConfig:
 
     Args:
         first: Folder or URI of one output.
-        second: Folder or URI of the other; None where one output is audited and nothing compared.
+        second: Folder or URI of the other; None to audit `first` without a comparison.
         scorer: Name of the scorer; see `make_scorer`. None compares tokens alone.
         target: Column with the right answer, for a built-in scorer.
         page: File or URI to write; by default in the second output.
         examples: How many differing rows to show.
-        share: Of each output's rows, to be generated again by plain decoding; None for none.
+        share: Share of each output's rows to repeat by plain decoding; None for none.
     """
 
     first: str
@@ -68,10 +68,10 @@ def parse_config(arguments: Sequence[str] | None = None) -> CompareConfig:
 
 
 def share_of(text: str) -> float:
-    """Return the share of rows that a text asks for, such as `1%` or `0.01`.
+    """Parse a share of rows such as `1%` or `0.01`.
 
     Raises:
-        InputError: It is not more than 0 and at most all of them.
+        InputError: It is not above 0 and at most 1.
     """
     percent = _PERCENT.fullmatch(text.strip())
     try:

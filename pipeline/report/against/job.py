@@ -1,4 +1,4 @@
-"""The comparison job's entry: reads two outputs, prints what differs, and writes one page."""
+"""Entry of the comparison job: reads two outputs, prints the differences, and writes one page."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _COLUMNS = ("request_id", "token_ids")
 
 
 def compare_or_audit(config: CompareConfig) -> int:
-    """Compare two outputs, or audit one or both; return 1 if an audit has found a difference, otherwise 0."""
+    """Compare two outputs, or audit one or both; return 1 if an audit found a difference, otherwise 0."""
     if config.second is not None:
         compare(config, config.second)
     return int(config.share is not None and not audit_outputs(config, config.share))
 
 
 def audit_outputs(config: CompareConfig, share: float) -> bool:
-    """Generate some rows of the outputs again, print what came of it, and return whether all are the same.
+    """Audit the outputs, print the results, and return whether all repeated rows have the same tokens.
 
     Raises:
-        InputError: An output is not exact, or its base cannot be loaded.
+        InputError: An output is not exact, or its target model cannot be loaded.
         JobError: The generation failed.
     """
     from pipeline.report.against.audit import audit  # Ray takes seconds to import: a comparison does without
@@ -48,10 +48,6 @@ def audit_outputs(config: CompareConfig, share: float) -> bool:
 
 def compare(config: CompareConfig, second_uri: str) -> None:
     """Read both outputs, print the summary and write the page.
-
-    Args:
-        config: The comparison.
-        second_uri: Its second output.
 
     Raises:
         InputError: An output, the scorer or the page cannot be used.
@@ -73,7 +69,7 @@ def compare(config: CompareConfig, second_uri: str) -> None:
 
 
 def _tokenizer(model: str) -> Any:
-    """The base's tokeniser, if it is on this machine; it is not downloaded."""
+    """The target model's tokenizer if it is on this machine; it is not downloaded."""
     try:
         return load_tokenizer(model, local_files_only=True)
     except LoadError:
@@ -97,17 +93,12 @@ def _summary(found: Comparison, config: CompareConfig) -> list[str]:
     return lines
 
 
-# ---- A comparison as one HTML page: it runs no script, needs no network, and escapes every text from the rows.
+# The HTML page, without scripts and network access; texts from the rows are escaped.
 
 
 @dataclass(frozen=True)
 class ShownText:
-    """A run of a row's text.
-
-    Args:
-        text: The text.
-        differs: Whether the other output lacks it there.
-    """
+    """Part of a row's text; `differs` where the other output lacks it."""
 
     text: str
     differs: bool
@@ -115,13 +106,7 @@ class ShownText:
 
 @dataclass(frozen=True)
 class ShownRow:
-    """A differing row in both outputs.
-
-    Args:
-        row: The row.
-        first: Its text in one output.
-        second: Its text in the other.
-    """
+    """A differing row, and its text in both outputs."""
 
     row: DifferingRow
     first: Sequence[ShownText]
@@ -129,12 +114,7 @@ class ShownRow:
 
 
 def shown_rows(rows: Sequence[DifferingRow], tokenizer: Any) -> list[ShownRow]:
-    """Return rows as texts in which the differing tokens are marked.
-
-    Args:
-        rows: Differing rows.
-        tokenizer: Of the base; None shows tokens as numbers.
-    """
+    """Return rows as texts in which the differing tokens are marked; `tokenizer` None shows token ids."""
     found = []
     for row in rows:
         ours, theirs = differing_spans(row.first["token_ids"], row.second["token_ids"])
@@ -143,14 +123,7 @@ def shown_rows(rows: Sequence[DifferingRow], tokenizer: Any) -> list[ShownRow]:
 
 
 def render(names: tuple[str, str], comparison: Comparison, scorer: str | None, rows: Sequence[ShownRow]) -> str:
-    """Return the page as HTML.
-
-    Args:
-        names: Where the two outputs are.
-        comparison: What was found.
-        scorer: Name of the scorer.
-        rows: Differing rows to show.
-    """
+    """Return the page as HTML; `names` are the two outputs' locations."""
     template = page_environment("pipeline.report.against").get_template("comparison.html.jinja")
     return template.render(names=names, comparison=comparison, scorer=scorer, rows=rows)
 

@@ -1,4 +1,4 @@
-"""Where two token sequences differ."""
+"""Compares two outputs row by row and token by token."""
 
 from __future__ import annotations
 
@@ -21,13 +21,7 @@ from pipeline.report.rows import open_rows, unreadable
 
 @dataclass(frozen=True)
 class Span:
-    """A run of tokens of one of two sequences.
-
-    Args:
-        start: Place of the first token.
-        stop: Place behind the last one.
-        differs: Whether the other sequence lacks them there.
-    """
+    """Tokens `start … stop - 1` of one of two sequences; `differs` where the other sequence lacks them."""
 
     start: int
     stop: int
@@ -35,7 +29,7 @@ class Span:
 
 
 def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
-    """Return the first place where two sequences differ, the end of the shorter one included; None if nowhere."""
+    """Return the first position where two sequences differ, the end of the shorter one included; None if equal."""
     for place, (ours, theirs) in enumerate(zip(first, second, strict=False)):
         if ours != theirs:
             return place
@@ -43,7 +37,7 @@ def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
 
 
 def differing_spans(first: Sequence[int], second: Sequence[int]) -> tuple[list[Span], list[Span]]:
-    """Return both sequences as spans that they share and spans that they do not, by their longest common runs."""
+    """Split both sequences into common and differing spans, by their longest common runs."""
     ours, theirs = list[Span](), list[Span]()
     for tag, start, stop, other_start, other_stop in SequenceMatcher(None, first, second, autojunk=False).get_opcodes():
         for spans, begin, end in ((ours, start, stop), (theirs, other_start, other_stop)):
@@ -52,18 +46,14 @@ def differing_spans(first: Sequence[int], second: Sequence[int]) -> tuple[list[S
     return ours, theirs
 
 
-# ---- The rows of two outputs, in pairs of one name. Rows that wait for their other half are all that is in memory.
+# Pairs of rows with the same name. Only rows without their counterpart are held in memory.
 
 Row = dict[str, Any]
 _BATCH_ROWS = 1024
 
 
 def rows_of(output: OutputFolder, columns: Sequence[str] | None) -> Iterator[Row]:
-    """Read an output's finished rows, in the order of its parts.
-
-    Args:
-        output: The output.
-        columns: Names of the columns to read; None for all.
+    """Read an output's finished rows, in the order of its parts; `columns` None reads all.
 
     Raises:
         InputError: There are none, or they cannot be read.
@@ -84,11 +74,7 @@ def rows_of(output: OutputFolder, columns: Sequence[str] | None) -> Iterator[Row
 class RowPairs:
     """Pairs of rows with the same `request_id`. Outputs of the same input have the same order, or nearly.
 
-    Args:
-        first: Rows of one output.
-        second: Rows of the other.
-        only_first: Rows that the other lacks, by name; complete once all pairs have been taken.
-        only_second: Rows that the first one lacks.
+    Once all pairs have been taken, `only_first` and `only_second` have the rows, by name, that the other output lacks.
     """
 
     first: Iterator[Row]
@@ -108,19 +94,9 @@ class RowPairs:
                     yield self.only_first.pop(name), self.only_second.pop(name)
 
 
-# ---- What two outputs of the same prompts have in common, and what each is worth.
-
-
 @dataclass(frozen=True)
 class DifferingRow:
-    """A row whose tokens differ.
-
-    Args:
-        first: The row in one output.
-        second: The row in the other.
-        place: The first token that differs.
-        scores: What the two are worth; None without a scorer.
-    """
+    """A row whose tokens first differ at `place`, with its utilities in both outputs; None without a scorer."""
 
     first: Row
     second: Row
@@ -129,22 +105,19 @@ class DifferingRow:
 
     @property
     def name(self) -> str:
-        """The row's name."""
         return str(self.first["request_id"])
 
 
 @dataclass
 class Comparison:
-    """Two outputs.
+    """Result of a comparison of two outputs.
 
     Args:
         rows: Rows that both have.
-        identical: How many of them have the same tokens.
-        only_first: Rows that only the first output has.
-        only_second: Rows that only the second one has.
-        earliest: The differing row that differs first, by the place in its text; None if there is none.
-        shown: Some of the differing rows, drawn by their names.
-        utility: Sums of what the rows are worth; None without a scorer.
+        identical: Rows with the same tokens.
+        earliest: The differing row with the earliest difference; None if there is none.
+        shown: Some of the differing rows, drawn by name.
+        utility: Sums of the rows' utilities; None without a scorer.
     """
 
     rows: int = 0
@@ -157,18 +130,12 @@ class Comparison:
 
     @property
     def differing(self) -> int:
-        """Rows whose tokens differ."""
         return self.rows - self.identical
 
 
 def compare_rows(first: Iterator[Row], second: Iterator[Row], scorer: Scorer | None, examples: int) -> Comparison:
-    """Compare the rows of two outputs; only a few of them are in memory.
-
-    Args:
-        first: Rows of one output, with `request_id`, `token_ids` and what the scorer reads.
-        second: Rows of the other.
-        scorer: Says what a row is worth.
-        examples: How many differing rows to keep.
+    """Compare two outputs' rows, which have `request_id`, `token_ids` and the scorer's columns. Few of them are in
+    memory.
 
     Raises:
         InputError: The scorer cannot score a row.

@@ -1,4 +1,4 @@
-"""What an answer is worth: by a built-in rule against a column of the input, or by the user's own function."""
+"""Scores answers: by a built-in rule against a column of the input, or by the user's own function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def last_number(text: str) -> float | None:
-    """Return the last number in a text, in which commas may part thousands; None if there is none."""
+    """Return the last number in a text, in which commas may separate thousands; None if there is none."""
     found = _NUMBER.findall(text)
     return float(found[-1].replace(",", "")) if found else None
 
@@ -48,15 +48,16 @@ _BUILT_IN: dict[str, Callable[[str, str], bool]] = {
     "string": _same_string,
     "json": _same_json,
 }
-"""Whether a text is right, given the target."""
+"""Rules by name: (text, target) → whether the text is right."""
 
 
 def make_scorer(name: str, target: str | None) -> Scorer:
     """Return a scorer.
 
     Args:
-        name: `number` (the last number of text and target is the same), `string` (they are the same but for space
-            around them), `json` (they are equal as JSON), or `FILE.py:function`, which is given a row as a dictionary.
+        name: `number` (the last number of text and target is the same), `string` (they are the same except for
+            surrounding space), `json` (they are equal as JSON), or `FILE.py:function`, which is given a row as a
+            dictionary.
         target: Column with the right answer, for the built-in ones.
 
     Raises:
@@ -76,13 +77,10 @@ def make_scorer(name: str, target: str | None) -> Scorer:
 def scores_of(
     rows: Sequence[Mapping[str, Any]], token_ids: Sequence[list[int]], texts: Sequence[str], scorer: Scorer
 ) -> list[float]:
-    """Return what answers are worth.
+    """Return the utilities of answers.
 
     Args:
-        rows: What was asked: rows with `request_id`, and all that the scorer reads beside the answer.
-        token_ids: The answers' tokens, in the order of the rows.
-        texts: Their texts.
-        scorer: Says what a row is worth.
+        rows: Rows with `request_id` and all that the scorer reads beside the answer.
 
     Raises:
         InputError: The scorer cannot score an answer.
@@ -92,7 +90,7 @@ def scores_of(
 
 
 def scorer_file(name: str) -> Path | None:
-    """Return the file that a scorer is in; None for a built-in one."""
+    """Return a scorer's file; None for a built-in one."""
     file = name.rpartition(":")[0]
     return Path(file) if file.endswith(".py") else None
 
@@ -105,7 +103,7 @@ def _text_of(row: Mapping[str, Any], column: str) -> str:
 
 
 def _load(file: Path, function: str) -> Callable[[dict[str, Any]], object]:
-    # Dataclasses look their module up by its name, which must be nobody else's.
+    # Dataclasses look their module up by its name, which must be unique.
     spec = importlib.util.spec_from_file_location(f"{file.stem}_{uuid.uuid4().hex}", file)
     if not file.is_file() or spec is None or spec.loader is None:
         raise InputError(f"scorer {file} is not a Python file")

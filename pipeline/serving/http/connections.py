@@ -94,7 +94,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 # Per-connection limits on bytes, seconds and turns.
 
 Reason = Literal["crowded", "late", "refused", "slow", "unread"]
-"""Why a connection was cut: there were too many; a request did not come, was no request or too large; an answer took
+"""Reasons to cut a connection: there were too many; a request did not come, was no request or too large; an answer took
 too long; or the client does not read."""
 _BESIDE_BODY = 64 << 10
 """Most bytes of a request that are not its body: request line, headers, sizes and extensions of chunks, trailers."""
@@ -110,7 +110,7 @@ _SEND_BUFFER = 128 << 10
 _GUEST_TURNS = 50.0
 """Answers to guests, and refusals, a second: of all connections together."""
 _LAST_SECONDS = 1.0
-"""How long a client may leave an answer unread once the server is to end."""
+"""Longest time for which a client may leave an answer unread once the server is to end."""
 _RAYS_OWN = frozenset(
     {
         b"serve-multiplexed-model-id",
@@ -382,7 +382,7 @@ class _Connection(HttpToolsProtocol):
 
     @property
     def _answering(self) -> bool:
-        """Whether a request has come and its response is not complete; further ones may be coming behind it."""
+        """True if a request has come and its response is not complete; further ones may be coming behind it."""
         waiting: Any = self.cycle
         return bool(self.pipeline) or (waiting is not None and not waiting.response_complete and not waiting.more_body)
 

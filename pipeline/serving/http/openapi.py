@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of each route. Clients and fuzzers are made from it, so it must be true.
+"""The OpenAPI description of each route. Clients and fuzzers are made from it, so it must be true.
 
 The schemas of bodies come from the classes that check them, those of answers from OpenAI's own client.
 """
@@ -21,7 +21,7 @@ from pipeline.serving.config import LimitsConfig
 
 
 class ErrorDetail(BaseModel):
-    """What is wrong."""
+    """The error."""
 
     message: str
     type: str
@@ -43,14 +43,14 @@ class ModelList(BaseModel):
 
 
 class OpenConnections(BaseModel):
-    """How many connections are open, and on how many of them an answer waits for its client to read."""
+    """Number of open connections, and of those on which an answer waits for its client to read."""
 
     open: int
     unread: int
 
 
 class Health(BaseModel):
-    """How many replicas each model has, and how many connections there are, where the ingress itself listens."""
+    """Number of replicas of each model, and of connections where the ingress itself listens."""
 
     status: str
     replicas: dict[str, int]
@@ -164,14 +164,7 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def _body(
     kind: type[Body], models: Sequence[str], limits: LimitsConfig, **properties: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the schema of a request's body: pydantic's own, with what pydantic cannot say.
-
-    Args:
-        kind: The class that checks the body.
-        models: Names of models that may be asked for.
-        limits: What clients may ask for.
-        properties: Schemas of properties that are checked elsewhere.
-    """
+    """Schema of a request's body: pydantic's own, with `properties` and other rules that are checked elsewhere."""
     schema = kind.model_json_schema()
     definitions = schema.pop("$defs")
     given: dict[str, Any] = schema["properties"] | properties
@@ -194,13 +187,7 @@ def _body(
 
 
 def _needs(name: str, kind: str, other: str) -> dict[str, Any]:
-    """Return a schema by which a property may be set only where another one is true.
-
-    Args:
-        name: The property.
-        kind: Its JSON type where it is set.
-        other: The property that must be true.
-    """
+    """Return a schema by which property `name`, of JSON type `kind`, may be set only where `other` is true."""
     return {
         "if": {"required": [name], "properties": {name: {"type": kind}}},
         "then": {"required": [other], "properties": {other: {"const": True}}},
