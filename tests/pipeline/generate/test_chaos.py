@@ -139,7 +139,7 @@ def test_writers_killed_at_every_step_of_a_commit(
 
 @pytest.mark.slow
 def test_drivers_killed_and_stopped(run: Run, lm: SpeculativeLM, model: Path, tmp_path: Path) -> None:
-    prompts = PROMPTS * 10
+    prompts = PROMPTS * 6
     source, out = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts]), tmp_path / "out"
     # Few slots, so that there is much left to do when the driver is ended.
     settings = ["--writing.rows_per_file", "25", "--sampling.max_new_tokens", "12", "--engine.slots", "2"]
