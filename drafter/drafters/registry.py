@@ -65,8 +65,7 @@ def automatic(loading: Loading) -> Drafter:
 def beside_texts(head: Drafter | None, loading: Loading, *, first: bool = True) -> Drafter:
     """Combine drafters from other texts with a head, if there is one, as alternatives and merged.
 
-    `ngram` is not among them: `cacheback` costs less, and at batch 1 drafts better on every kind of prompt
-    (docs/drafters.md).
+    `ngram` is not among them: `cacheback` costs less, and drafts better on most kinds of prompt (docs/drafters.md).
 
     Args:
         head: The head.
