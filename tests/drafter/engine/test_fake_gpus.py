@@ -147,7 +147,11 @@ def test_a_lenient_verifier_waits_for_no_device(name: str, mode: str, tmp_path: 
 def test_a_head_changes_on_a_gpu_without_waiting_and_is_recorded_before() -> None:
     base = _llama()
     head = make_head(base, "context 2")
-    with fake_gpus(), torch.inference_mode(), mock.patch.object(StartingHead, "load", return_value=head):
+    with (
+        fake_gpus(),
+        torch.inference_mode(),
+        mock.patch("drafter.methods.learning.drafter.load_start", return_value=head),
+    ):
         move_to_gpus(base, 1)
         on_gpu(head, base.device)
         changing = ChangingHead(StartingHead(), base, NODES)

@@ -84,7 +84,7 @@ def test_a_job_too_short_to_gain_has_no_learner_beside_it(
 ) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS[:40]])
     plain = run(source, drafter="none", output=tmp_path / "plain")
-    monkeypatch.setattr("pipeline.learning.job_learner.LearnerActor", NotedLearner)
+    monkeypatch.setattr("pipeline.learning.learner_actor.LearnerActor", NotedLearner)
     done = run(source, "--learning", "true", "--learning.head", "new", "--engine.nodes", "auto", drafter="auto")
     assert tokens_by_row(done) == tokens_by_row(plain)
     assert "learner: not begun: " in done.stderr
@@ -103,7 +103,7 @@ def test_tokens_are_those_of_plain_decoding_when_learner_and_engine_are_killed(
     settings = ("--sampling.temperature", temperature, "--writing.rows_per_file", 50)
     plain = run(source, *settings, drafter="none", output=tmp_path / "plain")
     monkeypatch.setattr("pipeline.generate.streaming.EngineSpec", partial(UnhurriedEngine, notes=tmp_path))
-    monkeypatch.setattr("pipeline.learning.job_learner.LearnerActor", NotedLearner)
+    monkeypatch.setattr("pipeline.learning.learner_actor.LearnerActor", NotedLearner)
     over = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         killed = pool.submit(kill_both, tmp_path, over)
