@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from functools import cache
@@ -153,3 +154,10 @@ def test_only_an_engine_imports_the_code_of_models() -> None:
     model_code = ("transformers.modeling_utils", "torch._dynamo", "drafter.engine.engine")
     program = f"import sys, pipeline.generate.submission; sys.exit(not sys.modules.keys().isdisjoint({model_code}))"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.xdist_group("any")
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="there is one process")
+def test_tests_with_a_shared_fixture_are_kept_in_one_process(request: pytest.FixtureRequest) -> None:
+    """pytest-xdist distributes tests by the end of their names. Where that is missing, each process starts a cluster."""
+    assert request.node.nodeid.endswith("@any")
