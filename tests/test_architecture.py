@@ -159,5 +159,5 @@ def test_only_an_engine_imports_the_code_of_models() -> None:
 @pytest.mark.xdist_group("any")
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="there is one process")
 def test_tests_with_a_shared_fixture_are_kept_in_one_process(request: pytest.FixtureRequest) -> None:
-    """pytest-xdist distributes tests by the end of their names. Where that is missing, each process starts a cluster."""
+    """pytest-xdist goes by the end of their names. Where it is missing, each process starts a cluster."""
     assert request.node.nodeid.endswith("@any")
