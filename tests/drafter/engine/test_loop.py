@@ -172,7 +172,7 @@ def test_prompts_that_enter_together_are_read_together(tiny_base: BaseModel, mon
     engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(slots=8, nodes=4))
     prompts = [range(3, 10), range(20, 25), range(30, 50), [7], range(60, 72), [*range(60, 70), 5]]
     handles = [engine.submit(Request(list(prompt), SamplingParams(9, ignore_eos=True))) for prompt in prompts]
-    monkeypatch.setattr(tiny_base, "prefill", counted)
+    monkeypatch.setitem(vars(tiny_base), "prefill", counted)
     engine.step()
     # Of each all but the last token. The third is read in two pieces; the fourth has nothing to read; the last waits
     # for the beginning that it shares with the one before it, and is then there as a whole.
@@ -422,7 +422,7 @@ def test_who_watches_gets_the_first_token_with_the_prompts_forward(
         verified.append(nodes.tokens.shape[1])
         return verify(cache, nodes)
 
-    monkeypatch.setattr(tiny_base, "verify", seen)
+    monkeypatch.setitem(vars(tiny_base), "verify", seen)
     handles = [
         engine.submit(Request([3, 4, 5], SamplingParams(max_new_tokens=count, ignore_eos=True)), stream=stream)
         for count in (1, 6)

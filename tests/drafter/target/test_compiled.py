@@ -72,7 +72,9 @@ def test_what_fails_outside_of_the_compilers_own_errors_is_a_load_error(
     def verify(*_: object) -> None:
         raise fault
 
-    monkeypatch.setattr(tiny_base, "compile", lambda: setattr(tiny_base, "_executor", SimpleNamespace(verify=verify)))
+    monkeypatch.setitem(
+        vars(tiny_base), "compile", lambda: setattr(tiny_base, "_executor", SimpleNamespace(verify=verify))
+    )
     monkeypatch.setattr(tiny_base, "_executor", tiny_base._executor)
     with pytest.raises(LoadError, match=rf"cannot be compiled here: \w+Error: {fault} \(leave compile out\)"):
         Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(slots=1, compile=True))
