@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -173,6 +174,24 @@ class DeadlyFiles(fs.FileSystemHandler):
 
     def open_append_stream(self, path: str, metadata: Any) -> Any:
         return self._real.open_append_stream(path, metadata=metadata)
+
+
+class FullFiles(DeadlyFiles):
+    """The local file system, without room for files below some folder, in any process."""
+
+    def __init__(self, below: str) -> None:
+        super().__init__("", (), kill_me)
+        self._below = below
+
+    def __reduce__(self) -> Any:
+        return FullFiles, (self._below,)
+
+    def open_output_stream(self, path: str, metadata: Any) -> Any:
+        stream = super().open_output_stream(path, metadata)
+        if Path(self._below) in Path(path).parents:
+            stream.close()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return stream
 
 
 class FailingFiles(DeadlyFiles):

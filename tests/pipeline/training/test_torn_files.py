@@ -37,14 +37,7 @@ FINISHED = [
 UNFINISHED = [name for name in FINISHED if name != "training.png" and "step-00000024" not in name]
 """All files of a run whose driver ended before its last checkpoint was uploaded."""
 
-LIKE_OTHERS = {
-    "run.json.copy",
-    "tensorboard/EVENTS",
-    "head/config.json",
-    "_staged/held-out.parquet",
-    "_staged/token-counts.parquet",
-    "_checkpoints/step-00000020/progress.json",
-}
+LIKE_OTHERS = {"run.json.copy", "tensorboard/EVENTS", "_staged/held-out.parquet", "_staged/token-counts.parquet"}
 """Files that a run which goes on reads as it reads others, and whose loss a finished run shows already."""
 
 

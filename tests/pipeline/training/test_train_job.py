@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,16 @@ import psutil
 import pyarrow.parquet
 import pytest
 import torch
+from pyarrow import fs
 from safetensors.torch import load_file
 
 from drafter.heads.checkpoint import load_head
 from drafter.heads.registry import HEADS
 from drafter.target.loading import load_base
+from pipeline.io.files import locate
 from tests.pipeline.conftest import Run, write_jsonl
 from tests.pipeline.training.conftest import Train, Training, arguments_of
+from tests.support.faults import FullFiles
 from tests.support.waiting import wait_until
 
 
@@ -185,7 +189,6 @@ def test_a_loss_that_is_not_finite_stops_and_the_last_good_checkpoint_stays(trai
 
 
 @pytest.mark.slow
-@pytest.mark.skip(reason="names of partial files are random now: it needs a file system that is full in a worker, too")
 def test_a_full_disk_stops_and_the_job_goes_on_when_there_is_room(
     unbroken: Training, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,14 +197,13 @@ def test_a_full_disk_stops_and_the_job_goes_on_when_there_is_room(
         interrupted = train()
     assert interrupted.code == 130
     # Writing the checkpoint of step 8 ends as on a full disk.
-    full = interrupted.folder / "_checkpoints" / "step-00000008"
-    full.mkdir()
-    (full / "state.safetensors.partial").symlink_to("/dev/full")
-    stopped = train()
+    full = fs.PyFileSystem(FullFiles(str(interrupted.folder / "_checkpoints" / "step-00000008")))
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.training.job.locate", lambda uri: replace(locate(uri), filesystem=full))
+        stopped = train()
     assert stopped.code == 1
     assert "the disk is full" in stopped.error
     assert "step-00000004" in stopped.checkpoints
-    (full / "state.safetensors.partial").unlink()
     resumed = train()
     assert resumed.code == 0, resumed.stderr
     assert resumed.losses == unbroken.losses
