@@ -4,10 +4,10 @@ VENV ?= .venv
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# Quiet twice: errors alone, no warnings. Nothing is compiled to bytecode at the set-up, as most modules are never
-# imported; so Python must keep the bytecode of those that are, also where the environment says otherwise. A job has a
-# dozen processes, and compiling torch and transformers takes each ten seconds.
+# A job has a dozen processes, and compiling torch and transformers takes each ten seconds: what is imported once is kept
+# as bytecode, also where the environment says otherwise. So the set-up compiles nothing that is never imported.
 export PYTHONDONTWRITEBYTECODE :=
+# Quiet twice: errors alone, no warnings.
 PIP := $(BIN)/python -m pip --quiet --quiet
 
 .PHONY: install demo demo-offline serve cluster-demo test test-slow lint format benchmark chaos clean

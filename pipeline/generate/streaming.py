@@ -12,7 +12,6 @@ import ray
 
 from drafter.engine.config import EngineConfig
 from pipeline.cluster.shares import HELPER_CPUS
-from pipeline.engines.engine_process import EngineProcess
 from pipeline.engines.engine_spec import EngineSpec
 from pipeline.engines.feeder import capacity
 from pipeline.engines.models import model_name
@@ -23,6 +22,18 @@ from pipeline.generate.tokenising import to_requests
 from pipeline.output.columns import RunTraits
 from pipeline.output.part_files import PartsDatasink
 from pipeline.staging.staging import StagedParts
+
+
+class EngineProcess:
+    """An `EngineActor`, with its arguments, whose process alone imports the engine: that takes ten seconds."""
+
+    def __init__(self, **arguments: Any) -> None:
+        from pipeline.engines.engine_actor import EngineActor
+
+        self._actor = EngineActor(**arguments)
+
+    def __call__(self, block: pa.Table) -> pa.Table:
+        return self._actor(block)
 
 
 def stream(job: JobContext, work: Work, board: Any, ledger: Any, learner: str | None = None) -> None:
