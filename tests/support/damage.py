@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,3 +23,11 @@ def cut(file: Path) -> None:
 def files_below(folder: Path) -> set[str]:
     """Paths of all files in a folder, as the folder sees them."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def tear(folder: Path, files: str, first: Damage) -> None:
+    """Damage several files, given with spaces between: one in the first way, the next in the other, and so on."""
+    ways = itertools.cycle([first, cut if first is empty else empty])
+    for name, damage in zip(files.split(), ways, strict=False):
+        (file,) = folder.glob(name)
+        damage(file)

@@ -21,12 +21,12 @@ from pipeline.output.columns import COLUMNS
 from pipeline.output.folder import OutputFolder
 from pipeline.output.lease import Holder
 from tests.pipeline.conftest import JOB_SETTINGS, FinishedJob, Outcome, Run, untimed
-from tests.support.damage import Damage, cut, empty, files_below
+from tests.support.damage import cut, empty, files_below, tear
 from tests.support.faults import EndedError, FailingFiles
 
 PARTS = [f"00000-{number:06d}" for number in range(5)]
 WITH_ERRORS = PARTS[3:]
-FINISHED = [
+FINISHED = {
     "run.json",
     "run.json.copy",
     "status.json",
@@ -34,27 +34,24 @@ FINISHED = [
     "_staged/parts.json.copy",
     *(f"{folder}/{part}.parquet" for folder in ("_staged", "data") for part in PARTS),
     *(f"errors/{part}.parquet" for part in WITH_ERRORS),
-]
+}
 """All files of `finished_job`."""
-UNFINISHED = [name for name in FINISHED if name != f"data/{PARTS[2]}.parquet"] + ["_lease.json", "_unfinished.parquet"]
+UNFINISHED = FINISHED - {f"data/{PARTS[2]}.parquet"} | {"_lease.json", "_unfinished.parquet"}
 """All files of `unfinished`."""
-LIKE_OTHERS = {"run.json.copy", "status.json", "_staged/parts.json.copy", f"_staged/{PARTS[0]}.parquet"}
-"""Files that a job which goes on reads as it reads others, and whose loss a finished output shows already."""
-QUICK = "_staged/00000-000002.parquet"
-"""The one file that is torn in the quick tests."""
 
 
-def cases(files: list[str], first: Damage, quick: str | None = None) -> list[Any]:
-    """Each file torn in one way, every second one in the other; all but the quick one are slow.
+def torn(*together: str) -> list[Any]:
+    """Cases of files that are torn at the same time, with the number of a part at the end of a name.
 
-    Of the parts in each state (with errors or none, committed or not) one is enough.
+    None of them is a copy of another, and they are of different parts: one part of each kind (committed or not, with
+    errors or none) is enough. The first case is quick.
     """
-    ways = [first, cut if first is empty else empty]
-    files = [file for file in files if not any(part in file for part in (PARTS[1], PARTS[3]) if "-to-" not in file)]
-    return [
-        pytest.param(file, way, id=f"{way.__name__} {file}", marks=() if file == quick else pytest.mark.slow)
-        for file, way in zip(files, itertools.cycle(ways), strict=False)
-    ]
+
+    def whole(name: str) -> str:
+        return f"{name[:-1]}{PARTS[int(name[-1])]}.parquet" if name[-1].isdigit() else name
+
+    cases = [" ".join(map(whole, names.split())) for names in together]
+    return [pytest.param(case, marks=() if case is cases[0] else pytest.mark.slow) for case in cases]
 
 
 @pytest.fixture
@@ -89,44 +86,52 @@ def before(finished_job: FinishedJob) -> Outcome:
 
 
 def test_these_are_all_files(finished_job: FinishedJob, unfinished: FinishedJob) -> None:
-    assert files_below(finished_job.outcome.folder) == set(FINISHED)
-    assert files_below(unfinished.outcome.folder) == set(UNFINISHED)
+    assert files_below(finished_job.outcome.folder) == FINISHED
+    assert files_below(unfinished.outcome.folder) == UNFINISHED
 
 
-@pytest.mark.parametrize(("file", "damage"), cases(FINISHED, empty))
-def test_a_torn_file_of_a_finished_output(
-    run: Run, finished: FinishedJob, before: Outcome, file: str, damage: Damage
-) -> None:
-    damage(finished.outcome.folder / file)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "files",
+    torn(
+        "run.json.copy status.json _staged/parts.json.copy _staged/0",
+        "run.json _staged/parts.json data/0 errors/4",
+        "data/4 _staged/2 run.json.copy",
+    ),
+)
+def test_torn_files_of_a_finished_output(run: Run, finished: FinishedJob, before: Outcome, files: str) -> None:
+    tear(finished.outcome.folder, files, empty)
     assert_same(run(finished.source, *JOB_SETTINGS), before)
 
 
-@pytest.mark.parametrize(("file", "damage"), cases(sorted(set(UNFINISHED) - LIKE_OTHERS), cut, QUICK))
-def test_a_torn_file_of_an_unfinished_output(
-    run: Run, unfinished: FinishedJob, before: Outcome, file: str, damage: Damage
-) -> None:
-    damage(unfinished.outcome.folder / file)
+@pytest.mark.parametrize(
+    "files",
+    torn(
+        "_staged/2 _lease.json",
+        "run.json data/0 errors/4",
+        "_unfinished.parquet _staged/parts.json _staged/4",
+        "data/4 run.json.copy",
+    ),
+)
+def test_torn_files_of_an_unfinished_output(run: Run, unfinished: FinishedJob, before: Outcome, files: str) -> None:
+    tear(unfinished.outcome.folder, files, cut)
     assert_same(run(unfinished.source, *JOB_SETTINGS), before)
 
 
 COMPACTED = [
-    "_compaction.json",
-    "_compaction.json.copy",
-    f"data/{PARTS[0]}-to-{PARTS[4]}.parquet",
-    f"errors/{PARTS[3]}-to-{PARTS[4]}.parquet",
+    f"_compaction.json errors/{PARTS[3]}-to-{PARTS[4]}.parquet",
+    f"_compaction.json.copy data/{PARTS[0]}-to-{PARTS[4]}.parquet",
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("file", "damage"), cases(COMPACTED, empty))
-def test_a_torn_file_of_a_compacted_output(
-    run: Run, finished: FinishedJob, before: Outcome, file: str, damage: Damage
-) -> None:
+@pytest.mark.parametrize("files", COMPACTED)
+def test_torn_files_of_a_compacted_output(run: Run, finished: FinishedJob, before: Outcome, files: str) -> None:
     settings = (*JOB_SETTINGS, "--writing.compact_mb", 1)
     finished.reopen()
     assert run(finished.source, *settings).code == 0
-    assert set(COMPACTED) <= files_below(finished.outcome.folder)
-    damage(finished.outcome.folder / file)
+    assert set(" ".join(COMPACTED).split()) <= files_below(finished.outcome.folder)
+    tear(finished.outcome.folder, files, empty)
     finished.reopen()
     again = run(finished.source, *settings)
     assert_same(again, before)
@@ -258,10 +263,7 @@ def test_an_output_of_an_earlier_release_is_refused(run: Run, finished: Finished
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("file", "damage"), cases(["batch_output.jsonl", "batch_errors.jsonl"], cut))
-def test_torn_answers_to_a_batch_are_written_again(
-    run: Run, finished: FinishedJob, tmp_path: Path, file: str, damage: Damage
-) -> None:
+def test_torn_answers_to_a_batch_are_written_again(run: Run, finished: FinishedJob, tmp_path: Path) -> None:
     lines = [
         {"custom_id": f"c{n}", "method": "POST", "url": "/v1/chat/completions", "body": body}
         for n, body in enumerate([{"messages": [{"role": "user", "content": "how many"}]}, {"messages": "none"}])
@@ -271,10 +273,11 @@ def test_torn_answers_to_a_batch_are_written_again(
     done = run(source, output=tmp_path / "answered")
     assert done.code == 0, done.stderr
     whole = shutil.copytree(done.folder, tmp_path / "whole")
-    for torn in ([file], [file, f"_staged/{PARTS[0]}.parquet"]):  # the answers name rows in the order of the input
-        for name in torn:
-            damage(done.folder / name)
+    answers = ("batch_output.jsonl", "batch_errors.jsonl")
+    for files in (" ".join(answers), f"{answers[0]} _staged/{PARTS[0]}.parquet"):  # answers have the input's order
+        tear(done.folder, files, cut)
         again = run(source, output=done.folder)
         assert again.code == 0, again.stderr
-        assert (done.folder / file).read_bytes() == (whole / file).read_bytes()
+        for name in answers:
+            assert (done.folder / name).read_bytes() == (whole / name).read_bytes()
         assert_same(again, replace(done, folder=whole))

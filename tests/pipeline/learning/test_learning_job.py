@@ -95,12 +95,11 @@ def test_a_job_too_short_to_gain_has_no_learner_beside_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0, 0.8])
 def test_tokens_are_those_of_plain_decoding_when_learner_and_engine_are_killed(
-    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
-    settings = ("--sampling.temperature", temperature, "--writing.rows_per_file", 50)
+    settings = ("--sampling.temperature", 0.8, "--writing.rows_per_file", 50)
     plain = run(source, *settings, drafter="none", output=tmp_path / "plain")
     monkeypatch.setattr("pipeline.generate.streaming.EngineSpec", partial(UnhurriedEngine, notes=tmp_path))
     monkeypatch.setattr("pipeline.learning.learner_actor.LearnerActor", NotedLearner)
