@@ -82,7 +82,7 @@ def measure(base: BaseModel, rows: int) -> list[HostWork]:
 
 
 def _decoded(way: str, base: BaseModel, drafter: Drafter, rows: int, *, stream: bool = False) -> HostWork:
-    config = EngineConfig(slots=rows, max_length=2 * (_PROMPT + _TOKENS), nodes=_NODES)
+    config = EngineConfig(max_num_seqs=rows, max_model_len=2 * (_PROMPT + _TOKENS), num_draft_tokens=_NODES)
     engine = Engine(base, drafter, load_tokenizer(EMBEDDED_BASE), config)
     for row in range(rows):
         prompt = [100 + (row * 7 + place * 31) % 1000 for place in range(_PROMPT)]

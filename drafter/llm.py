@@ -130,7 +130,7 @@ class SpeculativeLM:
                 trust_remote_code=trust_remote_code,
                 generation_config=generation_config,
             )
-            nodes = useful_nodes(base.device) if chosen.nodes == "auto" else chosen.nodes
+            nodes = useful_nodes(base.device) if chosen.num_draft_tokens == "auto" else chosen.num_draft_tokens
             if learning is None:
                 return base, load_drafter(drafter, base, nodes, isolated=isolated)
             return base, learning.drafter(str(drafter), base, nodes, isolated=isolated)
@@ -143,7 +143,7 @@ class SpeculativeLM:
         tell = on_stage or logger.info
         tell(f"loading {model or 'the embedded model'}")
         base, loaded = in_passing_thread(load)
-        if loaded.withheld and chosen.nodes != "auto":
+        if loaded.withheld and chosen.num_draft_tokens != "auto":
             raise LoadError("a head that starts from nothing is drafted with once that pays: leave nodes at auto")
         if line := described(base.generation_settings, str(name)):
             logger.warning(line)
@@ -151,7 +151,7 @@ class SpeculativeLM:
         samples = None if learning is None else learning.tap()
         if chosen.compile:
             tell("compiling the model")
-        elif chosen.nodes == "auto" and loaded.spec.max_nodes:
+        elif chosen.num_draft_tokens == "auto" and loaded.spec.max_nodes:
             tell("timing decode steps")
         return cls(base, loaded, tokenizer, chosen, verifier=decides, samples=samples)
 

@@ -21,7 +21,7 @@ NODES = 2
 JOB = [
     *("python", "-m", "jobs.generate", "--config", "examples/demo.yaml", "--output", str(OUTPUT)),
     *("--resources.gpus_per_actor", "1", "--loading.device", "cpu", "--writing.rows_per_file", "4"),
-    *("--engine.slots", "4", "--reading.limit", "96"),
+    *("--engine.max_num_seqs", "4", "--reading.limit", "96"),
 ]
 
 

@@ -130,8 +130,8 @@ def read_runs(output: Path) -> tuple[dict[str, Any], DecodeCounts, list[Example]
         "choice": chosen.get("sentences", []),
         "model": config["model"],
         "drafter": config["drafter"],
-        "draft_nodes": config["engine"]["nodes"],
-        "rows_at_a_time": config["engine"]["slots"],
+        "draft_nodes": config["engine"]["num_draft_tokens"],
+        "rows_at_a_time": config["engine"]["max_num_seqs"],
         "load_average": round(os.getloadavg()[0], 1),
         **{name: record[name] for name in ("date", "commit", "hardware", "versions")},
     }

@@ -78,12 +78,12 @@ print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)
     ("name", "hint"),
     [
         ("sampling.temprature", ": did you mean sampling.temperature?"),
-        ("slots", ": did you mean engine.slots?"),
+        ("slots", ": did you mean engine.max_num_seqs?"),
         ("colour", ""),
     ],
 )
 def test_slips_are_told_from_other_names(name: str, hint: str) -> None:
-    assert did_you_mean(name, ["engine.slots", "sampling.temperature", "sampling.top_p"]) == hint
+    assert did_you_mean(name, ["engine.max_num_seqs", "sampling.temperature", "sampling.top_p"]) == hint
 
 
 def users_folder(folder: Path, *names: str) -> dict[str, str]:
@@ -129,7 +129,16 @@ def test_what_workers_do_first_makes_them_import_ours(tmp_path: Path) -> None:
 def test_workers_import_our_packages_too(tmp_path: Path) -> None:
     environment = users_folder(tmp_path, "jobs", "pipeline", "recipes")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "How many pens?"}\n')
-    settings = ["--input", "prompts.jsonl", "--output", "out", "--sampling.max_new_tokens", "4", "--engine.slots", "1"]
+    settings = [
+        "--input",
+        "prompts.jsonl",
+        "--output",
+        "out",
+        "--sampling.max_new_tokens",
+        "4",
+        "--engine.max_num_seqs",
+        "1",
+    ]
     command = [sys.executable, str(tmp_path / "bin" / "drafter"), "generate", *settings, "--drafter", "none"]
     environment |= {"RAY_ADDRESS": "local"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -55,7 +55,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("example")
 def test_the_page_on_adding_a_drafter(tiny_base: BaseModel, tmp_path: Path) -> None:
     requests = [Request(p, SamplingParams(max_new_tokens=20, ignore_eos=True)) for p in random_prompts(8)]
-    plain = run_engine(tiny_base, PlainDecoding(), requests, slots=3, max_length=64)
+    plain = run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=3, max_model_len=64)
     texts = [
         RegeneratedText([*r.prompt_ids, *one.token_ids], len(r.prompt_ids))
         for r, one in zip(requests, plain, strict=True)
@@ -72,7 +72,7 @@ def test_the_page_on_adding_a_drafter(tiny_base: BaseModel, tmp_path: Path) -> N
 
     for name, nodes in (("echo", 4), (tmp_path / "head", 16)):
         drafter = load_drafter(name, tiny_base, nodes)
-        found = run_engine(tiny_base, drafter, requests, slots=3, max_length=64, nodes=nodes)
+        found = run_engine(tiny_base, drafter, requests, max_num_seqs=3, max_model_len=64, num_draft_tokens=nodes)
         assert [one.token_ids for one in found] == [one.token_ids for one in plain]
         assert sum(one.counts.num_draft_tokens for one in found) > 0
     steps = sum(one.counts.num_decode_steps for one in found)

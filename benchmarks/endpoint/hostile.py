@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys.txt"
         keys.write_text(_KEY, encoding="ascii")
-        with endpoint(None, "ctc", ["--keys_file", str(keys), "--engine.nodes", "16"]) as server:
+        with endpoint(None, "ctc", ["--keys_file", str(keys), "--engine.num_draft_tokens", "16"]) as server:
             _neighbour(server, 5.0)
             for name, kind in kinds().items():
                 if args.only in name:

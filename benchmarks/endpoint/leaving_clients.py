@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     rng = random.Random(args.seed)
-    with endpoint(None, "auto", ["--engine.slots", "8", "--engine.nodes", "16"]) as server:
+    with endpoint(None, "auto", ["--engine.max_num_seqs", "8", "--engine.num_draft_tokens", "16"]) as server:
         before = answer(server)
         memory = []
         for turn in range(args.rounds):

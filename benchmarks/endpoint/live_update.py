@@ -91,7 +91,7 @@ def deploy(cluster: LocalCluster, folder: Path, port: int, state: str) -> None:
         "args": {
             "model": None,
             "keys": "none",
-            "engine": {"slots": 8, "nodes": 16},
+            "engine": {"max_num_seqs": 8, "num_draft_tokens": 16},
             "limits": limits,
             "replicas": {"cpus": 0.5},
         },

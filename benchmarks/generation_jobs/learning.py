@@ -291,7 +291,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if len(lines) < _TENTHS:
         raise SystemExit(f"error: {len(lines)} rows have no tenths: give more --rows")
     settings = {arm: settings_of(arm, args.head) for arm in args.arms}
-    shared = ["--engine.slots", str(args.slots), "--engine.max_length", "512", "--engine.nodes", args.nodes]
+    shared = [
+        "--engine.max_num_seqs",
+        str(args.slots),
+        "--engine.max_model_len",
+        "512",
+        "--engine.num_draft_tokens",
+        args.nodes,
+    ]
     shared += ["--sampling.max_new_tokens", str(args.max_new_tokens), *(["--model", args.model] if args.model else [])]
     variables = {"RAY_ADDRESS": "local"} | ({"CXX": "no-compiler"} if args.model_code else {})
     runs: list[JobRun] = []

@@ -125,8 +125,13 @@ def run_job(spec: WatchedEngine, questions: list[Any], sampling: SamplingParams,
     source.write_text("".join(json.dumps({"messages": one}) + "\n" for one in questions), encoding="utf-8")
 
     arguments = ["--input", source, "--output", folder / "out", "--drafter", spec.drafter]
-    arguments += ["--sampling.max_new_tokens", sampling.max_new_tokens, "--engine.slots", spec.config.slots]
-    arguments += ["--engine.nodes", spec.config.nodes, "--resources.cpus_per_actor", spec.threads]
+    arguments += [
+        "--sampling.max_new_tokens",
+        sampling.max_new_tokens,
+        "--engine.max_num_seqs",
+        spec.config.max_num_seqs,
+    ]
+    arguments += ["--engine.num_draft_tokens", spec.config.num_draft_tokens, "--resources.cpus_per_actor", spec.threads]
     with patch("pipeline.generate.streaming.EngineSpec", partial(WatchedEngine, looks=spec.looks)):
         generate(parse_config([str(one) for one in arguments]))
     ray.shutdown()
@@ -154,14 +159,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for _ in range(args.rounds):
         for name, run in (("bare", run_bare), ("job", run_job)):
             with tempfile.TemporaryDirectory() as folder:
-                config = EngineConfig(slots=args.slots, nodes=args.nodes)
+                config = EngineConfig(max_num_seqs=args.slots, num_draft_tokens=args.nodes)
                 spec = WatchedEngine(None, "auto", {}, config, args.threads, looks=Path(folder) / "looks.jsonl")
                 tokens[name] = run(spec, questions, sampling, Path(folder))
                 runs[name].append(steady(spec.looks))
             print(f"{name}: {runs[name][-1].rate:.0f} tokens/s, {runs[name][-1].occupancy:.1%} of slots", flush=True)
     rates = {name: sum(one.tokens for one in some) / sum(one.seconds for one in some) for name, some in runs.items()}
     given_arguments = sys.argv[1:] if arguments is None else list(arguments)
-    base = SpeculativeLM.from_pretrained(None, "none", config=EngineConfig(slots=1))
+    base = SpeculativeLM.from_pretrained(None, "none", config=EngineConfig(max_num_seqs=1))
     record = {
         "environment": environment(
             base.base, shlex.join(["python", "-m", "benchmarks.generation_jobs.overhead", *given_arguments])

@@ -200,7 +200,7 @@ def driver_costs(folder: Path, parts: int) -> dict[str, float]:
     source = folder / "short.jsonl"
     with source.open("w") as file:
         file.writelines(json.dumps({"prompt": f"{n}"}) + "\n" for n in range((parts + 1) * _JOB_ROWS_PER_PART))
-    settings = ["--drafter", "none", "--sampling.max_new_tokens", "1", "--engine.slots", "8"]
+    settings = ["--drafter", "none", "--sampling.max_new_tokens", "1", "--engine.max_num_seqs", "8"]
     settings += ["--writing.rows_per_file", str(_JOB_ROWS_PER_PART)]
 
     def run(name: str, rows: int) -> float:

@@ -90,7 +90,7 @@ def prepare(plan: Plan) -> Measure:
         longest = max(map(len, prompts)) + tokens
         of_half = (slots // 2) * (longest + 8 * _NODES) * sum(base.kv_bytes_per_token) / 2**30
         room = of_half if way == "blocks" else None
-        config = EngineConfig(slots, longest, nodes=_NODES, kv_gib=room, compile=way == "compiled")
+        config = EngineConfig(slots, longest, num_draft_tokens=_NODES, kv_gib=room, compile=way == "compiled")
         engine = Engine(base, load_drafter(drafter, base, _NODES), tokenizer, config)
         return [one.token_ids for one in decode_all(engine, requests)[1]]
 

@@ -54,7 +54,7 @@ def prepare(plan: Plan) -> Measure:
             base,
             load_drafter(name, base, NODES),
             tokenizer,
-            EngineConfig(slots=batch, max_length=longest, nodes=NODES),
+            EngineConfig(max_num_seqs=batch, max_model_len=longest, num_draft_tokens=NODES),
         )
         requests = [
             Request(ids, SamplingParams(tokens, temperature=temperature, seed=seed)) for seed, ids in enumerate(prompts)

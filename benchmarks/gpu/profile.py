@@ -53,7 +53,9 @@ def prepare(plan: Plan) -> Measure:
         batch, name = cell["batch"], cell["drafter"]
         prompts = prompts_of(tokenizer, "short", batch)
         longest = max(map(len, prompts)) + 1 + 8 * steps * (1 + _NODES)
-        config = EngineConfig(batch, min(longest, base.max_positions or longest), nodes=_NODES, max_queue=batch)
+        config = EngineConfig(
+            batch, min(longest, base.max_positions or longest), num_draft_tokens=_NODES, max_queue=batch
+        )
         engine = Engine(base, load_drafter(name, base, _NODES), tokenizer, config)
         room = config.longest - max(map(len, prompts))
         handles = [engine.submit(Request(ids, SamplingParams(room, ignore_eos=True))) for ids in prompts]

@@ -15,30 +15,30 @@ class EngineSettings:
     """A user's settings of an engine; the jobs and the endpoint share them.
 
     Args:
-        slots: Requests decoded together.
-        max_length: Most prompt and output tokens of a request; by default the base's own limit, at most 2,048.
-        nodes: Draft nodes verified a step; `auto` adapts to what pays on the machine.
+        max_num_seqs: Requests decoded together.
+        max_model_len: Most prompt and output tokens of a request; by default the base's own limit, at most 2,048.
+        num_draft_tokens: Draft tokens verified in a step; `auto` adapts to what pays on the machine.
         compile: Compile the base's forward with torch.compile: a minute or two at start, less where it was done before,
             for faster steps.
-        kv_gib: GiB that the KV cache may take: rows then take memory as they grow, and more `slots` are worth having
-            than would fit at full length. By default every slot has memory for `max_length` tokens.
+        kv_gib: GiB that the KV cache may take: rows then take memory as they grow, and `max_num_seqs` may be more than
+            would fit at full length. By default each sequence has memory for `max_model_len` tokens.
 
     Raises:
         ValueError: A value is of the wrong type or out of range.
     """
 
-    slots: int = 16
-    max_length: int | None = None
-    nodes: int | Literal["auto"] = "auto"
+    max_num_seqs: int = 16
+    max_model_len: int | None = None
+    num_draft_tokens: int | Literal["auto"] = "auto"
     compile: bool = False
     kv_gib: float | None = None
 
     def __post_init__(self) -> None:
-        _check_integer("slots", self.slots, 1)
-        if self.max_length is not None:
-            _check_integer("max_length", self.max_length, 2)
-        if self.nodes != "auto":
-            _check_integer("nodes", self.nodes, 0)
+        _check_integer("max_num_seqs", self.max_num_seqs, 1)
+        if self.max_model_len is not None:
+            _check_integer("max_model_len", self.max_model_len, 2)
+        if self.num_draft_tokens != "auto":
+            _check_integer("num_draft_tokens", self.num_draft_tokens, 0)
         if self.kv_gib is not None and (type(self.kv_gib) not in (int, float) or not 0 < self.kv_gib < math.inf):
             raise ValueError(f"kv_gib must be a number above 0, not {self.kv_gib!r}")
 
@@ -50,7 +50,7 @@ class EngineSettings:
     @property
     def longest(self) -> int:
         """Prompt and output tokens that an engine takes at most; a base with fewer positions takes fewer."""
-        return self.max_length or DEFAULT_MAX_LENGTH
+        return self.max_model_len or DEFAULT_MAX_LENGTH
 
 
 @dataclass(frozen=True)

@@ -60,9 +60,9 @@ class Engine:
             hangs.
 
     Raises:
-        LoadError: `max_length` is more than the base has positions, the base cannot be compiled, drafter and verifier
-            do not go together, the verifier is another base's, the base's own sampling settings cannot be met, or a GPU
-            has not the memory.
+        LoadError: `max_model_len` is more than the base has positions, the base cannot be compiled, drafter and
+            verifier do not go together, the verifier is another base's, the base's own sampling settings cannot be met,
+            or a GPU has not the memory.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class Engine:
         self._defaults = sampling_defaults(base.generation_settings, base.name)
         self._version = drafter.version
         limit = base.max_positions or DEFAULT_MAX_LENGTH
-        if config.max_length is not None and config.max_length > limit:
-            raise LoadError(f"max_length {config.max_length} is more than the {limit} positions of {base.name}")
+        if config.max_model_len is not None and config.max_model_len > limit:
+            raise LoadError(f"max_model_len {config.max_model_len} is more than the {limit} positions of {base.name}")
         self.max_length = min(limit, config.longest)
         self._times = StageTimes()
         self._graphs = step_graphs(base.device, base.devices, graph_safe=drafter.spec.graph_safe)
@@ -96,7 +96,7 @@ class Engine:
         if self._graphs is not None and len(base.devices) == 1:
             sizes = engine_sizes(base, drafter.spec, config, self.max_length, self._graphs.most)
             plan = plan_or_refuse(base.device, sizes)
-        self.batch = BatchState(base, drafter, config.slots, self.max_length, self._times, config.kv_bytes)
+        self.batch = BatchState(base, drafter, config.max_num_seqs, self.max_length, self._times, config.kv_bytes)
         # A step that is repeated as a whole always has the same nodes.
         self._device_step = DeviceStep(base, verifier, self.batch, packs=self._graphs is None and self._packs)
         # A drafter whose work is no part of a graph looks at what the host knows, which must not be a step behind.
@@ -361,7 +361,7 @@ class Engine:
         devices.release_unused(self.base.device)
 
     def _make_budget(self) -> Budget:
-        nodes = self.config.nodes
+        nodes = self.config.num_draft_tokens
         if not self.drafter.spec.max_nodes:
             return FixedBudget(0)
         if nodes != "auto":

@@ -142,7 +142,11 @@ def plan_memory(sizes: EngineSizes) -> MemoryPlan:
 def what_would_fit(sizes: EngineSizes, free: int) -> str:
     """Advise on single changes that make sizes fit into `free` bytes."""
     found = []
-    for name, low in (("slots", 1), ("max_length", 2), ("nodes", 0)):
+    for name, setting, low in (
+        ("slots", "max_num_seqs", 1),
+        ("max_length", "max_model_len", 2),
+        ("nodes", "num_draft_tokens", 0),
+    ):
 
         def fits(value: int, name: str = name) -> bool:
             changed: dict[str, Any] = {name: value}
@@ -150,8 +154,12 @@ def what_would_fit(sizes: EngineSizes, free: int) -> str:
 
         value = _largest(fits, low, getattr(sizes, name))
         if value is not None:
-            found.append(f"{name} to {value:,}")
-    return f"lower {' or '.join(found)}" if found else "lower slots, max_length and nodes together, or use another GPU"
+            found.append(f"{setting} to {value:,}")
+    return (
+        f"lower {' or '.join(found)}"
+        if found
+        else "lower max_num_seqs, max_model_len and num_draft_tokens together, or use another GPU"
+    )
 
 
 def _largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:

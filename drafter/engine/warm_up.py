@@ -47,7 +47,7 @@ def engine_sizes(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_len
     """
     layers, width = base.kv_bytes_per_token, base.hidden_size
     return EngineSizes(
-        slots=config.slots,
+        slots=config.max_num_seqs,
         max_length=max_length,
         nodes=spec.max_nodes,
         depth=spec.max_depth,
@@ -61,7 +61,7 @@ def engine_sizes(base: BaseModel, spec: DraftSpec, config: EngineConfig, max_len
         copied_kv=max(base.copies_of_kv, int(config.kv_bytes is not None)),
         draft_kv=spec.bytes_per_token,
         hidden=len(spec.hidden_layers) * width * base.dtype.itemsize,
-        prompt=min(GPU_CHUNK, config.slots * max_length),
+        prompt=min(GPU_CHUNK, config.max_num_seqs * max_length),
         in_parts=base.reads_to_length and config.kv_bytes is None,
         kv_limit=config.kv_bytes,
         graphs=graphs,
@@ -107,7 +107,7 @@ def try_dearest_step(step: DeviceStep, plan: MemoryPlan) -> None:
     except torch.OutOfMemoryError as error:
         raise LoadError(
             f"a step of {state.slots:,} slots that samples with every setting does not fit beside {step.base.name}: "
-            f"lower slots, max_length or nodes (planned: {plan})"
+            f"lower max_num_seqs, max_model_len or num_draft_tokens (planned: {plan})"
         ) from error
     finally:
         state.mode = mode
@@ -291,7 +291,7 @@ def measure_steps(step: DeviceStep, graphs: StepGraphs | None) -> list[LatencyTa
     except torch.OutOfMemoryError as error:
         raise LoadError(
             f"{state.slots} slots with trees of {most} nodes do not fit into the memory beside {step.base.name}: "
-            "lower slots or nodes"
+            "lower max_num_seqs or num_draft_tokens"
         ) from error
     state.drafter.select(0)
     state.forget()

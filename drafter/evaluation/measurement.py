@@ -78,7 +78,7 @@ class Evaluation:
         self._skipped: list[Skipped] = []
         for name in plan.drafters:
             for tree in plan.trees:
-                arms = [Arm(name, tree, nodes) for nodes in plan.nodes]
+                arms = [Arm(name, tree, nodes) for nodes in plan.num_draft_tokens]
                 try:
                     self._drafter(arms[0])
                 except ValueError as error:

@@ -48,7 +48,7 @@ class Plan:
     Args:
         drafters: Names as `load_drafter` takes them.
         trees: Shapes of trees. A drafter that has no such tree is skipped there, with the reason.
-        nodes: Numbers of draft tokens of a step.
+        num_draft_tokens: Numbers of draft tokens of a step.
         batches: Numbers of requests decoded together.
         temperatures: Sampling temperatures.
         samples: Answers to each question, each with its own seed, one after another.
@@ -63,7 +63,7 @@ class Plan:
 
     drafters: tuple[str, ...]
     trees: tuple[Tree, ...] = ("exact", "static")
-    nodes: tuple[Nodes, ...] = (16, "auto")
+    num_draft_tokens: tuple[Nodes, ...] = (16, "auto")
     batches: tuple[int, ...] = (1, 4)
     temperatures: tuple[float, ...] = (0.0,)
     samples: int = 1
@@ -73,12 +73,12 @@ class Plan:
     transformers: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("drafters", "trees", "nodes", "batches", "temperatures"):
+        for name in ("drafters", "trees", "num_draft_tokens", "batches", "temperatures"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"{name} must be at least one value, none of them twice, not {list(values)}")
         counts = {
-            "nodes": [nodes for nodes in self.nodes if nodes != "auto"],
+            "num_draft_tokens": [nodes for nodes in self.num_draft_tokens if nodes != "auto"],
             "batches": self.batches,
             "samples": [self.samples],
             "rounds": [self.rounds],

@@ -156,7 +156,7 @@ def prompts_of(
             sampling = SamplingParams(max_new_tokens, temperature, seed=len(prompts) + len(requests))
             requests.append(Request(ids, sampling))
         longest = max(len(request.prompt_ids) for request in requests) + max_new_tokens
-        config = EngineConfig(slots, max_length=longest, max_queue=len(requests))
+        config = EngineConfig(slots, max_model_len=longest, max_queue=len(requests))
         _, generations = decode_all(Engine(base, PlainDecoding(), tokenizer, config), requests)
         for index, request, generation in zip(asked, requests, generations, strict=True):
             histories[index].append({"role": "assistant", "content": generation.text})

@@ -126,7 +126,9 @@ class VerifierTrials:
         self._requests, self._config, self._rounds = requests, config, rounds
         gc.collect()  # engines are cyclic: an unused one holds device memory until collected
         spec = drafter().spec
-        self.depth = min(spec.max_depth, spec.max_nodes if config.nodes == "auto" else config.nodes)
+        self.depth = min(
+            spec.max_depth, spec.max_nodes if config.num_draft_tokens == "auto" else config.num_draft_tokens
+        )
         self._plain = Engine(base, PlainDecoding(), tokenizer, config)
         decode_all(self._plain, requests[:_WARM_UP])
 

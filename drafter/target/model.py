@@ -278,7 +278,7 @@ class BaseModel:
         if blocks < blocks_of(length):
             raise LoadError(
                 f"a KV cache of {memory / 2**30:,.2f} GiB holds {max(blocks, 0) * BLOCK:,} positions of {self.name}, "
-                f"and one request may need {length:,}: raise kv_gib or lower max_length"
+                f"and one request may need {length:,}: raise kv_gib or lower max_model_len"
             )
         positions = (blocks + SPARE) * BLOCK
         self._refuse_too_large(by_device, positions, f"{positions:,} positions for all rows together")
@@ -291,7 +291,7 @@ class BaseModel:
             if free is not None and wanted > free:
                 raise LoadError(
                     f"a KV cache of {what} takes {wanted / 2**30:,.1f} GiB beside {self.name}, and {device} has "
-                    f"{free / 2**30:,.1f} GiB left: lower slots or max_length, or kv_gib where it is set"
+                    f"{free / 2**30:,.1f} GiB left: lower max_num_seqs or max_model_len, or kv_gib where it is set"
                 )
 
     def prefill(

@@ -108,7 +108,9 @@ class EngineActor:
         tags = {"run": run, "model": spec.model or "embedded", "drafter": spec.drafter}
         self._metrics, self._row_metrics = EngineMetrics(engine.state, tags), RowMetrics(tags)
         self._memory = MemoryFeed(engine.drafter, others, run)
-        self._feeder = Feeder(self._lm.submit, self._finished, remote_ledger, spec.config.slots, limits.row_attempts)
+        self._feeder = Feeder(
+            self._lm.submit, self._finished, remote_ledger, spec.config.max_num_seqs, limits.row_attempts
+        )
         self._row_seconds = limits.row_seconds
         stuck = RuntimeError(f"a step took longer than limits.step_seconds, {limits.step_seconds:g}")
         watch(engine, limits.step_seconds, partial(self._end, stuck))

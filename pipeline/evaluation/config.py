@@ -29,7 +29,7 @@ class EvaluateConfig:
             default the embedded heads for the embedded model, and `ngram` for any other.
         trees: One or a list. `exact` is the best trie under the drafter's distributions, `static` the published fixed
             tree; drafters that have no static tree are left out there.
-        nodes: One or a list: number of draft tokens verified in a step. `auto` adapts to what pays on the machine.
+        num_draft_tokens: One or a list: draft tokens verified in a step. `auto` adapts to what pays on the machine.
         batches: One or a list: number of requests decoded together.
         temperatures: One or a list: sampling temperatures.
         questions: Question files by name: JSON lines with `prompt` or `messages`, as `jobs.generate` reads them,
@@ -54,7 +54,7 @@ class EvaluateConfig:
     model: str | None = None
     drafters: list[str] | str | None = None
     trees: list[Tree] | Tree = field(default_factory=lambda: list(Plan.trees))
-    nodes: list[Nodes] | Nodes = field(default_factory=lambda: list(Plan.nodes))
+    num_draft_tokens: list[Nodes] | Nodes = field(default_factory=lambda: list(Plan.num_draft_tokens))
     batches: list[int] | int = field(default_factory=lambda: list(Plan.batches))
     temperatures: list[float] | float = field(default_factory=lambda: list(Plan.temperatures))
     questions: dict[str, str] = field(
@@ -112,7 +112,7 @@ class EvaluateConfig:
         return Plan(
             drafters=default if self.drafters is None else _each(self.drafters),
             trees=_each(self.trees),
-            nodes=_each(self.nodes),
+            num_draft_tokens=_each(self.num_draft_tokens),
             batches=_each(self.batches),
             temperatures=_each(self.temperatures),
             samples=self.samples,
@@ -164,8 +164,8 @@ again to resume the job where it stopped.
 
   python -m jobs.evaluate --output build/evaluation
   python -m jobs.evaluate --drafters build/heads/ctc --output build/evaluation
-  python -m jobs.evaluate --model MODEL --drafters '[HEAD, ngram]' --nodes '[16, auto]' --batches '[1, 4, 16]' \\
-      --questions '{mt-bench: question.jsonl}' --questions_per_file null --output out
+  python -m jobs.evaluate --model MODEL --drafters '[HEAD, ngram]' --num_draft_tokens '[16, auto]' \\
+      --batches '[1, 4, 16]' --questions '{mt-bench: question.jsonl}' --questions_per_file null --output out
   python -m jobs.evaluate --verifiers '[fly, "pad:classifier=pivots/verifier"]' --scorer number --target answer \\
       --keep 0.99 --questions '{gsm8k: test.jsonl}' --questions_per_file 500 --output out"""
 
@@ -190,7 +190,7 @@ class PlanConfig:
         questions: A sample of the job's prompts: JSON lines, as `jobs.evaluate` takes them.
         questions_per_file: Number of questions to take, spread evenly over the file; null takes all. The plan rests on
             every other one; its prediction is compared with a measurement on the others.
-        nodes: Draft tokens that the target model verifies in a step; by default as many as can pay on the device.
+        num_draft_tokens: Draft tokens that the target model verifies in a step; by default as many as can pay.
         batch: Number of requests decoded together.
         temperature: Sampling temperature.
         max_new_tokens: Longest answer.
@@ -203,7 +203,7 @@ class PlanConfig:
     model: str | None = None
     questions: str = "data/gsm8k/test.jsonl"
     questions_per_file: int | None = 16
-    nodes: int | None = None
+    num_draft_tokens: int | None = None
     batch: int = 1
     temperature: float = 0.0
     max_new_tokens: int = 64
@@ -216,7 +216,7 @@ class PlanConfig:
         if not self.drafters or len(set(self.drafters)) < len(self.drafters):
             raise InputError(f"drafters must be at least one name, none of them twice, not {self.drafters}")
         at_least("questions_per_file", self.questions_per_file, 2)
-        for name in ("nodes", "batch", "max_new_tokens"):
+        for name in ("num_draft_tokens", "batch", "max_new_tokens"):
             at_least(name, getattr(self, name), 1)
         at_least("gpus", self.gpus, 0)
         if not 0 <= self.temperature < math.inf:

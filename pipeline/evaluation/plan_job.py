@@ -84,7 +84,7 @@ def measure_stacks(
     model = model_name(config.model)
     base = load_base(model, **asdict(config.loading))
     tokenizer = load_tokenizer(model, trust_remote_code=config.loading.trust_remote_code)
-    nodes = config.nodes or useful_nodes(base.device)
+    nodes = config.num_draft_tokens or useful_nodes(base.device)
     planning = StackPlanning(base, tokenizer, config.drafters, nodes, config.batch)
     prompts, held_out = (
         prompts_of(

@@ -79,7 +79,7 @@ class VerifierMeasurement:
         """
         self._trials = None  # frees the previous engine's memory
         base, config = self._base, EngineConfig(**engine)
-        nodes = useful_nodes(base.device) if config.nodes == "auto" else config.nodes
+        nodes = useful_nodes(base.device) if config.num_draft_tokens == "auto" else config.num_draft_tokens
         self._trials = VerifierTrials(
             base, self._tokenizer, lambda: load_drafter(drafter, base, nodes), requests, config, rounds
         )
@@ -172,7 +172,7 @@ def evaluate_verifiers(
             )
     results = _open_results(folder, _identity(config, questions))
     made = [one["block"] for one in results["blocks"]]
-    settings = product(questions, plan.drafters, plan.nodes, plan.batches, plan.temperatures)
+    settings = product(questions, plan.drafters, plan.num_draft_tokens, plan.batches, plan.temperatures)
     blocks = [Block(*one) for one in settings]
     for block in (one for one in blocks if asdict(one) in made):
         print(f"{block.title}: measured before", file=sys.stderr, flush=True)
@@ -308,7 +308,12 @@ def _measured(
     except (LoadError, RequestError) as error:
         raise InputError(str(error)) from error
     longest = max(len(request.prompt_ids) for request in requests) + config.max_new_tokens
-    engine = {"slots": block.batch, "max_length": longest, "nodes": block.nodes, "compile": config.compile}
+    engine = {
+        "max_num_seqs": block.batch,
+        "max_model_len": longest,
+        "num_draft_tokens": block.nodes,
+        "compile": config.compile,
+    }
     depth: int = ask("begin", block.drafter, engine, requests, config.rounds)
     rows = [{**question.columns, "request_id": question.name} for question in questions]
     scored = ScoredVerifiers(ask, rows, scorer)

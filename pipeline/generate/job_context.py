@@ -105,7 +105,7 @@ SETTINGS: dict[str, Literal["bound", "rows", "free"]] = {
     "loading.dtype": "bound",
     "sampling": "bound",
     "engine": "free",
-    "engine.max_length": "bound",
+    "engine.max_model_len": "bound",
     "resources": "free",
     "limits": "free",
     "writing": "free",

@@ -90,7 +90,7 @@ def prompt_settings(job: JobContext) -> PromptSettings:
 
 def engine_spec(job: JobContext, work: Work) -> EngineSpec:
     config = job.config
-    engine = EngineConfig(**asdict(config.engine), max_queue=capacity(config.engine.slots))
+    engine = EngineConfig(**asdict(config.engine), max_queue=capacity(config.engine.max_num_seqs))
     loading, threads = asdict(config.loading), work.resources.threads
     return EngineSpec(
         config.model,
@@ -123,7 +123,7 @@ def engine_pool(job: JobContext, work: Work) -> ray.data.ActorPoolStrategy:
     fewest = work.resources.min_actors
     most = most_engines(work)
     # While one part's last rows are decoded, rows of the next ones must fill the other slots.
-    calls = 2 + math.ceil(job.config.engine.slots / max(part.rows for part in work.missing))
+    calls = 2 + math.ceil(job.config.engine.max_num_seqs / max(part.rows for part in work.missing))
     return ray.data.ActorPoolStrategy(
         min_size=fewest,
         max_size=most,

@@ -87,5 +87,5 @@ class LearningConfig:
                 f"a head learns from what its base says itself, and the verifier {verifier.name} lets other "
                 "tokens pass: use exact, or do without learning"
             )
-        if engine.nodes == 0:
-            raise InputError("a head that learns is to draft: engine.nodes 0 drafts nothing")
+        if engine.num_draft_tokens == 0:
+            raise InputError("a head that learns is to draft: engine.num_draft_tokens 0 drafts nothing")

@@ -74,7 +74,7 @@ def job_meaning(config: PivotsConfig) -> dict[str, Any]:
         "dtype": config.loading.dtype,
         "reading": answers["reading"],
         "sampling": answers["sampling"],
-        "max_length": config.engine.max_length,
+        "max_length": config.engine.max_model_len,
         "scorer": config.scorer if file is None else file_fingerprint(file),
         "target": config.target,
         "tokens_per_prompt": config.tokens_per_prompt,

@@ -143,10 +143,10 @@ def rejected_tokens(
     yield BaseFacts(base.name, base.fingerprint, layer)
     config = EngineConfig(**engine, max_queue=_ROWS_AT_ONCE)
     # Draft even where it does not pay.
-    nodes = useful_nodes(base.device) if config.nodes == "auto" else config.nodes
+    nodes = useful_nodes(base.device) if config.num_draft_tokens == "auto" else config.num_draft_tokens
     proposing = load_drafter(drafter, base, nodes)
     recorder = RecordingVerifier(layer)
-    running = Engine(base, proposing, tokenizer, replace(config, nodes=nodes), verifier=recorder)
+    running = Engine(base, proposing, tokenizer, replace(config, num_draft_tokens=nodes), verifier=recorder)
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         some = rows[first : first + _ROWS_AT_ONCE]
         decode_all(running, [replace(row.request, timeout=None) for row in some])

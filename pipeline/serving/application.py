@@ -118,7 +118,7 @@ def _learner(spec: LearnerSpec, config: ApplicationConfig) -> serve.Application:
 def _engines(
     config: ApplicationConfig, drafter: str, name: str, share: ActorResources, learns: LearnerSpec | None = None
 ) -> serve.Application:
-    limits, replicas, slots = config.limits, config.replicas, config.engine.slots
+    limits, replicas, slots = config.limits, config.replicas, config.engine.max_num_seqs
     most = replicas.max or replicas.min
     scaled: dict[str, Any] = {"num_replicas": replicas.min}
     if most > replicas.min:

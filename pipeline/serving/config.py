@@ -156,7 +156,7 @@ class ReplicasConfig:
 
 def _default_engine() -> EngineSettings:
     """The endpoint has a default of its own: clients' requests are shorter than rows of a job, and more at a time."""
-    return EngineSettings(slots=32)
+    return EngineSettings(max_num_seqs=32)
 
 
 @dataclass(frozen=True)
@@ -255,9 +255,9 @@ _COMMON = (
     "keys_file",
     "plain",
     "isolation",
-    "engine.slots",
-    "engine.max_length",
-    "engine.nodes",
+    "engine.max_num_seqs",
+    "engine.max_model_len",
+    "engine.num_draft_tokens",
     "engine.kv_gib",
     "engine.compile",
     "loading.dtype",

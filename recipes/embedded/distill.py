@@ -110,7 +110,7 @@ def main() -> None:
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     started, total = time.monotonic(), 0
-    config = EngineConfig(slots=args.slots, max_length=640)
+    config = EngineConfig(max_num_seqs=args.slots, max_model_len=640)
     with SpeculativeLM.from_pretrained(args.base, drafter="none", config=config) as lm:
         waiting: deque[tuple[Path, list[Job], list[Handle]]] = deque()
 

@@ -108,7 +108,7 @@ class _Clock:
         """The evaluation, each arm at plain decoding's speed, beside plain decoding and transformers."""
         hardware, asked = self._hardware, evaluation_of(self._config)
         plan = asked.plan()
-        arms = len(self._config.heads) * len(plan.nodes) + 2
+        arms = len(self._config.heads) * len(plan.num_draft_tokens) + 2
         tokens = min(hardware.answer_tokens, plan.max_new_tokens)
         prompts = hardware.measured_prompts
         seconds = sum(self.texts(prompts, hardware.prompt_tokens, tokens, rows) for rows in plan.batches)
@@ -147,7 +147,7 @@ def estimates_page() -> str:
 
 
 def _slots(settings: Mapping[str, Any]) -> int:
-    return int(settings.get("engine", {}).get("slots", EngineSettings().slots))
+    return int(settings.get("engine", {}).get("max_num_seqs", EngineSettings().max_num_seqs))
 
 
 def _gpus(settings: Mapping[str, Any]) -> float:

@@ -53,7 +53,9 @@ def test_the_figures_are_the_engines(tiny_base: BaseModel, kind: str) -> None:
     requests = [Request(prompt, SamplingParams(max_new_tokens=20)) for prompt in random_prompts(6)]
     trees: list[Tree] = ["exact", "static"] if kind in STATIC else ["exact"]
     decoded = {
-        tree: run_engine(tiny_base, head.drafter(tiny_base, NODES[0] + 1, tree), requests, slots=3, nodes=NODES[0])
+        tree: run_engine(
+            tiny_base, head.drafter(tiny_base, NODES[0] + 1, tree), requests, max_num_seqs=3, num_draft_tokens=NODES[0]
+        )
         for tree in trees
     }
     texts = [

@@ -59,7 +59,11 @@ class Deployed:
             return self.state
         config = yaml.safe_load(MANIFEST["spec"]["serveConfigV2"])
         (application,) = config["applications"]
-        application["args"] |= {"model": str(model), "name": "tiny", "engine": {"slots": 4, "nodes": 4}}
+        application["args"] |= {
+            "model": str(model),
+            "name": "tiny",
+            "engine": {"max_num_seqs": 4, "num_draft_tokens": 4},
+        }
         config["http_options"] = {"host": LOOPBACK, "port": self.port}
         file = self.folder / "serve.yaml"
         file.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
@@ -129,7 +133,9 @@ def test_a_second_endpoint_is_told_where_ray_serve_listens(deployed: Deployed, m
 def test_the_error_of_an_ingress_is_that_of_the_job(deployed: Deployed, model: Path) -> None:
     """The last test of the cluster: it takes the application down."""
     deployed.deploy(model)
-    error = deployed.refusal("--model", model, "--port", deployed.port, "--keys_file", "/nowhere", "--engine.nodes", 4)
+    error = deployed.refusal(
+        "--model", model, "--port", deployed.port, "--keys_file", "/nowhere", "--engine.num_draft_tokens", 4
+    )
     assert error.startswith("error: keys_file /nowhere cannot be read: No such file or directory (the ingress runs on ")
 
 

@@ -103,7 +103,7 @@ def test_greedy_equals_generate(family: str) -> None:
     texts = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
     for name, drafter in drafters(base, texts).items():
         # Three slots for six requests: slots are refilled while others decode.
-        found = run_engine(base, drafter, requests, slots=3, nodes=10)
+        found = run_engine(base, drafter, requests, max_num_seqs=3, num_draft_tokens=10)
         assert [one.token_ids for one in found] == expected, name
         accepted = sum(one.counts.num_accepted_draft_tokens for one in found)
         assert accepted > 0 or name in ("none", "adversarial", "heads", "models", "choosing")
@@ -121,7 +121,7 @@ def test_the_default_dtype_has_no_part_in_it(family: str) -> None:
         base = BaseModel(model)  # what it keeps of the model is made here, too
         oracle = OracleDrafter([prompt + text for prompt, text in zip(prompts, expected, strict=True)])
         for drafter in (oracle, *(head.drafter(base, 8) for head in heads)):
-            found = run_engine(base, drafter, requests, slots=3, nodes=10)
+            found = run_engine(base, drafter, requests, max_num_seqs=3, num_draft_tokens=10)
             assert [one.token_ids for one in found] == expected, drafter
     finally:
         torch.set_default_dtype(torch.float32)
@@ -137,9 +137,9 @@ def test_prompts_that_begin_alike_are_read_once(family: str) -> None:
         Request(beginning + end, SamplingParams(8 + row, temperature=row % 2, seed=row, presence_penalty=0.5))
         for row, end in enumerate(ends)
     ]
-    expected = run_engine(base, PlainDecoding(), requests, slots=1)  # alone: nobody to share with
+    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)  # alone: nobody to share with
     texts = [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)]
-    engine = Engine(base, OracleDrafter(texts), SpellingTokenizer(), EngineConfig(slots=4, nodes=10))
+    engine = Engine(base, OracleDrafter(texts), SpellingTokenizer(), EngineConfig(max_num_seqs=4, num_draft_tokens=10))
     handles = [engine.submit(request) for request in requests]
     while not engine.idle:
         engine.step()
@@ -160,10 +160,10 @@ def test_prompts_that_are_read_in_pieces_while_others_are_decoded(family: str, m
         Request(prompt, SamplingParams(5 + row % 7, temperature=row % 2, seed=row, frequency_penalty=0.5))
         for row, prompt in enumerate(prompts)
     ]
-    expected = run_engine(base, PlainDecoding(), requests, slots=1)
+    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
     made = drafters(base, [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)])
     for name in ("oracle", "heads"):
-        engine = Engine(base, made[name], SpellingTokenizer(), EngineConfig(slots=4, nodes=10))
+        engine = Engine(base, made[name], SpellingTokenizer(), EngineConfig(max_num_seqs=4, num_draft_tokens=10))
         handles = [engine.submit(request, stream=True) for request in requests]
         while not engine.idle:
             engine.step()
@@ -183,7 +183,7 @@ def test_greedy_is_the_same_at_every_batch_and_tree_size(sizes: tuple[int, Any])
     texts = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
     requests = [Request(prompt, SamplingParams(max_new_tokens=NEW_TOKENS)) for prompt in prompts]
     for drafter in (OracleDrafter(texts), AdversarialDrafter(seed=2)):
-        found = run_engine(base, drafter, requests, slots=slots, nodes=nodes)
+        found = run_engine(base, drafter, requests, max_num_seqs=slots, num_draft_tokens=nodes)
         assert [one.token_ids for one in found] == expected
 
 
@@ -195,13 +195,13 @@ def test_sampled_tokens_are_a_function_of_the_seed(family: str) -> None:
         Request(prompt, SamplingParams(max_new_tokens=NEW_TOKENS, seed=seed, **SETTINGS[seed % len(SETTINGS)]))
         for seed, prompt in enumerate(prompts)
     ]
-    expected = [run_engine(base, PlainDecoding(), [request], slots=1)[0].token_ids for request in requests]
+    expected = [run_engine(base, PlainDecoding(), [request], max_num_seqs=1)[0].token_ids for request in requests]
     texts = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
     for name, drafter in drafters(base, texts).items():
-        alone = run_engine(base, drafter, requests[: len(SETTINGS)], slots=1, nodes=10)
+        alone = run_engine(base, drafter, requests[: len(SETTINGS)], max_num_seqs=1, num_draft_tokens=10)
         assert [one.token_ids for one in alone] == expected[: len(SETTINGS)], name
         for slots, order in ((6, 1), (14, -1)):
-            found = run_engine(base, drafter, requests[::order], slots=slots, nodes=10)[::order]
+            found = run_engine(base, drafter, requests[::order], max_num_seqs=slots, num_draft_tokens=10)[::order]
             assert [one.token_ids for one in found] == expected, (name, slots)
 
 
@@ -212,10 +212,12 @@ def test_log_probabilities_do_not_depend_on_the_drafter() -> None:
         Request(p, SamplingParams(NEW_TOKENS, temperature=row % 2, seed=row, logprobs=[None, 2, 0][row % 3]))
         for row, p in enumerate(prompts)
     ]
-    expected = run_engine(base, PlainDecoding(), requests, slots=1)
+    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
     texts = [prompt + one.token_ids for prompt, one in zip(prompts, expected, strict=True)]
     for name, drafter in drafters(base, texts).items():
-        for found, plain in zip(run_engine(base, drafter, requests, slots=4, nodes=10), expected, strict=True):
+        for found, plain in zip(
+            run_engine(base, drafter, requests, max_num_seqs=4, num_draft_tokens=10), expected, strict=True
+        ):
             assert (found.logprobs is None) == (plain.logprobs is None), name
             for one, other in zip(found.logprobs or (), plain.logprobs or (), strict=True):
                 assert (one.token_id, [t for t, _ in one.top]) == (other.token_id, [t for t, _ in other.top])
@@ -226,7 +228,7 @@ def test_log_probabilities_do_not_depend_on_the_drafter() -> None:
 def test_another_seed_gives_other_tokens() -> None:
     base = base_of("llama")
     requests = [Request([5, 6], SamplingParams(max_new_tokens=16, temperature=1.0, seed=seed)) for seed in range(4)]
-    found = run_engine(base, PlainDecoding(), requests, slots=4)
+    found = run_engine(base, PlainDecoding(), requests, max_num_seqs=4)
     assert len({tuple(one.token_ids) for one in found}) == 4
 
 
@@ -235,15 +237,17 @@ def test_the_end_cuts_where_plain_decoding_ends() -> None:
     base = base_of("llama")
     prompts = random_prompts(8, seed=9)
     free = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
-    texts = [one.token_ids for one in run_engine(base, PlainDecoding(), [Request(p, free) for p in prompts], slots=8)]
+    texts = [
+        one.token_ids for one in run_engine(base, PlainDecoding(), [Request(p, free) for p in prompts], max_num_seqs=8)
+    ]
     known = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
     for cut in (1, 3, 4, 7, 8, 23):
         stop = [SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, stop=(f" {t[cut]} ",)) for t in texts]
         short = SamplingParams(max_new_tokens=cut, ignore_eos=True)
         for settings in (stop, [short] * len(prompts)):
             requests = [Request(p, s) for p, s in zip(prompts, settings, strict=True)]
-            expected = run_engine(base, PlainDecoding(), requests, slots=1)
-            found = run_engine(base, OracleDrafter(known), requests, slots=3, nodes=10)
+            expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
+            found = run_engine(base, OracleDrafter(known), requests, max_num_seqs=3, num_draft_tokens=10)
             for one, other, text in zip(found, expected, texts, strict=True):
                 assert one.token_ids == other.token_ids == text[: len(one.token_ids)]
                 assert (one.text, one.finish_reason) == (other.text, other.finish_reason)
@@ -257,7 +261,7 @@ def test_special_tokens_end_a_text_as_stop_strings_and_by_their_ids(which: int) 
     base = base_of("llama")
     prompt = random_prompts(8, seed=9)[3]
     free = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
-    (whole,) = run_engine(base, PlainDecoding(), [Request(prompt, free)], slots=1)
+    (whole,) = run_engine(base, PlainDecoding(), [Request(prompt, free)], max_num_seqs=1)
     ids = whole.token_ids
     end = [place for place, token in enumerate(ids) if place and token not in ids[:place]][which]
 
@@ -275,7 +279,7 @@ def test_special_tokens_end_a_text_as_stop_strings_and_by_their_ids(which: int) 
     ):
         sampling = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, **settings)
         for drafter in (PlainDecoding(), OracleDrafter([prompt + ids])):
-            engine = Engine(base, drafter, WithSpecialToken(), EngineConfig(slots=1, nodes=10))
+            engine = Engine(base, drafter, WithSpecialToken(), EngineConfig(max_num_seqs=1, num_draft_tokens=10))
             handle = engine.submit(Request(prompt, sampling), stream=True)
             while not engine.idle:
                 engine.step()
@@ -288,9 +292,9 @@ def test_a_row_ends_at_the_slots_last_position() -> None:
     base = base_of("gpt2")  # learned positions: reading past the table would raise
     prompts = [[5, 6, 7] * 40, [8] * 126, [9]]
     requests = [Request(prompt, SamplingParams(max_new_tokens=500, ignore_eos=True)) for prompt in prompts]
-    expected = run_engine(base, PlainDecoding(), requests, slots=1)
+    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
     known = [prompt + one.token_ids for prompt, one in zip(prompts, expected, strict=True)]
-    found = run_engine(base, OracleDrafter(known), requests, slots=2, nodes=10)
+    found = run_engine(base, OracleDrafter(known), requests, max_num_seqs=2, num_draft_tokens=10)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert [len(prompt) + len(one.token_ids) for prompt, one in zip(prompts, found, strict=True)] == [128, 128, 128]
     assert {one.finish_reason for one in found} == {"length"}
@@ -298,6 +302,6 @@ def test_a_row_ends_at_the_slots_last_position() -> None:
 
 def test_plain_decoding_is_one_token_a_forward() -> None:
     requests = [Request(prompt, SamplingParams(max_new_tokens=9)) for prompt in random_prompts(5)]
-    for one in run_engine(base_of("llama"), PlainDecoding(), requests, slots=2):
+    for one in run_engine(base_of("llama"), PlainDecoding(), requests, max_num_seqs=2):
         assert one.counts.num_decode_steps == one.counts.num_output_tokens == len(one.token_ids)
         assert one.counts.num_draft_tokens == 0

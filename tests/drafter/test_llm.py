@@ -31,7 +31,7 @@ QUESTION = "Tom has 3 boxes of 12 pens. He gives 5 pens away. How many pens does
 
 @pytest.fixture(scope="module")
 def lm() -> Iterator[SpeculativeLM]:
-    with SpeculativeLM.from_pretrained(device="cpu", config=EngineConfig(slots=4)) as loaded:
+    with SpeculativeLM.from_pretrained(device="cpu", config=EngineConfig(max_num_seqs=4)) as loaded:
         yield loaded
 
 
@@ -50,7 +50,9 @@ def test_the_embedded_model_gives_generates_tokens(lm: SpeculativeLM) -> None:
 def test_every_drafter_gives_the_same_tokens(lm: SpeculativeLM, drafter: str) -> None:
     prompts = [QUESTION, "A train goes 60 miles an hour.", "12 + 12 ="]
     settings: list[dict[str, Any]] = [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}]
-    with SpeculativeLM.from_pretrained(drafter=drafter, device="cpu", config=EngineConfig(slots=2, nodes=8)) as other:
+    with SpeculativeLM.from_pretrained(
+        drafter=drafter, device="cpu", config=EngineConfig(max_num_seqs=2, num_draft_tokens=8)
+    ) as other:
         for setting in settings:
             expected = lm.generate(prompts, max_new_tokens=32, **setting)
             found = other.generate(prompts, max_new_tokens=32, **setting)
@@ -158,7 +160,7 @@ def test_a_failed_stream_ends_and_says_why() -> None:
             broken.close()
         await handle.outcome()
 
-    broken = SpeculativeLM.from_pretrained(drafter="none", device="cpu", config=EngineConfig(slots=1))
+    broken = SpeculativeLM.from_pretrained(drafter="none", device="cpu", config=EngineConfig(max_num_seqs=1))
     with pytest.raises(EngineError, match="closed"):
         asyncio.run(read(broken))
 
@@ -179,7 +181,7 @@ def test_wrong_use_is_named(lm: SpeculativeLM, tmp_path: Path) -> None:
 
 
 def test_a_closed_engine_says_so() -> None:
-    lm = SpeculativeLM.from_pretrained(EMBEDDED_BASE, drafter="none", device="cpu", config=EngineConfig(slots=1))
+    lm = SpeculativeLM.from_pretrained(EMBEDDED_BASE, drafter="none", device="cpu", config=EngineConfig(max_num_seqs=1))
     handle = lm.submit(Request([5], SamplingParams(max_new_tokens=900, ignore_eos=True)))
     lm.close()
     with pytest.raises(EngineError, match="closed"):
@@ -193,7 +195,7 @@ def test_learning_is_refused_where_it_could_not_learn_or_would_not_draft() -> No
     with pytest.raises(LoadError, match="learns from what its base says itself"):
         SpeculativeLM.from_pretrained(device="cpu", learning=Learning(start), verifier=lenient)
     with pytest.raises(LoadError, match="leave nodes at auto"):
-        SpeculativeLM.from_pretrained(device="cpu", learning=Learning(start), config=EngineConfig(nodes=8))
+        SpeculativeLM.from_pretrained(device="cpu", learning=Learning(start), config=EngineConfig(num_draft_tokens=8))
     with pytest.raises(LoadError, match="has no head that could learn"):
         SpeculativeLM.from_pretrained(device="cpu", drafter="ngram", learning=Learning(start))
 
@@ -202,7 +204,7 @@ def test_learning_is_refused_where_it_could_not_learn_or_would_not_draft() -> No
 def test_what_is_generated_is_learnt_from_and_new_weights_are_drafted_with(lm: SpeculativeLM) -> None:
     start, prompts = StartingHead("ctc"), [QUESTION, "A train goes 60 miles an hour.", "12 + 12 ="]
     expected = [one.token_ids for one in lm.generate(prompts, max_new_tokens=32)]
-    config = EngineConfig(slots=2, nodes=8)
+    config = EngineConfig(max_num_seqs=2, num_draft_tokens=8)
     with SpeculativeLM.from_pretrained(
         drafter="ctc", device="cpu", learning=Learning(start), config=config
     ) as learning:

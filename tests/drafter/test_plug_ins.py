@@ -45,7 +45,7 @@ def requests_of(count: int) -> list[Request]:
 def decode(
     base: BaseModel, drafter: Drafter, requests: list[Request], verifier: Verifier | None = None, slots: int = 3
 ) -> list[Generation]:
-    config = EngineConfig(slots=slots, nodes=4, max_length=96)
+    config = EngineConfig(max_num_seqs=slots, num_draft_tokens=4, max_model_len=96)
     engine = Engine(base, drafter, SpellingTokenizer(), config, verifier=verifier)
     handles = [engine.submit(request) for request in requests]
     while not engine.idle:

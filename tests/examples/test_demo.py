@@ -40,7 +40,7 @@ def run(folder: Path, accepted: list[list[int]], tokens: list[list[int]], rate: 
         for number, (steps, ids) in enumerate(zip(accepted, tokens, strict=True))
     ]
     output = write_output(folder, [rows], [])
-    config = {"model": "no/such-model", "drafter": "auto", "engine": {"slots": 1, "nodes": 7}}
+    config = {"model": "no/such-model", "drafter": "auto", "engine": {"max_num_seqs": 1, "num_draft_tokens": 7}}
     output.run_file.write_text(json.dumps({"config": config, "meaning": {}, "state": "finished"}))
     output.status_file.write_text(json.dumps({"tokens_per_second": rate}))
 

@@ -172,11 +172,11 @@ Run = Callable[..., Outcome]
 def job_arguments(source: Any, folder: Path, model: Any, *settings: Any, drafter: str = "ngram") -> list[str]:
     """A command line of the generation job; what is said twice is as `settings` say it."""
     arguments = ["--input", source, "--output", folder, "--model", model, "--drafter", drafter]
-    arguments += ["--sampling.max_new_tokens", 12, "--resources.cpus_per_actor", 1, "--engine.slots", 4]
+    arguments += ["--sampling.max_new_tokens", 12, "--resources.cpus_per_actor", 1, "--engine.max_num_seqs", 4]
     # A second engine would have loaded when the few rows are done, and slow down the first meanwhile.
     arguments += ["--resources.max_actors", 1]
     # A fixed budget makes even the statistics repeatable, and the engine need not measure the machine at its start.
-    arguments += ["--engine.nodes", 3]
+    arguments += ["--engine.num_draft_tokens", 3]
     return [str(argument) for argument in [*arguments, *settings]]
 
 

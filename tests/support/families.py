@@ -93,7 +93,12 @@ def _decode(family: str, model: Any, base: BaseModel) -> Tried:
     requests = [Request(prompt, SamplingParams(_NEW, ignore_eos=True)) for prompt in prompts]
     texts = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
     for drafter in (PlainDecoding(), OracleDrafter(texts)):
-        found = [one.token_ids for one in run_engine(base, drafter, requests, slots=3, nodes=8, max_length=room + _NEW)]
+        found = [
+            one.token_ids
+            for one in run_engine(
+                base, drafter, requests, max_num_seqs=3, num_draft_tokens=8, max_model_len=room + _NEW
+            )
+        ]
         if found != expected:
             return Tried(family, "differs", f"{type(drafter).__name__}: {found} instead of {expected}")
     return Tried(family, "equal")

@@ -146,7 +146,7 @@ class StackPlanning:
     def _decode(self, drafter: Drafter, requests: Sequence[Request]) -> _Run:
         longest = max(len(one.prompt_ids) + one.sampling.over().max_new_tokens for one in requests)
         slots = min(self._slots, len(requests))
-        config = EngineConfig(slots, max_length=longest, nodes=self._nodes, max_queue=len(requests))
+        config = EngineConfig(slots, max_model_len=longest, num_draft_tokens=self._nodes, max_queue=len(requests))
         engine = Engine(self._base, drafter, self._tokenizer, config)
         decode_all(engine, requests[:slots])  # warm-up
         before = engine.state()

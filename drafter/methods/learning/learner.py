@@ -174,11 +174,11 @@ class Learner:
         drafted = self._start.drafts or self.version is not None
         for some in [weights, *([self._good] if drafted else [])]:
             load_weights(self._tried, some)
-            walks = Walks({settings.nodes: 0})
+            walks = Walks({settings.num_draft_tokens: 0})
             for batch in walked_batches(texts, self._head.config.depth, _TEXTS_AT_ONCE):
                 walks.add(self._tried, self._base, batch)
                 yield
-            betas.append(walks.beta[settings.nodes])
+            betas.append(walks.beta[settings.num_draft_tokens])
         candidate, published = betas if drafted else (betas[0], 1.0)
         better = candidate >= settings.least_gain * published
         self._evaluation = Evaluation(self._totals.seconds, totals.steps, len(texts), candidate, published, better)
@@ -196,7 +196,7 @@ class Learner:
             "steps": found.steps,
             "seconds": round(found.seconds, 1),
             "held_out_rows": found.rows,
-            "nodes": self._settings.nodes,
+            "nodes": self._settings.num_draft_tokens,
             "beta": round(found.candidate, 4),
             "beta_before": round(found.published, 4),
             "torch": torch.__version__,

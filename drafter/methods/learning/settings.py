@@ -30,7 +30,7 @@ class LearnerSettings:
             does not read the LM head's input learns from the text alone.
         evaluate_every: Optimiser steps between two measurements.
         least_gain: A version is published if its β is so many times that of the one before, on the same rows.
-        nodes: Draft nodes of the measured trees.
+        num_draft_tokens: Draft nodes of the measured trees.
         seed: Of anchors.
 
     Raises:
@@ -50,12 +50,12 @@ class LearnerSettings:
     teacher: int = 4
     evaluate_every: int = 100
     least_gain: float = 1.01
-    nodes: int = 16
+    num_draft_tokens: int = 16
     seed: int = 0
 
     def __post_init__(self) -> None:
         whole = ("buffer_bytes", "uses", "held_out_rows", "least_held_out", "texts_per_step", "anchors_per_text")
-        for name in (*whole, "evaluate_every", "nodes"):
+        for name in (*whole, "evaluate_every", "num_draft_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("warmup_steps", "teacher"):

@@ -110,6 +110,8 @@ def _choice(tokens: Sequence[int], place: int, logits: Tensor, tokenizer: Any) -
 _BATCH_COLUMNS = set(LINE_FIELDS)
 """Columns of rows that come from an OpenAI batch; such requests bring their own settings."""
 _READ_COLUMNS = {"request_id", "prompt_token_ids", "token_ids", "seed"}
+_RENAMED = {"slots": "max_num_seqs", "max_length": "max_model_len", "nodes": "num_draft_tokens"}
+"""Settings of an engine by their names in outputs of earlier releases."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ def audit(uri: str, share: float) -> Audit:
         plain_differences,
         model_name(config["model"]),
         config["loading"],
-        config["engine"],
+        {_RENAMED.get(name, name): value for name, value in config["engine"].items()},
         run.get("base_fingerprint"),
         rows,
         resources.threads,

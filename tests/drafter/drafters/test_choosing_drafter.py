@@ -64,7 +64,7 @@ def test_tokens_stay_those_of_plain_decoding(family: str, slots: int) -> None:
     ]
     expected = run_engine(base, PlainDecoding(), requests)
     budget = ChangingBudget(seed=slots)
-    config = EngineConfig(slots=slots, nodes=8, max_length=96)
+    config = EngineConfig(max_num_seqs=slots, num_draft_tokens=8, max_model_len=96)
     engine = Engine(base, choosing(base), SpellingTokenizer(), config, budget=budget)
     handles = [engine.submit(request) for request in requests]
     while not engine.idle:
@@ -82,7 +82,13 @@ def test_drafters_may_draft_together_as_a_member_of_their_own() -> None:
     requests = [Request(prompt, SamplingParams(16, ignore_eos=True)) for prompt in random_prompts(5, seed=3)]
     expected = run_engine(base, PlainDecoding(), requests)
     budget = ChangingBudget(seed=0, members=len(drafter.members))
-    engine = Engine(base, drafter, SpellingTokenizer(), EngineConfig(slots=2, nodes=8, max_length=96), budget=budget)
+    engine = Engine(
+        base,
+        drafter,
+        SpellingTokenizer(),
+        EngineConfig(max_num_seqs=2, num_draft_tokens=8, max_model_len=96),
+        budget=budget,
+    )
     handles = [engine.submit(request) for request in requests]
     while not engine.idle:
         engine.step()
@@ -93,14 +99,14 @@ def test_drafters_may_draft_together_as_a_member_of_their_own() -> None:
 @pytest.mark.slow
 def test_an_engine_measures_its_members_and_chooses() -> None:
     base = BaseModel(random_model("llama"))
-    config = EngineConfig(slots=2, nodes="auto", max_length=96)
+    config = EngineConfig(max_num_seqs=2, num_draft_tokens="auto", max_model_len=96)
     engine = Engine(base, choosing(base), SpellingTokenizer(), config)
     assert isinstance(engine.budget, ChoosingBudget)
     requests = [Request(prompt, SamplingParams(80, ignore_eos=True)) for prompt in random_prompts(12, seed=4)]
     handles = [engine.submit(request) for request in requests]
     while not engine.idle:
         engine.step()
-    expected = run_engine(base, PlainDecoding(), requests, max_length=96)
+    expected = run_engine(base, PlainDecoding(), requests, max_model_len=96)
     assert [handle.result(0).token_ids for handle in handles] == [one.token_ids for one in expected]
     for choice in engine.budget.choices():
         assert tuple(view.name for view in choice.members) == NAMES

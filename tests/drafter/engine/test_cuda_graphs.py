@@ -58,7 +58,7 @@ def requests_of(count: int, settings: list[dict[str, Any]], tokens: int = 24) ->
 def run(
     base: BaseModel, drafter: Drafter, requests: list[Request], *, stream: bool = False, **config: Any
 ) -> list[Generation]:
-    engine = Engine(base, drafter, SpellingTokenizer(), EngineConfig(**{"max_length": 96, **config}))
+    engine = Engine(base, drafter, SpellingTokenizer(), EngineConfig(**{"max_model_len": 96, **config}))
     handles = [engine.submit(request, stream=stream) for request in requests]
     while not engine.idle:
         engine.step()
@@ -69,7 +69,7 @@ def plainly(base: BaseModel, requests: list[Request], **config: Any) -> list[Gen
     """One at a time, and without graphs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "is_asynchronous", lambda device: False)
-        return run(base, PlainDecoding(), requests, slots=1, **config)
+        return run(base, PlainDecoding(), requests, max_num_seqs=1, **config)
 
 
 def same(found: list[Generation], expected: list[Generation]) -> None:
@@ -148,7 +148,7 @@ def test_the_same_tokens_as_plain_decoding(
 ) -> None:
     """In batches that are refilled, whose rows end at different steps, of a size that is not a power of two."""
     requests, expected = eleven
-    found = run(tiny_base, DRAFTERS[name](tiny_base), requests, slots=slots, nodes=8)
+    found = run(tiny_base, DRAFTERS[name](tiny_base), requests, max_num_seqs=slots, num_draft_tokens=8)
     same(found, expected)
     assert recorder.recorded
     assert recorder.repeated > 20
@@ -160,14 +160,14 @@ def test_the_same_tokens_under_every_setting(
     tiny_base: BaseModel, recorder: TapeRecorder, settings: list[dict[str, Any]], stream: bool
 ) -> None:
     requests = requests_of(12, settings)
-    found = run(tiny_base, AdversarialDrafter(0), requests, slots=5, nodes=6, stream=stream)
+    found = run(tiny_base, AdversarialDrafter(0), requests, max_num_seqs=5, num_draft_tokens=6, stream=stream)
     same(found, plainly(tiny_base, requests))
 
 
 def test_every_accepted_token_is_counted_once(tiny_base: BaseModel, recorder: TapeRecorder) -> None:
     requests = requests_of(9, SETTINGS[:2])
     expected = plainly(tiny_base, requests)
-    found = run(tiny_base, Foreseeing(requests, expected), requests, slots=4, nodes=4)
+    found = run(tiny_base, Foreseeing(requests, expected), requests, max_num_seqs=4, num_draft_tokens=4)
     same(found, expected)
     for one in found:
         assert one.counts.num_output_tokens == len(one.token_ids)
@@ -178,7 +178,7 @@ def test_every_accepted_token_is_counted_once(tiny_base: BaseModel, recorder: Ta
 def test_models_that_mix_kinds_of_attention(recorder: TapeRecorder, seed: int) -> None:
     base = BaseModel(random_model(("gemma2", "gpt2", "mistral", "qwen3")[seed]))
     requests = requests_of(8, SETTINGS[:2])
-    same(run(base, NgramDrafter(6), requests, slots=3, nodes=6), plainly(base, requests))
+    same(run(base, NgramDrafter(6), requests, max_num_seqs=3, num_draft_tokens=6), plainly(base, requests))
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -200,14 +200,14 @@ def test_empty_slots_are_no_texts_at_the_end_of_the_models_positions(recorder: T
     base = BaseModel(model)
     requests = requests_of(3, SETTINGS[:1])
     assert all(len(one.prompt_ids) + 24 < 64 for one in requests)
-    found = run(base, NgramDrafter(6), requests, slots=4, nodes=6, max_length=base.max_positions)
-    same(found, plainly(base, requests, max_length=base.max_positions))
+    found = run(base, NgramDrafter(6), requests, max_num_seqs=4, num_draft_tokens=6, max_model_len=base.max_positions)
+    same(found, plainly(base, requests, max_model_len=base.max_positions))
 
 
 def test_the_budget_learns_and_the_text_is_the_same(tiny_base: BaseModel, recorder: TapeRecorder) -> None:
     requests = requests_of(10, SETTINGS[:2], tokens=40)
     expected = plainly(tiny_base, requests)
-    found = run(tiny_base, Foreseeing(requests, expected), requests, slots=4, nodes="auto")
+    found = run(tiny_base, Foreseeing(requests, expected), requests, max_num_seqs=4, num_draft_tokens="auto")
     same(found, expected)
     assert sum(one.counts.num_draft_tokens for one in found) > 0
 
@@ -216,7 +216,10 @@ def test_who_leaves_and_who_is_late_cost_nobody_else(tiny_base: BaseModel, recor
     requests = requests_of(6, SETTINGS[:1], tokens=40)
     requests[1] = Request(requests[1].prompt_ids, requests[1].sampling, timeout=1e-6)
     engine = Engine(
-        tiny_base, AdversarialDrafter(0), SpellingTokenizer(), EngineConfig(slots=4, max_length=96, nodes=6)
+        tiny_base,
+        AdversarialDrafter(0),
+        SpellingTokenizer(),
+        EngineConfig(max_num_seqs=4, max_model_len=96, num_draft_tokens=6),
     )
     handles = [engine.submit(request, stream=row == 3) for row, request in enumerate(requests)]
     for _ in range(4):
@@ -251,7 +254,9 @@ def test_running_out_of_memory_with_a_step_under_way(
         return propose(context, ask)
 
     monkeypatch.setattr(drafter, "propose", failing)
-    engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(slots=5, max_length=96, nodes=8))
+    engine = Engine(
+        tiny_base, drafter, SpellingTokenizer(), EngineConfig(max_num_seqs=5, max_model_len=96, num_draft_tokens=8)
+    )
     handles = [engine.submit(request) for request in requests]
     while not engine.idle:
         engine.step()
@@ -291,7 +296,7 @@ def test_running_out_of_memory_after_a_recording_has_failed(
     requests = requests_of(7, SETTINGS[:1])
     expected = plainly(tiny_base, requests)
     monkeypatch.setattr(graph_step, "whole_step", step)
-    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(slots=5, max_length=96))
+    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=5, max_model_len=96))
     handles = [engine.submit(request) for request in requests]
     while not engine.idle:
         engine.step()
@@ -311,7 +316,7 @@ def test_running_out_of_memory_while_a_long_prompt_is_read(
         Request(list(range(8, 60)), SamplingParams(6, ignore_eos=True)),
     ]
     expected = plainly(tiny_base, requests)
-    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(slots=3, max_length=96))
+    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=3, max_model_len=96))
     whole, calls = graph_step.whole_step, 0
 
     def step(device_step: DeviceStep, shape: StepShape) -> StepOutcome:
@@ -337,7 +342,7 @@ def test_a_step_that_cannot_be_recorded_runs_as_it_is(
             return super().propose(context, ask)
 
     requests = requests_of(6, SETTINGS[:1])
-    same(run(tiny_base, Looks(0), requests, slots=3, nodes=4), plainly(tiny_base, requests))
+    same(run(tiny_base, Looks(0), requests, max_num_seqs=3, num_draft_tokens=4), plainly(tiny_base, requests))
     assert recorder.recorded == 0
     assert [record.message for record in caplog.records if "CUDA graph" in record.message] != []
     assert len([record for record in caplog.records if "CUDA graph" in record.message]) == 1
@@ -428,7 +433,12 @@ def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_drafter_that_reads_what_the_host_knows_is_never_behind(tiny_base: BaseModel, recorder: TapeRecorder) -> None:
     requests = requests_of(6, SETTINGS[:1])
-    engine = Engine(tiny_base, MemoryDrafter(8), SpellingTokenizer(), EngineConfig(slots=3, nodes=8, max_length=96))
+    engine = Engine(
+        tiny_base,
+        MemoryDrafter(8),
+        SpellingTokenizer(),
+        EngineConfig(max_num_seqs=3, num_draft_tokens=8, max_model_len=96),
+    )
     assert engine.flights.lag == 0
     handles = [engine.submit(request) for request in requests]
     while not engine.idle:
@@ -444,7 +454,10 @@ def test_sizes_repeat() -> None:
 
 def test_nothing_is_left_when_the_last_step_has_landed(tiny_base: BaseModel, recorder: TapeRecorder) -> None:
     engine = Engine(
-        tiny_base, AdversarialDrafter(0), SpellingTokenizer(), EngineConfig(slots=4, max_length=96, nodes=4)
+        tiny_base,
+        AdversarialDrafter(0),
+        SpellingTokenizer(),
+        EngineConfig(max_num_seqs=4, max_model_len=96, num_draft_tokens=4),
     )
     steps = 0
     for _ in range(2):

@@ -65,12 +65,12 @@ def check_tokens(family: str) -> None:
     base = BaseModel(random_model(family))
     requests = requests_of(10)
     max_length = min(MAX_LENGTH, base.max_positions or MAX_LENGTH)
-    expected = run_engine(base, PlainDecoding(), requests, slots=1, max_length=max_length)
+    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1, max_model_len=max_length)
     texts = [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)]
     heads: list[Drafter] = [make_head(base, kind).drafter(base, 8) for kind in ("ctc", "hydra++")]
     for drafter in (PlainDecoding(), OracleDrafter(texts), AdversarialDrafter(seed=3), reduce(MergedDrafter, heads)):
         # One of full length takes five blocks at most, draft nodes included.
-        config = EngineConfig(slots=8, max_length=max_length, nodes=6, kv_gib=gib(base, 6))
+        config = EngineConfig(max_num_seqs=8, max_model_len=max_length, num_draft_tokens=6, kv_gib=gib(base, 6))
         engine = Engine(base, drafter, SpellingTokenizer(), config)
         handles = [engine.submit(request, stream=row % 3 == 0) for row, request in enumerate(requests)]
         most = 0
@@ -89,8 +89,8 @@ def test_rows_leave_while_a_prompt_is_read_in_pieces(tiny_base: BaseModel, monke
         Request(prompt, SamplingParams(4 + 3 * row, temperature=row % 2, seed=row, ignore_eos=True))
         for row, prompt in enumerate(prompts)
     ]
-    expected = run_engine(tiny_base, PlainDecoding(), requests, slots=1, max_length=MAX_LENGTH)
-    config = EngineConfig(slots=4, max_length=MAX_LENGTH, kv_gib=gib(tiny_base, 10))
+    expected = run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=1, max_model_len=MAX_LENGTH)
+    config = EngineConfig(max_num_seqs=4, max_model_len=MAX_LENGTH, kv_gib=gib(tiny_base, 10))
     engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), config)
     handles = [engine.submit(request, stream=True) for request in requests]
     while not engine.idle:
@@ -102,7 +102,7 @@ def test_rows_leave_while_a_prompt_is_read_in_pieces(tiny_base: BaseModel, monke
 def test_the_youngest_gives_way_and_the_oldest_never(tiny_base: BaseModel) -> None:
     sampling = SamplingParams(100, ignore_eos=True)
     requests = [Request(prompt, sampling) for prompt in random_prompts(3, seed=4)]
-    config = EngineConfig(slots=3, max_length=MAX_LENGTH, kv_gib=gib(tiny_base, 5))
+    config = EngineConfig(max_num_seqs=3, max_model_len=MAX_LENGTH, kv_gib=gib(tiny_base, 5))
     engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), config)
     handles = [engine.submit(request) for request in requests]
     ended: list[int] = []
@@ -114,7 +114,7 @@ def test_the_youngest_gives_way_and_the_oldest_never(tiny_base: BaseModel) -> No
 
 
 def test_unwanted_rows_give_their_memory_back(tiny_base: BaseModel) -> None:
-    config = EngineConfig(slots=6, max_length=MAX_LENGTH, kv_gib=gib(tiny_base, 8))
+    config = EngineConfig(max_num_seqs=6, max_model_len=MAX_LENGTH, kv_gib=gib(tiny_base, 8))
     engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), config)
     handles = [engine.submit(Request(one, SamplingParams(60, ignore_eos=True))) for one in random_prompts(6, seed=5)]
     engine.step()
@@ -127,12 +127,12 @@ def test_unwanted_rows_give_their_memory_back(tiny_base: BaseModel) -> None:
 
 
 def test_memory_that_holds_no_row_is_refused(tiny_base: BaseModel) -> None:
-    config = EngineConfig(slots=6, max_length=MAX_LENGTH, kv_gib=gib(tiny_base, 2))
+    config = EngineConfig(max_num_seqs=6, max_model_len=MAX_LENGTH, kv_gib=gib(tiny_base, 2))
     with pytest.raises(LoadError, match=r"holds 64 positions .* one request may need .* raise kv_gib or lower"):
         Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), config)
 
 
 def test_memory_for_all_is_not_shared(tiny_base: BaseModel) -> None:
-    config = EngineConfig(slots=2, max_length=MAX_LENGTH, kv_gib=1.0)
+    config = EngineConfig(max_num_seqs=2, max_model_len=MAX_LENGTH, kv_gib=1.0)
     engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), config)
     assert engine.nbytes == engine.batch.cache.slots * engine.batch.capacity * tiny_base.new_cache(1, 1).nbytes

@@ -20,7 +20,7 @@ TOKENS = 4
 
 def calls_of_steps(base: BaseModel, rows: int, sampling: SamplingParams) -> list[int]:
     """Calls of functions in each step of as many requests as slots, from the one that reads prompts to the last."""
-    engine = Engine(base, PlainDecoding(), SpellingTokenizer(), EngineConfig(slots=rows, max_length=64))
+    engine = Engine(base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=rows, max_model_len=64))
     for row in range(rows):
         engine.submit(Request([3 + row % 60, 5 + row // 60, 7], replace(sampling, seed=row)))
     counts, called = [], 0

@@ -41,12 +41,14 @@ def finish(engine: Engine) -> None:
 def check_alone(base: BaseModel, handles: Sequence[Handle]) -> None:
     """Every result is what the request by itself has."""
     for handle in handles:
-        alone = run_engine(base, PlainDecoding(), [handle.request], slots=1)[0]
+        alone = run_engine(base, PlainDecoding(), [handle.request], max_num_seqs=1)[0]
         assert handle.result(0).token_ids == alone.token_ids
 
 
 def test_two_hundred_requests_through_eight_slots_grow_nothing(tiny_base: BaseModel) -> None:
-    engine = Engine(tiny_base, AdversarialDrafter(0), SpellingTokenizer(), EngineConfig(slots=8, nodes=8))
+    engine = Engine(
+        tiny_base, AdversarialDrafter(0), SpellingTokenizer(), EngineConfig(max_num_seqs=8, num_draft_tokens=8)
+    )
     before = engine.nbytes
     pointers = [buffer.data_ptr() for buffer in engine.batch.cache.buffers]
 
@@ -100,7 +102,7 @@ def test_the_queue_is_bounded(tiny_base: BaseModel) -> None:
 
 def test_a_shared_beginning_is_a_copy_bit_for_bit(tiny_base: BaseModel) -> None:
     drafter = make_head(tiny_base, "ctc").drafter(tiny_base, 4)
-    engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(slots=4, nodes=4))
+    engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(max_num_seqs=4, num_draft_tokens=4))
     beginning = list(range(10, 30))
     prompts = [[*beginning, 5, 6], [*beginning, 7, 8, 9], [3, *beginning], [*beginning, 5, 6]]
     for prompt in prompts:
@@ -125,8 +127,12 @@ def test_a_shared_beginning_is_a_copy_bit_for_bit(tiny_base: BaseModel) -> None:
 
 def test_a_cache_that_does_not_fit_is_refused_with_its_size(tiny_base: BaseModel) -> None:
     """64 positions and room for a draft, eight at a time, three layers of 2 × 2 × 8 numbers of 4 bytes."""
-    with pytest.raises(LoadError, match=r"1,000,000,000 slots of 72 positions takes 25,7\d\d\.\d GiB .* lower slots"):
-        Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(slots=1_000_000_000, max_length=64))
+    with pytest.raises(
+        LoadError, match=r"1,000,000,000 slots of 72 positions takes 25,7\d\d\.\d GiB .* lower max_num_seqs"
+    ):
+        Engine(
+            tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=1_000_000_000, max_model_len=64)
+        )
 
 
 def test_a_common_beginning_is_counted_in_tokens() -> None:
@@ -143,7 +149,7 @@ def test_rows_that_are_watched_do_not_wait_for_a_long_prompt(
     tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     monkeypatch.setattr("drafter.engine.admission.CHUNK", 8)
-    engine = engine_of(tiny_base, slots=3)
+    engine = engine_of(tiny_base, max_num_seqs=3)
     settings = SamplingParams(max_new_tokens=50, ignore_eos=True)
     first = engine.submit(Request([5], settings), stream=stream)
     engine.step()
@@ -169,7 +175,7 @@ def test_prompts_that_enter_together_are_read_together(tiny_base: BaseModel, mon
         return prefill(cache, slot, prompts, *rest)
 
     drafter = make_head(tiny_base, "ctc").drafter(tiny_base, 4)
-    engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(slots=8, nodes=4))
+    engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(max_num_seqs=8, num_draft_tokens=4))
     prompts = [range(3, 10), range(20, 25), range(30, 50), [7], range(60, 72), [*range(60, 70), 5]]
     handles = [engine.submit(Request(list(prompt), SamplingParams(9, ignore_eos=True))) for prompt in prompts]
     monkeypatch.setitem(vars(tiny_base), "prefill", counted)
@@ -187,7 +193,7 @@ def test_prompts_that_enter_together_are_read_together(tiny_base: BaseModel, mon
 def test_requests_may_end_while_others_enter(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drafter.engine.admission.CHUNK", 8)
     drafter = make_head(tiny_base, "ctc").drafter(tiny_base, 4)
-    engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(slots=8, nodes=4))
+    engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(max_num_seqs=8, num_draft_tokens=4))
 
     def submit(prompt: Sequence[int], new_tokens: int, stream: bool) -> Handle:
         return engine.submit(Request(list(prompt), SamplingParams(new_tokens, ignore_eos=True)), stream=stream)
@@ -213,7 +219,7 @@ def test_requests_may_end_while_others_enter(tiny_base: BaseModel, monkeypatch: 
 
 def test_cancelling_while_a_prompt_is_read_makes_room(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drafter.engine.admission.CHUNK", 8)
-    engine = engine_of(tiny_base, slots=2)
+    engine = engine_of(tiny_base, max_num_seqs=2)
     settings = SamplingParams(max_new_tokens=9, ignore_eos=True)
     watched = engine.submit(Request([5], settings), stream=True)
     engine.step()
@@ -232,7 +238,7 @@ def test_a_failure_reaches_the_request_whose_prompt_is_read(
     tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("drafter.engine.admission.CHUNK", 8)
-    engine = engine_of(tiny_base, slots=2)
+    engine = engine_of(tiny_base, max_num_seqs=2)
     engine.submit(Request([5], SamplingParams(ignore_eos=True)), stream=True)
     engine.step()
     long = engine.submit(Request(list(range(3, 63))))
@@ -244,7 +250,7 @@ def test_a_failure_reaches_the_request_whose_prompt_is_read(
 
 
 def test_cancelling_frees_the_slot_within_a_step(tiny_base: BaseModel) -> None:
-    engine = engine_of(tiny_base, slots=2)
+    engine = engine_of(tiny_base, max_num_seqs=2)
     endless = SamplingParams(max_new_tokens=100, ignore_eos=True)
     first, second, waiting = (engine.submit(Request([5, 6], endless)) for _ in range(3))
     for _ in range(3):
@@ -274,7 +280,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 def test_a_request_that_runs_over_ends_alone(tiny_base: BaseModel, clock: Callable[[float], None]) -> None:
-    engine = engine_of(tiny_base, slots=2)
+    engine = engine_of(tiny_base, max_num_seqs=2)
     endless = SamplingParams(max_new_tokens=60, ignore_eos=True)
     decoding, free = engine.submit(Request([5], endless, timeout=3.0)), engine.submit(Request([6], endless))
     waiting = engine.submit(Request([7], endless, timeout=2.5), stream=True)
@@ -293,7 +299,7 @@ def test_a_request_that_runs_over_ends_alone(tiny_base: BaseModel, clock: Callab
 
 
 def test_timing_is_since_submission(tiny_base: BaseModel, clock: Callable[[float], None]) -> None:
-    engine = engine_of(tiny_base, slots=1)
+    engine = engine_of(tiny_base, max_num_seqs=1)
     two = SamplingParams(max_new_tokens=2, ignore_eos=True)
     first, second, third = (engine.submit(Request([5], two)) for _ in range(3))
     for _ in range(5):
@@ -313,7 +319,7 @@ def test_bad_time_limits_are_refused(timeout: Any) -> None:
 
 
 def test_the_state_says_what_the_engine_is_doing(tiny_base: BaseModel, clock: Callable[[float], None]) -> None:
-    engine = engine_of(tiny_base, slots=2)
+    engine = engine_of(tiny_base, max_num_seqs=2)
     clock(500.0)
     for length in (3, 4, 5):
         engine.submit(Request([5], SamplingParams(max_new_tokens=length, ignore_eos=True)))
@@ -358,7 +364,7 @@ def test_log_probabilities_are_the_bases_own(tiny_base: BaseModel) -> None:
     """Of raw logits, whatever penalties and temperature did to the choice; only for rows that ask."""
     settings = SamplingParams(6, temperature=1.5, logit_bias={9: 3.0}, presence_penalty=2.0, ignore_eos=True)
     asked = [None, 0, 3, 20]
-    engine = engine_of(tiny_base, slots=4)
+    engine = engine_of(tiny_base, max_num_seqs=4)
     prompts = random_prompts(4)
     handles = [
         engine.submit(Request(prompt, replace(settings, logprobs=top, seed=row)), stream=True)
@@ -385,7 +391,7 @@ def test_log_probabilities_are_the_bases_own(tiny_base: BaseModel) -> None:
 
 
 def test_a_failed_step_ends_every_request_with_the_reason(tiny_base: BaseModel) -> None:
-    engine = engine_of(tiny_base, slots=1)
+    engine = engine_of(tiny_base, max_num_seqs=1)
     handles = [engine.submit(Request([5])) for _ in range(2)]
     engine.step()
     engine.fail(RuntimeError("device lost"))
@@ -398,10 +404,12 @@ def test_a_failed_step_ends_every_request_with_the_reason(tiny_base: BaseModel) 
 
 def test_a_length_beyond_the_base_is_refused(tiny_base: BaseModel) -> None:
     with pytest.raises(LoadError, match="128 positions"):
-        engine_of(tiny_base, max_length=4096)
+        engine_of(tiny_base, max_model_len=4096)
 
 
-@pytest.mark.parametrize("config", [{"slots": 0}, {"nodes": -1}, {"nodes": "many"}, {"max_queue": True}])
+@pytest.mark.parametrize(
+    "config", [{"max_num_seqs": 0}, {"num_draft_tokens": -1}, {"num_draft_tokens": "many"}, {"max_queue": True}]
+)
 def test_bad_sizes_are_refused(config: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(config))):
         EngineConfig(**config)  # type: ignore[arg-type]
@@ -414,7 +422,9 @@ def test_bad_sizes_are_refused(config: dict[str, object]) -> None:
 def test_who_watches_gets_the_first_token_with_the_prompts_forward(
     tiny_base: BaseModel, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(tiny_base, AdversarialDrafter(0), SpellingTokenizer(), EngineConfig(slots=2, nodes=4))
+    engine = Engine(
+        tiny_base, AdversarialDrafter(0), SpellingTokenizer(), EngineConfig(max_num_seqs=2, num_draft_tokens=4)
+    )
     verified: list[int] = []
     verify = tiny_base.verify
 
@@ -444,7 +454,7 @@ def test_who_comes_while_a_step_drafts_enters_in_its_middle(
     tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = AdversarialDrafter(0)
-    engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(slots=3, nodes=4))
+    engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(max_num_seqs=3, num_draft_tokens=4))
     late: list[Handle] = []
     propose = drafter.propose
 
@@ -464,7 +474,7 @@ def test_who_comes_while_a_step_drafts_enters_in_its_middle(
     finish(engine)
     assert first.result(0).token_ids == generate_reference(tiny_base.model, [3, 4, 5], 8)
     for handle in late:
-        (alone,) = run_engine(tiny_base, PlainDecoding(), [handle.request], slots=1)
+        (alone,) = run_engine(tiny_base, PlainDecoding(), [handle.request], max_num_seqs=1)
         assert handle.result(0).token_ids == alone.token_ids
 
 
@@ -472,7 +482,9 @@ def test_a_step_reads_no_more_of_prompts_because_it_drafts(
     tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("drafter.engine.admission.CHUNK", 8)
-    engine = Engine(tiny_base, AdversarialDrafter(0), SpellingTokenizer(), EngineConfig(slots=4, nodes=4))
+    engine = Engine(
+        tiny_base, AdversarialDrafter(0), SpellingTokenizer(), EngineConfig(max_num_seqs=4, num_draft_tokens=4)
+    )
     settings = SamplingParams(max_new_tokens=20, ignore_eos=True)
     engine.submit(Request([5], settings), stream=True)
     engine.step()
@@ -504,7 +516,9 @@ def test_the_first_token_is_the_same_for_who_watches(
     prompt = [(7 * place) % tiny_base.vocab_size for place in range(length)]
     found = []
     for stream in (False, True):
-        engine = Engine(tiny_base, AdversarialDrafter(0), SpellingTokenizer(), EngineConfig(slots=4, nodes=4))
+        engine = Engine(
+            tiny_base, AdversarialDrafter(0), SpellingTokenizer(), EngineConfig(max_num_seqs=4, num_draft_tokens=4)
+        )
         engine.submit(Request([5, 6], SamplingParams(max_new_tokens=9, temperature=0.7, ignore_eos=True)))
         engine.submit(Request([9], SamplingParams(max_new_tokens=9, logprobs=1, ignore_eos=True)))
         engine.step()
@@ -534,5 +548,5 @@ def test_a_row_without_drafts_is_verified_as_a_plain_step(
 
     monkeypatch.setattr(DeviceStep, "verify", noted)
     request = Request(list(range(10, 40)), SamplingParams(1, ignore_eos=True))  # none of these tokens comes twice
-    run_engine(tiny_base, NgramDrafter(8), [request], slots=1, nodes=8)
+    run_engine(tiny_base, NgramDrafter(8), [request], max_num_seqs=1, num_draft_tokens=8)
     assert sizes == [1]

@@ -32,7 +32,9 @@ def asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine(base: BaseModel, drafter: Drafter, **config: Any) -> Engine:
-    return Engine(base, drafter, SpellingTokenizer(), EngineConfig(**{"slots": 4, "max_length": 96, **config}))
+    return Engine(
+        base, drafter, SpellingTokenizer(), EngineConfig(**{"max_num_seqs": 4, "max_model_len": 96, **config})
+    )
 
 
 def test_an_engine_that_does_not_fit_is_refused_and_told_what_would(
@@ -40,11 +42,11 @@ def test_an_engine_that_does_not_fit_is_refused_and_told_what_would(
 ) -> None:
     monkeypatch.setattr(devices, "free_bytes", lambda device: 1100 << 20)
     with caplog.at_level(logging.INFO, "drafter.engine.warm_up"):
-        engine(tiny_base, NgramDrafter(7), nodes=7)  # most of which is what 256 graphs are taken to need
+        engine(tiny_base, NgramDrafter(7), num_draft_tokens=7)  # most of which is what 256 graphs are taken to need
         with pytest.raises(
-            LoadError, match=r"an engine of 90,000 slots takes .* lower slots to [\d,]+ .*KV cache"
+            LoadError, match=r"an engine of 90,000 slots takes .* lower max_num_seqs to [\d,]+ .*KV cache"
         ) as told:
-            engine(tiny_base, NgramDrafter(7), nodes=7, slots=90_000)
+            engine(tiny_base, NgramDrafter(7), num_draft_tokens=7, max_num_seqs=90_000)
     assert "\n" not in str(told.value)
     assert "in all" in caplog.text
 
@@ -58,7 +60,7 @@ def test_the_dearest_step_is_tried_and_leaves_nothing(tiny_base: BaseModel, monk
 
     monkeypatch.setattr(memory_check, "whole_step", noted)
     for drafter in (PlainDecoding(), NgramDrafter(7), make_head(tiny_base, "ctc").drafter(tiny_base, 7)):
-        made = engine(tiny_base, drafter, nodes=7)
+        made = engine(tiny_base, drafter, num_draft_tokens=7)
         (shape,) = tried
         tried.clear()
         assert (shape.rows, shape.nodes) == (4, drafter.spec.max_nodes)
@@ -76,29 +78,29 @@ def test_a_step_that_does_not_fit_is_refused_at_the_start(
 
     monkeypatch.setattr(memory_check, "whole_step", fail)
     with pytest.raises(
-        LoadError, match=r"a step of 4 slots that samples with every setting does not fit .* lower slots"
+        LoadError, match=r"a step of 4 slots that samples with every setting does not fit .* lower max_num_seqs"
     ):
         engine(tiny_base, PlainDecoding())
 
 
 def test_what_drafters_keep_is_in_the_plan(tiny_base: BaseModel) -> None:
     head = make_head(tiny_base, "ctc").drafter(tiny_base, 7)
-    one = engine_sizes(tiny_base, head.spec, EngineConfig(slots=4), 96, 0)
+    one = engine_sizes(tiny_base, head.spec, EngineConfig(max_num_seqs=4), 96, 0)
     reader = head._reader  # type: ignore[attr-defined]
     reader.open(4, one.length)
     assert 0 < one.draft_kv * 4 * one.length <= reader._cache.nbytes < one.draft_kv * 4 * (one.length + 32)
     assert one.hidden == tiny_base.hidden_size * tiny_base.dtype.itemsize
-    both = engine_sizes(tiny_base, MergedDrafter(head, head).spec, EngineConfig(slots=4), 96, 0)
+    both = engine_sizes(tiny_base, MergedDrafter(head, head).spec, EngineConfig(max_num_seqs=4), 96, 0)
     assert (both.draft_kv, both.hidden) == (2 * one.draft_kv, one.hidden)
 
 
 def test_copies_that_attention_makes_are_in_the_plan() -> None:
     base = BaseModel(random_model("llama"), native=False)
-    settings = (PlainDecoding.spec, EngineConfig(slots=4), 96, 0)
+    settings = (PlainDecoding.spec, EngineConfig(max_num_seqs=4), 96, 0)
     groups = base.config.num_attention_heads // base.config.num_key_value_heads
     assert groups > 1
     assert engine_sizes(base, *settings).copied_kv == groups  # as transformers does it
     base.allow_packing()
     assert engine_sizes(base, *settings).copied_kv == 0
-    paged = (PlainDecoding.spec, EngineConfig(slots=4, kv_gib=0.5), 96, 0)
+    paged = (PlainDecoding.spec, EngineConfig(max_num_seqs=4, kv_gib=0.5), 96, 0)
     assert engine_sizes(base, *paged).copied_kv == 1

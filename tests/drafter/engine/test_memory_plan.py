@@ -83,7 +83,8 @@ def test_what_would_fit_fits_and_one_more_would_not(slots: int, max_length: int,
     sizes = replace(SIZES, slots=slots, max_length=max_length, nodes=nodes)
     said = what_would_fit(sizes, free * GIB)
     for part in said.removeprefix("lower ").split(" or ") if " to " in said else ():
-        name, number = part.split(" to ")
+        setting, number = part.split(" to ")
+        name = {"max_num_seqs": "slots", "max_model_len": "max_length", "num_draft_tokens": "nodes"}[setting]
         value = int(number.replace(",", ""))
 
         def total(value: int, name: str = name) -> int:
@@ -95,8 +96,11 @@ def test_what_would_fit_fits_and_one_more_would_not(slots: int, max_length: int,
 
 
 def test_what_would_fit_in_words() -> None:
-    assert what_would_fit(SIZES, 12 * GIB) == "lower slots to 37 or max_length to 1,126"
-    assert what_would_fit(SIZES, GIB // 4) == "lower slots, max_length and nodes together, or use another GPU"
+    assert what_would_fit(SIZES, 12 * GIB) == "lower max_num_seqs to 37 or max_model_len to 1,126"
+    assert (
+        what_would_fit(SIZES, GIB // 4)
+        == "lower max_num_seqs, max_model_len and num_draft_tokens together, or use another GPU"
+    )
 
 
 SHAPES = [(64, 2048, 15), (1, 8192, 63), (256, 2048, 7)]
@@ -113,7 +117,7 @@ def test_steps_and_prompts_take_no_more_than_planned(shape: tuple[int, int, int]
         state = BatchState(base, drafter, slots, max_length, StageTimes())
         step = DeviceStep(base, ExactVerifier(), state, packs=False)
         items = plan_memory(
-            engine_sizes(base, drafter.spec, EngineConfig(slots=slots, max_length=max_length), max_length, 0)
+            engine_sizes(base, drafter.spec, EngineConfig(max_num_seqs=slots, max_model_len=max_length), max_length, 0)
         ).items
         assert items["KV cache"] == state.cache.nbytes
         assert items["texts"] == state.tokens.nbytes

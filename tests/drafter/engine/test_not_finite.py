@@ -102,7 +102,9 @@ def bad_requests() -> list[Request]:
 def decode(
     base: BaseModel, drafter: Drafter, requests: list[Request], *, stream: bool = False, slots: int = 3
 ) -> list[Handle]:
-    engine = Engine(base, drafter, SpellingTokenizer(), EngineConfig(slots=slots, nodes=5, max_length=96))
+    engine = Engine(
+        base, drafter, SpellingTokenizer(), EngineConfig(max_num_seqs=slots, num_draft_tokens=5, max_model_len=96)
+    )
     handles = [engine.submit(request, stream=stream) for request in requests]
     while not engine.idle:
         engine.step()
@@ -179,7 +181,12 @@ def test_a_slot_is_clean_after_a_bad_row_was_cancelled(device: str) -> None:
         for place, request in enumerate(innocent)
     }
     for steps in range(4):
-        engine = Engine(base, PoisonDrafter(), SpellingTokenizer(), EngineConfig(slots=3, nodes=5, max_length=96))
+        engine = Engine(
+            base,
+            PoisonDrafter(),
+            SpellingTokenizer(),
+            EngineConfig(max_num_seqs=3, num_draft_tokens=5, max_model_len=96),
+        )
         handles = [engine.submit(innocent[0])]
         bad = engine.submit(bad_requests()[1])
         handles += [engine.submit(request) for request in innocent[1:]]

@@ -100,11 +100,13 @@ def check_results(handles: list[Handle], expected: list[Generation]) -> None:
 def test_rows_that_do_not_fit_are_decoded_later(family: str) -> None:
     base = BaseModel(random_model(family))
     requests = requests_of(11)
-    expected = run_engine(base, PlainDecoding(), requests, slots=1)
+    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
     texts = [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)]
     heads: list[Drafter] = [make_head(base, kind).drafter(base, 8) for kind in ("ctc", "hydra++")]
     for inner in (OracleDrafter(texts), AdversarialDrafter(seed=3), reduce(MergedDrafter, heads)):
-        engine = Engine(base, Small(inner, rows=3), SpellingTokenizer(), EngineConfig(slots=9, nodes=6))
+        engine = Engine(
+            base, Small(inner, rows=3), SpellingTokenizer(), EngineConfig(max_num_seqs=9, num_draft_tokens=6)
+        )
         handles = submit_all(engine, requests)
         while not engine.idle:
             engine.step()
@@ -118,9 +120,9 @@ def test_rows_come_back_when_memory_reaches_again(tiny_base: BaseModel, monkeypa
     """One by one, up to all slots; and where it never reaches for more, the engine lives on with what fits."""
     monkeypatch.setattr("drafter.engine.scheduler._PAUSE", 2)
     requests = requests_of(24)
-    expected = run_engine(tiny_base, PlainDecoding(), requests, slots=1)
+    expected = run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=1)
     monkeypatch.setitem(vars(tiny_base), "verify", run_out(tiny_base.verify, {3}))
-    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(slots=6))
+    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=6))
     handles, most = submit_all(engine, requests), [6]
     while not engine.idle:
         engine.step()
@@ -128,7 +130,10 @@ def test_rows_come_back_when_memory_reaches_again(tiny_base: BaseModel, monkeypa
     check_results(handles, expected)
     assert most == [6, 3, 4, 5, 6]
     engine = Engine(
-        tiny_base, Small(AdversarialDrafter(3), rows=2), SpellingTokenizer(), EngineConfig(slots=6, nodes=4)
+        tiny_base,
+        Small(AdversarialDrafter(3), rows=2),
+        SpellingTokenizer(),
+        EngineConfig(max_num_seqs=6, num_draft_tokens=4),
     )
     handles = submit_all(engine, requests)
     while not engine.idle:
@@ -147,9 +152,11 @@ def test_memory_may_run_out_at_any_stage(
     if stage == "prefill":  # by models with an attention of their own, one after another
         monkeypatch.setitem(vars(tiny_base), "allow_packing", lambda: False)
     requests = requests_of(8)
-    expected = run_engine(tiny_base, PlainDecoding(), requests, slots=1)
+    expected = run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=1)
     texts = [[*r.prompt_ids, *one.token_ids] for r, one in zip(requests, expected, strict=True)]
-    engine = Engine(tiny_base, OracleDrafter(texts, depth=2), SpellingTokenizer(), EngineConfig(slots=8, nodes=4))
+    engine = Engine(
+        tiny_base, OracleDrafter(texts, depth=2), SpellingTokenizer(), EngineConfig(max_num_seqs=8, num_draft_tokens=4)
+    )
     owner, name = {
         "prefill": (tiny_base, "prefill"),
         "prefill together": (tiny_base, "prefill"),
@@ -177,9 +184,9 @@ def test_a_prompt_that_is_being_read_is_put_back_too(tiny_base: BaseModel, monke
     requests = requests_of(6)
     requests[0] = replace(requests[0], prompt_ids=[5])
     requests[1] = replace(requests[1], prompt_ids=list(range(3, 33)))
-    expected = run_engine(tiny_base, PlainDecoding(), requests, slots=1)
+    expected = run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=1)
     monkeypatch.setitem(vars(tiny_base), "prefill", run_out(tiny_base.prefill, {3}))  # of the long prompt
-    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(slots=6))
+    engine = Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=6))
     handles = submit_all(engine, requests)
     for _ in range(3):
         engine.step()
@@ -191,7 +198,10 @@ def test_a_prompt_that_is_being_read_is_put_back_too(tiny_base: BaseModel, monke
 
 def test_a_row_that_does_not_fit_alone_is_an_error(tiny_base: BaseModel) -> None:
     engine = Engine(
-        tiny_base, Small(AdversarialDrafter(0), rows=0), SpellingTokenizer(), EngineConfig(slots=4, nodes=4)
+        tiny_base,
+        Small(AdversarialDrafter(0), rows=0),
+        SpellingTokenizer(),
+        EngineConfig(max_num_seqs=4, num_draft_tokens=4),
     )
     submit_all(engine, requests_of(4))
     engine.step()

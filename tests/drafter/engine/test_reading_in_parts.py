@@ -73,14 +73,19 @@ def test_the_same_tokens_as_plain_decoding(monkeypatch: pytest.MonkeyPatch, case
         Request(prompt, SamplingParams(16 - row, seed=row, ignore_eos=row % 3 > 0, **settings[row % 3]))
         for row, prompt in enumerate(random_prompts(6, seed=3))
     ]
-    expected = run_engine(BaseModel(random_model(family), native=False), PlainDecoding(), requests, slots=1)
+    expected = run_engine(BaseModel(random_model(family), native=False), PlainDecoding(), requests, max_num_seqs=1)
     read_in_parts(monkeypatch)
     recorder = TapeRecorder()
     if queued:
         monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
         monkeypatch.setattr("drafter.engine.cuda_graph._CudaRecorder", recorder)
     base = BaseModel(random_model(family), native=False)
-    engine = Engine(base, DRAFTERS[name](base), SpellingTokenizer(), EngineConfig(slots=4, max_length=96, nodes=8))
+    engine = Engine(
+        base,
+        DRAFTERS[name](base),
+        SpellingTokenizer(),
+        EngineConfig(max_num_seqs=4, max_model_len=96, num_draft_tokens=8),
+    )
     assert base._model_code.prefix_attention is masked_prefix_attention
     handles = [engine.submit(request) for request in requests]
     while not engine.idle:

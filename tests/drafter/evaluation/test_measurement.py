@@ -56,7 +56,12 @@ def evaluate(base: BaseModel, plan: Plan) -> tuple[Results, list[Progress]]:
 def test_every_arm_says_what_plain_decoding_says(tiny_base: BaseModel, tmp_path: Path) -> None:
     heads = saved_head(tiny_base, "ctc", tmp_path / "ctc"), saved_head(tiny_base, "context 1", tmp_path / "context")
     plan = Plan(
-        (*heads, "ngram"), nodes=(4, "auto"), batches=(1, 3), temperatures=(0.0, 0.8), rounds=2, max_new_tokens=6
+        (*heads, "ngram"),
+        num_draft_tokens=(4, "auto"),
+        batches=(1, 3),
+        temperatures=(0.0, 0.8),
+        rounds=2,
+        max_new_tokens=6,
     )
     results, progress = evaluate(tiny_base, plan)
     # Two trees of the first head, one of the others; plain decoding and transformers.
@@ -85,7 +90,7 @@ def test_every_arm_says_what_plain_decoding_says(tiny_base: BaseModel, tmp_path:
 
 
 def test_places_that_are_done_are_not_measured_again(tiny_base: BaseModel) -> None:
-    plan = Plan(("ngram",), trees=("exact",), nodes=(4,), batches=(1, 2), max_new_tokens=3)
+    plan = Plan(("ngram",), trees=("exact",), num_draft_tokens=(4,), batches=(1, 2), max_new_tokens=3)
     done = {(0.0, 1, "chat"), (0.0, 2, "chat"), (0.0, 2, "sums")}
     left = Evaluation(tiny_base, LetterTokenizer(), QUESTIONS, plan).run(done)
     cells = [cell for item in left if isinstance(item, list) for cell in item]
@@ -96,7 +101,7 @@ def test_each_question_is_answered_several_times(tiny_base: BaseModel) -> None:
     plan = Plan(
         ("memory",),
         ("exact",),
-        nodes=(4,),
+        num_draft_tokens=(4,),
         batches=(1,),
         temperatures=(0.8,),
         samples=3,
@@ -114,7 +119,13 @@ def test_each_question_is_answered_several_times(tiny_base: BaseModel) -> None:
 def test_a_memory_has_nothing_of_another_temperatures_answers(tiny_base: BaseModel) -> None:
     """At so low a temperature the answers are those of temperature 0."""
     plan = Plan(
-        ("memory",), ("exact",), nodes=(4,), batches=(1,), temperatures=(0.01,), max_new_tokens=12, transformers=False
+        ("memory",),
+        ("exact",),
+        num_draft_tokens=(4,),
+        batches=(1,),
+        temperatures=(0.01,),
+        max_new_tokens=12,
+        transformers=False,
     )
     alone, _ = evaluate(tiny_base, plan)
     after, _ = evaluate(tiny_base, replace(plan, temperatures=(0.0, 0.01)))
@@ -143,7 +154,7 @@ def test_a_missing_token_differs() -> None:
         ({"drafters": ()}, "drafters must be at least one value"),
         ({"drafters": ("a", "a")}, "none of them twice"),
         ({"drafters": ("none",)}, "are no drafters"),
-        ({"nodes": (16, 0)}, "nodes must be at least 1, not 0"),
+        ({"num_draft_tokens": (16, 0)}, "num_draft_tokens must be at least 1, not 0"),
         ({"batches": (-1,)}, "batches must be at least 1, not -1"),
         ({"rounds": 0}, "rounds must be at least 1"),
         ({"samples": 0}, "samples must be at least 1"),
@@ -161,7 +172,7 @@ def test_plans_that_cannot_be_are_refused(settings: dict[str, object], message: 
 
 def test_what_does_not_fit_is_refused(tiny_base: BaseModel) -> None:
     def run(**settings: object) -> None:
-        plan = Plan(**{"drafters": ("ngram",), "nodes": (4,), "batches": (1,), **settings})  # type: ignore[arg-type]
+        plan = Plan(**{"drafters": ("ngram",), "num_draft_tokens": (4,), "batches": (1,), **settings})  # type: ignore[arg-type]
         list(Evaluation(tiny_base, LetterTokenizer(), QUESTIONS, plan).run())
 
     with pytest.raises(QuestionError, match="questions sums: 4 prompts do not fill a batch of 5"):

@@ -33,7 +33,7 @@ def test_every_verifier_decodes_the_same_requests_beside_plain_decoding(tiny_bas
     requests = [Request([5, 6, 7 + row], SamplingParams(16, ignore_eos=True)) for row in range(3)]
     expected = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), requests)]
     verifiers = [EXACT, VerifierSettings("fly", theta=0.0, window=1)]
-    config = EngineConfig(slots=3, nodes=8)
+    config = EngineConfig(max_num_seqs=3, num_draft_tokens=8)
     trials = VerifierTrials(tiny_base, SpellingTokenizer(), lambda: AdversarialDrafter(1), requests, config, 2)
     made = [trials.run(one) for one in verifiers]
     assert trials.depth == min(AdversarialDrafter(1).spec.max_depth, 8)
@@ -57,7 +57,9 @@ def test_the_engine_before_is_gone_when_the_next_is_made(tiny_base: BaseModel) -
         return one
 
     requests = [Request([5, 6, 7], SamplingParams(4, ignore_eos=True))]
-    trials = VerifierTrials(tiny_base, SpellingTokenizer(), drafter, requests, EngineConfig(slots=1, nodes=8), 1)
+    trials = VerifierTrials(
+        tiny_base, SpellingTokenizer(), drafter, requests, EngineConfig(max_num_seqs=1, num_draft_tokens=8), 1
+    )
     for _ in range(2):
         trials.run(EXACT)
     assert len(made) == 3

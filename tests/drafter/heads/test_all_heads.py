@@ -199,9 +199,9 @@ def test_the_engines_tokens_stay_those_of_plain_decoding(tiny_base: BaseModel, k
         Request(prompt, SamplingParams(max_new_tokens=12, temperature=0.7 * (i % 2), seed=i), str(i))
         for i, prompt in enumerate(random_prompts(7))
     ]
-    plain = run_engine(tiny_base, PlainDecoding(), requests, slots=3, max_length=64)
+    plain = run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=3, max_model_len=64)
     drafter = make_head(tiny_base, kind).drafter(tiny_base, 8, tree)
-    drafted = run_engine(tiny_base, drafter, requests, slots=3, max_length=64, nodes=8)
+    drafted = run_engine(tiny_base, drafter, requests, max_num_seqs=3, max_model_len=64, num_draft_tokens=8)
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
     assert sum(one.counts.num_draft_tokens for one in drafted) > 0
 

@@ -217,8 +217,8 @@ def test_whatever_a_configuration_says_its_head_is_refused_in_a_line_or_drafts(
     assert "\n" not in refused
     if head is not None:
         requests = [Request([5, 6, 7], SamplingParams(3))]
-        drafted = run_engine(tiny_base, head.drafter(tiny_base, 6), requests, slots=1, max_length=24)
-        assert drafted[0].token_ids == run_engine(tiny_base, PlainDecoding(), requests, slots=1)[0].token_ids
+        drafted = run_engine(tiny_base, head.drafter(tiny_base, 6), requests, max_num_seqs=1, max_model_len=24)
+        assert drafted[0].token_ids == run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=1)[0].token_ids
 
 
 def test_a_head_reads_only_layers_that_its_base_has(tiny_base: BaseModel, heads: dict[str, Path]) -> None:

@@ -134,8 +134,10 @@ def test_decoding_is_lossless_with_a_third_of_the_vocabulary(tiny_base: BaseMode
         Request(prompt, SamplingParams(max_new_tokens=24, temperature=0.7 * (i % 2), seed=i, ignore_eos=True), str(i))
         for i, prompt in enumerate(random_prompts(5))
     ]
-    plain = run_engine(tiny_base, PlainDecoding(), requests, slots=3, max_length=64)
-    drafted = run_engine(tiny_base, head.drafter(tiny_base, 8), requests, slots=3, max_length=64, nodes=8)
+    plain = run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=3, max_model_len=64)
+    drafted = run_engine(
+        tiny_base, head.drafter(tiny_base, 8), requests, max_num_seqs=3, max_model_len=64, num_draft_tokens=8
+    )
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
     assert max(token for one in plain for token in one.token_ids) >= 32
     assert sum(one.counts.num_draft_tokens for one in drafted) > 0

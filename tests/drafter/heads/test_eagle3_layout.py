@@ -107,8 +107,8 @@ def test_it_drafts_and_the_tokens_stay_those_of_plain_decoding(base: BaseModel, 
         for place in range(5)
     ]
     drafter = load_drafter(layout(tmp_path, CASES["llama"]), base, 8)
-    plain = run_engine(base, PlainDecoding(), requests, slots=2, max_length=48)
-    drafted = run_engine(base, drafter, requests, slots=2, max_length=48, nodes=8)
+    plain = run_engine(base, PlainDecoding(), requests, max_num_seqs=2, max_model_len=48)
+    drafted = run_engine(base, drafter, requests, max_num_seqs=2, max_model_len=48, num_draft_tokens=8)
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
     assert sum(one.counts.num_draft_tokens for one in drafted) > 0
 

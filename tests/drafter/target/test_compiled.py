@@ -33,8 +33,10 @@ def test_a_compiled_engine_says_the_same_and_compiles_nothing_after_its_start() 
         Request(prompt * 3, SamplingParams(max_new_tokens=9 + i, temperature=0.7 * (i % 2), seed=i), str(i))
         for i, prompt in enumerate(random_prompts(7))
     ]
-    plain = run_engine(base, PlainDecoding(), requests, slots=3, max_length=64)
-    engine = Engine(base, NgramDrafter(8), SpellingTokenizer(), EngineConfig(slots=3, max_length=64, compile=True))
+    plain = run_engine(base, PlainDecoding(), requests, max_num_seqs=3, max_model_len=64)
+    engine = Engine(
+        base, NgramDrafter(8), SpellingTokenizer(), EngineConfig(max_num_seqs=3, max_model_len=64, compile=True)
+    )
     with torch._dynamo.config.patch(error_on_recompile=True):
         handles = [engine.submit(request) for request in requests]
         while not engine.idle:
@@ -56,7 +58,7 @@ def test_an_engine_in_half_precision_starts_compiled(monkeypatch: pytest.MonkeyP
     assert base.allow_packing()
     assert base.reads_to_length
     memory = 2 * base.new_cache(1, 96).nbytes / 2**30 if blocks else None
-    config = EngineConfig(slots=3, max_length=64, compile=True, kv_gib=memory)
+    config = EngineConfig(max_num_seqs=3, max_model_len=64, compile=True, kv_gib=memory)
     engine = Engine(base, NgramDrafter(8), SpellingTokenizer(), config)
     handles = [engine.submit(Request(prompt * 3, SamplingParams(9))) for prompt in random_prompts(4)]
     while not engine.idle:
@@ -77,7 +79,7 @@ def test_what_fails_outside_of_the_compilers_own_errors_is_a_load_error(
     )
     monkeypatch.setattr(tiny_base, "_executor", tiny_base._executor)
     with pytest.raises(LoadError, match=rf"cannot be compiled here: \w+Error: {fault} \(leave compile out\)"):
-        Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(slots=1, compile=True))
+        Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=1, compile=True))
 
 
 def test_a_compiler_that_fails_is_a_load_error(tiny_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,4 +94,4 @@ def test_a_compiler_that_fails_is_a_load_error(tiny_base: BaseModel, monkeypatch
     )
     monkeypatch.setattr(tiny_base, "_executor", tiny_base._executor)
     with pytest.raises(LoadError, match="no compiler here"):
-        Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(slots=1, compile=True))
+        Engine(tiny_base, PlainDecoding(), SpellingTokenizer(), EngineConfig(max_num_seqs=1, compile=True))

@@ -73,9 +73,9 @@ def test_rows_may_have_trees_of_any_sizes(family: str) -> None:
         Request(prompt, SamplingParams(20, temperature=row % 2, seed=row, presence_penalty=0.5 * (row % 3)))
         for row, prompt in enumerate(random_prompts(9, seed=4))
     ]
-    expected = [one.token_ids for one in run_engine(base, PlainDecoding(), requests, slots=1)]
+    expected = [one.token_ids for one in run_engine(base, PlainDecoding(), requests, max_num_seqs=1)]
     texts = [[*r.prompt_ids, *tokens] for r, tokens in zip(requests, expected, strict=True)]
-    engine = Engine(base, CutDrafter(texts), SpellingTokenizer(), EngineConfig(slots=4, nodes=9))
+    engine = Engine(base, CutDrafter(texts), SpellingTokenizer(), EngineConfig(max_num_seqs=4, num_draft_tokens=9))
     handles = [engine.submit(request) for request in requests]
     while not engine.idle:
         engine.step()

@@ -210,5 +210,5 @@ def test_the_tokens_are_those_of_the_model_as_it_was_loaded(way: str, origin: st
         expected = [generate_reference(base.model, prompt, 20) for prompt in prompts]
     requests = [Request(prompt, SamplingParams(20)) for prompt in prompts]
     for drafter, slots in ((PlainDecoding(), 1), (NgramDrafter(8), 1), (NgramDrafter(8), 4)):
-        made = run_engine(base, drafter, requests, slots=slots, max_length=64)
+        made = run_engine(base, drafter, requests, max_num_seqs=slots, max_model_len=64)
         assert [one.token_ids for one in made] == expected

@@ -47,7 +47,7 @@ def test_simulated_beta_is_what_decoding_measures(tiny_base: BaseModel, kind: st
 
     def generations() -> list[RegeneratedText]:
         drafter = head.drafter(tiny_base, 8)
-        made = run_engine(tiny_base, drafter, requests, slots=2, max_length=64, nodes=8)
+        made = run_engine(tiny_base, drafter, requests, max_num_seqs=2, max_model_len=64, num_draft_tokens=8)
         measured.append(mean_acceptance_length(total(one.counts for one in made)))
         return [RegeneratedText(p + m.token_ids, len(p)) for p, m in zip(prompts, made, strict=True)]
 

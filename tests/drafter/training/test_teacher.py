@@ -38,7 +38,7 @@ def test_labels_are_the_likeliest_tokens_of_the_model(
 def test_in_a_greedy_text_the_likeliest_token_is_the_text(tiny_base: BaseModel) -> None:
     prompts = random_prompts(4, seed=1)
     settings = SamplingParams(max_new_tokens=12, ignore_eos=True)
-    made = run_engine(tiny_base, PlainDecoding(), [Request(prompt, settings) for prompt in prompts], slots=4)
+    made = run_engine(tiny_base, PlainDecoding(), [Request(prompt, settings) for prompt in prompts], max_num_seqs=4)
     texts = [RegeneratedText(p + m.token_ids, len(p)) for p, m in zip(prompts, made, strict=True)]
     batch = draft_batch(texts, 4, 32)
     hidden = base_hidden_states(tiny_base, batch.tokens)

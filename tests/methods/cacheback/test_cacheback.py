@@ -182,20 +182,22 @@ def requests(count: int, temperature: float) -> list[Request]:
 @pytest.mark.parametrize("isolated", [False, True])
 def test_tokens_are_those_of_plain_decoding(tiny_base: BaseModel, temperature: float, isolated: bool) -> None:
     asked = requests(16, temperature)
-    expected = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), asked, slots=1)]
+    expected = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), asked, max_num_seqs=1)]
     for slots, nodes in ((1, 7), (3, 5), (5, "auto")):
         drafter = CachebackDrafter(7, isolated=isolated)
-        found = run_engine(tiny_base, drafter, asked, slots=slots, nodes=nodes)
+        found = run_engine(tiny_base, drafter, asked, max_num_seqs=slots, num_draft_tokens=nodes)
         assert [one.token_ids for one in found] == expected
         assert sum(one.counts.num_accepted_draft_tokens for one in found) > 0 or nodes == "auto"
 
 
 def test_isolated_rows_are_drafted_as_if_they_were_alone(tiny_base: BaseModel) -> None:
     first, second = requests(2, 0.0)
-    alone = run_engine(tiny_base, CachebackDrafter(7, isolated=True), [second], slots=1, nodes=7)[0].counts
-    after = run_engine(tiny_base, CachebackDrafter(7, isolated=True), [first, first, second], slots=1, nodes=7)[
-        2
+    alone = run_engine(tiny_base, CachebackDrafter(7, isolated=True), [second], max_num_seqs=1, num_draft_tokens=7)[
+        0
     ].counts
+    after = run_engine(
+        tiny_base, CachebackDrafter(7, isolated=True), [first, first, second], max_num_seqs=1, num_draft_tokens=7
+    )[2].counts
     assert alone == after
-    shared = run_engine(tiny_base, CachebackDrafter(7), [second, second], slots=1, nodes=7)
+    shared = run_engine(tiny_base, CachebackDrafter(7), [second, second], max_num_seqs=1, num_draft_tokens=7)
     assert shared[1].counts.num_decode_steps < shared[0].counts.num_decode_steps

@@ -103,9 +103,9 @@ def test_the_drafter_by_name_drafts_from_the_table_and_changes_no_token(tmp_path
     file = saved(tmp_path, knows, Vocabulary(vocabulary_digest(tokenizer), base.vocab_size))
     for isolated in (False, True):
         drafter = load_drafter(f"cacheback:{file}+ngram", base, 8, isolated=isolated)
-        (found,) = run_engine(base, drafter, asked, nodes=8)
+        (found,) = run_engine(base, drafter, asked, num_draft_tokens=8)
         assert found.token_ids == plain.token_ids
-        (without,) = run_engine(base, CachebackDrafter(8, isolated=isolated), asked, nodes=8)
+        (without,) = run_engine(base, CachebackDrafter(8, isolated=isolated), asked, num_draft_tokens=8)
         assert found.counts.num_decode_steps < without.counts.num_decode_steps
     with pytest.raises(LoadError, match="is of another tokeniser"):
         load_drafter(f"cacheback:{saved(tmp_path, knows)}", base, 8)

@@ -113,7 +113,9 @@ def test_an_expansion_without_children_is_refused() -> None:
 def test_the_base_accepts_all_of_what_it_drafts_itself() -> None:
     base = model_of("llama", 0)
     requests = [Request(prompt, SamplingParams(20, ignore_eos=True)) for prompt in random_prompts(5, seed=2)]
-    for one in run_engine(base, ModelDrafter(base, base, 0, (1, 1, 1, 1)), requests, slots=3, nodes=4):
+    for one in run_engine(
+        base, ModelDrafter(base, base, 0, (1, 1, 1, 1)), requests, max_num_seqs=3, num_draft_tokens=4
+    ):
         assert one.counts.acceptance_histogram == [0, 0, 0, 0, 4]
         assert one.counts.num_decode_steps == 4
 
@@ -123,7 +125,7 @@ def test_the_cache_is_that_of_a_model_that_has_read_the_text_alone(family: str) 
     """After walks of all lengths, copies of common beginnings, and moves to other slots."""
     base = model_of(family, 0)
     drafter = MergedDrafter(CachebackDrafter(8), member := ModelDrafter(base, base, 0, SPECINFER))
-    engine = Engine(base, drafter, SpellingTokenizer(), EngineConfig(slots=3, nodes=9))
+    engine = Engine(base, drafter, SpellingTokenizer(), EngineConfig(max_num_seqs=3, num_draft_tokens=9))
     beginning = [3 + place * 7 % 90 for place in range(15)]
     prompts = [*random_prompts(3, seed=8), [*beginning, 4], [*beginning, 5, 6]]
     handles = [
@@ -170,9 +172,9 @@ def test_tokens_are_those_of_plain_decoding(family: str, monkeypatch: pytest.Mon
     """Prompts come in pieces of four tokens; rows enter while others decode."""
     monkeypatch.setattr("drafter.engine.admission.CHUNK", 4)
     base, requests = model_of(family, 0), requests_of(5)
-    expected = run_engine(base, PlainDecoding(), requests, slots=1)
+    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
     for name, drafter in drafters(base, family).items():
-        found = run_engine(base, drafter, requests[::-1], slots=4, nodes=10)[::-1]
+        found = run_engine(base, drafter, requests[::-1], max_num_seqs=4, num_draft_tokens=10)[::-1]
         assert [one.token_ids for one in found] == [one.token_ids for one in expected], name
         assert sum(one.counts.num_accepted_draft_tokens for one in found) > 0
 
@@ -187,11 +189,11 @@ def test_a_draft_model_can_be_part_of_a_graph(family: str, monkeypatch: pytest.M
             for row, prompt in enumerate(random_prompts(5, seed=4))
         ],
     )
-    expected = run_engine(base, PlainDecoding(), requests, slots=1)
+    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
     recorder = queue_steps(monkeypatch)
     drafter = ModelDrafter(base, base, 0, (1, 1, 1)) if family == "llama" else ModelDrafter(base, base, 6)
     assert drafter.spec.graph_safe
-    found = run_engine(base, drafter, requests, slots=3, nodes=6)
+    found = run_engine(base, drafter, requests, max_num_seqs=3, num_draft_tokens=6)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert recorder.repeated > 10
     if family == "llama":  # it knows its own greedy continuation, however far behind the host is
@@ -206,8 +208,8 @@ def test_a_model_may_have_a_larger_or_smaller_output_than_the_base(vocabulary: i
     model = random_model("llama", seed=2)
     model.resize_token_embeddings(vocabulary)
     requests = requests_of(4)
-    expected = run_engine(base, PlainDecoding(), requests, slots=1)
-    found = run_engine(base, ModelDrafter(BaseModel(model), base, 10), requests, slots=2, nodes=10)
+    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
+    found = run_engine(base, ModelDrafter(BaseModel(model), base, 10), requests, max_num_seqs=2, num_draft_tokens=10)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
 
 
@@ -221,8 +223,8 @@ def test_numbers_that_are_not_finite_cost_drafts_and_no_tokens() -> None:
         Request(prompt, SamplingParams(length, ignore_eos=True))
         for prompt, length in zip(prompts, lengths, strict=True)
     ]
-    expected = run_engine(base, PlainDecoding(), requests, slots=1)
-    found = run_engine(base, ModelDrafter(draft, base, 6), requests, slots=2, nodes=6)
+    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
+    found = run_engine(base, ModelDrafter(draft, base, 6), requests, max_num_seqs=2, num_draft_tokens=6)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert [one.counts.num_draft_tokens > 0 for one in found] == [True, False, True]
 

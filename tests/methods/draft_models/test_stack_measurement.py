@@ -126,7 +126,7 @@ def test_a_stack_of_three_is_expected_to_do_about_what_it_does(base: BaseModel, 
     assert levels.names == names
     stack = put_above(levels, put_above(levels, lowest(levels, 0), 1), 2)
     drafter = load_drafter("stack:" + ">".join(names), base, 8, isolated=True)
-    engine = Engine(base, drafter, tokenizer, EngineConfig(2, nodes=8))
+    engine = Engine(base, drafter, tokenizer, EngineConfig(2, num_draft_tokens=8))
     decode_all(engine, [prompt.request for prompt in prompts])
     state = engine.state()
     tokens = state.output_tokens / state.row_steps

@@ -75,7 +75,7 @@ class Nothing(Drafter):
 def test_a_model_continues_where_the_lower_drafter_has_nothing() -> None:
     base = model_of("llama", 0)
     requests = [Request(prompt, SamplingParams(12, ignore_eos=True)) for prompt in random_prompts(3, seed=2)]
-    for one in run_engine(base, StackedDrafter(Nothing(), base, base, 4), requests, slots=2, nodes=4):
+    for one in run_engine(base, StackedDrafter(Nothing(), base, base, 4), requests, max_num_seqs=2, num_draft_tokens=4):
         assert one.counts.acceptance_histogram == [0, 6]
 
 
@@ -83,9 +83,13 @@ def test_what_the_model_does_not_believe_the_base_does_not_see() -> None:
     """The upper model is the base itself, so all that is accepted of greedy text comes first in its trees."""
     base, other = model_of("llama", 0), model_of("llama", 1)
     requests = [Request(prompt, SamplingParams(20, ignore_eos=True)) for prompt in random_prompts(5, seed=2)]
-    alone = run_engine(base, CachebackDrafter(2), requests, slots=3, nodes=2)
-    above = run_engine(base, StackedDrafter(CachebackDrafter(4), base, base, 2), requests, slots=3, nodes=2)
-    wrong = run_engine(base, StackedDrafter(CachebackDrafter(4), other, base, 2), requests, slots=3, nodes=2)
+    alone = run_engine(base, CachebackDrafter(2), requests, max_num_seqs=3, num_draft_tokens=2)
+    above = run_engine(
+        base, StackedDrafter(CachebackDrafter(4), base, base, 2), requests, max_num_seqs=3, num_draft_tokens=2
+    )
+    wrong = run_engine(
+        base, StackedDrafter(CachebackDrafter(4), other, base, 2), requests, max_num_seqs=3, num_draft_tokens=2
+    )
     steps = [sum(one.counts.num_decode_steps for one in found) for found in (alone, above, wrong)]
     assert steps[1] <= 50 < min(steps[0], steps[2])
 
@@ -112,21 +116,21 @@ def test_tokens_are_those_of_plain_decoding(family: str, monkeypatch: pytest.Mon
     """Prompts come in pieces of four tokens; rows enter while others decode."""
     monkeypatch.setattr("drafter.engine.admission.CHUNK", 4)
     base, requests = model_of(family, 0), requests_of(5)
-    expected = run_engine(base, PlainDecoding(), requests, slots=1)
+    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
     for name, drafter in stacks(base, family).items():
-        found = run_engine(base, drafter, requests[::-1], slots=4, nodes=10)[::-1]
+        found = run_engine(base, drafter, requests[::-1], max_num_seqs=4, num_draft_tokens=10)[::-1]
         assert [one.token_ids for one in found] == [one.token_ids for one in expected], name
 
 
 @pytest.mark.slow
 def test_a_stack_of_models_can_be_part_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     base, requests = model_of("llama", 0), requests_of(4)
-    expected = run_engine(base, PlainDecoding(), requests, slots=1)
+    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1)
     recorder = queue_steps(monkeypatch)
     drafter = StackedDrafter(ModelDrafter(model_of("llama"), base, 8), base, base, 4)
     assert drafter.spec.graph_safe
     assert not StackedDrafter(CachebackDrafter(8), base, base, 4).spec.graph_safe
-    found = run_engine(base, drafter, requests, slots=3, nodes=4)
+    found = run_engine(base, drafter, requests, max_num_seqs=3, num_draft_tokens=4)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert recorder.repeated > 10
 
@@ -140,9 +144,11 @@ def test_rows_may_run_out_of_memory(kv_gib: float | None) -> None:
         Request(prompt, SamplingParams(60 if row % 4 == 0 else 12, temperature=row % 2, seed=row, ignore_eos=True))
         for row, prompt in enumerate(random_prompts(10, seed=11))
     ]
-    expected = run_engine(base, PlainDecoding(), requests, slots=1, max_length=96)
+    expected = run_engine(base, PlainDecoding(), requests, max_num_seqs=1, max_model_len=96)
     for name, drafter in stacks(base, "llama").items():
-        found = run_engine(base, drafter, requests, slots=6, nodes="auto", max_length=96, kv_gib=kv_gib)
+        found = run_engine(
+            base, drafter, requests, max_num_seqs=6, num_draft_tokens="auto", max_model_len=96, kv_gib=kv_gib
+        )
         assert [one.token_ids for one in found] == [one.token_ids for one in expected], name
 
 

@@ -138,7 +138,7 @@ def tokens_of(found: list[Generation]) -> list[list[int]]:
 @pytest.mark.parametrize("family", slow_but(MAIN_FAMILIES, FAMILIES))
 def test_with_all_layers_every_greedy_draft_is_accepted(family: str) -> None:
     base = base_of(family)
-    for one in run_engine(base, ExitDrafter(base, LAYERS, 1), greedy(), slots=3, nodes=1):
+    for one in run_engine(base, ExitDrafter(base, LAYERS, 1), greedy(), max_num_seqs=3, num_draft_tokens=1):
         # The last step may be cut by the limit, and the first token comes with the prompt.
         assert one.counts.num_accepted_draft_tokens >= one.counts.num_draft_tokens - 1
         assert one.counts.num_decode_steps <= 1 + len(one.token_ids) / 2
@@ -148,9 +148,14 @@ def test_with_all_layers_every_greedy_draft_is_accepted(family: str) -> None:
 def test_natively_with_all_layers_whole_paths_are_accepted(blocks: int | None) -> None:
     """A base that is sure of itself: its trees are deep. The rows' memory grows where there is little of it."""
     base = native_base(sharp=20.0)
-    config: dict[str, Any] = {"slots": 4, "nodes": 12, "max_length": 96, "kv_gib": gib(base, blocks)}
+    config: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "num_draft_tokens": 12,
+        "max_model_len": 96,
+        "kv_gib": gib(base, blocks),
+    }
     found = run_engine(base, ExitDrafter(base, LAYERS, 12, depth=6), greedy(), **config)
-    assert tokens_of(found) == tokens_of(run_engine(base, PlainDecoding(), greedy(), slots=4))
+    assert tokens_of(found) == tokens_of(run_engine(base, PlainDecoding(), greedy(), max_num_seqs=4))
     accepted = [depth for one in found for depth in one.counts.per_step_accepted]
     assert sum(depth >= 4 for depth in accepted) > len(accepted) / 2
 
@@ -158,8 +163,13 @@ def test_natively_with_all_layers_whole_paths_are_accepted(blocks: int | None) -
 @pytest.mark.parametrize(("nodes", "blocks"), [(10, None), ("auto", None), (10, 8)])
 def test_the_tokens_are_those_of_plain_decoding_natively(nodes: Any, blocks: int | None) -> None:
     base = native_base()
-    config: dict[str, Any] = {"slots": 4, "nodes": nodes, "max_length": 96, "kv_gib": gib(base, blocks)}
-    plain = run_engine(base, PlainDecoding(), mixed(), slots=1)
+    config: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "num_draft_tokens": nodes,
+        "max_model_len": 96,
+        "kv_gib": gib(base, blocks),
+    }
+    plain = run_engine(base, PlainDecoding(), mixed(), max_num_seqs=1)
     for layers in (1, 2):
         for drafter in (ExitDrafter(base, layers, 10), load_drafter(f"exit:{layers}+ngram", base, 10)):
             found = run_engine(base, drafter, mixed(), **config)
@@ -170,8 +180,8 @@ def test_two_exits_share_the_same_scratch() -> None:
     base = base_of("llama")
     merged = MergedDrafter(ExitDrafter(base, 1, 6, depth=2), ExitDrafter(base, 2, 6, depth=5))
     assert (merged.spec.shared_layers, merged.spec.scratch) == (2, 25)
-    found = run_engine(base, merged, mixed(), slots=4, nodes=6)
-    assert tokens_of(found) == tokens_of(run_engine(base, PlainDecoding(), mixed(), slots=4))
+    found = run_engine(base, merged, mixed(), max_num_seqs=4, num_draft_tokens=6)
+    assert tokens_of(found) == tokens_of(run_engine(base, PlainDecoding(), mixed(), max_num_seqs=4))
 
 
 @torch.inference_mode()

@@ -79,8 +79,10 @@ def test_trees_of_a_text_are_those_of_decoding(family: str) -> None:
 
 def test_an_untrained_network_is_no_network(tiny_base: BaseModel) -> None:
     requests = [Request(prompt, SamplingParams(16)) for prompt in random_prompts(5)]
-    with_one = run_engine(tiny_base, head_of(tiny_base).eval().drafter(tiny_base, 8), requests, slots=3, nodes=8)
-    without = run_engine(tiny_base, ExitDrafter(tiny_base, 1, 8, DEPTH), requests, slots=3, nodes=8)
+    with_one = run_engine(
+        tiny_base, head_of(tiny_base).eval().drafter(tiny_base, 8), requests, max_num_seqs=3, num_draft_tokens=8
+    )
+    without = run_engine(tiny_base, ExitDrafter(tiny_base, 1, 8, DEPTH), requests, max_num_seqs=3, num_draft_tokens=8)
     assert [one.counts.per_step_accepted for one in with_one] == [one.counts.per_step_accepted for one in without]
 
 
@@ -134,7 +136,7 @@ def test_a_trained_network_drafts_better_than_none(tiny_base: BaseModel) -> None
         for one in texts
     ]
     drafter = head.eval().requires_grad_(False).drafter(tiny_base, 8)
-    found = run_engine(tiny_base, drafter, requests, slots=1, nodes=8)
+    found = run_engine(tiny_base, drafter, requests, max_num_seqs=1, num_draft_tokens=8)
     assert [one.token_ids for one in found] == [list(one.tokens[one.prompt_length :]) for one in texts]
     decoded = sum(len(one.token_ids) for one in found) / sum(one.counts.num_decode_steps for one in found)
     assert decoded == pytest.approx(after, rel=0.15)  # a text's first token comes with its prompt
@@ -156,11 +158,13 @@ def test_a_saved_head_decodes_to_plain_tokens(tiny_base: BaseModel, tmp_path: Pa
         Request(prompt, SamplingParams(12, temperature=0.7 * (row % 2), seed=row))
         for row, prompt in enumerate(random_prompts(7))
     ]
-    plain = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), requests, slots=3)]
+    plain = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=3)]
     for name in (str(tmp_path), f"{tmp_path}+ngram"):
         drafter = load_drafter(name, tiny_base, 8)
         assert drafter.spec.shared_layers == 1
-        assert [one.token_ids for one in run_engine(tiny_base, drafter, requests, slots=3, nodes=8)] == plain
+        assert [
+            one.token_ids for one in run_engine(tiny_base, drafter, requests, max_num_seqs=3, num_draft_tokens=8)
+        ] == plain
 
 
 def test_what_an_exit_head_refuses(tiny_base: BaseModel) -> None:

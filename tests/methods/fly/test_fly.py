@@ -144,7 +144,9 @@ def test_entropy_is_of_the_three_likeliest_tokens_and_not_scaled_up() -> None:
 def test_an_infinite_threshold_gives_the_tokens_of_plain_decoding(tiny_base: BaseModel) -> None:
     requests = [Request([5, 6, 7 + row], SamplingParams(20, ignore_eos=True)) for row in range(4)]
     expected = run_engine(tiny_base, PlainDecoding(), requests)
-    found = run_engine(tiny_base, AdversarialDrafter(1), requests, verifier=FlyVerifier(math.inf, 2), nodes=8)
+    found = run_engine(
+        tiny_base, AdversarialDrafter(1), requests, verifier=FlyVerifier(math.inf, 2), num_draft_tokens=8
+    )
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert all(not one.lossless and one.verifier == "fly" and not one.lenient for one in found)
 

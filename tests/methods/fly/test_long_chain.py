@@ -80,10 +80,15 @@ def test_tokens_are_exact_and_chains_are_long_enough_for_fly(tiny_base: BaseMode
     requests = [Request([5, 6, 7 + row, 5, 6], SamplingParams(24, ignore_eos=True)) for row in range(4)]
     expected = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), requests)]
     for lower in (NgramDrafter(4), AdversarialDrafter(2)):
-        found = run_engine(tiny_base, LongChainDrafter(lower, 15), requests, nodes=15, slots=3)
+        found = run_engine(tiny_base, LongChainDrafter(lower, 15), requests, num_draft_tokens=15, max_num_seqs=3)
         assert [one.token_ids for one in found] == expected
     lenient = run_engine(
-        tiny_base, LongChainDrafter(NgramDrafter(4), 15), requests, verifier=FlyVerifier(0.0, 6), nodes=15, slots=3
+        tiny_base,
+        LongChainDrafter(NgramDrafter(4), 15),
+        requests,
+        verifier=FlyVerifier(0.0, 6),
+        num_draft_tokens=15,
+        max_num_seqs=3,
     )
     assert all(one.verifier == "fly" for one in lenient)
 

@@ -65,7 +65,7 @@ def plain() -> list[list[int]]:
 
 
 def decode(drafter: Drafter, before_step: Callable[[int], Any], slots: int = 3) -> list[Generation]:
-    config = EngineConfig(slots=slots, nodes=NODES, max_length=96)
+    config = EngineConfig(max_num_seqs=slots, num_draft_tokens=NODES, max_model_len=96)
     engine = Engine(base(), drafter, SpellingTokenizer(), config)
     handles = [engine.submit(request) for request in requests()]
     step = 0
@@ -218,7 +218,7 @@ def test_recorded_steps_draft_with_the_weights_of_now(kind: str, monkeypatch: py
     """As on a GPU: steps are repeated as they were recorded with other weights, and the host is a step behind."""
     expected, recorder = plain(), queue_steps(monkeypatch)
     head = ChangingHead(start_of(kind), base(), NODES)
-    config = EngineConfig(slots=3, nodes=NODES, max_length=96)
+    config = EngineConfig(max_num_seqs=3, num_draft_tokens=NODES, max_model_len=96)
     engine = Engine(base(), MergedDrafter(head, NgramDrafter(NODES)), SpellingTokenizer(), config)
     accepted: list[list[list[int]]] = []
     for number, seed in enumerate([3, 4, 3], start=1):

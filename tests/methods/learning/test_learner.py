@@ -45,7 +45,7 @@ QUICK: dict[str, Any] = {
     "held_out_share": 0.25,
     "least_held_out": 2,
     "averaging": 0.8,
-    "nodes": 8,
+    "num_draft_tokens": 8,
 }
 
 
@@ -69,7 +69,9 @@ def requests() -> list[Request]:
 def rows(kind: str) -> list[RowSample]:
     """What an engine hands out of the requests."""
     tap, head = SampleTap(), ChangingHead(start_of(kind), base(), 8)
-    engine = Engine(base(), head, SpellingTokenizer(), EngineConfig(slots=8, nodes=0, max_length=64), tap=tap)
+    engine = Engine(
+        base(), head, SpellingTokenizer(), EngineConfig(max_num_seqs=8, num_draft_tokens=0, max_model_len=64), tap=tap
+    )
     handles = [engine.submit(request) for request in requests()]
     while not engine.idle:
         engine.step()
@@ -100,8 +102,8 @@ def test_a_head_from_nothing_gets_better_and_an_engine_drafts_with_it(kind: str)
     sent: HeadVersion = pickle.loads(pickle.dumps(version))
     drafter = ChangingHead(start_of(kind), base(), 8)
     drafter.offer(sent.number, sent.weights)
-    found = run_engine(base(), drafter, requests(), slots=4, nodes=8, max_length=64)
-    expected = run_engine(base(), PlainDecoding(), requests(), slots=4, max_length=64)
+    found = run_engine(base(), drafter, requests(), max_num_seqs=4, num_draft_tokens=8, max_model_len=64)
+    expected = run_engine(base(), PlainDecoding(), requests(), max_num_seqs=4, max_model_len=64)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert all(one.drafter_versions == [1] for one in found)
     assert mean_acceptance_length(total(one.counts for one in found)) > 1.1

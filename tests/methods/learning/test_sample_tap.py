@@ -22,7 +22,9 @@ from tests.support.models import SpellingTokenizer, random_prompts
 
 def run(base: BaseModel, tap: SampleTap, kind: str = "context 2") -> list[Generation]:
     drafter = make_head(base, kind).drafter(base, 8) if kind else NgramDrafter(8)
-    engine = Engine(base, drafter, SpellingTokenizer(), EngineConfig(slots=3, nodes=8, max_length=96), tap=tap)
+    engine = Engine(
+        base, drafter, SpellingTokenizer(), EngineConfig(max_num_seqs=3, num_draft_tokens=8, max_model_len=96), tap=tap
+    )
     requests = [
         Request(prompt, SamplingParams(4 + row, temperature=0.8 * (row % 2), seed=row), str(row))
         for row, prompt in enumerate(random_prompts(8, seed=3))

@@ -57,17 +57,19 @@ def requests(count: int, temperature: float = 0.0) -> list[Request]:
 @pytest.mark.parametrize("isolated", [False, True])
 def test_tokens_are_those_of_plain_decoding(tiny_base: BaseModel, temperature: float, isolated: bool) -> None:
     asked = requests(16, temperature)
-    expected = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), asked, slots=1)]
+    expected = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), asked, max_num_seqs=1)]
     for slots, most in ((1, 7), (3, 5), (5, "auto")):
         drafter = MemoryDrafter(7, isolated=isolated)
-        assert [one.token_ids for one in run_engine(tiny_base, drafter, asked, slots=slots, nodes=most)] == expected
+        assert [
+            one.token_ids for one in run_engine(tiny_base, drafter, asked, max_num_seqs=slots, num_draft_tokens=most)
+        ] == expected
 
 
 def test_rows_learn_from_each_other_unless_they_are_isolated(tiny_base: BaseModel) -> None:
     asked = requests(16)
 
     def accepted(isolated: bool) -> int:
-        found = run_engine(tiny_base, MemoryDrafter(7, isolated=isolated), asked, slots=2, nodes=7)
+        found = run_engine(tiny_base, MemoryDrafter(7, isolated=isolated), asked, max_num_seqs=2, num_draft_tokens=7)
         return sum(one.counts.num_accepted_draft_tokens for one in found)
 
     together, apart = accepted(isolated=False), accepted(isolated=True)
@@ -77,13 +79,18 @@ def test_rows_learn_from_each_other_unless_they_are_isolated(tiny_base: BaseMode
 def test_isolated_rows_are_drafted_as_if_they_were_alone(tiny_base: BaseModel) -> None:
     """What others have said shows in nothing: not in the number of steps, and not in what was drafted."""
     first, second = requests(2)
-    alone = run_engine(tiny_base, MemoryDrafter(7, isolated=True), [second], slots=1, nodes=7)[0].counts
+    alone = run_engine(tiny_base, MemoryDrafter(7, isolated=True), [second], max_num_seqs=1, num_draft_tokens=7)[
+        0
+    ].counts
     drafter = MemoryDrafter(7, isolated=True)
-    assert run_engine(tiny_base, drafter, [first, first, second], slots=1, nodes=7)[2].counts == alone
+    assert run_engine(tiny_base, drafter, [first, first, second], max_num_seqs=1, num_draft_tokens=7)[2].counts == alone
 
 
 def accepted_of(base: BaseModel, drafter: Drafter, asked: list[Request]) -> int:
-    return sum(one.counts.num_accepted_draft_tokens for one in run_engine(base, drafter, asked, slots=1, nodes=7))
+    return sum(
+        one.counts.num_accepted_draft_tokens
+        for one in run_engine(base, drafter, asked, max_num_seqs=1, num_draft_tokens=7)
+    )
 
 
 class ToldDrafter(MergedDrafter):
@@ -103,7 +110,7 @@ def test_texts_from_elsewhere_are_drafted_from_and_change_no_token(tiny_base: Ba
     (plain,) = run_engine(tiny_base, PlainDecoding(), asked)
     told = [[*asked[0].prompt_ids, *plain.token_ids], [3] * 5]
     drafter = ToldDrafter(told, MemoryDrafter(7))
-    (found,) = run_engine(tiny_base, drafter, asked, nodes=7)
+    (found,) = run_engine(tiny_base, drafter, asked, num_draft_tokens=7)
     assert found.token_ids == plain.token_ids
     assert found.counts.num_accepted_draft_tokens > accepted_of(tiny_base, MemoryDrafter(7), asked)
     # What the last steps have added is entered with the next one.
@@ -122,7 +129,7 @@ def test_isolated_rows_are_told_of_no_others(tiny_base: BaseModel) -> None:
 
 def test_the_engine_says_how_much_is_remembered(tiny_base: BaseModel) -> None:
     drafter = MemoryDrafter(7, capacity=1000)
-    engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(slots=2, nodes=7))
+    engine = Engine(tiny_base, drafter, SpellingTokenizer(), EngineConfig(max_num_seqs=2, num_draft_tokens=7))
     assert (engine.state().memory_tokens, engine.state().memory_bytes) == (0, drafter.memory.nbytes)
     engine.submit(Request([5, 6, 7], SamplingParams(4, ignore_eos=True)))
     while not engine.idle:
@@ -132,6 +139,6 @@ def test_the_engine_says_how_much_is_remembered(tiny_base: BaseModel) -> None:
 
 def test_memory_by_name(tiny_base: BaseModel) -> None:
     drafter = load_drafter("memory+ngram", tiny_base, 6, isolated=True)
-    expected = run_engine(tiny_base, PlainDecoding(), requests(4), slots=2)
-    found = run_engine(tiny_base, drafter, requests(4), slots=2, nodes=6)
+    expected = run_engine(tiny_base, PlainDecoding(), requests(4), max_num_seqs=2)
+    found = run_engine(tiny_base, drafter, requests(4), max_num_seqs=2, num_draft_tokens=6)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]

@@ -25,7 +25,7 @@ def test_lookup_without_a_match_proposes_nothing() -> None:
 
 def test_ngram_trees_never_reach_past_the_text(tiny_base: BaseModel) -> None:
     request = Request([5, 6, 7, 8] * 4, SamplingParams(max_new_tokens=20, ignore_eos=True))
-    counts = run_engine(tiny_base, NgramDrafter(8), [request], slots=2, nodes=8)[0].counts
+    counts = run_engine(tiny_base, NgramDrafter(8), [request], max_num_seqs=2, num_draft_tokens=8)[0].counts
     assert counts.num_draft_tokens > 0
     # Every step emits its accepted tokens and a bonus token, but for the last, which the limit may cut short.
     assert counts.num_output_tokens == 20

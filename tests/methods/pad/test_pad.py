@@ -159,7 +159,9 @@ def test_sigma_zero_gives_the_tokens_of_plain_decoding(tiny_base: BaseModel, tmp
     expected = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), requests)]
     for sigma in (0.0, 1.0):
         verifier = PadVerifier(mine, sigma)
-        found = run_engine(tiny_base, AdversarialDrafter(1), requests, verifier=verifier, nodes=8, slots=3)
+        found = run_engine(
+            tiny_base, AdversarialDrafter(1), requests, verifier=verifier, num_draft_tokens=8, max_num_seqs=3
+        )
         assert all(not one.lossless and one.verifier == "pad" for one in found)
         assert ([one.token_ids for one in found] == expected) == (sigma == 0)
         assert any(one.lenient for one in found) == (sigma == 1)
@@ -177,7 +179,7 @@ def test_hidden_states_are_of_the_nodes_whatever_the_drafter_reads(tiny_base: Ba
     mine = classifier_folder(tmp_path / "mine", of_base, tiny_base.hidden_size, seed=3, layer=1)
     requests = [Request([5, 6, 7 + row], SamplingParams(16, ignore_eos=True)) for row in range(3)]
     found = [
-        run_engine(tiny_base, drafter, requests, verifier=PadVerifier(mine, 0.4), nodes=8, slots=3)
+        run_engine(tiny_base, drafter, requests, verifier=PadVerifier(mine, 0.4), num_draft_tokens=8, max_num_seqs=3)
         for drafter in (AdversarialDrafter(2), Reading(2))
     ]
     assert [one.token_ids for one in found[0]] == [one.token_ids for one in found[1]]

@@ -48,7 +48,9 @@ def test_in_an_engine_tokens_stay_exact_and_what_is_noted_is_true(tiny_base: Bas
     requests = [Request([5, 6, 7 + row], SamplingParams(12, ignore_eos=True)) for row in range(4)]
     expected = [one.token_ids for one in run_engine(tiny_base, PlainDecoding(), requests)]
     recorder = RecordingVerifier(1)
-    found = run_engine(tiny_base, AdversarialDrafter(1), requests, verifier=recorder, nodes=8, slots=2)
+    found = run_engine(
+        tiny_base, AdversarialDrafter(1), requests, verifier=recorder, num_draft_tokens=8, max_num_seqs=2
+    )
     assert [one.token_ids for one in found] == expected
     assert all(one.lossless for one in found)
     texts = [[*request.prompt_ids, *tokens] for request, tokens in zip(requests, expected, strict=True)]

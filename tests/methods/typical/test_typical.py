@@ -70,7 +70,7 @@ def generated(base: BaseModel, verifier: Verifier | None) -> list[Generation]:
         Request([5, 6, 7 + row], SamplingParams(20, temperature=row % 2, seed=row, ignore_eos=True)) for row in range(6)
     ]
     drafter = AdversarialDrafter(1) if verifier else PlainDecoding()
-    return run_engine(base, drafter, requests, verifier=verifier, nodes=8, slots=3)
+    return run_engine(base, drafter, requests, verifier=verifier, num_draft_tokens=8, max_num_seqs=3)
 
 
 def test_the_limit_is_exact_and_below_it_leniency_is_marked(tiny_base: BaseModel) -> None:

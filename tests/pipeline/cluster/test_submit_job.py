@@ -45,7 +45,7 @@ def job(tmp_path: Path, model: Path) -> Path:
         "model": str(model),
         "drafter": "ngram",
         "sampling": {"max_new_tokens": 60, "ignore_eos": True},
-        "engine": {"slots": 2, "nodes": 2},
+        "engine": {"max_num_seqs": 2, "num_draft_tokens": 2},
         "writing": {"rows_per_file": 2},
     }
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(settings))

@@ -57,7 +57,7 @@ def make_actor(local_ray: None, model: Path) -> Iterator[MakeActor]:
         loads: type[EngineSpec] = EngineSpec,
         others: OtherTexts = _NO_OTHERS,
     ) -> EngineActor:
-        spec = loads(str(model), drafter, {}, EngineConfig(slots=2, nodes=3), threads=1)
+        spec = loads(str(model), drafter, {}, EngineConfig(max_num_seqs=2, num_draft_tokens=3), threads=1)
         board = ray.remote(num_cpus=0)(ProgressBoard).remote()
         ledger = ray.remote(num_cpus=0)(Ledger).remote(4, (), base)
         actor = EngineActor(spec, LimitsConfig(), TRAITS, ledger, board, "test", others)

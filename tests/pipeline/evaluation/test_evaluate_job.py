@@ -20,7 +20,7 @@ Evaluate = Callable[..., Outcome]
 
 @pytest.fixture
 def evaluate(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Evaluate:
-    """Run the job in this process: `evaluate("--nodes", 4)`."""
+    """Run the job in this process: `evaluate("--num_draft_tokens", 4)`."""
     questions = write_jsonl(
         tmp_path / "questions.jsonl",
         [{"question_id": 1, "category": "math", "turns": ["how many", "and pens"]}, {"question": "apples she"}],
@@ -28,7 +28,7 @@ def evaluate(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
 
     def job(*settings: object) -> Outcome:
         arguments = ["--output", tmp_path / "out", "--model", model, "--questions", f"{{tiny: {questions}}}"]
-        arguments += ["--batches", "[1,2]", "--nodes", "4", "--rounds", "1", "--max_new_tokens", "6"]
+        arguments += ["--batches", "[1,2]", "--num_draft_tokens", "4", "--rounds", "1", "--max_new_tokens", "6"]
         capfd.readouterr()
         code = main([str(argument) for argument in [*arguments, *settings]])
         printed = capfd.readouterr()
@@ -79,8 +79,8 @@ def test_what_the_worker_finds_wrong_is_said_in_one_line(local_ray: None, evalua
     [
         (("--questions", "{tiny: nowhere.jsonl}"), "question file nowhere.jsonl cannot be read"),
         (("--questions", "{}"), "questions must name at least one file"),
-        (("--nodes", "0"), "nodes must be at least 1, not 0"),
-        (("--nodes", "many"), "nodes must be"),
+        (("--num_draft_tokens", "0"), "num_draft_tokens must be at least 1, not 0"),
+        (("--num_draft_tokens", "many"), "num_draft_tokens must be"),
         (("--batches", "[2, 2]"), "batches must be at least one value, none of them twice"),
         (("--trees", "round"), "trees must be"),
         (("--temperatures", "-1"), "temperatures must be finite and at least 0"),
@@ -117,8 +117,10 @@ def test_an_output_of_verifiers_is_left_alone(evaluate: Evaluate, tmp_path: Path
 
 
 def test_one_value_or_a_list() -> None:
-    plan = parse_config(["--output", "o", "--drafters", "a", "--nodes", "[16, auto]", "--batches", "4"]).plan()
-    assert (plan.drafters, plan.nodes, plan.batches) == (("a",), (16, "auto"), (4,))
+    plan = parse_config(
+        ["--output", "o", "--drafters", "a", "--num_draft_tokens", "[16, auto]", "--batches", "4"]
+    ).plan()
+    assert (plan.drafters, plan.num_draft_tokens, plan.batches) == (("a",), (16, "auto"), (4,))
     assert EvaluateConfig("o", model="other").plan().drafters == ("ngram",)
     assert EvaluateConfig("o").plan().drafters == embedded_heads()
     assert "ctc" in embedded_heads()

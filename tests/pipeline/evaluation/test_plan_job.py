@@ -20,7 +20,7 @@ def test_the_job_compares_stacks_and_names_the_best(
     local_ray: None, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     questions = write_jsonl(tmp_path / "questions.jsonl", [{"question": "how many pens"}, {"question": "apples she"}])
-    arguments = ["--output", tmp_path / "out", "--model", model, "--questions", questions, "--nodes", 4]
+    arguments = ["--output", tmp_path / "out", "--model", model, "--questions", questions, "--num_draft_tokens", 4]
     arguments += ["--drafters", f'[cacheback, "model:{model}"]', "--max_new_tokens", 8]
     code = main([str(argument) for argument in arguments])
     printed = capfd.readouterr()
@@ -49,7 +49,7 @@ def test_settings_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         ([], {}),
         (["ngram", "ngram"], {}),
         (["ngram"], {"batch": 0}),
-        (["ngram"], {"nodes": 0}),
+        (["ngram"], {"num_draft_tokens": 0}),
         (["ngram"], {"questions_per_file": 1}),
     ]
     for drafters, change in wrong:

@@ -36,7 +36,7 @@ def evaluate(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
 
     def job(*settings: object) -> JobRun:
         arguments = ["--output", tmp_path / "out", "--model", model, "--questions", f"{{tiny: {questions}}}"]
-        arguments += ["--drafters", "ngram", "--batches", 4, "--nodes", 8, "--max_new_tokens", 40]
+        arguments += ["--drafters", "ngram", "--batches", 4, "--num_draft_tokens", 8, "--max_new_tokens", 40]
         arguments += ["--scorer", f"{scorer}:worth", "--verifiers", "[typical, 'fly:window=1,theta=0']"]
         capfd.readouterr()
         code = main([str(argument) for argument in [*arguments, *settings]])
@@ -131,7 +131,7 @@ class Measured:
             str(self.output),
             self._model,
             temperatures=[0.0, 0.5],
-            nodes=8,
+            num_draft_tokens=8,
             batches=1,
             scorer="number",
             target="answer",

@@ -289,7 +289,7 @@ def test_a_row_that_overflows_the_model_harms_no_other(run: Run, model: Path, tm
         lm.get_input_embeddings().weight[token] = 1e6
     lm.save_pretrained(overflowing)
     prompts = ["how many apples", "does she zzz", "how many pens", "z", "apples and pens", "she has z apples", "pens"]
-    settings = ("--loading.dtype", "float16", "--engine.nodes", 3)
+    settings = ("--loading.dtype", "float16", "--engine.num_draft_tokens", 3)
     done = {}
     for name, some in (("all", prompts), ("good", [prompt for prompt in prompts if "z" not in prompt])):
         source = write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": prompt, "id": prompt} for prompt in some])

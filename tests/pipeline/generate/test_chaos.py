@@ -28,7 +28,7 @@ PROMPTS = [f"how many {'apples and pens ' * (n % 3)}does she have {n}" for n in 
 @pytest.fixture(scope="module")
 def lm(model: Path) -> Iterator[SpeculativeLM]:
     """The engine that the job must agree with."""
-    with SpeculativeLM.from_pretrained(model, "none", config=EngineConfig(slots=4)) as lm:
+    with SpeculativeLM.from_pretrained(model, "none", config=EngineConfig(max_num_seqs=4)) as lm:
         yield lm
 
 
@@ -142,7 +142,7 @@ def test_drivers_killed_and_stopped(run: Run, lm: SpeculativeLM, model: Path, tm
     prompts = PROMPTS * 6
     source, out = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts]), tmp_path / "out"
     # Few slots, so that there is much left to do when the driver is ended.
-    settings = ["--writing.rows_per_file", "25", "--sampling.max_new_tokens", "12", "--engine.slots", "2"]
+    settings = ["--writing.rows_per_file", "25", "--sampling.max_new_tokens", "12", "--engine.max_num_seqs", "2"]
 
     def stop(number: int) -> tuple[int, str, int]:
         """Submit the job, and end its driver after two more files are committed."""

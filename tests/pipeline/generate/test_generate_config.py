@@ -24,12 +24,14 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path
 
 
 def test_a_printed_configuration_is_a_configuration(tmp_path: Path) -> None:
-    config = parse_config(["--input", "a", "--output", "b", "--sampling.stop", '["x", "1"]', "--engine.nodes", "5"])
+    config = parse_config(
+        ["--input", "a", "--output", "b", "--sampling.stop", '["x", "1"]', "--engine.num_draft_tokens", "5"]
+    )
     assert config.sampling.stop == ("x", "1")
     file = tmp_path / "job.yaml"
     file.write_text(config.as_yaml())
     assert parse_config(["--config", str(file)]) == config
-    assert yaml.safe_load(config.as_yaml())["engine"]["nodes"] == 5
+    assert yaml.safe_load(config.as_yaml())["engine"]["num_draft_tokens"] == 5
 
 
 def test_a_verifier_is_named_by_itself_or_with_its_settings(tmp_path: Path) -> None:
@@ -61,7 +63,7 @@ def test_the_demo_configurations_are_valid(file: str) -> None:
         ("--input a", "output"),
         ("--input= --output b", "input is empty"),
         ("--input a --output b --colour red", "unknown option --colour: --help lists them"),
-        ("--input a --output b --slots 4", "unknown option --slots: did you mean --engine.slots?"),
+        ("--input a --output b --slots 4", "unknown option --slots: did you mean --engine.max_num_seqs?"),
         ("--input a --output b --max_tokens=4", "unknown option --max_tokens: did you mean --sampling.max_new_tokens?"),
         ("--input a --output b --sampling.temprature 1", "did you mean --sampling.temperature?"),
         ("--input a --output b stray", "unexpected argument 'stray': settings are given as --name value"),
@@ -82,8 +84,8 @@ def test_the_demo_configurations_are_valid(file: str) -> None:
         ("--input a --output b --reading.limit 0", "reading.limit must be at least 1, not 0"),
         ("--input a --output b --reading.format xml", "reading.format must be one of auto, jsonl, parquet, csv, text"),
         ("--input a --output b --reading.prompt_column p --reading.messages_column m", "a row has one prompt"),
-        ("--input a --output b --engine.slots 0", "engine.slots must be at least 1, not 0"),
-        ("--input a --output b --engine.nodes=-1", "engine.nodes must be at least 0, not -1"),
+        ("--input a --output b --engine.max_num_seqs 0", "engine.max_num_seqs must be at least 1, not 0"),
+        ("--input a --output b --engine.num_draft_tokens=-1", "engine.num_draft_tokens must be at least 0, not -1"),
         (
             "--input a --output b --resources.min_actors 4 --resources.max_actors 2",
             "max_actors must be at least",

@@ -36,7 +36,7 @@ BAD = {11: "BadPrompt", 12: "BadRow", 13: "Refused", 14: "BadRow", 15: "BadSampl
 @pytest.fixture(scope="module")
 def lm(model: Path) -> Any:
     """The engine that the job must agree with."""
-    with SpeculativeLM.from_pretrained(model, "none", config=EngineConfig(slots=2)) as lm:
+    with SpeculativeLM.from_pretrained(model, "none", config=EngineConfig(max_num_seqs=2)) as lm:
         yield lm
 
 
@@ -109,7 +109,7 @@ def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, t
 @pytest.mark.slow
 def test_auto_says_what_it_chose(run: Run, lm: SpeculativeLM, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": f"{QUESTIONS[n % 4]} {n}"} for n in range(40)])
-    settings = ["--engine.nodes", "auto", "--sampling.ignore_eos", True, "--sampling.max_new_tokens", 80]
+    settings = ["--engine.num_draft_tokens", "auto", "--sampling.ignore_eos", True, "--sampling.max_new_tokens", 80]
     done = run(source, *settings, drafter="auto")
     assert done.code == 0, done.stderr
     asked = expected(lm, {"prompt": f"{QUESTIONS[1]} 1"}, max_new_tokens=80, ignore_eos=True)
@@ -234,8 +234,8 @@ def test_rows_share_a_limited_memory(run: Run, lm: SpeculativeLM, finished_job: 
     source = shutil.copy(finished_job.source, tmp_path)
     refused = run(source, *JOB_SETTINGS, "--engine.kv_gib", row / 2)
     assert refused.code == 2
-    assert "raise kv_gib or lower max_length" in refused.error
-    done = run(source, *JOB_SETTINGS, "--engine.kv_gib", row * 1.5, "--engine.slots", 8)
+    assert "raise kv_gib or lower max_model_len" in refused.error
+    done = run(source, *JOB_SETTINGS, "--engine.kv_gib", row * 1.5, "--engine.max_num_seqs", 8)
     assert done.code == 0, done.stderr
     tokens = [row["token_ids"] for row in finished_job.outcome.rows]
     assert [row["token_ids"] for row in done.rows] == tokens

@@ -89,7 +89,7 @@ OTHERS: dict[str, list[str]] = {
     "sampling.stop was [], is now ['a']": ["--sampling.stop", "[a]"],
     "reading.chat was None, is now False": ["--reading.chat", "false"],
     "loading.dtype was 'auto', is now 'float32'": ["--loading.dtype", "float32"],
-    "engine.max_length was None, is now 64": ["--engine.max_length", "64"],
+    "engine.max_model_len was None, is now 64": ["--engine.max_model_len", "64"],
     "writing.per_step_accepted was True, is now False": ["--writing.per_step_accepted", "false"],
 }
 
@@ -113,7 +113,7 @@ def test_a_submission_with_another_setting_is_told_which(tmp_path: Path, told: s
 
 
 FREE = [
-    *("--drafter", "memory", "--engine.slots", "3", "--engine.nodes", "5", "--engine.kv_gib", "1"),
+    *("--drafter", "memory", "--engine.max_num_seqs", "3", "--engine.num_draft_tokens", "5", "--engine.kv_gib", "1"),
     *("--resources.max_actors", "2", "--limits.row_seconds", "9", "--writing.rows_per_file", "2"),
     *("--loading.device", "cpu", "--writing.compact_mb", "1"),
 ]

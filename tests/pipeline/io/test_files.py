@@ -66,7 +66,7 @@ def test_a_job_from_bucket_to_bucket(run: Run, bucket: str, tmp_path: Path) -> N
     for name, some in (("a", rows[:4]), ("b", rows[4:]), ("other", ["not asked for"])):
         locate(bucket.format(f"in/{name}.jsonl")).write_text("\n".join(some))
     place = locate(bucket.format("out"))
-    arguments = ("--output", bucket.format("out"), "--writing.rows_per_file", 2, "--engine.nodes", 3)
+    arguments = ("--output", bucket.format("out"), "--writing.rows_per_file", 2, "--engine.num_draft_tokens", 3)
     done = run(bucket.format("in/[ab].jsonl"), *arguments)
     assert done.code == 0, done.stderr
     parts = [f"data/00000-{n:06d}.parquet" for n in range(3)]
@@ -80,7 +80,7 @@ def test_a_job_from_bucket_to_bucket(run: Run, bucket: str, tmp_path: Path) -> N
     (tmp_path / "in").mkdir()
     for name, some in (("a", rows[:4]), ("b", rows[4:])):
         (tmp_path / "in" / f"{name}.jsonl").write_text("\n".join(some))
-    local = run(tmp_path / "in", "--engine.nodes", 3)
+    local = run(tmp_path / "in", "--engine.num_draft_tokens", 3)
     assert local.code == 0, local.stderr
     assert written["token_ids"].to_pylist() == [row["token_ids"] for row in local.rows]
 

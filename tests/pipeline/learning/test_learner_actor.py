@@ -185,7 +185,7 @@ def test_a_saved_head_that_cannot_be_loaded_is_left_out(
     put_head(EMBEDDED_HEADS / "ctc", output.head)  # it belongs to another base
     begins = beginning(LearningConfig(enabled=True, head="new"), output)
     assert begins.saved is not None
-    with EngineSpec(str(model), "auto", {}, EngineConfig(slots=2), 1, learning=begins).load() as lm:
+    with EngineSpec(str(model), "auto", {}, EngineConfig(max_num_seqs=2), 1, learning=begins).load() as lm:
         assert isinstance(lm.samples, SampleTap)
         assert lm.engine.state().drafter_version is None
     assert "the head that was learnt is left out: draft head" in capsys.readouterr().err

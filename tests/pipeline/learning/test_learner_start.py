@@ -54,7 +54,7 @@ def test_the_example_is_valid() -> None:
         ("--learning true --learning.training.uses 0", "learning.training.uses must be at least 1, not 0"),
         ("--learning true --drafter ngram", "drafter ngram has no head that could learn"),
         ("--learning true --verifier typical", "the verifier typical lets other tokens pass"),
-        ("--learning true --engine.nodes 0", "engine.nodes 0 drafts nothing"),
+        ("--learning true --engine.num_draft_tokens 0", "engine.num_draft_tokens 0 drafts nothing"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: str, message: str) -> None:

@@ -24,7 +24,16 @@ from tests.support.waiting import wait_until
 
 PROMPTS = [f"how many {'apples and pens ' * (n % 3)}does she have {n}" for n in range(600)]
 LEARNING: tuple[Any, ...] = (
-    *("--learning", "true", "--learning.head", "new", "--learning.must_pay", "false", "--engine.nodes", "auto"),
+    *(
+        "--learning",
+        "true",
+        "--learning.head",
+        "new",
+        "--learning.must_pay",
+        "false",
+        "--engine.num_draft_tokens",
+        "auto",
+    ),
     *("--learning.training.texts_per_step", 2, "--learning.training.anchors_per_text", 4),
     *("--learning.training.held_out_share", 0.3, "--learning.training.held_out_rows", 4),
     *("--learning.training.least_held_out", 1, "--learning.training.evaluate_every", 2),
@@ -85,7 +94,9 @@ def test_a_job_too_short_to_gain_has_no_learner_beside_it(
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS[:40]])
     plain = run(source, drafter="none", output=tmp_path / "plain")
     monkeypatch.setattr("pipeline.learning.learner_actor.LearnerActor", NotedLearner)
-    done = run(source, "--learning", "true", "--learning.head", "new", "--engine.nodes", "auto", drafter="auto")
+    done = run(
+        source, "--learning", "true", "--learning.head", "new", "--engine.num_draft_tokens", "auto", drafter="auto"
+    )
     assert tokens_by_row(done) == tokens_by_row(plain)
     assert "learner: not begun: " in done.stderr
     assert not list(tmp_path.glob("*.learner"))

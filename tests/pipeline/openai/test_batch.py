@@ -42,7 +42,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def lm(model: Path) -> Any:
     """The engine that the job must agree with."""
-    with SpeculativeLM.from_pretrained(model, "none", config=EngineConfig(slots=2)) as lm:
+    with SpeculativeLM.from_pretrained(model, "none", config=EngineConfig(max_num_seqs=2)) as lm:
         yield lm
 
 

@@ -32,7 +32,7 @@ def arguments(model: Path, tmp_path: Path) -> list[object]:
     scorer.write_text("def worth(row): return len(set(row['text'])) % 3 == 0\n")
     found: list[object] = ["--input", source, "--model", model, "--drafter", "ngram"]
     found += ["--scorer", f"{scorer}:worth", "--rollouts", 3, "--tokens_per_prompt", 4]
-    found += ["--sampling.max_new_tokens", 32, "--engine.slots", 8, "--engine.nodes", 3]
+    found += ["--sampling.max_new_tokens", 32, "--engine.max_num_seqs", 8, "--engine.num_draft_tokens", 3]
     return [*found, "--resources.cpus_per_actor", 1, "--resources.max_actors", 1, "--writing.rows_per_file", 20]
 
 
@@ -100,7 +100,7 @@ def test_from_prompts_to_a_verifier_and_through_a_kill(
     shutil.rmtree(folder / "continuations")
     for name in ("labels.parquet", "pivots.json", "verifier/config.json"):
         (folder / name).unlink()
-    before = killed_in_the_rollouts([*arguments, "--output", folder, "--engine.slots", 1], folder)
+    before = killed_in_the_rollouts([*arguments, "--output", folder, "--engine.max_num_seqs", 1], folder)
     assert 2 <= len(before) < len(whole)
     outcome = pivots()
     assert outcome.code == 0, outcome.stderr

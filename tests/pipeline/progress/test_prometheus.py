@@ -78,7 +78,7 @@ def scrape() -> list[Sample]:
 @pytest.fixture(scope="module")
 def exported(local_ray: None) -> Iterator[Exported]:
     """An engine of a real actor has generated ten rows and refused two."""
-    spec = EngineSpec(None, "ctc+memory", {}, EngineConfig(slots=4, nodes=8), threads=1)
+    spec = EngineSpec(None, "ctc+memory", {}, EngineConfig(max_num_seqs=4, num_draft_tokens=8), threads=1)
     traits = RunTraits(SamplingParams(), WritingConfig(), rows_have_settings=False)
     board, ledger = ray.remote(num_cpus=0)(ProgressBoard).remote(), ray.remote(num_cpus=0)(Ledger).remote(4)
     actor = ray.remote(num_cpus=1)(EngineActor).remote(

@@ -34,7 +34,7 @@ SLOTS = 4
 @pytest.fixture(scope="session")
 def plain(model: Path) -> Iterator[SpeculativeLM]:
     """The model without a drafter: what every answer must equal."""
-    with SpeculativeLM.from_pretrained(model, "none", config=EngineConfig(slots=4)) as lm:
+    with SpeculativeLM.from_pretrained(model, "none", config=EngineConfig(max_num_seqs=4)) as lm:
         yield lm
 
 
@@ -42,7 +42,7 @@ def plain(model: Path) -> Iterator[SpeculativeLM]:
 def local(model: Path) -> Iterator[str]:
     """Address of a server in this process, with a drafter."""
     with (
-        SpeculativeLM.from_pretrained(model, "ngram", config=EngineConfig(slots=4, nodes=8)) as lm,
+        SpeculativeLM.from_pretrained(model, "ngram", config=EngineConfig(max_num_seqs=4, num_draft_tokens=8)) as lm,
         served({NAME: Answers(lm, "replica", seconds=PATIENCE)}) as address,
     ):
         yield address
@@ -97,7 +97,7 @@ class Endpoint:
 @pytest.fixture(scope="session")
 def endpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     """The endpoint on Ray Serve with two replicas, which asks for a key."""
-    settings = {"drafter": "ngram", "engine.nodes": 8, "limits.queue": 16, "replicas.min": 2}
+    settings = {"drafter": "ngram", "engine.num_draft_tokens": 8, "limits.queue": 16, "replicas.min": 2}
     with started(model, tmp_path_factory.mktemp("endpoint"), (KEY,), settings) as endpoint:
         yield endpoint
 
@@ -115,7 +115,14 @@ def started(model: Path, folder: Path, keys: Sequence[str], settings: Mapping[st
     (port,) = free_ports(1)
     file, log, ray_folder = folder / "keys.txt", folder / "log", Path("/tmp") / f"ray-{os.getpid()}-{port}"
     file.write_text("\n".join(["# of the tests", *keys, ""]), encoding="utf-8")
-    given = {"model": model, "name": NAME, "port": port, "keys_file": file, "engine.slots": SLOTS, "replicas.cpus": 0.5}
+    given = {
+        "model": model,
+        "name": NAME,
+        "port": port,
+        "keys_file": file,
+        "engine.max_num_seqs": SLOTS,
+        "replicas.cpus": 0.5,
+    }
     command = [sys.executable, "-m", "jobs.serve"]
     for name, value in {**given, **settings}.items():
         command += [f"--{name}", str(value)]

@@ -257,7 +257,7 @@ def without_numbers(logits: Tensor) -> None:
 def by_its_own_code(model: Path, plain: SpeculativeLM) -> Iterator[SpeculativeLM]:
     """The model as transformers runs it, which can be changed by hooks."""
     base = BaseModel(AutoModelForCausalLM.from_pretrained(model), native=False)
-    with SpeculativeLM(base, PlainDecoding(), plain.tokenizer, EngineConfig(slots=4)) as lm:
+    with SpeculativeLM(base, PlainDecoding(), plain.tokenizer, EngineConfig(max_num_seqs=4)) as lm:
         yield lm
 
 
@@ -375,7 +375,7 @@ class FailingDrafter(Drafter):
 
 
 def test_an_engine_that_fails_ends_each_stream_with_an_error(plain: SpeculativeLM) -> None:
-    lm = SpeculativeLM(plain.base, FailingDrafter(), plain.tokenizer, EngineConfig(slots=2, nodes=1))
+    lm = SpeculativeLM(plain.base, FailingDrafter(), plain.tokenizer, EngineConfig(max_num_seqs=2, num_draft_tokens=1))
     with lm, served({NAME: Answers(lm, "replica", seconds=PATIENCE)}) as address:
         client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
         chunks = client.chat.completions.create(model=NAME, messages=chat("how many"), stream=True)
@@ -391,7 +391,7 @@ def test_an_engine_that_fails_ends_each_stream_with_an_error(plain: SpeculativeL
 
 
 def test_too_much_at_once_and_for_too_long(plain: SpeculativeLM) -> None:
-    config = EngineConfig(slots=1, max_queue=1)
+    config = EngineConfig(max_num_seqs=1, max_queue=1)
     question: dict[str, Any] = {"model": NAME, "messages": chat("how many"), "max_tokens": 200}
     with SpeculativeLM(plain.base, plain.engine.drafter, plain.tokenizer, config) as lm:
         with served({NAME: Answers(lm, "replica", seconds=PATIENCE)}, limits=LimitsConfig(choices=8)) as address:
@@ -420,7 +420,7 @@ class LossyVerifier(ExactVerifier):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_answers_of_a_verifier_that_is_not_lossless_are_marked(plain: SpeculativeLM, stream: bool) -> None:
-    config = EngineConfig(slots=2, nodes=0)
+    config = EngineConfig(max_num_seqs=2, num_draft_tokens=0)
     marks = {}
     for verifier in (ExactVerifier(), LossyVerifier()):
         lm = SpeculativeLM(plain.base, PlainDecoding(), plain.tokenizer, config, verifier=verifier)

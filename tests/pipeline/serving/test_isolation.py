@@ -22,7 +22,7 @@ from tests.support.waiting import PATIENCE
 
 def answers(model: Path, drafter: str, *, isolated: bool) -> list[dict[str, Any]]:
     """How two clients' answers to the same question were drafted, one after the other, and what they were."""
-    config = EngineConfig(slots=2, nodes=8)
+    config = EngineConfig(max_num_seqs=2, num_draft_tokens=8)
     with (
         SpeculativeLM.from_pretrained(model, drafter, config=config, isolated=isolated) as lm,
         served({NAME: Answers(lm, "replica", seconds=PATIENCE)}) as address,
@@ -55,7 +55,7 @@ def test_what_others_were_answered_shows_in_nothing(drafter: str, model: Path) -
 
 @pytest.mark.parametrize(("given", "isolated"), [({}, True), ({"isolation": False}, False)])
 def test_replicas_are_isolated_unless_the_operator_says_otherwise(given: dict[str, Any], isolated: bool) -> None:
-    config = ApplicationConfig(drafter="memory", engine=EngineSettings(slots=2), **given)
+    config = ApplicationConfig(drafter="memory", engine=EngineSettings(max_num_seqs=2), **given)
     application = _engines(config, config.drafter, "Engine", ActorResources(1.0, 0.0, 1, 1))
     (spec, *_) = application._bound_deployment.init_args
     assert isinstance(spec, EngineSpec)

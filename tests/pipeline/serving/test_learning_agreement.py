@@ -43,7 +43,7 @@ class Watched:
 def learning(model: Path) -> Iterator[tuple[SpeculativeLM, Watched, str]]:
     """An engine whose rows are watched, and the address of an endpoint with it."""
     digests = [hashlib.sha256(key.encode()).digest() for key in (AGREED, OTHER)]
-    config, tap = EngineConfig(slots=4), Watched()
+    config, tap = EngineConfig(max_num_seqs=4), Watched()
     with SpeculativeLM.from_pretrained(model, "auto", config=config, learning=Learning(StartingHead())) as lm:
         lm.engine._tap = tap
         answers = {NAME: Answers(lm, "replica", seconds=PATIENCE)}

@@ -25,8 +25,8 @@ def test_the_shipped_file_is_one_for_ray_serve() -> None:
     config = parse_application(app.args)
     assert config == ApplicationConfig()
     engine = next(deployment for deployment in app.deployments if deployment.name == "Engine")
-    assert engine.max_ongoing_requests == config.engine.slots + config.limits.queue
-    assert engine.autoscaling_config["target_ongoing_requests"] == config.engine.slots
+    assert engine.max_ongoing_requests == config.engine.max_num_seqs + config.limits.queue
+    assert engine.autoscaling_config["target_ongoing_requests"] == config.engine.max_num_seqs
     assert {deployment.name for deployment in app.deployments} == {"Ingress", "Engine"}
 
 
@@ -49,11 +49,13 @@ def test_settings_come_from_the_command_line() -> None:
         3,
         0.5,
     )
-    assert config.engine.slots == 32
+    assert config.engine.max_num_seqs == 32
     assert parse_config(["--model", str(EMBEDDED_BASE)]).served_name == "base"
     assert parse_config(["--model", f"{EMBEDDED_BASE}/", "--name", "pens"]).served_name == "pens"
     assert parse_config([]).served_name == "embedded"
-    assert parse_config(["--engine.nodes", "3"]).engine == EngineSettings(slots=32, nodes=3)
+    assert parse_config(["--engine.num_draft_tokens", "3"]).engine == EngineSettings(
+        max_num_seqs=32, num_draft_tokens=3
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,9 +79,9 @@ def test_who_can_connect(host: str, loopback: bool) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"slots": 3}, "unknown setting slots: did you mean engine.slots?"),
+        ({"slots": 3}, "unknown setting slots: did you mean engine.max_num_seqs?"),
         ({"config": "x"}, "unknown setting config"),
-        ({"engine": {"slots": 0}}, "engine.slots must be at least 1, not 0"),
+        ({"engine": {"max_num_seqs": 0}}, "engine.max_num_seqs must be at least 1, not 0"),
         ({"engine": 3}, "engine must be a group of settings"),
         ({"limits": {"queue": "many"}}, "limits.queue must be an integer, not many"),
         ({"replicas": {"min": 2, "max": 1}}, "replicas.max must be at least 2, not 1"),

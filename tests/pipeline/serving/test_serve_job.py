@@ -188,8 +188,10 @@ def test_a_replica_that_dies_takes_only_its_own_streams(endpoint: Endpoint) -> N
     [victim, _] = replicas(endpoint)
 
     async def read(api: AsyncOpenAI, begun: asyncio.Semaphore) -> str:
-        # Twice as many answers as there are slots, so that none of the replicas is done when it is killed.
-        chunks = await api.chat.completions.create(**LONG | {"n": 2}, stream=True)
+        # Twice as many answers as there are slots, of tokens that no n-gram foresees and that cost time: none of the
+        # replicas is done when it is killed.
+        slow = {"n": 2, "temperature": 1.5, "logprobs": True, "top_logprobs": 20}
+        chunks = await api.chat.completions.create(**LONG | slow, stream=True)
         last = "cut off"
         try:
             async for chunk in chunks:
@@ -203,7 +205,7 @@ def test_a_replica_that_dies_takes_only_its_own_streams(endpoint: Endpoint) -> N
         async with async_client(endpoint) as api:
             begun = asyncio.Semaphore(0)
             streams = [asyncio.create_task(read(api, begun)) for _ in range(8)]
-            for _ in range(16):
+            for _ in range(4):
                 await begun.acquire()
             os.kill(victim.pid, signal.SIGKILL)
             later = await api.chat.completions.create(**LONG | {"max_tokens": 5})

@@ -59,7 +59,7 @@ def test_the_head_must_have_a_part_in_the_drafter() -> None:
     with pytest.raises(InputError, match="drafter ngram has no head that could learn"):
         ApplicationConfig(drafter="ngram", learning=learning)
     with pytest.raises(InputError, match=r"engine\.nodes 0 drafts nothing"):
-        ApplicationConfig(engine=EngineSettings(nodes=0), learning=learning)
+        ApplicationConfig(engine=EngineSettings(num_draft_tokens=0), learning=learning)
 
 
 def test_a_folder_that_cannot_be_written_to_is_told_before_anything_starts(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_job_of_several_samples(run: Run, model: Path, tmp_path: Path) -> None
         5,
         4983930932166335007,
     ]
-    with SpeculativeLM.from_pretrained(model, "none", config=EngineConfig(slots=2)) as lm:
+    with SpeculativeLM.from_pretrained(model, "none", config=EngineConfig(max_num_seqs=2)) as lm:
         for row in done.rows:
             chat = [{"role": "user", "content": row["prompt"]}]
             settings = {"max_new_tokens": 12, "temperature": 1.0, "seed": row["seed"], "logprobs": 1}

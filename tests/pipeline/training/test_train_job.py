@@ -70,7 +70,7 @@ def test_the_best_head_is_kept_and_everything_is_told(
 
     # And it drafts.
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "how many pens"}])
-    drafted = run(source, "--engine.nodes", 4, drafter=str(unbroken.folder / "head"))
+    drafted = run(source, "--engine.num_draft_tokens", 4, drafter=str(unbroken.folder / "head"))
     assert drafted.code == 0, drafted.stderr
     assert drafted.rows[0]["num_draft_tokens"] > 0
 

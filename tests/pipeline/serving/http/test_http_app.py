@@ -159,7 +159,7 @@ def test_keys(plain: SpeculativeLM, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_the_document_is_true(plain: SpeculativeLM, tmp_path: Path) -> None:
     """Schemathesis makes requests from the OpenAPI document, right and wrong ones, and holds the answers against it."""
-    config = EngineConfig(slots=4, max_length=64)
+    config = EngineConfig(max_num_seqs=4, max_model_len=64)
     with (
         SpeculativeLM(plain.base, plain.engine.drafter, plain.tokenizer, config) as lm,
         served({NAME: Answers(lm, "replica", seconds=PATIENCE)}, limits=LimitsConfig(choices=2)) as address,

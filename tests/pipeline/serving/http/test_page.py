@@ -44,7 +44,7 @@ def page(browser: Any) -> Iterator[Any]:
 @pytest.fixture
 def drafted(plain: SpeculativeLM) -> Iterator[SpeculativeLM]:
     """The model with a drafter."""
-    config = EngineConfig(slots=2, nodes=8)
+    config = EngineConfig(max_num_seqs=2, num_draft_tokens=8)
     with SpeculativeLM.from_pretrained(plain.base.name, "ngram", config=config) as lm:
         yield lm
 
