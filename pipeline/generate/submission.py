@@ -182,7 +182,8 @@ def run(job: JobContext) -> None:
                 with lease:
                     job.output.delete_temporary()
             rows, errors = count_rows(job.output)
-            print(f"nothing is left to do: {rows:,} rows and {errors:,} errors are in {job.config.output}", flush=True)
+            found = f"of {rows + errors:,} rows {rows:,} are finished and {errors:,} failed"
+            print(f"nothing is left to do: {found}; they are in {job.config.output}", flush=True)
             return
         with stopping, lease, StatusFile(job.output.status_file) as status:
             if take_output(job.config.output, job.output, job.meaning):
@@ -244,7 +245,7 @@ def finish(job: JobContext, stopping: Stopping, status: StatusFile) -> Progress:
     compact(output, None if compact_mb is None else int(compact_mb * 2**20))
     rows, errors = count_rows(output)
     if rows + errors != staged.rows:
-        found = f"{rows} rows and {errors} errors"
+        found = f"{rows} finished and {errors} failed rows"
         raise JobError(f"output {job.config.output} has {found} instead of {staged.rows} in all: choose another output")
     # Some reports may have been lost, so the files tell how many rows there are.
     before = staged.rows - last.rows

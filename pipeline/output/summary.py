@@ -89,7 +89,7 @@ def summarise(
     """
     counts = found.counts
     lines = [
-        f"rows        {found.rows:,} finished, {found.errors:,} errors",
+        f"rows        {found.rows:,} finished, {found.errors:,} failed",
         f"tokens      {counts.num_output_tokens:,} in {counts.num_decode_steps:,} decode steps of a row",
     ]
     if new_rows:

@@ -77,7 +77,7 @@ def rates(now: Progress) -> list[str]:
     eta = now.eta_seconds
     said.append(f"{'?' if eta is None else tqdm.format_interval(eta)} left")
     if now.errors:
-        said.append(f"{now.errors} errors")
+        said.append(f"{now.errors} failed")
     return said
 
 

@@ -87,7 +87,7 @@ def test_nodes_come_with_the_work_and_go_with_it(cluster: LocalCluster, job: Pat
     finally:
         submitted.kill()
     assert submitted.returncode == 0, told
-    assert f"{ROWS} finished, 0 errors" in printed
+    assert f"{ROWS} finished, 0 failed" in printed
     rows = [row["request_id"] for path in (job / "out" / "data").iterdir() for row in read_rows(path)]
     assert Counter(rows) == Counter(f"in.jsonl:{n + 1}" for n in range(ROWS))
     wait_until(lambda: not cluster.nodes(), "the nodes are given back", pause=0.2)

@@ -99,7 +99,7 @@ def test_every_row_is_generated_once_or_explained(run: Run, lm: SpeculativeLM, t
     assert ran["versions"]["ray"]
     tokens = sum(row["num_output_tokens"] for row in done.rows)
     steps = sum(row["num_decode_steps"] for row in done.rows)
-    assert "12 finished, 6 errors" in done.stdout
+    assert "12 finished, 6 failed" in done.stdout
     assert f"{tokens:,} in {steps:,}" in done.stdout
     assert f"{tokens / steps:.2f} tokens a step" in done.stdout
     assert "18/18 rows" in done.stderr
@@ -160,7 +160,9 @@ def test_submitting_again_goes_on_where_the_job_stopped(run: Run, finished: Fini
     # A finished job writes nothing, whatever the batches.
     repeated = run(source, *JOB_SETTINGS, "--writing.rows_per_file", 3)
     assert repeated.code == 0
-    assert repeated.stdout == f"nothing is left to do: 7 rows and 2 errors are in {done.folder}\n"
+    assert (
+        repeated.stdout == f"nothing is left to do: of 9 rows 7 are finished and 2 failed; they are in {done.folder}\n"
+    )
     assert snapshot(done.folder) == before
 
     # Another meaning is refused, and named.

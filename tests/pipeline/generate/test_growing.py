@@ -290,7 +290,9 @@ def test_a_job_whose_input_has_changed(run: Run, tmp_path: Path) -> None:
     assert [(row["request_id"], row["token_ids"], row["seed"]) for row in grown.rows] == [
         (row["request_id"], row["token_ids"], row["seed"]) for row in fresh.rows
     ]
-    assert run(source, *settings).stdout.startswith("nothing is left to do: 8 rows and 0 errors are in")
+    assert run(source, *settings).stdout.startswith(
+        "nothing is left to do: of 8 rows 8 are finished and 0 failed; they are in"
+    )
 
 
 @pytest.mark.slow

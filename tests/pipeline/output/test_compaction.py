@@ -156,7 +156,7 @@ def test_a_job_that_compacts(run: Run, finished: FinishedJob) -> None:
     assert names(done.folder / "data") == [WHOLE]
     assert done.rows == rows_before
     assert [row["request_id"].rpartition(":")[2] for row in done.errors] == ["8", "9"]
-    assert "7 finished, 2 errors" in done.stdout
+    assert "7 finished, 2 failed" in done.stdout
 
     # Finished, it writes nothing.
     before = (done.folder / "data" / WHOLE).stat().st_mtime_ns

@@ -29,7 +29,7 @@ def test_the_summary_is_what_the_files_say(tmp_path: Path) -> None:
     assert (totals.rows, totals.errors) == (5, 1)
     assert (totals.counts.num_output_tokens, totals.counts.num_decode_steps) == (35, 15)
     text = summarise(output, totals, new_tokens=35, new_rows=6, seconds=10)
-    assert "5 finished, 1 errors" in text
+    assert "5 finished, 1 failed" in text
     assert "2.33 tokens a step (plain decoding: 1.00); 100% of the steps speculated" in text
     assert "33% of 60 draft tokens accepted" in text
     assert "4 tokens/s, 0.6 rows/s (6 rows in 00:10 of generation)" in text

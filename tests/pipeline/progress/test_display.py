@@ -15,7 +15,7 @@ def test_lines_without_a_terminal() -> None:
     lines.show(Progress("generating", total=8, rows=1))
     assert stream.getvalue() == ""  # it is too soon
     lines.show(Progress("finished", 8, before=3, rows=5, errors=2, tokens=1200, steps=480, seconds=2.0))
-    assert stream.getvalue() == "8/8 rows, 2.5 rows/s, 600 tokens/s, 2.50 tokens a step, 00:00 left, 2 errors\n"
+    assert stream.getvalue() == "8/8 rows, 2.5 rows/s, 600 tokens/s, 2.50 tokens a step, 00:00 left, 2 failed\n"
 
 
 def test_a_bar_shows_the_same_figures() -> None:
