@@ -137,7 +137,7 @@ class SpeculativeLM:
 
         if learning is not None and not decides.lossless:
             raise LoadError(
-                f"a head learns from what its base says itself, and the verifier {decides.name} lets other "
+                f"a head learns from what its target model says itself, and the verifier {decides.name} lets other "
                 "tokens pass: use exact, or do without learning"
             )
         tell = on_stage or logger.info

@@ -304,7 +304,7 @@ class Sequence:
         """End a request for which the base computes numbers that are not finite."""
         self.handle.future.set_exception(
             NotFiniteError(
-                f"the base's logits after {len(self.output)} generated tokens are not finite (NaN or infinite): its "
+                f"the model's logits after {len(self.output)} generated tokens are not finite (NaN or infinite): its "
                 "activations overflow on this text; load it in a wider dtype (float32, or bfloat16 for float16), or "
                 "leave the text out"
             )

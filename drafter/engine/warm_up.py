@@ -76,11 +76,13 @@ def plan_or_refuse(device: torch.device, sizes: EngineSizes) -> MemoryPlan:
         LoadError: The device has less memory left; the message says what takes how much, and what would fit.
     """
     plan, free = plan_memory(sizes), devices.free_bytes(device)
-    _LOG.info("memory beside the base, of %s left on %s:\n%s", "?" if free is None else gib(free), device, plan.table())
+    _LOG.info(
+        "memory beside the model, of %s left on %s:\n%s", "?" if free is None else gib(free), device, plan.table()
+    )
     if free is not None and plan.total > free:
         raise LoadError(
-            f"an engine of {sizes.slots:,} slots takes {gib(plan.total)} beside the base, and {device} has {gib(free)} "
-            f"left: {what_would_fit(sizes, free)} (it takes {plan})"
+            f"an engine of {sizes.slots:,} slots takes {gib(plan.total)} beside the model, and {device} has "
+            f"{gib(free)} left: {what_would_fit(sizes, free)} (it takes {plan})"
         )
     return plan
 

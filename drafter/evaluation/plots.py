@@ -54,7 +54,7 @@ def beta_by_nodes(found: Sequence[Figures]) -> Figure:
             points = sorted((_nodes(one), one.beta or 0.0) for one in line)
             panel.plot(*zip(*points, strict=True), **_style(arm, found))
         _ticks(panel, map(_nodes, found))
-        panel.set(xlabel="draft nodes per step", ylabel="β (tokens per base forward)")
+        panel.set(xlabel="draft nodes per step", ylabel="β (tokens per forward of the target model)")
     return _finished(figure, panels.values())
 
 

@@ -150,7 +150,7 @@ def prompts_of(
             if base.max_positions is not None and len(ids) + max_new_tokens > base.max_positions:
                 raise QuestionError(
                     f"question {question.name}, turn {turn + 1}: {len(ids)} tokens of prompt and {max_new_tokens} of "
-                    f"answer are more than the base's {base.max_positions} positions: lower max_new_tokens, or leave "
+                    f"answer are more than the model's {base.max_positions} positions: lower max_new_tokens, or leave "
                     "the question out"
                 )
             sampling = SamplingParams(max_new_tokens, temperature, seed=len(prompts) + len(requests))

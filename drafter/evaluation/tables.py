@@ -109,7 +109,7 @@ def circumstances(results: Results) -> str:
     where, plan = results.environment, results.plan
     asked = ", ".join(f"{one['prompts']} prompts of {one['file']} ({name})" for name, one in results.questions.items())
     return (
-        f"{machine(where)}, {where['threads']} threads, {where['dtype']}; base of {where['base']['parameters']:,} "
+        f"{machine(where)}, {where['threads']} threads, {where['dtype']}; model of {where['base']['parameters']:,} "
         f"parameters; {asked}; at most {plan['max_new_tokens']} new tokens; medians of {plan['rounds']} rounds"
     )
 
@@ -123,7 +123,8 @@ def _heading(results: Results) -> str:
         f"{circumstances(results)}.\n\n"
         f"`{where['command']}`, commit {where['commit']}{' with changes' if where['uncommitted_changes'] else ''}, "
         f"{where['date']}.\n\n"
-        "β: new tokens per base forward. γ: speed relative to plain decoding in the same engine and run. "
+        "β: new tokens per forward of the target model. γ: speed relative to plain decoding in the same engine and "
+        "run. "
         f"{theirs}Differing tokens: tokens that are not plain decoding's at the same positions."
     )
 

@@ -295,7 +295,7 @@ def utility_plot(found: Sequence[VerifierFigures], kept: Sequence[VerifierFigure
     for one in kept:
         ring: dict[str, Any] = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "linestyle": "none"}
         panel.plot(*_place(one), color=_COLOURS[one.verifier.name], **ring)
-    panel.set(xlabel="β (tokens per base forward)", ylabel="utility")
+    panel.set(xlabel="β (tokens per forward of the target model)", ylabel="utility")
     panel.grid(alpha=0.3)
     panel.legend()
     return figure

@@ -161,8 +161,9 @@ def load_head(name_or_path: str | Path, base: BaseModel, algorithms: Mapping[str
     trained_for = config.base_model
     if not base.has_fingerprint(trained_for.fingerprint):
         raise LoadError(
-            f"draft head {name!r} belongs to the base {trained_for.name!r} (fingerprint {trained_for.fingerprint}), "
-            f"not to {base.name!r} ({base.fingerprint}): train a head for this base, or load the other base"
+            f"draft head {name!r} belongs to the target model {trained_for.name!r} (fingerprint "
+            f"{trained_for.fingerprint}), not to {base.name!r} ({base.fingerprint}): train a head for this model, or "
+            "load the other one"
         )
     tensors = _read_weights(name, weights_file)
     head = _new_head(name, algorithms[config.algorithm], config.head, tensors, base, trained_for.name)
@@ -243,8 +244,8 @@ def _new_head(
         raise LoadError(f"draft head {name!r}: no head can be built as its {CONFIG_FILE} says: {why}") from error
     if skeleton.deepest_layer >= base.num_layers:
         raise LoadError(
-            f"draft head {name!r} reads layer {skeleton.deepest_layer} of its base, counted from 0, and {base.name!r} "
-            f"has {base.num_layers} layers: load the base that it was trained for"
+            f"draft head {name!r} reads layer {skeleton.deepest_layer} of its target model, counted from 0, and "
+            f"{base.name!r} has {base.num_layers} layers: load the target model that it was trained for"
         )
     _refuse_other_tensors(name, skeleton.state_dict(), tensors)
     return head_class(config)
@@ -283,7 +284,7 @@ def _read_config(name: str, file: Path) -> _HeadFile:
             case "json_invalid", _:
                 reason = f"cannot be read: {first['msg']}"
             case _, ("base_model", _):
-                reason = "does not name its base model and fingerprint"
+                reason = "does not name its target model and fingerprint"
             case _:
                 needed = ", ".join(one.name for one in dataclasses.fields(_HeadFile))
                 reason = f"is not a draft head's (which has {needed})"

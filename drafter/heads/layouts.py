@@ -39,7 +39,7 @@ def read_public(name: str, config: Json, tensors: dict[str, Tensor], base: BaseM
     found = layout.read(name, config, tensors, base)
     made_for = found.made_for
     if made_for is not None and not isinstance(made_for, str):
-        raise LoadError(f"draft head {name!r}: its config.json names the base {shown(made_for)}, which is no text")
+        raise LoadError(f"draft head {name!r}: its config.json names as its model {shown(made_for)}, which is no text")
     if made_for and Path(made_for).name.lower() != Path(base.name).name.lower():
         _log.warning(
             "draft head %r was made for %r and has the sizes of %r, which it drafts for", name, made_for, base.name

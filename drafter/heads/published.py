@@ -122,10 +122,10 @@ def refuse_other_base(name: str, base: BaseModel, made_for: str | None, sizes: M
     """Raise `LoadError` if a head of these `sizes` (`hidden_size`, `vocab_size`) does not fit the target model."""
     for what, size in sizes.items():
         if size != getattr(base, what):
-            whose = f"the base {made_for!r}" if made_for else "another base"
+            whose = f"the target model {made_for!r}" if made_for else "another target model"
             raise LoadError(
                 f"draft head {name!r} belongs to {whose}, not to {base.name!r}: its {what} is {size:,}, and "
-                f"that of the base {getattr(base, what):,}; load the base that it was trained for"
+                f"that of the target model {getattr(base, what):,}; load the target model that it was trained for"
             )
 
 
@@ -135,7 +135,7 @@ def refuse_other_embeddings(name: str, base: BaseModel, embeddings: Tensor) -> N
     if embeddings.shape != own.shape or bool(((embeddings.float() - own).abs() > 0.01 * own.abs().amax()).any()):
         raise LoadError(
             f"draft head {name!r} does not belong to {base.name!r}: the token embeddings that it was trained with are "
-            "others; load the base that it was trained for"
+            "others; load the target model that it was trained for"
         )
 
 

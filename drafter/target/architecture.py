@@ -50,14 +50,14 @@ def refuse_unsupported(name: str, config: Any) -> None:
     """
     if getattr(config, "is_encoder_decoder", False):
         raise LoadError(
-            f"{name}: {config.model_type} is an encoder-decoder model; only decoder-only models can be a base"
+            f"{name}: {config.model_type} is an encoder-decoder model; only decoder-only models can be a target model"
         )
     text = config.get_text_config(decoder=True)
     foreign = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION_KINDS)
     if foreign:
         raise LoadError(
             f"{name}: {config.model_type} has {', '.join(foreign)} layers, whose state cannot be rolled back to an "
-            "accepted path; only softmax-attention models can be a base"
+            "accepted path; only softmax-attention models can be a target model"
         )
     if missing := [one for one in ("num_hidden_layers", "vocab_size") if not isinstance(getattr(text, one, None), int)]:
         raise LoadError(f"{name}: the configuration of {config.model_type} has no {' and no '.join(missing)}")

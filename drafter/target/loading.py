@@ -56,7 +56,7 @@ def load_base(
         raise
     except Exception as error:  # transformers, the hub's client and remote code have errors of their own
         reason = one_line(error, 300) if Path(name).exists() else not_found(error)
-        raise LoadError(f"no base model at {name!r}: {reason} (give a folder with config.json, or a hub id)") from error
+        raise LoadError(f"no model at {name!r}: {reason} (give a folder with config.json, or a hub id)") from error
     _refuse_weights_elsewhere(name, config)
     kwargs |= {"dtype": pick_dtype(dtype, target), "use_safetensors": True}
     if device_map is not None:
@@ -78,10 +78,10 @@ def load_base(
     except LoadError:
         raise
     except (*_STRANGE, ImportError) as error:
-        raise LoadError(f"base model {name!r} cannot be loaded: {first_line(error)}") from error
+        raise LoadError(f"model {name!r} cannot be loaded: {first_line(error)}") from error
     except Exception as error:  # safetensors raises a class of its own for a damaged file
         if type(error).__module__.startswith("safetensors") or "Safetensor" in type(error).__name__:
-            raise LoadError(f"base model {name!r} has damaged weights: {first_line(error)}") from error
+            raise LoadError(f"model {name!r} has damaged weights: {first_line(error)}") from error
         raise
     if generation_config == "ignore":
         tokens = {name: getattr(model.generation_config, name) for name in _SPECIAL_TOKENS}
@@ -103,7 +103,7 @@ def read_weight_map(name: str, index: Path) -> dict[str, str]:
         found: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
         files = set(found.values())
     except _STRANGE as error:
-        raise LoadError(f"base model {name!r}: {index.name} cannot be read: {first_line(error)}") from error
+        raise LoadError(f"model {name!r}: {index.name} cannot be read: {first_line(error)}") from error
     for file in files:
         _refuse_path(name, index.name, file)
     return found
@@ -136,7 +136,7 @@ def _refuse_weights_elsewhere(name: str, config: Any) -> None:
         target = (folder / file).resolve()
         if target.parent not in homes:
             raise LoadError(
-                f"base model {name!r}: {file} is a link to {str(target)!r}, which is not in its folder: copy it there"
+                f"model {name!r}: {file} is a link to {str(target)!r}, which is not in its folder: copy it there"
             )
 
 
@@ -144,7 +144,7 @@ def _refuse_path(name: str, file: str, named: object) -> None:
     """Raise `LoadError` unless `named`, found in `file`, is the plain name of a file beside it."""
     if not isinstance(named, str) or named in ("", ".", "..") or Path(named).name != named:
         raise LoadError(
-            f"base model {name!r}: {file} names the weights {shown(named)}, which are not a file in its folder: the "
+            f"model {name!r}: {file} names the weights {shown(named)}, which are not a file in its folder: the "
             "folder is the model, so put them there"
         )
 
@@ -170,7 +170,7 @@ def require_data(name: str, model: PreTrainedModel) -> None:
         TIE_WEIGHTS(model, recompute_mapping=False)
     if (missing := _without_data(model)) is not None:
         raise LoadError(
-            f"base model {name!r}: no data was loaded for {missing}; load it again, and not while other threads load "
+            f"model {name!r}: no data was loaded for {missing}; load it again, and not while other threads load "
             "models with transformers"
         )
 

@@ -108,7 +108,7 @@ class BaseModel:
                 return
             raise LoadError(
                 f"{self.name}: {self.model.config.model_type} has {', '.join(windows)}, and no small copy can be made "
-                f"to prove what it does with longer texts ({one_line(error, 200)}); it cannot be a base"
+                f"to prove what it does with longer texts ({one_line(error, 200)}); it cannot be a target model"
             ) from error
         try:
             BaseModel(copy, self.name, native=False)

@@ -118,11 +118,11 @@ def prove_tree_decoding(base: Candidate, plain: PlainRun) -> None:
         if not _alike(logits, expected[-len(logits) :], base.dtype):
             raise LoadError(
                 f"{base.name}: {kind} gives other logits with a tree mask, explicit positions and a slot cache than by "
-                "itself; it cannot be a base (state-space and linear attention, ALiBi, bidirectional models, and such "
-                "that make windows of their own cannot)"
+                "itself; it cannot be a target model (state-space and linear attention, ALiBi, bidirectional models, "
+                "and such that make windows of their own cannot)"
             )
     if len(widths) > 1:
-        raise LoadError(f"{base.name}: the decoder's output is not the LM head's input; it cannot be a base")
+        raise LoadError(f"{base.name}: the decoder's output is not the LM head's input; it cannot be a target model")
 
 
 def _run_as_engine(base: Candidate, texts: list[Tensor]) -> tuple[list[Tensor], set[int]]:
@@ -267,7 +267,7 @@ def executors_agree(base: Candidate, one: Executor, other: Executor) -> bool:
 def _does_not_run(base: Candidate, error: BaseException) -> LoadError:
     return LoadError(
         f"{base.name}: {base.model.config.model_type} does not run with a tree mask and a slot cache "
-        f"({type(error).__name__}: {first_line(error)}); it cannot be a base"
+        f"({type(error).__name__}: {first_line(error)}); it cannot be a target model"
     )
 
 

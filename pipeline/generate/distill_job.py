@@ -8,7 +8,7 @@ from pipeline.command_line import parse
 from pipeline.generate.config import GenerateConfig, generate_parser
 
 _DESCRIPTION = """\
-Let the base answer prompts itself, to get the text that its draft head learns from.
+Let the target model answer prompts itself, to get the text that its draft head learns from.
 
 This is jobs.generate with longer answers by default: the same input, output and settings, and
 submitting the same command again goes on where the job stopped. jobs.train takes the output.

@@ -85,8 +85,8 @@ class EngineBeats:
 
 _GAUGES = {
     "version": "Number of the newest version of the head that learns.",
-    "beta": "Tokens per base forward on held-out rows, with what the learner has learnt by now.",
-    "published_beta": "Tokens per base forward on held-out rows, with the newest version.",
+    "beta": "Tokens per forward of the target model on held-out rows, with what the learner has learnt by now.",
+    "published_beta": "Tokens per forward of the target model on held-out rows, with the newest version.",
     "loss": "Loss of the learner's newest step, in nats.",
     "rows": "Rows that the learner can learn from.",
     "bytes": "Bytes of the rows that the learner has.",

@@ -84,7 +84,7 @@ class LearningConfig:
             )
         if verifier.name != "exact":
             raise InputError(
-                f"a head learns from what its base says itself, and the verifier {verifier.name} lets other "
+                f"a head learns from what its target model says itself, and the verifier {verifier.name} lets other "
                 "tokens pass: use exact, or do without learning"
             )
         if engine.num_draft_tokens == 0:

@@ -124,9 +124,9 @@ _COMMON = (
 )
 """Settings that `--help` shows."""
 _DESCRIPTION = """\
-Make a classifier for the verifier pad: which draft tokens may pass though the base would not choose them.
+Make a classifier for the verifier pad: which draft tokens may pass though the target model would not choose them.
 
-The base answers the prompts. Each rejected draft token is a question: texts are continued with it and
+The target model answers the prompts. Each rejected draft token is a question: texts are continued with it and
 without it, and scored. A token that makes answers worse is a pivot. A classifier learns to tell pivots
 from the base's hidden state.
 

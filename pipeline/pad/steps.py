@@ -183,7 +183,7 @@ class PivotSteps:
             what = {frozenset({False}): "none is a pivot", frozenset({True}): "all are pivots"}
             raise InputError(
                 f"{len(labels)} labelled tokens teach nothing, as of those that are not held out "
-                f"{what.get(frozenset(kinds), 'there are none')}: give more prompts, or ones that the base answers "
+                f"{what.get(frozenset(kinds), 'there are none')}: give more prompts, or ones that the model answers "
                 f"rightly more often; the labels are in {self._folder.labels}"
             )
         return table, base

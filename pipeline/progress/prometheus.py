@@ -20,7 +20,7 @@ from pipeline.progress.board import Progress
 TAGS = ("run", "model", "drafter")
 """Labels of an engine's metrics: a job's output or an endpoint's name, the model and the drafter."""
 _COUNTERS = {
-    "steps": "Decode steps of the engine: forwards of the base over all active sequences.",
+    "steps": "Decode steps of the engine: forwards of the target model over all active sequences.",
     "busy_seconds": "Seconds in which the engine had something to decode.",
     "tokens": "New tokens.",
     "row_steps": "Decode steps, counted once for each sequence that takes part.",

@@ -67,7 +67,7 @@ class ReplicaMetrics:
         )
         self._length = Histogram(
             "drafter_mean_acceptance_length",
-            "New tokens per base forward, over a request: β.",
+            "New tokens per forward of the target model, over a request: β.",
             buckets=_LENGTHS,
             registry=registry,
         )

@@ -188,7 +188,7 @@ _COMMON = (
 )
 """Settings that `--help` shows."""
 _DESCRIPTION = """\
-Train a draft head on its base's own answers.
+Train a draft head on its target model's own answers.
 
 --data is the output of jobs.distill. The job writes to --output: head/ (the head with the highest held-out β, for
 --drafter of jobs.generate), metrics.jsonl, tensorboard/, training.png and run.json (what was run).

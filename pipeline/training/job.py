@@ -96,7 +96,7 @@ def check_head(config: TrainConfig, model: str) -> Any:
             model, trust_remote_code=config.trust_remote_code, local_files_only=local_only(model)
         )
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"no base model at {model!r}: {one_line(error)}") from error
+        raise InputError(f"no model at {model!r}: {one_line(error)}") from error
     text = base.get_text_config(decoder=True)
     sizes = {"hidden_size": text.hidden_size, "vocab_size": text.vocab_size}
     head_class = HEADS[config.algorithm]

@@ -82,12 +82,12 @@ def _read_run(uri: str, output: OutputFolder) -> dict[str, Any]:
     if not finished:
         raise InputError(f"data {uri} is not finished: submit its distillation again")
     if not isinstance(base, str):
-        raise InputError(f"data {uri} does not say which base made it: distil again into a new folder")
+        raise InputError(f"data {uri} does not say which target model made it: distil again into a new folder")
     # Older outputs do not record a verifier: there was only the exact one.
     if run.get("lossless") is False:
         raise InputError(
             f"data {uri} was decoded by the verifier {run.get('verifier')!r}, which is not lossless: distil again with "
-            "the exact one, because a head learns from its own base's answers"
+            "the exact one, because a head learns from its own target model's answers"
         )
     return run
 
@@ -122,7 +122,7 @@ def same_base(texts: Iterable[DistilledTexts]) -> tuple[str, ...]:
     schemes = [base.rpartition("-")[0] for base in by_base]
     if len(set(schemes)) < len(schemes):
         named = ", ".join(f"{uri} ({base})" for base, uri in by_base.items())
-        raise InputError(f"data of different bases cannot be used together: {named}")
+        raise InputError(f"data of different target models cannot be used together: {named}")
     return tuple(by_base)
 
 
@@ -292,7 +292,7 @@ def _read(data: Sequence[DistilledTexts], max_length: int, vocab_size: int, seed
     assert whole is not None
     rows = whole.materialize()
     if strange := _table(rows.filter(expr=col("problem").is_not_null()))["problem"].to_pylist():
-        raise InputError(f"data is not of this base: {min(strange)}")
+        raise InputError(f"data is not of this target model: {min(strange)}")
     return rows
 
 

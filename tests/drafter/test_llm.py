@@ -176,7 +176,7 @@ def test_wrong_use_is_named(lm: SpeculativeLM, tmp_path: Path) -> None:
         SpeculativeLM.from_pretrained(tmp_path / "nowhere")
     random_model("llama").save_pretrained(tmp_path)
     lm.tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(LoadError, match="belongs to the base"):
+    with pytest.raises(LoadError, match="belongs to the target model"):
         SpeculativeLM.from_pretrained(tmp_path, drafter="ctc", device="cpu")
 
 
@@ -192,7 +192,7 @@ def test_a_closed_engine_says_so() -> None:
 
 def test_learning_is_refused_where_it_could_not_learn_or_would_not_draft() -> None:
     lenient, start = VerifierSettings(name="typical"), StartingHead()
-    with pytest.raises(LoadError, match="learns from what its base says itself"):
+    with pytest.raises(LoadError, match="learns from what its target model says itself"):
         SpeculativeLM.from_pretrained(device="cpu", learning=Learning(start), verifier=lenient)
     with pytest.raises(LoadError, match="leave nodes at auto"):
         SpeculativeLM.from_pretrained(device="cpu", learning=Learning(start), config=EngineConfig(num_draft_tokens=8))

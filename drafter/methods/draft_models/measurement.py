@@ -106,7 +106,7 @@ class StackPlanning:
         blocks, drafting = [0.0] * count, [0.0] * count
         acceptance, pricing = ([[empty] * (count + 1) for _ in names] for empty in (0.0, inf))
         for place, name in enumerate(names):
-            yield f"measuring {name} for the base"
+            yield f"measuring {name} for the target model"
             drafter = self._stack((name,))
             run = self._decode(drafter, requests)
             blocks[place], drafting[place] = float(drafter.spec.max_depth), self._drafting(run, plain)
@@ -212,7 +212,7 @@ def acceptance_table(found: Comparison) -> str:
     levels = found.measured
     models = [place for place in range(len(levels.names)) if any(math.isfinite(row[place]) for row in levels.pricing)]
     heads = [f"`{levels.names[place]}`" for place in models]
-    lines = [f"| drafted by | {' | '.join([*heads, 'the base'])} |", "|---" * (len(models) + 2) + "|"]
+    lines = [f"| drafted by | {' | '.join([*heads, 'the target model'])} |", "|---" * (len(models) + 2) + "|"]
     for name, accepted, priced in zip(levels.names, levels.acceptance, levels.pricing, strict=True):
         cells = [f"{accepted[place]:.2f}" if math.isfinite(priced[place]) else "" for place in [*models, -1]]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")

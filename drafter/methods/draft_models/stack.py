@@ -46,7 +46,7 @@ class StackedDrafter(Drafter):
     def __init__(self, lower: Drafter, model: BaseModel, base: BaseModel, nodes: int) -> None:
         if lower.spec.shared_layers:
             raise LoadError(
-                "the base's own layers cannot draft for a stack: the base's KV cache has no room for its trees"
+                "the target model's own layers cannot draft for a stack: its KV cache has no room for their trees"
             )
         self.lower = lower
         spec, depth = lower.spec, min(lower.spec.max_depth + 1, nodes)

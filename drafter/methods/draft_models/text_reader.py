@@ -39,7 +39,7 @@ def difference(theirs: Any, ours: Any) -> str | None:
         example = others[0]
         return (
             f"{len(others):,} of {len(wanted):,} tokens differ, such as {example!r} "
-            f"({_id(found, example)} there, {_id(wanted, example)} in the base's)"
+            f"({_id(found, example)} there, {_id(wanted, example)} in the target model's)"
         )
     for text in _TEXTS:
         if theirs.encode(text, add_special_tokens=False) != ours.encode(text, add_special_tokens=False):

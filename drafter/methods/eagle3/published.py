@@ -143,7 +143,7 @@ def _hidden_layers(name: str, config: Json, layers: int) -> list[int]:
     found = [state - 1 for state in states] if states else list(outputs)
     if not all(0 <= one < layers for one in found):
         raise LoadError(
-            f"draft head {name!r} reads hidden states {ids}, and a base of {layers} layers does not have "
+            f"draft head {name!r} reads hidden states {ids}, and a target model of {layers} layers does not have "
             "all of them, or they are its embeddings"
         )
     return found
@@ -175,8 +175,8 @@ def _refuse_unknown_kinds(name: str, config: Json, layer: Json, *, counts_layers
             raise LoadError(f"draft head {name!r} has {key} = {shown(layer[key])}, and only {value!r} can be run")
     if config.get("target_hidden_size") not in (None, layer["hidden_size"]):
         raise LoadError(
-            f"draft head {name!r} is of another width than its base: {layer['hidden_size']:,} and "
-            f"{config['target_hidden_size']:,}; only heads of the base's width can be run"
+            f"draft head {name!r} is of another width than its target model: {layer['hidden_size']:,} and "
+            f"{config['target_hidden_size']:,}; only heads of its width can be run"
         )
 
 

@@ -37,8 +37,8 @@ def read_medusa(name: str, config: Json, tensors: dict[str, Tensor], base: BaseM
     depth = max(depth, len(there))
     if output.format(0) not in tensors and block.format(0) in tensors:
         raise LoadError(
-            f"draft head {name!r} has no output layers: it takes the base's LM head, and only heads with output layers "
-            "of their own can be run"
+            f"draft head {name!r} has no output layers: it takes the target model's LM head, and only heads with "
+            "output layers of their own can be run"
         )
     wanted = [part.format(head) for head in range(depth) for part in (block, output)]
     if missing := [one for one in wanted if one not in tensors]:

@@ -66,8 +66,8 @@ class PadVerifier(Verifier):
         """Check the classifier's target model and move it to the device; see `Verifier.open`."""
         if not base.has_fingerprint(self._base.fingerprint):
             raise LoadError(
-                f"classifier {self._folder!r} was made for another base: for {self._base.name} "
-                f"({self._base.fingerprint}), not for {base.name} ({base.fingerprint}): make one for this base with "
+                f"classifier {self._folder!r} was made for another target model: for {self._base.name} "
+                f"({self._base.fingerprint}), not for {base.name} ({base.fingerprint}): make one for this model with "
                 "python -m jobs.pivots"
             )
         self._classifier.to(base.device)

@@ -76,8 +76,8 @@ def plain_differences(
     base = load_base(model, **loading)
     if fingerprint is not None and not base.has_fingerprint(fingerprint):
         raise LoadError(
-            f"{model} is not the base that made the output (its weights are {base.fingerprint}, those of the output "
-            f"{fingerprint}): have that base where the output's run.json names it"
+            f"{model} is not the model that made the output (its weights are {base.fingerprint}, those of the output "
+            f"{fingerprint}): have that one where the output's run.json names it"
         )
     tokenizer = load_tokenizer(model, trust_remote_code=bool(loading["trust_remote_code"]))
     config = EngineConfig(**engine, max_queue=len(rows))

@@ -118,7 +118,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a model's config": (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), r"not a draft head's"),
     "later format": (change("format_version", 2), r"format version 2"),
     "unknown algorithm": (change("algorithm", "telepathy"), r"'telepathy'; known here: .*ctc"),
-    "no fingerprint": (change("base_model.fingerprint", None), r"does not name its base"),
+    "no fingerprint": (change("base_model.fingerprint", None), r"does not name its target model"),
     "unknown key": (change("head.mood", "good"), r"unknown configuration key 'mood'"),
     "missing key": (change("head.vocab_size", None), r"key 'vocab_size' is missing"),
     "wrong type": (change("head.num_frames", "eight"), r"'num_frames' cannot be 'eight': it must be a valid integer"),
@@ -136,8 +136,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no computer's width": (change("head.intermediate_size", 2**62), r"no head can be built"),
     "no number": (change("head.rope_theta", float("nan")), r"its configuration cannot be read: Out of range float"),
     "no rotation": (change("head.rope_theta", 0.0), r"rope_theta must be at least 1, not 0\.0"),
-    "larger vocabulary": (change("head.vocab_size", 98), r"its vocab_size is 98, and that of the base 97"),
-    "other width": (change("head.hidden_size", 64), r"its hidden_size is 64, and that of the base 32"),
+    "larger vocabulary": (change("head.vocab_size", 98), r"its vocab_size is 98, and that of the target model 97"),
+    "other width": (change("head.hidden_size", 64), r"its hidden_size is 64, and that of the target model 32"),
     "nested too deep": (lambda f: (f / "config.json").write_text("[" * 9000), r"config\.json cannot be read"),
     "numbers of 8 bits": (
         change_tensors(lambda t: t.update({"module.slots": t["module.slots"].to(torch.float8_e4m3fn)})),
@@ -222,7 +222,7 @@ def test_whatever_a_configuration_says_its_head_is_refused_in_a_line_or_drafts(
 
 
 def test_a_head_reads_only_layers_that_its_base_has(tiny_base: BaseModel, heads: dict[str, Path]) -> None:
-    for layers, words in (([0, 1, 3], "reads layer 3 of its base, .* has 3 layers"), ([0, 1, -2], "none below -1")):
+    for layers, words in (([0, 1, 3], "layer 3 of its target model, .* has 3 layers"), ([0, 1, -2], "none below -1")):
         config = json.loads((heads["specformer"] / "config.json").read_text())
         config["head"]["hidden_layers"] = layers
         (heads["specformer"] / "config.json").write_text(json.dumps(config))

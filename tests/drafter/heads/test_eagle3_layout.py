@@ -135,16 +135,16 @@ def test_it_says_which_base_it_was_made_for(base: BaseModel, tmp_path: Path, cap
     [
         (
             {"hidden_size": 16},
-            "belongs to another base, not to 'the base': its hidden_size is 16, and that of the base 8",
+            "belongs to another target model, not to 'the base': its hidden_size is 16, and that of the target model 8",
         ),
-        ({"vocab_size": 24}, "its vocab_size is 24, and that of the base 23"),
+        ({"vocab_size": 24}, "its vocab_size is 24, and that of the target model 23"),
         ({"attention_bias": True}, "has attention_bias = True, and only False can be run"),
         ({"hidden_act": "gelu"}, "has hidden_act = 'gelu', and only 'silu' can be run"),
-        ({"target_hidden_size": 16}, "is of another width than its base: 8 and 16"),
+        ({"target_hidden_size": 16}, "is of another width than its target model: 8 and 16"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling 'yarn' is not known"),
         ({"num_attention_heads": "two"}, "its config.json says num_attention_heads = 'two', which is no number"),
         ({"fc_norm": True}, "tensor 'fc_norm.0.weight' is missing"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}}, "a base of 3 layers does not have"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}}, "a target model of 3 layers does not have"),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["0", "1", "2"]}},
             r"eagle_aux_hidden_state_layer_ids = \['0', '1', '2'\], which are no layers",

@@ -101,5 +101,5 @@ def test_what_cannot_be_run_is_refused(base: BaseModel, tmp_path: Path, changes:
 
 def test_heads_of_another_base_are_refused(tmp_path: Path) -> None:
     other = base_with_embeddings(VOCABULARY, 2 * WIDTH)
-    with pytest.raises(LoadError, match="belongs to the base 'some/base', not to 'the base': its hidden_size is 8"):
+    with pytest.raises(LoadError, match="to the target model 'some/base', not to 'the base': its hidden_size is 8"):
         load_head(write_head(tmp_path, CONFIG, published()), other, HEADS)

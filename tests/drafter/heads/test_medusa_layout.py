@@ -103,7 +103,7 @@ def test_a_part_of_the_vocabulary(base: BaseModel, tmp_path: Path) -> None:
         ),
         (PUBLISHED | {"medusa_num_heads": 2.0}, "", "says medusa_num_heads = 2.0, which is no integer above 0"),
         (PUBLISHED | {"medusa_num_heads": 0}, "", "says medusa_num_heads = 0, which is no integer above 0"),
-        (PUBLISHED | {"base_model_name_or_path": 7}, "", "its config.json names the base 7, which is no text"),
+        (PUBLISHED | {"base_model_name_or_path": 7}, "", "its config.json names as its model 7, which is no text"),
         (PUBLISHED, "1.1.weight", r"tensor '1\.1\.weight' is missing"),
     ],
 )
@@ -125,7 +125,7 @@ def test_output_layers_that_do_not_match_are_refused(base: BaseModel, tmp_path: 
 
 def test_heads_of_another_base_are_refused(tmp_path: Path) -> None:
     other = base_with_embeddings(VOCABULARY + 1, WIDTH)
-    with pytest.raises(LoadError, match="belongs to the base 'some/base', not to 'the base': its vocab_size is 23"):
+    with pytest.raises(LoadError, match="to the target model 'some/base', not to 'the base': its vocab_size is 23"):
         load_head(write_head(tmp_path, PUBLISHED, published()), other, HEADS)
 
 
@@ -137,5 +137,5 @@ def test_heads_are_counted_where_they_are(base: BaseModel, tmp_path: Path) -> No
 def test_heads_without_output_layers_are_refused(base: BaseModel, tmp_path: Path) -> None:
     tensors = {name: one for name, one in published().items() if not name.endswith(".1.weight")}
     folder = write_head(tmp_path, PUBLISHED, tensors)
-    with pytest.raises(LoadError, match="has no output layers: it takes the base's LM head"):
+    with pytest.raises(LoadError, match="has no output layers: it takes the target model's LM head"):
         load_head(folder, base, HEADS)

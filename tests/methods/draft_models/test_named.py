@@ -45,10 +45,10 @@ def test_tokenisers_are_told_apart_by_vocabulary_and_by_encoding() -> None:
     ours = Tokens({"quick": 1, "The": 2})
     assert difference(Tokens({"quick": 1, "The": 2}), ours) is None
     assert difference(Tokens({"quick": 2, "The": 1}), ours) == (
-        "2 of 2 tokens differ, such as 'The' (id 1 there, id 2 in the base's)"
+        "2 of 2 tokens differ, such as 'The' (id 1 there, id 2 in the target model's)"
     )
     assert difference(Tokens({"quick": 1}), ours) == (
-        "1 of 2 tokens differ, such as 'The' (missing there, id 2 in the base's)"
+        "1 of 2 tokens differ, such as 'The' (missing there, id 2 in the target model's)"
     )
     assert "encodes 'The quick" in str(difference(Tokens({"quick": 1, "The": 2}, lower=True), ours))
 

@@ -191,7 +191,9 @@ def test_another_base_is_refused_with_the_reason(tiny_base: BaseModel, tmp_path:
         tmp_path / "mine", BaseOfClassifier(tiny_base.name, tiny_base.fingerprint), tiny_base.hidden_size
     )
     other = BaseModel(random_model("llama", seed=9), "another")
-    with pytest.raises(LoadError, match=r"was made for another base: for .*, not for another \(v2-.*: make one for"):
+    with pytest.raises(
+        LoadError, match=r"made for another target model: for .*, not for another \(v2-.*: make one for"
+    ):
         run_engine(other, AdversarialDrafter(1), [], verifier=PadVerifier(mine))
 
 

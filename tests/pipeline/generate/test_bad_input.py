@@ -216,7 +216,7 @@ def test_weights_that_are_damaged(run: Run, model: Path, tmp_path: Path) -> None
     weights.write_bytes(weights.read_bytes()[:-1000])
     done = run(write_jsonl(tmp_path / "a.jsonl", GOOD), base=damaged)
     assert done.code == 2
-    assert done.error.startswith("error: base model")
+    assert done.error.startswith("error: model")
     assert "Traceback" not in done.stderr + done.stdout
     status = json.loads((done.folder / "status.json").read_text())
     assert status["state"] == "failed"
@@ -230,7 +230,7 @@ def test_a_head_of_another_base(run: Run, tmp_path: Path) -> None:
     save_head(head, tmp_path / "head")
     done = run(write_jsonl(tmp_path / "a.jsonl", GOOD), drafter=str(tmp_path / "head"))
     assert done.code == 2
-    assert "belongs to the base 'another'" in done.error
+    assert "belongs to the target model 'another'" in done.error
     assert "Traceback" not in done.stderr + done.stdout
 
 

@@ -94,7 +94,7 @@ def with_tokens(table: pa.Table, tokens: list[int]) -> pa.Table:
         (delete("data"), {}, "has no rows"),
         (rewrite_rows(lambda table: table.slice(0, 0)), {}, "has no rows"),
         (rewrite_run(state="running"), {}, "is not finished"),
-        (rewrite_run(base_fingerprint=None), {}, "does not say which base made it"),
+        (rewrite_run(base_fingerprint=None), {}, "does not say which target model made it"),
         (
             rewrite_run(lossless=False, verifier="typical"),
             {},
@@ -119,7 +119,7 @@ def with_tokens(table: pa.Table, tokens: list[int]) -> pa.Table:
         pytest.param(
             rewrite_run(base_fingerprint="0123456789abcdef"),
             {},
-            "data was made by another base .fingerprint 0123456789abc",
+            "data was made by another target model .fingerprint 0123456789abc",
             marks=pytest.mark.slow,
         ),
     ],
@@ -145,7 +145,7 @@ def test_texts_of_two_bases_cannot_go_together(train: Train, distilled: Path, tm
     rewrite_run(base_fingerprint="v2-0123456789abcdef")(other)
     refused = train(json.dumps([str(distilled), str(other)]))
     assert refused.code == 2
-    assert "data of different bases cannot be used together" in refused.error
+    assert "data of different target models cannot be used together" in refused.error
 
 
 def test_an_output_that_holds_something_else_is_refused(train: Train, tmp_path: Path) -> None:
