@@ -276,7 +276,7 @@ def _group(name: str, kind: type, settings: Any) -> Any:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a question with the most similar known name, or nothing.
 
-    A setting without its group, such as `slots`, matches `engine.max_num_seqs`.
+    A setting without its group, such as `max_num_seqs`, matches `engine.max_num_seqs`.
     """
     known = list(known)
     last = {one.rpartition(".")[2]: one for one in reversed(known)}

@@ -78,7 +78,7 @@ print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)
     ("name", "hint"),
     [
         ("sampling.temprature", ": did you mean sampling.temperature?"),
-        ("slots", ": did you mean engine.max_num_seqs?"),
+        ("max_num_seq", ": did you mean engine.max_num_seqs?"),
         ("colour", ""),
     ],
 )

@@ -79,7 +79,7 @@ def test_who_can_connect(host: str, loopback: bool) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"slots": 3}, "unknown setting slots: did you mean engine.max_num_seqs?"),
+        ({"max_num_seq": 3}, "unknown setting max_num_seq: did you mean engine.max_num_seqs?"),
         ({"config": "x"}, "unknown setting config"),
         ({"engine": {"max_num_seqs": 0}}, "engine.max_num_seqs must be at least 1, not 0"),
         ({"engine": 3}, "engine must be a group of settings"),
