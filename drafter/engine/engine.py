@@ -48,7 +48,7 @@ class Engine:
         tokenizer: Of the base; decodes texts and stop strings.
         config: Sizes.
         verifier: Decides what is accepted; by default the exact one.
-        budget: Decides how much is drafted and verified; by default as `config.nodes` says.
+        budget: Decides how much is drafted and verified; by default as `config.num_draft_tokens` says.
         tap: Is given rows that have ended, with the hidden states that the drafter reads; by default nobody is.
 
     Attributes:
