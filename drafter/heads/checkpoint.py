@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -236,19 +237,26 @@ def _new_head(
     """
     config = head_config(name, head_class.config_class, fields)
     refuse_other_base(name, base, made_for, {one: getattr(config, one) for one in ("hidden_size", "vocab_size")})
-    try:
-        with torch.device("meta"), _AtMost(_CALLS_PER_TENSOR * (1 + len(tensors))):
-            skeleton = head_class(config)
-    except (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
-        why = first_line(error)
-        raise LoadError(f"draft head {name!r}: no head can be built as its {CONFIG_FILE} says: {why}") from error
+    with _building(name), torch.device("meta"), _AtMost(_CALLS_PER_TENSOR * (1 + len(tensors))):
+        skeleton = head_class(config)
     if skeleton.deepest_layer >= base.num_layers:
         raise LoadError(
             f"draft head {name!r} reads layer {skeleton.deepest_layer} of its target model, counted from 0, and "
             f"{base.name!r} has {base.num_layers} layers: load the target model that it was trained for"
         )
     _refuse_other_tensors(name, skeleton.state_dict(), tensors)
-    return head_class(config)
+    with _building(name):  # initial values are set here: on the meta device any number is good
+        return head_class(config)
+
+
+@contextmanager
+def _building(name: str) -> Iterator[None]:
+    """Turn what a configuration makes PyTorch raise into `LoadError`."""
+    try:
+        yield
+    except (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+        why = first_line(error)
+        raise LoadError(f"draft head {name!r}: no head can be built as its {CONFIG_FILE} says: {why}") from error
 
 
 def _ready(name: str, head: DraftHead, tensors: dict[str, Tensor], base: BaseModel) -> DraftHead:

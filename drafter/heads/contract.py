@@ -17,6 +17,9 @@ from drafter.target.forward import LM_HEAD_INPUT
 from drafter.target.model import BaseModel
 from drafter.tree.token_tree import TokenTree
 
+MOST_DEPTH = 256
+"""Levels of a draft tree. Buffers are allocated for the depth that a configuration claims, and no tensor proves it."""
+
 
 @dataclass(frozen=True)
 class Provenance:
@@ -34,10 +37,12 @@ class Provenance:
 
 
 def check_sizes(config: Any, *names: str) -> None:
-    """Raise `ValueError` for the first of the fields `names` that is below 1."""
+    """Raise `ValueError` for the first of the fields `names` that is below 1, or for a `depth` that no tree has."""
     for name in names:
         if getattr(config, name) < 1:
             raise ValueError(f"{name} must be at least 1, not {getattr(config, name)}")
+        if name == "depth" and config.depth > MOST_DEPTH:
+            raise ValueError(f"depth must be at most {MOST_DEPTH}, not {config.depth}")
 
 
 def check_draft_vocab(config: Any) -> None:

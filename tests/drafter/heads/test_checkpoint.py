@@ -221,6 +221,25 @@ def test_whatever_a_configuration_says_its_head_is_refused_in_a_line_or_drafts(
         assert drafted[0].token_ids == run_engine(tiny_base, PlainDecoding(), requests, max_num_seqs=1)[0].token_ids
 
 
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "words"),
+    [
+        ("eagle3, in part", "depth", 2**31, "depth must be at most 256, not 2147483648"),
+        ("context 2, in part", "blank_bias", 10**300, "no head can be built .* overflow"),
+    ],
+)
+def test_sizes_that_no_tensor_proves_are_bounded(
+    tiny_base: BaseModel, heads: dict[str, Path], kind: str, field: str, value: int, words: str
+) -> None:
+    config = json.loads((heads[kind] / "config.json").read_text())
+    config["head"][field] = value
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "model.safetensors").hardlink_to(heads[kind] / "model.safetensors")
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        with pytest.raises(LoadError, match=words):
+            load_head(folder, tiny_base, HEADS)
+
+
 def test_a_head_reads_only_layers_that_its_base_has(tiny_base: BaseModel, heads: dict[str, Path]) -> None:
     for layers, words in (([0, 1, 3], "layer 3 of its target model, .* has 3 layers"), ([0, 1, -2], "none below -1")):
         config = json.loads((heads["specformer"] / "config.json").read_text())
